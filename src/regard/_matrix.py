@@ -1,0 +1,518 @@
+"""The attention matrix, kept lazy: the public object, and `attention`, which makes it.
+
+Everything public is checked here once; what is below gets canonical arguments and does not check again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from regard import measures as _measures
+from regard._errors import ArgumentError, KindError, TooLarge, kind_of, named_shape
+from regard._explain import Explanation, explain
+from regard._index import pick
+from regard._products import Product, Whole
+from regard._shapes import lead_of, pairs_of, serves, settle_scale
+from regard._stream import Problem, Rows, entries, stream
+from regard._types import Align, Array, Frame, IntArray
+from regard.engines import engine_of
+from regard.masks import Mask
+from regard.measures import Measure
+from regard.scores import ScoreMod
+from regard.view import text
+
+__all__ = ["AttentionMatrix", "attention"]
+
+# np.asarray(A) stores the whole matrix without having been asked in so many words; more than this it refuses.
+CONVERSION_LIMIT = 1 << 28
+
+
+def attention(
+    query: Any,
+    key: Any,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    scale: float | None = None,
+    sink: Any = None,
+    enable_gqa: bool = False,
+) -> AttentionMatrix:
+    """The attention matrix softmax(query keyᵀ · scale + …), lazy: shape (…, heads, q_len, kv_len).
+
+    `query` is (…, heads, q_len, head_dim) and `key` (…, kv_heads, kv_len, head_dim); both may be as plain as
+    (n, d). Axes before the last two broadcast; with `enable_gqa=True` each key head serves heads / kv_heads
+    query heads in a row. Order of operations: scale (1/√head_dim unless given) → score modifications in the
+    order given → mask (True = attend) → sink → softmax. `sink` is a score, one or one for each head, that takes
+    its share of every row and gives it to no key.
+
+    >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
+    >>> A
+    AttentionMatrix(q_len 2, kv_len 3) float64, scale 0.7071
+    [0.4011 0.4011 0.1978]
+    [0.1978 0.4011 0.4011]
+    >>> A @ [[1, 0], [0, 2], [1, 1]]
+    array([[0.59888791, 1.        ],
+           [0.59888791, 1.20333628]])
+    """
+    engine = engine_of("attention", query=query, key=key)
+    query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
+    lead, groups = lead_of(query, key, enable_gqa)
+    frame = Frame.whole((*lead, query.shape[-2], key.shape[-2]))
+    if mask is not None:
+        _check_kind(
+            mask, Mask, "mask", "a mask such as regard.causal()", "dense(array) for booleans, True = attend"
+        )
+        mask.check(frame)
+    score_mods = (score_mod,) if isinstance(score_mod, ScoreMod) else tuple(score_mod or ())
+    for each in score_mods:
+        _check_kind(
+            each, ScoreMod, "score_mod", "regard.softcap, alibi, bias or relative_bias", "bias(array)"
+        )
+        each.check(frame)
+    if sink is not None:
+        sink = engine.floats(sink, "attention", "sink")
+        frame.per_head(sink, "attention: sink")
+    problem = Problem(
+        engine=engine,
+        query=query.reshape((pairs_of(query), *query.shape[-2:])),
+        key=key.reshape((pairs_of(key), *key.shape[-2:])),
+        query_of=serves(query, lead, 1),
+        key_of=serves(key, lead, groups),
+        numbers=frame.picked,
+        positions=np.arange(frame.q_len),
+        frame=frame,
+        mask=mask,
+        score_mods=score_mods,
+        scale=settle_scale(scale, query.shape[-1]),
+        sink=sink,
+        dtype=engine.working_dtype(query, key),
+    )
+    return AttentionMatrix(problem, lead, groups)
+
+
+class AttentionMatrix:
+    """The attention matrix, made by `regard.attention`: it can be multiplied, sliced, measured and explained.
+
+    Nothing of size q_len × kv_len is stored, except by `to_dense()`. Weights, lse and measures come in float32
+    at least; `A @ value` comes in the dtype of the value.
+    """
+
+    # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.
+    __array_ufunc__ = None
+
+    def __init__(
+        self, problem: Problem, lead: tuple[int, ...], groups: int, rows: Rows | None = None
+    ) -> None:
+        self._problem, self._lead, self._groups, self._rows = problem, lead, groups, rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(…, heads, q_len, kv_len)"""
+        return (*self._lead, *self._problem.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """How many axes there are."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of weights, lse and scores: float32 at least."""
+        return np.dtype(self._problem.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that `to_dense()` would store."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    @property
+    def mask(self) -> Mask | None:
+        """Which keys each query may see."""
+        return self._problem.mask
+
+    @property
+    def scale(self) -> float:
+        """What the products of query and key are multiplied by."""
+        return self._problem.scale
+
+    @property
+    def kernel(self) -> str:
+        """What runs for `A @ value`.
+
+        >>> attention([[1.0]], [[1.0]]).kernel
+        'numpy: streaming tiles'
+        """
+        return self._problem.engine.kernel
+
+    # Entries
+
+    def __getitem__(self, index: Any) -> Array:
+        """Weights, equal to `to_dense()[index]`: integers, slices, an ellipsis and at most one integer array."""
+        return self._entries(index, "A[index]", weights=True)
+
+    @property
+    def scores(self) -> Scores:
+        """The scores before the softmax, to be indexed like the matrix; hidden ones are −inf.
+
+        >>> attention([[1.0]], [[2.0], [3.0]], scale=1.0).scores[0]
+        array([2., 3.])
+        """
+        return Scores(self)
+
+    @property
+    def lazy(self) -> Lazy:
+        """The matrix of some heads or rows, still lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
+
+        >>> import numpy as np
+        >>> attention(np.ones((2, 8, 5, 4)), np.ones((2, 8, 5, 4))).lazy[0, 3, 1:3].shape
+        (2, 5)
+        """
+        return Lazy(self)
+
+    def to_dense(self) -> Array:
+        """The whole matrix, stored: `nbytes` of memory."""
+        return self[...]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ArgumentError(
+                "numpy.asarray(A)",
+                received="copy=False",
+                expected="a conversion that may compute",
+                cure="The matrix is lazy; its numbers are made when they are asked for.",
+            )
+        if self.nbytes > CONVERSION_LIMIT:
+            raise TooLarge(
+                "numpy.asarray(A)",
+                received=f"a matrix of shape {self.shape} that would take {self.nbytes:,} bytes",
+                expected=f"at most {CONVERSION_LIMIT:,} bytes",
+                cure="Call A.to_dense() if that is what you want, "
+                "A[rows] for some rows, or A.coarsen(512) for a picture.",
+            )
+        return np.asarray(self.to_dense(), dtype=dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def _entries(self, index: Any, operation: str, *, weights: bool) -> Array:
+        positions, local, _ = pick(index, self.shape, operation)
+        part = self._part(positions[:-1])
+        if weights and np.array_equal(positions[-1], np.arange(self.shape[-1])):
+            # Whole rows are divided by their own sum: at scores of 1e4 a kept lse would cost three digits.
+            (block,), _ = stream(part._problem, [Whole()])
+        else:
+            block = entries(part._problem, positions[-1], part._known() if weights else None)
+        return block.reshape([len(chosen) for chosen in positions])[local]
+
+    def _part(self, positions: list[IntArray]) -> AttentionMatrix:
+        """The matrix of some entries of each leading axis and some rows."""
+        *leads, rows = positions
+        pairs = np.arange(len(self._problem.numbers)).reshape(self._lead)[np.ix_(*leads)].ravel()
+        problem = self._problem.pairs(pairs).rows(rows)
+        problem = replace(problem, numbers=np.arange(len(pairs)))
+        known = None
+        if self._rows is not None:
+            known = Rows(*(each[pairs[:, None], rows] for each in self._rows))
+        heads_whole = bool(leads) and np.array_equal(leads[-1], np.arange(self._lead[-1]))
+        lead = tuple(len(chosen) for chosen in leads)
+        return AttentionMatrix(problem, lead, self._groups if heads_whole else 1, known)
+
+    # Products
+
+    def __matmul__(self, value: Any) -> Array:
+        """The output, (…, heads, q_len, value_dim), for a value (…, kv_heads, kv_len, value_dim) or (kv_len,)."""
+        return self._product(value, "A @ value", transposed=False)
+
+    def __rmatmul__(self, x: Any) -> Array:
+        x = self._problem.engine.floats(x, "x @ A", "x")
+        return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+    @property
+    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name for it
+        """The transpose, for `A.mT @ x`.
+
+        >>> (attention([[0.0], [0.0]], [[1.0], [1.0]]).mT @ [2.0, 4.0])
+        array([3., 3.])
+        """
+        return Transposed(self)
+
+    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
+        engine, problem = self._problem.engine, self._problem
+        name = "x" if transposed else "value"
+        array = engine.floats(array, operation, name)
+        as_vector = array.ndim == 1
+        if as_vector:
+            array = array[:, None]
+        length = self.shape[-2 if transposed else -1]
+        axis = "q_len" if transposed else "kv_len"
+        if array.ndim < 2 or array.shape[-2] != length:
+            raise ArgumentError(
+                operation,
+                received=f"{name} of shape {array.shape[:-1] if as_vector else array.shape}",
+                expected=f"(…, {axis} {length}, width) for a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
+                cure=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
+            )
+        of = serves(array, self._lead, 1 if transposed else self._groups, operation, name)
+        finite = bool(engine.xp.all(engine.xp.isfinite(array)))
+        flat = array.reshape((pairs_of(array), *array.shape[-2:]))
+        (product,), self._rows = stream(problem, [Product(flat, of, transposed, finite)], self._rows)
+        product = engine.cast(self._lead_first(product), array.dtype)
+        return product[..., 0] if as_vector else product
+
+    # Measures
+
+    @property
+    def lse(self) -> Array:
+        """The natural-log logsumexp of each row's scores, the sink's included: (…, heads, q_len).
+
+        −inf for a row that sees nothing. Any weight is exp(score − lse).
+        """
+        engine = self._problem.engine
+        with engine.quiet():
+            return self._lead_first(engine.cast(self._known().lse(engine.xp), self._problem.dtype))
+
+    def measure(self, *measures: Measure, **named: Measure) -> Any:
+        """The results of several measures from one pass: a named tuple.
+
+        >>> from regard import Entropy, TopK
+        >>> A = attention([[0.0]], [[1.0], [2.0]])
+        >>> A.measure(Entropy(), top=TopK(1)).top.indices
+        array([[0]])
+        """
+        for each in (*measures, *named.values()):
+            if not all(hasattr(each, part) for part in ("init", "step", "merge", "finish")):
+                raise KindError(
+                    "measure",
+                    received=kind_of(each),
+                    expected="measures such as Entropy() or TopK(8)",
+                    cure="A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
+                )
+        names = [*map(_measures.name_of, measures), *named]
+        if len(set(names)) != len(names):
+            raise ArgumentError(
+                "measure",
+                received=f"results named {', '.join(names)}",
+                expected="a name for each result",
+                cure="Name one by a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
+            )
+        results, self._rows = stream(self._problem, [*measures, *named.values()], self._rows)
+        return namedtuple("Measures", names)(*map(self._lead_first, results))
+
+    def entropy(self) -> Array:
+        """The entropy of each row in nats: (…, heads, q_len)."""
+        return self.measure(_measures.Entropy()).entropy
+
+    def distance(self, align: Align | None = None) -> Array:
+        """The mean distance of each row, Σ w · |q_idx − kv_idx|: (…, heads, q_len). `align` as in `causal`."""
+        return self.measure(_measures.Distance(align)).distance
+
+    def mass(self, mask: Mask) -> Array:
+        """The share of each row on the keys that `mask` lets through: (…, heads, q_len)."""
+        _check_kind(mask, Mask, "mass", "a mask such as regard.first(1)", "dense(array) for booleans")
+        return self.measure(_measures.Mass(mask)).mass
+
+    def topk(self, k: int) -> Any:
+        """The k largest weights of each row and their keys: `.values` and `.indices`, (…, heads, q_len, k)."""
+        return self.measure(top=_measures.TopK(k)).top
+
+    def coarsen(self, block: int, reduce: str = "mean") -> Array:
+        """The matrix as `block` × `block` cells by their "mean", "max" or "sum": (…, heads, block, block)."""
+        return self.measure(_measures.Coarse(block, reduce)).coarse
+
+    def sum(self, axis: int | tuple[int, ...] | None = None) -> Array:
+        """Sums over kv_len (axis −1), over q_len (−2: what each key received), or over everything (None)."""
+        if (kept := self._axis(axis, "sum")) is None:
+            return self.measure(_measures.Sum(-1)).sum.sum()
+        return self.measure(_measures.Sum(kept)).sum
+
+    def mean(self, axis: int | tuple[int, ...] | None = None) -> Array:
+        """Means over kv_len (axis −1), over q_len (−2), or over everything (None)."""
+        kept = self._axis(axis, "mean")
+        with self._problem.engine.quiet():
+            return self.sum(axis) / np.float64(math.prod(self.shape) if kept is None else self.shape[kept])
+
+    def max(self, axis: int | tuple[int, ...] | None = None) -> Array:
+        """The largest weights over kv_len (axis −1), over q_len (−2), or of everything (None)."""
+        if (kept := self._axis(axis, "max", searched=True)) is None:
+            return self._largest(-1).values.max()
+        return self._largest(kept).values
+
+    def argmax(self, axis: int | tuple[int, ...] | None = None) -> Array:
+        """Where the largest weights are, ties to the lowest index; over everything (None) a flat index."""
+        if (kept := self._axis(axis, "argmax", searched=True)) is None:
+            values, indices = self._largest(-1)
+            row = int(values.argmax())
+            return row * self.shape[-1] + indices.ravel()[row]
+        return self._largest(kept).indices
+
+    def _largest(self, axis: int) -> Any:
+        return self.measure(_measures.Largest(axis)).largest
+
+    def _axis(self, axis: Any, operation: str, *, searched: bool = False) -> int | None:
+        """−1, −2, or None for every axis; axes of heads are refused, since their sum is a whole matrix."""
+        if searched and not math.prod(self.shape[-2:]):
+            raise ArgumentError(
+                operation,
+                received=f"a matrix of shape {self.shape}",
+                expected="at least one entry",
+                cure="Nothing is the largest of none.",
+            )
+        if axis is None:
+            return None
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        where: set[int] = {a - self.ndim if a >= 0 else a for a in axes}
+        if where == set(range(-self.ndim, 0)):
+            return None
+        if where in ({-1}, {-2}):
+            return where.pop()
+        raise ArgumentError(
+            operation,
+            received=f"axis={axis!r}",
+            expected="axis=-1 (over the keys), axis=-2 (over the queries) or None (over everything)",
+            cure=f"Over heads the result is a whole matrix: take A[rows].{operation}(axis) or coarsen first.",
+        )
+
+    # Looking
+
+    def explain(self, q_idx: int, value: Any = None, tokens: Sequence[str] | None = None) -> Explanation:
+        """The four steps of one query as data; `print` it to read them. `value` is (kv_len, value_dim).
+
+        Of a matrix with several heads explain one: `A.lazy[0, 3].explain(7)`.
+
+        >>> print(attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
+        How query 0 attends: 2 keys, head_dim 2
+        <BLANKLINE>
+        1. Compare: query [1, 0] · key
+           a  1·1 + 0·0 = 1
+           b  1·0 + 0·1 = 0
+        2. Scale: × 1
+           a  1 × 1 = 1
+           b  0 × 1 = 0
+        3. Normalise: exp(score − shift 1), divided by their sum 1.3679
+           a  1       0.7311  █████████████████████████████
+           b  0.3679  0.2689  ██████████
+        """
+        if self._problem.shape[0] != 1:
+            raise ArgumentError(
+                "explain",
+                received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
+                expected="one head",
+                cure=f"Choose one: A.lazy[{', '.join('0' * len(self._lead))}].explain({q_idx}).",
+            )
+        row = int(pick((..., q_idx, slice(None)), self.shape, "explain").positions[-2][0])
+        if value is not None:
+            value = self._problem.engine.floats(value, "explain", "value")
+            if value.shape[-2:-1] != (self.shape[-1],) or pairs_of(value) != 1:
+                raise ArgumentError(
+                    "explain",
+                    received=f"value of shape {value.shape}",
+                    expected=f"(kv_len {self.shape[-1]}, value_dim)",
+                    cure="Give the value of the same head.",
+                )
+            value = self._problem.engine.cast(value.reshape(value.shape[-2:]), self._problem.dtype)
+        return explain(self._problem, row, value, tokens)
+
+    def __repr__(self) -> str:
+        name = f"AttentionMatrix{named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
+        parts = [name, f"scale {text.number(self.scale)}"]
+        parts += [repr(each) for each in self._problem.score_mods]
+        parts += [f"mask {self.mask}"] if self.mask is not None else []
+        parts += ["sink"] if self._problem.sink is not None else []
+        first = ", ".join(parts)
+        small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= 8
+        return f"{first}\n{text.table(self.to_dense())}" if small else first
+
+    # Within
+
+    def _known(self) -> Rows:
+        if self._rows is None:
+            _, self._rows = stream(self._problem, [])
+        return self._rows
+
+    def _lead_first(self, result: Any) -> Any:
+        """The axis of pairs as (…, heads) again."""
+        if isinstance(result, tuple):
+            return type(result)(*map(self._lead_first, result))
+        return result.reshape((*self._lead, *result.shape[1:]))
+
+
+class Scores:
+    """The scores of a matrix, to be indexed like it."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix."""
+        return self._matrix.shape
+
+    def __getitem__(self, index: Any) -> Array:
+        return self._matrix._entries(index, "A.scores[index]", weights=False)
+
+    def __repr__(self) -> str:
+        return f"<scores of {self._matrix!r}>".split("\n")[0]
+
+
+class Lazy:
+    """Some heads and rows of a matrix, as a matrix: integers drop a leading axis, rows always remain an axis."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self._matrix = matrix
+
+    def __getitem__(self, index: Any) -> AttentionMatrix:
+        matrix = self._matrix
+        positions, local, kept = pick(index, matrix.shape, "A.lazy[index]")
+        plain = all(
+            each is not None and getattr(each, "ndim", 1) == 1 for each in local if not isinstance(each, int)
+        )
+        if not plain or len(positions[-1]) != matrix.shape[-1] or (np.diff(positions[-1]) != 1).any():
+            raise ArgumentError(
+                "A.lazy[index]",
+                received=f"{index!r}",
+                expected="heads and rows, all columns kept",
+                cure="A row's weights depend on all its keys; for some columns take A[index], which computes them.",
+            )
+        part = matrix._part(positions[:-1])
+        part._lead = tuple(len(chosen) for chosen, keep in zip(positions[:-2], kept, strict=False) if keep)
+        if len(part._lead) < len(positions) - 2 and not kept[-3]:
+            part._groups = 1
+        return part
+
+
+class Transposed:
+    """The transpose of a matrix: what it is multiplied by is summed over the queries."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self.mT = matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(…, heads, kv_len, q_len)"""
+        *lead, q_len, kv_len = self.mT.shape
+        return (*lead, kv_len, q_len)
+
+    def __matmul__(self, x: Any) -> Array:
+        """(…, heads, kv_len, width), for x of shape (…, heads, q_len, width) or (q_len,)."""
+        return self.mT._product(x, "A.mT @ x", transposed=True)
+
+    def to_dense(self) -> Array:
+        """The whole transpose, stored."""
+        return self.mT.to_dense().swapaxes(-1, -2)
+
+    def __repr__(self) -> str:
+        return f"<transpose of {self.mT!r}>".split("\n")[0]
+
+
+def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:
+    if not isinstance(thing, kind):
+        raise KindError(operation, received=kind_of(thing), expected=expected, cure=f"Wrap it: {cure}.")

@@ -1,0 +1,75 @@
+"""What is stored or multiplied, in the form of measures: the whole matrix, its product, its transpose's product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from regard._stream import Problem
+from regard._types import Array, IntArray
+from regard.measures import Measure
+
+
+@dataclass(frozen=True)
+class Whole(Measure):
+    """Every weight, stored: (…, q_len, kv_len). The one measure that takes more than O(n) memory."""
+
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, problem=problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        assert self.problem is not None
+        return xp.zeros(shape, dtype=self.problem.dtype)
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        state[:, q_idx[0] : q_idx[-1] + 1, kv_idx[0] : kv_idx[-1] + 1] = weights
+        return state
+
+
+@dataclass(frozen=True)
+class Product(Measure):
+    """The matrix times an array `(own pairs, kv_len, width)`, or its transpose times one `(own pairs, q_len, width)`.
+
+    `of` tells for each pair of the whole matrix which of the array's own pairs serves it.
+    """
+
+    array: Array
+    of: IntArray
+    transposed: bool
+    finite: bool
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, of=self.of[problem.numbers], problem=problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        assert self.problem is not None
+        kept = shape[2 if self.transposed else 1]
+        return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.problem.dtype)
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.problem is not None
+        kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
+        part = self.problem.engine.take(self.array, self.of, np.asarray(summed), self.problem.dtype)
+        if self.transposed:
+            weights, scores = xp.matrix_transpose(weights), xp.matrix_transpose(scores)
+        state[:, kept] += weights @ part if self.finite else _literal_product(weights, scores, part, xp)
+        return state
+
+
+def _literal_product(weights: Array, scores: Array, part: Array, xp: Any) -> Array:
+    """weights @ part where part holds NaN or inf: they reach the rows that see them, and no others."""
+    live = scores != -xp.inf
+
+    def reached(rows: Array, entries: Array) -> Array:
+        return xp.astype(rows, weights.dtype) @ xp.astype(entries, weights.dtype) > 0
+
+    product = weights @ xp.where(xp.isfinite(part), part, 0.0)
+    lost = reached(live, xp.isnan(part)) | reached(live & (weights == 0), xp.isinf(part))
+    for infinity in (xp.inf, -xp.inf):
+        product = product + xp.where(reached(weights > 0, part == infinity), infinity, 0.0)
+    return xp.where(lost, xp.nan, product)

@@ -1,0 +1,250 @@
+"""The one block loop: every entry, product and measure of the matrix comes out of these tiles.
+
+A band of rows is read twice over its live blocks of keys: first each row's shift (its largest score) and total
+(the sum of exp(score − shift)), then the weights exp(score − shift) / total, which are final when a measure sees
+them. Blocks that the mask leaves empty are never computed, full ones are not tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from regard._types import Array, Frame, IntArray
+from regard.engines import Engine
+from regard.masks import Mask
+from regard.scores import ScoreMod
+
+# Rows and columns of a tile, and entries of a tile over all its pairs: what stays in a core's cache.
+ROWS, COLUMNS, TILE = 256, 1024, 1 << 19
+# Entries of a band whose scores are kept between the two readings rather than computed again.
+KEEP = 1 << 22
+
+
+class Rows(NamedTuple):
+    """What turns scores into weights, for each row: weights = exp(scores − shift) / total.
+
+    The pair keeps what a logsumexp loses: where scores are 1e4, rounding their lse costs the weights 1e-3.
+    """
+
+    shift: Array
+    total: Array
+
+    def lse(self, xp: Any) -> Array:
+        """The natural logarithm of each row's sum of exponentials, −inf for a row that sees nothing."""
+        return self.shift + xp.log(self.total)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a matrix is made of, in canonical form: pairs of (batch, head) on one axis.
+
+    `query` is `(own pairs, rows, head_dim)` and `query_of` tells which of its own pairs serves each pair of the
+    frame, likewise `key`; so nothing is ever repeated or expanded. `numbers` count the pairs within the matrix,
+    `positions` are the q_idx of the rows.
+    """
+
+    engine: Engine
+    query: Array
+    key: Array
+    query_of: IntArray
+    key_of: IntArray
+    numbers: IntArray
+    positions: IntArray
+    frame: Frame
+    mask: Mask | None
+    score_mods: tuple[ScoreMod, ...]
+    scale: float
+    sink: Array | None
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(pairs, rows, kv_len)"""
+        return len(self.query_of), len(self.positions), self.frame.kv_len
+
+    def pairs(self, which: IntArray) -> Problem:
+        """The same for some pairs of (batch, head)."""
+        frame = replace(self.frame, picked=self.frame.picked[which])
+        query_of, key_of, numbers = self.query_of[which], self.key_of[which], self.numbers[which]
+        return replace(self, query_of=query_of, key_of=key_of, numbers=numbers, frame=frame)
+
+    def rows(self, which: IntArray) -> Problem:
+        """The same for some rows, in the order given."""
+        return replace(self, query=self.query[:, which], positions=self.positions[which])
+
+    def start(self, rows: int) -> Rows:
+        """Rows before any key was seen: only the sink, if there is one, has its share."""
+        xp, pairs = self.engine.xp, self.shape[0]
+        if self.sink is None:
+            shift = xp.full((pairs, rows), -xp.inf, dtype=self.dtype)
+            return Rows(shift, xp.zeros((pairs, rows), dtype=xp.float64))
+        picked = self.engine.cast(self.frame.per_head(self.sink, "sink"), self.dtype)
+        shift = xp.broadcast_to(picked[:, None], (pairs, rows))
+        return Rows(shift, xp.where(shift == -xp.inf, 0.0, 1.0))
+
+    def scores(self, rows: IntArray, columns: IntArray, full: bool = False) -> Array:
+        """Scores of a tile, −inf where hidden. Scale → score modifications in the order given → mask."""
+        engine, xp = self.engine, self.engine.xp
+        query = engine.take(self.query, self.query_of, rows, self.dtype)
+        key = engine.take(self.key, self.key_of, columns, self.dtype)
+        scores = engine.scores(query, key, self.scale)
+        if len(scores) != self.shape[0]:
+            scores = xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
+        q_idx = self.positions[rows]
+        for score_mod in self.score_mods:
+            scores = score_mod.apply(scores, self.frame, q_idx, columns, xp)
+        if self.mask is None or full:
+            return scores
+        return xp.where(self.mask.allows(self.frame, q_idx, columns, xp), scores, -xp.inf)
+
+    def live_blocks(self, rows: IntArray) -> list[tuple[IntArray, bool]]:
+        """The columns of every block that these rows may see, and whether they see all of it."""
+        kv_lo = np.arange(0, self.frame.kv_len, COLUMNS)
+        if not len(kv_lo) or not len(rows):
+            return []
+        kv_hi = np.minimum(kv_lo + COLUMNS, self.frame.kv_len)
+        may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
+        if self.mask is not None:
+            q_idx = self.positions[rows]
+            may, must = self.mask.bounds(self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi)
+        return [(np.arange(kv_lo[i], kv_hi[i]), bool(must[i])) for i in np.flatnonzero(may)]
+
+
+def fold(seen: Rows, scores: Array, engine: Engine) -> Rows:
+    """Rows that have seen these scores too; the order in which blocks come does not matter."""
+    xp = engine.xp
+    shift = xp.maximum(seen.shift, xp.max(scores, axis=-1))
+    base = finite_shift(shift, xp)
+    here = xp.sum(engine.exponentials(scores, base[..., None]), axis=-1)
+    return Rows(shift, seen.total * xp.exp(seen.shift - base) + here)
+
+
+def finite_shift(shift: Array, xp: Any) -> Array:
+    """0 for a row that has seen nothing, since (−inf) − (−inf) is NaN."""
+    return xp.where(shift == -xp.inf, 0.0, shift)
+
+
+def weights_of(scores: Array, rows: Rows, engine: Engine) -> Array:
+    """exp(scores − shift) / total, zero where hidden and in rows that see nothing."""
+    xp = engine.xp
+    total = xp.where(rows.total == 0, 1.0, rows.total)
+    weights = engine.exponentials(scores, finite_shift(rows.shift, xp)[..., None])
+    weights /= engine.cast(total, weights.dtype)[..., None]
+    if xp.any(xp.isnan(total)):
+        # A NaN row is NaN where it is live only: what is hidden stays zero.
+        weights = xp.where(scores == -xp.inf, 0.0, weights)
+    return weights
+
+
+class Step(Protocol):
+    """What the loop asks of a measure; see `regard.measures.Measure`. It may have `bind(problem)` too."""
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any: ...
+    def step(
+        self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any
+    ) -> Any: ...
+    def finish(self, state: Any) -> Any: ...
+
+
+def stream(problem: Problem, measures: Sequence[Step], known: Rows | None = None) -> tuple[list[Any], Rows]:
+    """The result of each measure over the whole matrix, and its rows; `known` rows save the first reading."""
+    groups = list(_pair_groups(problem.shape))
+    parts = []
+    with problem.engine.quiet():
+        for group in groups:
+            rows = None if known is None else Rows(known.shift[group], known.total[group])
+            parts.append(_stream_group(problem.pairs(group), measures, rows))
+    join = problem.engine.xp.concat
+    results = [_join([part[0][i] for part in parts], join) for i in range(len(measures))]
+    return results, known or Rows(*(join([part[1][i] for part in parts]) for i in range(2)))
+
+
+def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None) -> tuple[list[Any], Rows]:
+    engine, xp = problem.engine, problem.engine.xp
+    bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
+    states = [measure.init(problem.shape, xp) for measure in bound]
+    found: list[Rows] = []
+    for band in bands(problem.shape[1]):
+        blocks = problem.live_blocks(band)
+        keep = len(band) * problem.shape[0] * sum(len(columns) for columns, _ in blocks) <= KEEP
+        kept = []
+        if known is None:
+            rows = problem.start(len(band))
+            for columns, full in blocks:
+                tile = problem.scores(band, columns, full)
+                rows = fold(rows, tile, engine)
+                kept.append(tile if keep else None)
+            found.append(rows)
+        else:
+            rows = Rows(known.shift[:, band], known.total[:, band])
+            kept = [None] * len(blocks)
+        if not bound:
+            continue
+        for (columns, full), tile in zip(blocks, kept, strict=True):
+            scores = problem.scores(band, columns, full) if tile is None else tile
+            weights = weights_of(scores, rows, engine)
+            q_idx, kv_idx = xp.asarray(band), xp.asarray(columns)
+            states = [
+                measure.step(state, weights, scores, q_idx, kv_idx, xp)
+                for measure, state in zip(bound, states, strict=True)
+            ]
+    if known is None:
+        found = found or [problem.start(0)]
+        known = Rows(*(xp.concat([rows[i] for rows in found], axis=1) for i in range(2)))
+    return [measure.finish(state) for measure, state in zip(bound, states, strict=True)], known
+
+
+def entries(problem: Problem, columns: IntArray, known: Rows | None) -> Array:
+    """Weights at these columns, `(pairs, rows, len(columns))`; scores where no rows are given."""
+    engine, xp = problem.engine, problem.engine.xp
+    pairs, count, _ = problem.shape
+    result = xp.empty((pairs, count, len(columns)), dtype=problem.dtype)
+    with engine.quiet():
+        for group in _pair_groups((pairs, count, len(columns))):
+            part = problem.pairs(group)
+            for band in bands(count):
+                for start in range(0, len(columns), COLUMNS):
+                    chosen = columns[start : start + COLUMNS]
+                    tile = part.scores(band, chosen)
+                    if known is not None:
+                        rows = Rows(*(each[group][:, band] for each in known))
+                        tile = weights_of(tile, rows, engine)
+                    result[group[:, None], band, start : start + COLUMNS] = tile
+    return result
+
+
+def bands(rows: int) -> Iterator[IntArray]:
+    """Bands of rows, in order."""
+    for start in range(0, rows, ROWS):
+        yield np.arange(start, min(start + ROWS, rows))
+
+
+def _pair_groups(shape: tuple[int, int, int]) -> Iterator[IntArray]:
+    """Groups of pairs whose tiles fit together; one empty group where there are none."""
+    pairs, rows, columns = shape
+    size = max(1, TILE // max(1, min(rows, ROWS) * min(columns, COLUMNS)))
+    for start in range(0, max(pairs, 1), size):
+        yield np.arange(start, min(start + size, pairs))
+
+
+def _join(parts: list[Any], join: Any) -> Any:
+    if isinstance(parts[0], tuple):
+        return type(parts[0])(*(_join(list(column), join) for column in zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else join(parts)
+
+
+def merge(outputs: Sequence[Array], lses: Sequence[Array], xp: Any) -> tuple[Array, Array]:
+    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty."""
+    shift = lses[0]
+    for lse in lses[1:]:
+        shift = xp.maximum(shift, lse)
+    base = finite_shift(shift, xp)
+    shares = [xp.exp(lse - base) for lse in lses]
+    total = sum(shares)
+    safe = xp.where(total == 0, 1.0, total)
+    output = sum((share / safe)[..., None] * out for share, out in zip(shares, outputs, strict=True))
+    return output, shift + xp.log(total)

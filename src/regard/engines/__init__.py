@@ -1,0 +1,75 @@
+"""Engines: what differs between NumPy and other array libraries, and nothing else.
+
+An engine is about a dozen primitives on canonical arguments; everything above it is written once. The engine is
+found from the array itself, without importing a library that the caller has not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from regard._errors import KindError, kind_of
+from regard._types import Array, IntArray, Namespace
+from regard.engines._numpy import NumpyEngine
+
+__all__ = ["Engine", "engine_of"]
+
+
+class Engine(Protocol):
+    """What the block loop asks of an array library. Shapes: g pairs of (batch, head), r rows, c columns."""
+
+    @property
+    def name(self) -> str:
+        """The library, as it is written in messages."""
+
+    @property
+    def kernel(self) -> str:
+        """What runs for `A @ value`."""
+
+    @property
+    def xp(self) -> Namespace:
+        """The array API namespace that masks, score modifications and measures compute with."""
+
+    @property
+    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+        """A context in which NaN and inf pass without a warning: they are part of what is promised."""
+
+    def floats(self, array: Any, operation: str, name: str) -> Array:
+        """The array as floating point numbers of this engine, or a refusal that names it."""
+
+    def working_dtype(self, *arrays: Array) -> Any:
+        """The dtype scores are computed in: float32 at least, whatever the arrays are kept in."""
+
+    def cast(self, array: Array, dtype: Any) -> Array:
+        """The array in another dtype, itself where it has it already."""
+
+    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
+        """`(g, len(positions), dim)` of an array `(own, length, dim)`; `(1, …)` where all leads are the same."""
+
+    def scores(self, query: Array, key: Array, scale: float) -> Array:
+        """scale · query keyᵀ: `(g, r, c)`."""
+
+    def exponentials(self, scores: Array, shift: Array) -> Array:
+        """exp(scores − shift), a shift for each row; the scores are left as they are."""
+
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
+        """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
+
+    def kth_largest(self, weights: Array, k: int) -> Array:
+        """The k-th largest of each row, `(g, r, 1)`."""
+
+
+def engine_of(operation: str, **arrays: Any) -> Engine:
+    """The engine that all these arrays belong to."""
+    engine = NumpyEngine()
+    for name, array in arrays.items():
+        if not engine.owns(array):
+            raise KindError(
+                operation,
+                received=f"{name} as {kind_of(array)} from {type(array).__module__}",
+                expected="NumPy arrays, or nested lists of numbers",
+                cure="Convert it first: numpy.asarray(array).",
+            )
+    return engine

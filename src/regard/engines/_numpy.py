@@ -1,0 +1,77 @@
+"""The NumPy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from regard._errors import KindError, kind_of
+from regard._types import Array, IntArray, Namespace, is_run
+
+
+class NumpyEngine:
+    """Primitives on NumPy arrays; half precision (float16, and bfloat16 of ml_dtypes) is raised to float32."""
+
+    name = "numpy"
+    kernel = "numpy: streaming tiles"
+    xp: Namespace = np
+
+    def owns(self, array: Any) -> bool:
+        """Whether the array is NumPy's, or plain numbers that NumPy takes."""
+        return isinstance(array, np.ndarray | list | tuple | int | float | np.generic)
+
+    @property
+    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: np.errstate(all="ignore")
+
+    def floats(self, array: Any, operation: str, name: str) -> Array:
+        array = np.asarray(array)
+        if array.dtype.kind in "iu":
+            return array.astype(np.float64)
+        if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+            raise KindError(
+                operation,
+                received=f"{name} as {kind_of(array)}",
+                expected="real numbers",
+                cure=f"Convert it first: {name}.astype(float).",
+            )
+        return array
+
+    def working_dtype(self, *arrays: Array) -> Any:
+        return np.result_type(np.float32, *(self._raised(array.dtype) for array in arrays))
+
+    def _raised(self, dtype: Any) -> Any:
+        # np.result_type(bfloat16, float16) does not exist, so halves are raised one by one.
+        return np.float32 if dtype.itemsize < 4 else dtype
+
+    def cast(self, array: Array, dtype: Any) -> Array:
+        return array.astype(dtype, copy=False)
+
+    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
+        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_run(positions) else positions
+        if len(leads) and (leads == leads[0]).all():
+            taken = array[int(leads[0]), run][None]
+        elif isinstance(run, slice):
+            taken = array[:, run][leads]
+        else:
+            taken = array[leads[:, None], positions]
+        return taken.astype(dtype, copy=False)
+
+    def scores(self, query: Array, key: Array, scale: float) -> Array:
+        scores = query @ key.swapaxes(-1, -2)
+        scores *= scale
+        return scores
+
+    def exponentials(self, scores: Array, shift: Array) -> Array:
+        shifted = scores - shift
+        return np.exp(shifted, out=shifted)
+
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
+        ufunc = {"sum": np.add, "max": np.maximum}[reduce]
+        return ufunc.reduceat(array, starts, axis=axis)
+
+    def kth_largest(self, weights: Array, k: int) -> Array:
+        return np.partition(weights, -k, axis=-1)[..., -k, None]

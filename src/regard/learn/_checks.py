@@ -1,0 +1,92 @@
+"""What the teaching code asks of its arguments, kept here so that the lessons read without interruption."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import numpy.typing as npt
+
+from regard._errors import ArgumentError, KindError, kind_of, named_shape
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+def as_floats(operation: str, name: str, array: npt.ArrayLike, *last: str) -> Floats:
+    """The array in float64; `last` names the axes it must have at the end, for the message if it has not."""
+    given = np.asarray(array)
+    if given.dtype.kind not in "iuf":
+        raise KindError(
+            operation,
+            received=f"{name}, {kind_of(given)}",
+            expected=f"{name} as an array of real numbers",
+            cure=f"Convert it first, as in np.asarray({name}, dtype=float); a mask goes in as mask=.",
+        )
+    if given.ndim < len(last):
+        raise ArgumentError(
+            operation,
+            received=f"{name} of shape {given.shape}",
+            expected=f"{name} of shape (…, {', '.join(last)})",
+            cure=f"A single vector is a table of one row: {name}[None, :].",
+        )
+    return given.astype(np.float64, copy=False)
+
+
+def as_count(operation: str, name: str, number: int, least: int) -> int:
+    """The number as an int of at least `least`."""
+    wanted = f"{name} as a whole number of at least {least}"
+    try:
+        count = operator.index(number)
+    except TypeError:
+        raise KindError(
+            operation, received=f"{name}, {kind_of(number)}", expected=wanted, cure=f"Pass int({name})."
+        ) from None
+    if count < least:
+        raise ArgumentError(
+            operation, received=f"{name} {count}", expected=wanted, cure="Take it from the shape of an array."
+        )
+    return count
+
+
+def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:
+    """The mask, sure to be boolean and to broadcast to the `shape` of the scores."""
+    given = np.asarray(mask)
+    if given.dtype != np.bool_:
+        raise KindError(
+            operation,
+            received=f"mask, {kind_of(given)}",
+            expected="a boolean mask, True = attend",
+            cure="Say which entries may be attended to: mask != 0 where 1 means attend, mask == 0 where 1 "
+            "means hide or where the mask was to be added to the scores.",
+        )
+    if not broadcasts_to(given.shape, shape):
+        raise ArgumentError(
+            operation,
+            received=f"mask of shape {given.shape} for scores " + named_shape(shape, "q_len", "kv_len"),
+            expected="a mask that broadcasts to the shape of the scores",
+            cure="Give it axes of one where it is the same for all: (batch, 1, 1, kv_len) goes with "
+            "(batch, heads, q_len, kv_len).",
+        )
+    return given
+
+
+def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> None:
+    """Refuse two arrays whose axes before the last two cannot be paired with each other."""
+    try:
+        np.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+    except ValueError:
+        raise ArgumentError(
+            operation,
+            received=f"{a} of shape {A.shape} and {b} of shape {B.shape}",
+            expected=f"equal axes, or axes of one, before the last two of {a} and {b}",
+            cure=f"Take {a} and {b} from the same batch and the same heads.",
+        ) from None
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` can be repeated into `target` without changing `target`."""
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False

@@ -1,0 +1,180 @@
+"""Scaled dot-product attention in four steps, written to be read.
+
+    1. compare     scores  = Q Kᵀ               how well does each query match each key?
+    2. scale       scaled  = scores / √d_k      keep that match the same size in any dimension
+    3. normalise   weights = softmax(scaled)    turn each row into shares that sum to 1
+    4. aggregate   output  = weights V          mix the values by their shares
+
+Everything is computed in float64. `regard.attention` is the same mathematics for real sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from regard._errors import ArgumentError
+from regard.learn._checks import Floats, as_count, as_floats, as_mask, check_leading_axes
+
+if TYPE_CHECKING:
+    from regard._explain import Explanation
+
+
+class ScaledDotProductAttention:
+    """Attention weights and outputs for queries and keys of `d_k` numbers each, one method for each step.
+
+    Q is (…, q_len, d_k), K is (…, kv_len, d_k), V is (…, kv_len, d_v); the axes in front, if there are any
+    (batch, heads), are worked through side by side. A mask is boolean, True = attend.
+
+    >>> attention = ScaledDotProductAttention(d_k=2)
+    >>> weights, output = attention(Q=[[1, 0]], K=[[2, 0], [0, 2]], V=[[10, 0], [0, 10]])
+    >>> weights.round(3)
+    array([[0.804, 0.196]])
+    >>> output.round(3)
+    array([[8.044, 1.956]])
+    """
+
+    def __init__(self, d_k: int) -> None:
+        self.d_k = as_count("ScaledDotProductAttention", "d_k", d_k, least=1)
+
+    def forward(
+        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+    ) -> tuple[Floats, Floats]:
+        """All four steps: the weights (…, q_len, kv_len) and the output (…, q_len, d_v).
+
+        >>> attention = ScaledDotProductAttention(d_k=1)
+        >>> sees = [[True, False], [True, True]]
+        >>> weights, output = attention.forward(Q=[[0], [0]], K=[[1], [2]], V=[[5], [7]], mask=sees)
+        >>> weights
+        array([[1. , 0. ],
+               [0.5, 0.5]])
+        >>> output
+        array([[5.],
+               [6.]])
+        """
+        scores = self.compute_scores(Q, K)
+        scaled = self.scale_scores(scores)
+        weights = self.compute_weights(scaled, mask)
+        output = self.compute_output(weights, V, mask)
+        return weights, output
+
+    __call__ = forward
+
+    def compute_scores(self, Q: npt.ArrayLike, K: npt.ArrayLike) -> Floats:
+        """Step 1, compare: the dot product of every query with every key, (…, q_len, kv_len).
+
+        >>> ScaledDotProductAttention(d_k=2).compute_scores([[3, 1]], [[1.5, 0.5], [1, 4]])
+        array([[5., 7.]])
+        """
+        Q = self._vectors("Q", Q, "q_len")
+        K = self._vectors("K", K, "kv_len")
+        check_leading_axes("compute_scores", "Q", Q, "K", K)
+        # 0 · inf is no news here: the key may be one that a mask is about to hide.
+        with np.errstate(invalid="ignore", over="ignore"):
+            return Q @ K.swapaxes(-1, -2)
+
+    def scale_scores(self, scores: npt.ArrayLike) -> Floats:
+        """Step 2, scale: the scores divided by √d_k, so that their spread does not grow with d_k.
+
+        >>> ScaledDotProductAttention(d_k=4).scale_scores([[2, 6]])
+        array([[1., 3.]])
+        """
+        return as_floats("scale_scores", "scores", scores, "q_len", "kv_len") / math.sqrt(self.d_k)
+
+    def compute_weights(self, scaled: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+        """Step 3, normalise: the softmax of each row, (…, q_len, kv_len); a row that sees nothing is zeros.
+
+        >>> attention = ScaledDotProductAttention(d_k=1)
+        >>> attention.compute_weights([[1, 1], [1, 1]], mask=[[True, True], [False, False]])
+        array([[0.5, 0.5],
+               [0. , 0. ]])
+        """
+        scaled = as_floats("compute_weights", "scaled", scaled, "q_len", "kv_len")
+        if mask is not None:
+            scaled = np.where(as_mask("compute_weights", mask, scaled.shape), scaled, -np.inf)
+
+        # Subtracting the row's maximum leaves the quotient as it is and keeps exp from overflowing.
+        highest = scaled.max(axis=-1, keepdims=True, initial=-np.inf)
+        shift = np.where(highest == -np.inf, 0.0, highest)  # an empty row has no maximum to subtract
+        exponentials = np.exp(scaled - shift)  # exp(-inf) is exactly 0: a masked key gets no share
+        total = exponentials.sum(axis=-1, keepdims=True)
+        weights = exponentials / np.where(total == 0.0, 1.0, total)  # an empty row stays zeros, not 0 / 0
+        return np.where(scaled == -np.inf, 0.0, weights)  # even where a NaN has spoiled the total
+
+    def compute_output(
+        self, weights: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+    ) -> Floats:
+        """Step 4, aggregate: the values mixed by each row of weights, (…, q_len, d_v).
+
+        Pass the mask too where hidden values may be NaN or infinite: a weight of 0 alone does not hide them,
+        since 0 · NaN is NaN.
+
+        >>> ScaledDotProductAttention(d_k=1).compute_output([[0.75, 0.25]], [[4, 0], [0, 8]])
+        array([[3., 2.]])
+        """
+        weights = as_floats("compute_output", "weights", weights, "q_len", "kv_len")
+        V = as_floats("compute_output", "V", V, "kv_len", "d_v")
+        if V.shape[-2] != weights.shape[-1]:
+            raise ArgumentError(
+                "compute_output",
+                received=f"weights over {weights.shape[-1]} keys and V with {V.shape[-2]} values",
+                expected="one value for each key: weights (…, q_len, kv_len) and V (…, kv_len, d_v)",
+                cure="Make K and V from the same sequence.",
+            )
+        check_leading_axes("compute_output", "weights", weights, "V", V)
+        finite = np.isfinite(V)
+        if mask is None or finite.all():
+            return weights @ V
+
+        # Take out what is not finite, and add it again for the queries that may see it.
+        mask = as_mask("compute_output", mask, weights.shape)
+        seen = mask[..., :, :, None] & ~finite[..., None, :, :]  # (…, q_len, kv_len, d_v)
+        strange = np.where(seen, V[..., None, :, :], 0.0)
+        return weights @ np.where(finite, V, 0.0) + (weights[..., None, :] @ strange)[..., 0, :]
+
+    def explain(
+        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, tokens: Sequence[str], query_idx: int
+    ) -> Explanation:
+        """The four steps of one query with every number, as an object to print or to take apart.
+
+        >>> attention = ScaledDotProductAttention(d_k=2)
+        >>> steps = attention.explain([[1, 0]], [[2, 0], [0, 2]], [[4], [8]], tokens=["a", "b"], query_idx=0)
+        >>> steps.weights.round(3)
+        array([0.804, 0.196])
+        """
+        from regard._matrix import attention
+
+        Q, K = self._vectors("Q", Q, "q_len"), self._vectors("K", K, "kv_len")
+        V = as_floats("explain", "V", V, "kv_len", "d_v")
+        return attention(Q, K).explain(query_idx, value=V, tokens=tokens)
+
+    def _vectors(self, name: str, array: npt.ArrayLike, length: str) -> Floats:
+        vectors = as_floats("ScaledDotProductAttention", name, array, length, "d_k")
+        if vectors.shape[-1] != self.d_k:
+            raise ArgumentError(
+                "ScaledDotProductAttention",
+                received=f"{name} of shape {vectors.shape}, vectors of {vectors.shape[-1]}",
+                expected=f"{name} of shape (…, {length}, {self.d_k}), since d_k is {self.d_k}",
+                cure=f"Make one with d_k={vectors.shape[-1]}, or pass vectors of {self.d_k}.",
+            )
+        return vectors
+
+
+def scaled_dot_product_attention(
+    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> tuple[Floats, Floats]:
+    """The output (…, q_len, d_v) and the weights (…, q_len, kv_len), in this order; d_k is taken from Q.
+
+    >>> output, weights = scaled_dot_product_attention([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
+    >>> output
+    array([[20.]])
+    >>> weights
+    array([[0.5, 0.5]])
+    """
+    Q = as_floats("scaled_dot_product_attention", "Q", Q, "q_len", "d_k")
+    weights, output = ScaledDotProductAttention(d_k=Q.shape[-1]).forward(Q, K, V, mask)
+    return output, weights

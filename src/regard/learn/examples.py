@@ -1,0 +1,125 @@
+"""The worked examples of the book: small inputs under a name. What they come to is left to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from regard.learn._checks import Floats
+
+Rows = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """Queries (q_len, d_k), keys (kv_len, d_k), values (kv_len, d_v), and a token for each key.
+
+    >>> cat.tokens
+    ('The', 'cat', 'sat', 'on', 'mat')
+    >>> cat.Q @ cat.K[1]  # each query against the key of "cat"
+    array([2., 0., 2., 1., 1.])
+    """
+
+    tokens: tuple[str, ...]
+    Q: Floats
+    K: Floats
+    V: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Queries (q_len, d_k) and keys (kv_len, d_k) only, for lessons that end at the scores."""
+
+    tokens: tuple[str, ...]
+    Q: Floats
+    K: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Embeddings X (n, d), a token for each, and the matrices that make Q, K and V of them: Q = X @ W_Q."""
+
+    tokens: tuple[str, ...]
+    X: Floats
+    W_Q: Floats
+    W_K: Floats
+    W_V: Floats
+
+
+def _array(rows: Rows) -> Floats:
+    """The rows as a float64 array that cannot be written to, since every reader shares it."""
+    array = np.array(rows, dtype=np.float64)
+    array.setflags(write=False)
+    return array
+
+
+# Five tokens of four numbers, the example that runs through the whole book.
+cat = Example(
+    tokens=("The", "cat", "sat", "on", "mat"),
+    Q=_array([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]),
+    K=_array([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]),
+    V=_array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]),
+)
+
+# Two queries, three keys: small enough for the back of an envelope, and not square.
+tiny_head = Example(
+    tokens=("k0", "k1", "k2"),
+    Q=_array([[1, 0], [0, 1]]),
+    K=_array([[1, 0], [1, 1], [0, 1]]),
+    V=_array([[1, 0], [0, 2], [1, 1]]),
+)
+
+# What does the pronoun stand for? One query, "it", against three earlier words.
+pronoun = Example(
+    tokens=("animal", "street", "because"),
+    Q=_array([[3, 1]]),
+    K=_array([[3, 1], [1, 4], [1.5, 0.5]]),
+    V=_array([[2.0, 1.5], [0.5, 0.3], [-0.5, 1.2]]),
+)
+
+# Keys equal to queries, so that the scores are symmetric although the weights are not.
+three_tokens = Example(
+    tokens=("t0", "t1", "t2"),
+    Q=_array([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
+    K=_array([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
+    V=_array([[1, 0, 0, 0], [0, 1, 0, 0], [0.5, 0.5, 0, 0]]),
+)
+
+# Two keys along the query and one across it: length counts in a dot product, not direction alone.
+magnitude = Comparison(
+    tokens=("short aligned", "long aligned", "misaligned"),
+    Q=_array([[3, 1]]),
+    K=_array([[1.5, 0.5], [4.5, 1.5], [1, 4]]),
+)
+
+# Three embeddings. The matrices are torch.randn(4, 4) * 0.5, drawn in this order after torch.manual_seed(42).
+projection = Projection(
+    tokens=("bank", "river", "loan"),
+    X=_array([[0.5, 0.3, 0.8, 0.2], [0.2, 0.9, 0.1, 0.3], [0.8, 0.1, 0.4, 0.7]]),
+    W_Q=_array(
+        [
+            [0.96345764, 0.74364203, 0.4503586, -1.0527605],
+            [0.33920923, -0.61727244, -0.021533739, -0.8023335],
+            [-0.37606764, 0.8243615, -0.19623932, -0.70180357],
+            [-0.36394066, -0.2797151, -0.38441944, 0.3812227],
+        ]
+    ),
+    W_K=_array(
+        [
+            [0.82115847, -0.079798736, -0.24869877, 0.21979463],
+            [-0.37906557, 0.5391588, 0.40040028, 0.8403103],
+            [0.6395622, 0.6482114, 0.30523324, 0.6673689],
+            [-0.11581216, 0.020879745, -0.12578765, 0.42992926],
+        ]
+    ),
+    W_V=_array(
+        [
+            [-0.69233686, -0.43561807, -0.11168296, 0.8586807],
+            [0.15944016, -0.21225949, 0.15286046, -0.38729626],
+            [-0.77878624, 0.49781805, -0.43989292, -0.30057102],
+            [-0.6370756, 1.0613925, -0.61732656, -0.24395694],
+        ]
+    ),
+)

@@ -1,0 +1,134 @@
+"""Many heads: project, split, attend in each head by itself, merge, project."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from regard._errors import ArgumentError
+from regard.learn._checks import Floats, as_count, as_floats
+from regard.learn.attention import scaled_dot_product_attention
+
+
+class MultiHeadAttention:
+    """Attention by `num_heads` heads at once, each on its own `embed_dim / num_heads` columns.
+
+    The projections `W_Q`, `W_K`, `W_V` and `W_O` are (embed_dim, embed_dim) arrays that multiply from the
+    right. A model learns them; here they begin at random, the same for the same `seed`, and may be set.
+
+    >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+    >>> heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
+    >>> output, weights = heads(np.eye(4)[:3])
+    >>> output.shape, weights.shape
+    ((3, 4), (2, 3, 3))
+    >>> weights[1].round(2)  # the second head sees columns 2 and 3, where only the third token has anything
+    array([[0.33, 0.33, 0.33],
+           [0.33, 0.33, 0.33],
+           [0.25, 0.25, 0.5 ]])
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, seed: int = 0) -> None:
+        self.embed_dim = as_count("MultiHeadAttention", "embed_dim", embed_dim, least=1)
+        self.num_heads = as_count("MultiHeadAttention", "num_heads", num_heads, least=1)
+        if self.embed_dim % self.num_heads:
+            fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
+            wider = embed_dim + num_heads - embed_dim % num_heads
+            raise ArgumentError(
+                "MultiHeadAttention",
+                received=f"embed_dim {embed_dim} and num_heads {num_heads}",
+                expected="an embed_dim that divides into num_heads equal parts",
+                cure=f"Take num_heads from {fitting}, or embed_dim {wider}.",
+            )
+        self.head_dim = self.embed_dim // self.num_heads
+
+        # A variance of 1 / embed_dim keeps the entries of x @ W about as large as those of x.
+        rng = np.random.default_rng(seed)
+        shape, spread = (self.embed_dim, self.embed_dim), self.embed_dim**-0.5
+        self.W_Q: Floats = rng.normal(scale=spread, size=shape)
+        self.W_K: Floats = rng.normal(scale=spread, size=shape)
+        self.W_V: Floats = rng.normal(scale=spread, size=shape)
+        self.W_O: Floats = rng.normal(scale=spread, size=shape)
+
+    def forward(
+        self,
+        query: npt.ArrayLike,
+        key: npt.ArrayLike | None = None,
+        value: npt.ArrayLike | None = None,
+        mask: npt.ArrayLike | None = None,
+    ) -> tuple[Floats, Floats]:
+        """The output (…, q_len, embed_dim) and the weights of every head (…, num_heads, q_len, kv_len).
+
+        Self-attention without `key`; cross-attention with it, and then `value` is `key` unless given.
+        The mask, True = attend, broadcasts to the shape of the weights.
+
+        >>> heads = MultiHeadAttention(embed_dim=6, num_heads=3)
+        >>> output, weights = heads.forward(np.ones((2, 5, 6)), key=np.ones((2, 7, 6)))
+        >>> output.shape, weights.shape
+        ((2, 5, 6), (2, 3, 5, 7))
+        """
+        if key is None and value is not None:
+            raise ArgumentError(
+                "MultiHeadAttention",
+                received="a value without a key",
+                expected="a key for every value",
+                cure="Pass key= too; where keys and values come from one sequence, key= alone is enough.",
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+
+        Q = self.split_heads(self._project("query", query, "W_Q"))  # (…, num_heads, q_len, head_dim)
+        K = self.split_heads(self._project("key", key, "W_K"))  # (…, num_heads, kv_len, head_dim)
+        V = self.split_heads(self._project("value", value, "W_V"))
+        mixed, weights = scaled_dot_product_attention(Q, K, V, mask)
+        return self._project("mixed", self.merge_heads(mixed), "W_O"), weights
+
+    __call__ = forward
+
+    def split_heads(self, x: npt.ArrayLike) -> Floats:
+        """The columns dealt out to the heads: (…, n, embed_dim) to (…, num_heads, n, head_dim).
+
+        >>> MultiHeadAttention(embed_dim=4, num_heads=2).split_heads([[0, 1, 2, 3], [4, 5, 6, 7]])
+        array([[[0., 1.],
+                [4., 5.]],
+        <BLANKLINE>
+               [[2., 3.],
+                [6., 7.]]])
+        """
+        x = as_floats("split_heads", "x", x, "n", "embed_dim")
+        self._require("split_heads", x.shape, x.shape[-1:], (self.embed_dim,), "(…, n, embed_dim)")
+        return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim).swapaxes(-3, -2)
+
+    def merge_heads(self, x: npt.ArrayLike) -> Floats:
+        """The heads side by side again: (…, num_heads, n, head_dim) to (…, n, embed_dim).
+
+        >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+        >>> heads.merge_heads([[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
+        array([[0., 1., 2., 3.],
+               [4., 5., 6., 7.]])
+        """
+        x = as_floats("merge_heads", "x", x, "num_heads", "n", "head_dim")
+        got, want = (x.shape[-3], x.shape[-1]), (self.num_heads, self.head_dim)
+        self._require("merge_heads", x.shape, got, want, "(…, num_heads, n, head_dim)")
+        *lead, _, n, _ = x.shape
+        return x.swapaxes(-3, -2).reshape(*lead, n, self.embed_dim)
+
+    def _project(self, name: str, x: npt.ArrayLike, by: str) -> Floats:
+        x = as_floats("MultiHeadAttention", name, x, "n", "embed_dim")
+        W = as_floats("MultiHeadAttention", by, getattr(self, by), "embed_dim", "embed_dim")
+        wide, square = (self.embed_dim,), (self.embed_dim, self.embed_dim)
+        self._require(f"MultiHeadAttention, {name}", x.shape, x.shape[-1:], wide, "(…, n, embed_dim)")
+        self._require(f"MultiHeadAttention, {by}", W.shape, W.shape, square, "(embed_dim, embed_dim)")
+        with np.errstate(invalid="ignore", over="ignore"):  # inf may turn NaN in a row that the mask hides
+            return x @ W
+
+    def _require(
+        self, operation: str, shape: tuple[int, ...], got: tuple[int, ...], want: tuple[int, ...], form: str
+    ) -> None:
+        if got != want:
+            raise ArgumentError(
+                operation,
+                received=f"an array of shape {shape}",
+                expected=f"shape {form} with embed_dim {self.embed_dim}, num_heads {self.num_heads} "
+                f"and head_dim {self.head_dim}",
+                cure="Give it that shape, or make a MultiHeadAttention of the size of the array.",
+            )

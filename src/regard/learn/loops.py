@@ -1,0 +1,175 @@
+"""Attention with every loop written out, and a tally kept where the work is done.
+
+Nothing in the tally is worked out from a formula: each line of arithmetic is followed by the line that counts
+it. What it adds up to, n_q · n_k · (d_k + d_v) multiply-adds without a mask, is for the reader to find.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from regard._errors import ArgumentError
+from regard.learn._checks import Floats, as_floats, as_mask
+
+FLOAT_BYTES = np.dtype(np.float64).itemsize
+
+
+@dataclass
+class Counts:
+    """How often each kind of work was done; the bytes are those of the tables that were written.
+
+    >>> print(attention_by_loops([[1, 0]], [[1, 0], [0, 1]], [[5], [6]]).counts)
+    score_multiply_adds            4
+    value_multiply_adds            2
+    additions                      4
+    comparisons                    1
+    exponentials                   2
+    divisions                      4
+    bytes_scores                  16
+    bytes_exponentials            16
+    bytes_weights                 16
+    bytes_output                   8
+    multiply_adds                  6
+    bytes_written                 56
+    """
+
+    score_multiply_adds: int = 0
+    value_multiply_adds: int = 0
+    additions: int = 0
+    comparisons: int = 0
+    exponentials: int = 0
+    divisions: int = 0
+    bytes_scores: int = 0
+    bytes_exponentials: int = 0
+    bytes_weights: int = 0
+    bytes_output: int = 0
+
+    @property
+    def multiply_adds(self) -> int:
+        """Those of the scores and those of the output together."""
+        return self.score_multiply_adds + self.value_multiply_adds
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes of all four tables together."""
+        return self.bytes_scores + self.bytes_exponentials + self.bytes_weights + self.bytes_output
+
+    def __str__(self) -> str:
+        names = [field.name for field in fields(self)] + ["multiply_adds", "bytes_written"]
+        return "\n".join(f"{name:<20}{getattr(self, name):>12,}" for name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class CountedAttention:
+    """What `attention_by_loops` found: `output`, `weights`, scaled `scores`, and the `counts` of the work."""
+
+    output: Floats
+    weights: Floats
+    scores: Floats
+    counts: Counts
+
+    def __str__(self) -> str:
+        (q_len, kv_len), d_v = self.weights.shape, self.output.shape[-1]
+        return f"attention by loops: q_len {q_len}, kv_len {kv_len}, d_v {d_v}\n{self.counts}"
+
+
+def attention_by_loops(
+    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> CountedAttention:
+    """The output (q_len, d_v), the weights (q_len, kv_len) and the count of everything done to get them.
+
+    Q is (q_len, d_k), K is (kv_len, d_k), V is (kv_len, d_v). The mask, True = attend, broadcasts to
+    (q_len, kv_len): a hidden pair costs no arithmetic, yet its cell is still written.
+
+    >>> result = attention_by_loops([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
+    >>> result.output, result.weights
+    (array([[20.]]), array([[0.5, 0.5]]))
+    >>> result.counts.multiply_adds == 1 * 2 * (2 + 1)
+    True
+    """
+    Q = _table("Q", Q, "q_len", "d_k")
+    K = _table("K", K, "kv_len", "d_k")
+    V = _table("V", V, "kv_len", "d_v")
+    (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
+    if K.shape != (n_k, d_k) or d_k == 0:
+        raise ArgumentError(
+            "attention_by_loops",
+            received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
+            expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), with d_k at least 1",
+            cure="Project queries and keys to the same d_k, and make K and V from the same sequence.",
+        )
+    may_see = np.ones((n_q, n_k), dtype=bool)
+    if mask is not None:
+        may_see &= as_mask("attention_by_loops", mask, (n_q, n_k))
+
+    counts = Counts()
+    scores, weights, output = np.empty((n_q, n_k)), np.empty((n_q, n_k)), np.empty((n_q, d_v))
+    q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python numbers from here on
+    root = math.sqrt(d_k)
+
+    for i in range(n_q):
+        visible = [j for j in range(n_k) if may_see[i, j]]
+
+        # 1. compare and 2. scale: one dot product for each key this query may see.
+        for j in range(n_k):
+            scores[i, j] = -math.inf
+            if may_see[i, j]:
+                dot = 0.0
+                for c in range(d_k):
+                    dot += q[i][c] * k[j][c]
+                    counts.score_multiply_adds += 1
+                scores[i, j] = dot / root
+                counts.divisions += 1
+            counts.bytes_scores += FLOAT_BYTES
+
+        # 3. normalise: the highest score, the exponentials of the distances to it, their sum, the shares.
+        row = scores[i].tolist()
+        highest = row[visible[0]] if visible else -math.inf
+        for j in visible[1:]:
+            highest = row[j] if row[j] > highest else highest
+            counts.comparisons += 1
+        shift = 0.0 if highest == -math.inf else highest
+
+        exponentials, total = [0.0] * n_k, 0.0
+        for j in visible:
+            exponentials[j] = math.exp(row[j] - shift)
+            counts.additions += 1
+            counts.exponentials += 1
+            counts.bytes_exponentials += FLOAT_BYTES
+            total += exponentials[j]
+            counts.additions += 1
+
+        for j in range(n_k):
+            weights[i, j] = 0.0
+            if may_see[i, j] and total != 0.0:
+                weights[i, j] = exponentials[j] / total
+                counts.divisions += 1
+            counts.bytes_weights += FLOAT_BYTES
+
+        # 4. aggregate: each value counts for its share.
+        share = weights[i].tolist()
+        for c in range(d_v):
+            mixed = 0.0
+            for j in visible:
+                mixed += share[j] * v[j][c]
+                counts.value_multiply_adds += 1
+            output[i, c] = mixed
+            counts.bytes_output += FLOAT_BYTES
+
+    return CountedAttention(output, weights, scores, counts)
+
+
+def _table(name: str, array: npt.ArrayLike, *axes: str) -> Floats:
+    table = as_floats("attention_by_loops", name, array, *axes)
+    if table.ndim != 2:
+        raise ArgumentError(
+            "attention_by_loops",
+            received=f"{name} of shape {table.shape}",
+            expected=f"{name} of shape ({', '.join(axes)}), one head of one sequence",
+            cure="Loop over the batch and the heads and call it for each, as in Q[0, 3].",
+        )
+    return table

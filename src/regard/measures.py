@@ -1,0 +1,394 @@
+"""Measures: what can be said of the whole matrix in one streaming pass and O(n) memory.
+
+A measure is about ten lines. This one finds the share of each row that falls on even positions:
+
+>>> import numpy as np, regard
+>>> class EvenShare(Measure):
+...     def init(self, shape, xp):
+...         return xp.zeros(shape[:2])
+...     def step(self, state, weights, scores, q_idx, kv_idx, xp):
+...         state[:, q_idx] += xp.sum(weights * (kv_idx % 2 == 0), axis=-1)
+...         return state
+>>> A = regard.attention(np.zeros((4, 2)), np.zeros((4, 2)), mask=regard.causal())
+>>> A.measure(EvenShare()).even_share
+array([1.        , 0.5       , 0.66666667, 0.5       ])
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from regard._errors import ArgumentError
+from regard._stream import Problem
+from regard._types import Align, Array, IntArray
+from regard.engines import Engine
+from regard.masks import Mask
+
+__all__ = [
+    "Coarse",
+    "Distance",
+    "Entropy",
+    "Largest",
+    "Mass",
+    "Measure",
+    "Received",
+    "Spread",
+    "Sum",
+    "Top",
+    "TopK",
+]
+
+
+class Measure:
+    """Base of measures: give it `init` and `step`, and `merge` and `finish` where the ones here do not fit.
+
+    (batch, head) pairs are on one axis: a tile of weights is `(pairs, rows, columns)`, and the arrays that
+    `finish` returns begin with the axis of pairs. Weights are final when `step` sees them, so nothing is ever
+    rescaled; tiles that the mask leaves empty are not shown.
+    """
+
+    def bind(self, problem: Problem) -> Measure:
+        """The measure for one matrix, before the first tile; for those that need more than the tile."""
+        return self
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        """The state before any tile, for a matrix of shape (pairs, q_len, kv_len)."""
+        raise TypeError(f"{type(self).__name__} must define init(shape, xp)")
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        """The state after one more tile; `q_idx` and `kv_idx` are the rows and columns it covers."""
+        raise TypeError(f"{type(self).__name__} must define step(state, weights, scores, q_idx, kv_idx, xp)")
+
+    def merge(self, a: Any, b: Any) -> Any:
+        """The state of two sets of tiles together: of tiles, ranks or documents alike. Associative up to rounding."""
+        return a + b
+
+    def finish(self, state: Any) -> Any:
+        """The result from the last state."""
+        return state
+
+
+def name_of(measure: Any) -> str:
+    """The field of `A.measure(…)` that holds a measure's result: its class name in small letters.
+
+    >>> name_of(TopK(8))
+    'top_k'
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__).lower()
+
+
+@dataclass(frozen=True)
+class Entropy(Measure):
+    """The entropy of each row in nats, −Σ w ln w: shape (…, q_len); 0 for a row on one key or on none.
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(Entropy()).entropy.round(4)
+    array([1.3863])
+    """
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
+        return xp.zeros(shape[:2])
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        logs = xp.log(xp.where(weights > 0, weights, 1.0))
+        state[:, q_idx] -= xp.sum(weights * logs, axis=-1)
+        return state
+
+
+@dataclass(frozen=True)
+class Sum(Measure):
+    """The sum of each row (axis −1: 1, less the sink's share) or each column (axis −2: what the key received).
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((3, 2)), np.zeros((2, 2))).measure(Sum(-2)).sum
+    array([1.5, 1.5])
+    """
+
+    axis: int = -1
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
+        return xp.zeros((shape[0], shape[2 if self.axis == -2 else 1]))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        state[:, kv_idx if self.axis == -2 else q_idx] += xp.sum(weights, axis=self.axis)
+        return state
+
+
+@dataclass(frozen=True)
+class Received(Sum):
+    """What each key received, summed over the queries: shape (…, kv_len). H2O's heavy hitters are its largest.
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((3, 2)), np.zeros((2, 2))).measure(Received()).received
+    array([1.5, 1.5])
+    """
+
+    axis: int = -2
+
+
+class Top(NamedTuple):
+    """The largest weights and where they are; both (…, q_len, k) for `TopK`, without the last axis for `Largest`."""
+
+    values: Array
+    indices: Array
+
+
+@dataclass(frozen=True)
+class Largest(Measure):
+    """The largest weight of each row (axis −1) or column (axis −2) and its index, the lowest where several tie.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.eye(2), np.eye(2))
+    >>> A.measure(Largest()).largest.indices
+    array([0, 1])
+    """
+
+    axis: int = -1
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
+        kept = (shape[0], shape[2 if self.axis == -2 else 1])
+        return Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        kept, searched = (kv_idx, q_idx) if self.axis == -2 else (q_idx, kv_idx)
+        here = Top(xp.max(weights, axis=self.axis), searched[xp.argmax(weights, axis=self.axis)])
+        better = self.merge(Top(state.values[:, kept], state.indices[:, kept]), here)
+        state.values[:, kept], state.indices[:, kept] = better
+        return state
+
+    def merge(self, a: Top, b: Top) -> Top:
+        a_nan, b_nan = a.values != a.values, b.values != b.values
+        # Zeros carry index 0 from the start, as in the dense matrix, where hidden keys are zeros too.
+        tie = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
+        take = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tie & (b.indices < a.indices))
+        return Top(*(np.where(take, y, x) for x, y in zip(a, b, strict=True)))
+
+
+@dataclass(frozen=True)
+class TopK(Measure):
+    """The k largest weights of each row and their keys, largest first, ties to the lowest index.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.array([[1.0, 0]]), np.array([[0.0, 0], [9, 0], [5, 0]]))
+    >>> A.measure(TopK(2)).top_k.indices
+    array([[1, 2]])
+    """
+
+    k: int
+    engine: Engine | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        if not 1 <= self.k <= problem.shape[2]:
+            raise ArgumentError(
+                "topk",
+                received=f"k={self.k} for kv_len {problem.shape[2]}",
+                expected=f"k from 1 to {problem.shape[2]}",
+                cure="Ask for at most as many keys as there are.",
+            )
+        return replace(self, engine=problem.engine)
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
+        kept = (*shape[:2], self.k)
+        return Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.engine is not None
+        peak, least = xp.max(weights, axis=-1), state.values[:, q_idx, -1]
+        # Most rows of most tiles hold nothing larger than what was found before.
+        rows = xp.any((peak > 0) & (peak >= least) | (peak != peak), axis=0)
+        if not xp.any(rows):
+            return state
+        weights, q_idx = weights[:, rows], q_idx[rows]
+        if weights.shape[-1] > self.k:
+            weights, columns = self._largest(weights, kv_idx, xp)
+        else:
+            columns = xp.broadcast_to(kv_idx, weights.shape)
+        before = Top(state.values[:, q_idx], state.indices[:, q_idx])
+        state.values[:, q_idx], state.indices[:, q_idx] = self.merge(before, Top(weights, columns))
+        return state
+
+    def _largest(self, weights: Array, kv_idx: Array, xp: Any) -> tuple[Array, Array]:
+        """The k largest of a tile's rows, in the order of their columns, of equals the first ones."""
+        ranked = xp.where(weights != weights, xp.inf, weights)
+        least = self.engine.kth_largest(ranked, self.k)  # type: ignore[union-attr]
+        above, level = ranked > least, ranked == least
+        room = self.k - xp.sum(above, axis=-1)[..., None]
+        taken = above | (level & (xp.cumulative_sum(level, axis=-1) <= room))
+        shape = (*weights.shape[:-1], self.k)
+        return weights[taken].reshape(shape), xp.broadcast_to(kv_idx, weights.shape)[taken].reshape(shape)
+
+    def merge(self, a: Top, b: Top) -> Top:
+        values, indices = (np.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
+        ranked = np.where(values != values, np.inf, values)
+        order = np.lexsort((indices, -ranked), axis=-1)[..., : self.k]
+        return Top(*(np.take_along_axis(x, order, axis=-1) for x in (values, indices)))
+
+    def finish(self, state: Top) -> Top:
+        """Zeros, hidden keys among them, tie: they get the lowest indices that no larger weight has."""
+        values, indices = state
+        missing = values == 0
+        if not missing.any():
+            return state
+        free = np.ones(values.shape, bool)  # which of the indices 0 … k−1 no larger weight has
+        for place in range(self.k):
+            index = indices[..., place]
+            rows = np.nonzero((index < self.k) & ~missing[..., place])
+            free[(*rows, index[rows])] = False
+        lowest = np.argsort(~free, axis=-1, kind="stable")
+        rank = np.clip(np.cumsum(missing, axis=-1) - 1, 0, None)
+        return Top(values, np.where(missing, np.take_along_axis(lowest, rank, axis=-1), indices))
+
+
+@dataclass(frozen=True)
+class Distance(Measure):
+    """The mean distance of each row, Σ w · |q_idx − kv_idx|: shape (…, q_len). `align` as in `causal`.
+
+    Averaged over the queries it is the mean distance of Vig & Belinkov (1906.04284).
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
+    >>> A.measure(Distance()).distance
+    array([0. , 0.5, 1. ])
+    """
+
+    align: Align | None = None
+    positions: IntArray | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        offset = problem.frame.offset(self.align, name_of(self))
+        return replace(self, positions=problem.engine.xp.asarray(problem.positions + offset))
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros(shape[:2])
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        away = xp.abs(kv_idx[None, :] - self._at(q_idx)[:, None])
+        state[:, q_idx] += xp.sum(weights * xp.astype(away, weights.dtype), axis=-1)
+        return state
+
+    def _at(self, q_idx: Array) -> Array:
+        assert self.positions is not None
+        return self.positions[q_idx]
+
+
+@dataclass(frozen=True)
+class Spread(Distance):
+    """How far apart the keys of a row lie: the standard deviation of kv_idx under its weights, (…, q_len).
+
+    Moments are taken relative to the query, in float64: summed over squared positions they would cancel.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
+    >>> A.measure(Spread()).spread.round(4)
+    array([0.    , 0.5   , 0.8165])
+    """
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros((*shape[:2], 3))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        within = xp.astype(kv_idx - kv_idx[0], xp.float64)
+        powers = xp.stack([within**0, within, within**2], axis=-1)
+        total, first, second = xp.moveaxis(xp.astype(weights, xp.float64) @ powers, -1, 0)
+        start = xp.astype(kv_idx[0] - self._at(q_idx), xp.float64)
+        moments = [total, first + start * total, second + 2 * start * first + start**2 * total]
+        state[:, q_idx] += xp.stack(moments, axis=-1)
+        return state
+
+    def finish(self, state: Array) -> Array:
+        total, first, second = (state[..., i] for i in range(3))
+        safe = np.where(total == 0, 1.0, total)
+        return np.sqrt(np.maximum(second / safe - (first / safe) ** 2, 0.0))
+
+
+@dataclass(frozen=True)
+class Mass(Measure):
+    """The share of each row that falls on the keys a mask lets through: shape (…, q_len).
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
+    >>> A.measure(Mass(regard.first(1))).mass
+    array([1.        , 0.5       , 0.33333333])
+    """
+
+    mask: Mask
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        self.mask.check(problem.frame)
+        return replace(self, problem=problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros(shape[:2])
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.problem is not None
+        positions = self.problem.positions[np.asarray(q_idx)]
+        allowed = self.mask.allows(self.problem.frame, positions, np.asarray(kv_idx), xp)
+        state[:, q_idx] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
+        return state
+
+
+@dataclass(frozen=True)
+class Coarse(Measure):
+    """The matrix as a picture of `block` × `block` cells, (…, block, block), by their mean, "max" or "sum".
+
+    Entry (i, j) falls into cell (i · block // q_len, j · block // kv_len).
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((4, 2)), np.zeros((4, 2))).measure(Coarse(2)).coarse
+    array([[0.25, 0.25],
+           [0.25, 0.25]])
+    """
+
+    block: int
+    reduce: str = "mean"
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        shortest = min(problem.shape[1:])
+        if self.reduce not in ("mean", "max", "sum") or not 1 <= self.block <= shortest:
+            raise ArgumentError(
+                "coarsen",
+                received=f"block={self.block}, reduce={self.reduce!r} for a matrix of {problem.shape[1:]}",
+                expected=f'block from 1 to {shortest}, reduce "mean", "max" or "sum"',
+                cure="block is the number of cells along an edge, at most one for each row and column.",
+            )
+        return replace(self, problem=problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros((shape[0], self.block, self.block))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.problem is not None
+        how = "max" if self.reduce == "max" else "sum"
+        cells = []
+        for axis, indices in ((-1, kv_idx), (-2, q_idx)):
+            cell = self._cell(np.asarray(indices), axis)
+            starts = np.flatnonzero(np.diff(cell, prepend=-1))
+            weights = self.problem.engine.segments(weights, starts, axis, how)
+            cells.append(slice(int(cell[0]), int(cell[-1]) + 1))
+        where = (slice(None), cells[1], cells[0])
+        state[where] = xp.maximum(state[where], weights) if how == "max" else state[where] + weights
+        return state
+
+    def _cell(self, indices: Array, axis: int) -> Array:
+        assert self.problem is not None
+        return indices * self.block // self.problem.shape[axis]
+
+    def merge(self, a: Array, b: Array) -> Array:
+        return np.maximum(a, b) if self.reduce == "max" else a + b
+
+    def finish(self, state: Array) -> Array:
+        if self.reduce != "mean":
+            return state
+        assert self.problem is not None
+        rows, columns = (
+            np.bincount(self._cell(np.arange(self.problem.shape[axis]), axis), minlength=self.block)
+            for axis in (-2, -1)
+        )
+        return state / (rows[:, None] * columns[None, :])

@@ -1,0 +1,221 @@
+"""Score modifications: what happens to the scaled scores before the mask, in the order given.
+
+>>> import regard
+>>> query = key = np.ones((1, 3, 2))
+>>> regard.attention(query, key, score_mod=[alibi(), softcap(30.0)]).shape
+(1, 3, 3)
+
+To write one of your own, subclass `ScoreMod` and give it `apply`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from regard._errors import ArgumentError, KindError, kind_of
+from regard._types import Align, Array, Frame, IntArray, Namespace, check_window, cut
+
+__all__ = ["ScoreMod", "alibi", "alibi_slopes", "bias", "relative_bias", "relative_buckets", "softcap"]
+
+
+class ScoreMod:
+    """A change to the scaled scores of one block."""
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        """New scores for old, both `(pairs, len(q_idx), len(kv_idx))`."""
+        raise TypeError(f"{type(self).__name__} must define apply(scores, frame, q_idx, kv_idx, xp)")
+
+    def check(self, frame: Frame) -> None:
+        """Refuse, with the cure, a matrix that the modification does not fit."""
+
+
+@dataclass(frozen=True)
+class Softcap(ScoreMod):
+    """cap · tanh(scores / cap)."""
+
+    cap: float
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        return self.cap * xp.tanh(scores / self.cap)
+
+    def __repr__(self) -> str:
+        return f"softcap({self.cap})"
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Scores held between −cap and cap: cap · tanh(scores / cap), as in Gemma 2.
+
+    >>> softcap(50.0)
+    softcap(50.0)
+    """
+    if not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):
+        raise ArgumentError(
+            "softcap", received=f"{cap!r}", expected="a number above 0", cure="Leave it out for no cap."
+        )
+    return Softcap(float(cap))
+
+
+def alibi_slopes(heads: int) -> Array:
+    """The published ALiBi slope of each head, shape (heads,); also where heads is not a power of two.
+
+    The first power of two below `heads` gives a geometric series from 2^(−8/p); what is missing is every other
+    slope of the next power's series (Press et al., 2108.12409).
+
+    >>> alibi_slopes(4)
+    array([0.25      , 0.0625    , 0.015625  , 0.00390625])
+    """
+    power = 1 << (heads.bit_length() - 1) if heads else 1
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * power, 2))
+    return np.concatenate([slopes, between])[:heads]
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(ScoreMod):
+    """−slope · |q_idx − kv_idx|."""
+
+    slopes: Array | None
+    align: Align | None
+
+    def _slopes(self, frame: Frame) -> Array:
+        slopes = self.slopes
+        if slopes is None:
+            slopes = alibi_slopes(frame.lead[-1] if frame.lead else 1)
+        return frame.per_head(slopes, "alibi")
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        away = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
+        slopes = xp.asarray(self._slopes(frame), dtype=scores.dtype)[:, None, None]
+        return scores - slopes * xp.asarray(away, dtype=scores.dtype)
+
+    def check(self, frame: Frame) -> None:
+        frame.offset(self.align, "alibi")
+        self._slopes(frame)
+
+    def __repr__(self) -> str:
+        return "alibi()" if self.slopes is None else f"alibi(slopes={np.asarray(self.slopes).tolist()})"
+
+
+def alibi(slopes: Any = None, align: Align | None = None) -> ScoreMod:
+    """Scores that fall off with distance: scores − slope · |q_idx − kv_idx|, a slope for each head.
+
+    `slopes` has shape (heads,); left out, they are the published ones (`alibi_slopes`). `align` as in `causal`.
+
+    >>> alibi()
+    alibi()
+    """
+    return Alibi(None if slopes is None else np.asarray(slopes, dtype=np.float64), align)
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(ScoreMod):
+    """An array added to the scores."""
+
+    array: Array
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        added = xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"), dtype=scores.dtype)
+        # −inf hides even a NaN score, as a mask does.
+        return xp.where(added == -xp.inf, -xp.inf, scores + added)
+
+    def check(self, frame: Frame) -> None:
+        check_window(self.array, frame, "bias")
+
+    def __repr__(self) -> str:
+        return f"bias(<array of shape {tuple(self.array.shape)}>)"
+
+
+def bias(array: Any) -> ScoreMod:
+    """Scores plus an array that broadcasts to (…, q_len, kv_len), taken literally.
+
+    −inf hides a key as a mask does; `finfo.min` does not, it is only a very low score.
+
+    >>> bias(np.zeros((5, 5)))
+    bias(<array of shape (5, 5)>)
+    """
+    if not hasattr(array, "dtype"):
+        array = np.asarray(array)
+    if "float" not in str(array.dtype):
+        raise KindError(
+            "bias",
+            received=kind_of(array),
+            expected="floating point numbers to add to the scores",
+            cure="For booleans, True = attend, use mask=dense(array); for whole numbers, array.astype(float).",
+        )
+    return Bias(array)
+
+
+def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidirectional: bool) -> IntArray:
+    """The T5 bucket of each relative position kv_idx − q_idx: exact when near, logarithmic farther out.
+
+    >>> relative_buckets(np.array([-3, 0, 3, 500]), buckets=32, max_distance=128, bidirectional=True)
+    array([ 3,  0, 19, 31])
+    """
+    base = np.zeros_like(ahead)
+    if bidirectional:
+        buckets //= 2
+        base = np.where(ahead > 0, buckets, 0)
+        distance = np.abs(ahead)
+    else:
+        distance = np.maximum(-ahead, 0)
+    exact = buckets // 2
+    growth = np.log(np.maximum(distance, 1) / exact) / math.log(max_distance / exact)
+    far = np.minimum(exact + (growth * (buckets - exact)).astype(np.int64), buckets - 1)
+    return base + np.where(distance < exact, distance, far)
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(ScoreMod):
+    """A learned number for each head and bucket of distance."""
+
+    table: Array
+    bidirectional: bool
+    max_distance: int
+    align: Align | None
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        ahead = kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "relative_bias")
+        bucket = relative_buckets(
+            ahead,
+            buckets=self.table.shape[0],
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        per_pair = frame.pick(self.table.T, 1, "relative_bias", "heads")
+        return scores + xp.asarray(per_pair[:, bucket], dtype=scores.dtype)
+
+    def check(self, frame: Frame) -> None:
+        frame.offset(self.align, "relative_bias")
+        frame.pick(self.table.T, 1, "relative_bias", "heads")
+
+    def __repr__(self) -> str:
+        buckets, heads = self.table.shape
+        return f"relative_bias(<{buckets} buckets, {heads} heads>, bidirectional={self.bidirectional})"
+
+
+def relative_bias(
+    table: Any, *, bidirectional: bool, max_distance: int = 128, align: Align | None = None
+) -> ScoreMod:
+    """Scores plus T5's relative position bias: `table[bucket(kv_idx − q_idx), head]`.
+
+    `table` has shape (buckets, heads), as T5 keeps it; encoders are bidirectional, decoders are not.
+    `align` as in `causal`.
+
+    >>> relative_bias(np.zeros((32, 8)), bidirectional=True)
+    relative_bias(<32 buckets, 8 heads>, bidirectional=True)
+    """
+    if not hasattr(table, "dtype"):
+        table = np.asarray(table, dtype=np.float64)
+    least = 4 if bidirectional else 2
+    if len(table.shape) != 2 or table.shape[0] < least:
+        raise ArgumentError(
+            "relative_bias",
+            received=f"a table of shape {tuple(table.shape)}",
+            expected=f"(buckets, heads), {least} buckets at least",
+            cure="T5's relative_attention_bias.weight has this shape.",
+        )
+    return RelativeBias(table, bidirectional, max_distance, align)

@@ -1,0 +1,1 @@
+"""Views: pure functions from arrays and plain records to text and pages."""

@@ -1,0 +1,57 @@
+"""The case matrix: generated cases of the engine against the float64 definition, under the error rule."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from regard import _stream
+from regard.testing import Case, check, count_table, draw, empty_cells, fill
+
+TILE = 16
+
+
+def run_chunk(cases: list[Case]) -> list[str]:
+    """The failures of some cases, tiles made small so that every length meets several."""
+    _stream.ROWS, _stream.COLUMNS = TILE, 2 * TILE
+    failures = []
+    for case in cases:
+        inputs = fill(case, TILE)
+        assert inputs is not None
+        try:
+            check(case, inputs)
+        except Exception as error:
+            failures.append(f"{case}\n    {type(error).__name__}: {error}")
+    return failures
+
+
+@pytest.mark.slow
+def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, capsys, monkeypatch) -> None:
+    count, seed = request.config.getoption("--cases"), request.config.getoption("--case-seed")
+    drawn = list(draw(count, seed, TILE))
+    ran, skipped = ([case for case, possible in drawn if possible is kind] for kind in (True, False))
+    # One BLAS thread for each process: tiles are small, and the processes already share the cores.
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        chunks = [ran[i : i + 50] for i in range(0, len(ran), 50)]
+        failures = [failure for found in pool.map(run_chunk, chunks) for failure in found]
+    empty = empty_cells(ran)
+    with capsys.disabled():
+        print(f"\n{count_table(ran, skipped)}")
+        print(
+            f"{len(ran)} cases ran, {len(skipped)} skipped, {len(empty)} pairs of choices empty, seed {seed}"
+        )
+    assert not failures, "\n".join([f"{len(failures)} cases failed (seed {seed})", *failures[:5]])
+    assert len(ran) == count
+    assert not empty or count < 5000, f"empty cells: {empty[:5]}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_few_cases_quickly(seed: int, monkeypatch) -> None:
+    for name in ("ROWS", "COLUMNS"):
+        monkeypatch.setattr(_stream, name, TILE)
+    cases = [case for case, possible in draw(150, seed, TILE) if possible]
+    assert run_chunk(cases) == []
