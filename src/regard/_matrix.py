@@ -21,6 +21,7 @@ from regard._products import Product, Whole
 from regard._shapes import lead_of, pairs_of, serves, settle_scale
 from regard._stream import Problem, Rows, entries, stream
 from regard._types import Align, Array, Frame, IntArray
+from regard._views import Lazy, Scores, Transposed
 from regard.engines import engine_of
 from regard.masks import Mask
 from regard.measures import Measure
@@ -157,7 +158,7 @@ class AttentionMatrix:
         return self._entries(index, "A[index]", weights=True)
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> Scores[AttentionMatrix]:
         """The scores before the softmax, to be indexed like the matrix; hidden ones are −inf.
 
         >>> attention([[1.0]], [[2.0], [3.0]], scale=1.0).scores[0]
@@ -166,7 +167,7 @@ class AttentionMatrix:
         return Scores(self)
 
     @property
-    def lazy(self) -> Lazy:
+    def lazy(self) -> Lazy[AttentionMatrix]:
         """The matrix of some heads or rows, still lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
 
         >>> import numpy as np
@@ -204,8 +205,8 @@ class AttentionMatrix:
         return (self[i] for i in range(len(self)))
 
     def _entries(self, index: Any, operation: str, *, weights: bool) -> Array:
-        positions, local, _ = pick(index, self.shape, operation)
-        part = self._part(positions[:-1])
+        positions, local, kept = pick(index, self.shape, operation)
+        part = self._part(positions[:-1], kept[:-1])
         if weights and np.array_equal(positions[-1], np.arange(self.shape[-1])):
             # Whole rows are divided by their own sum: at scores of 1e4 a kept lse would cost three digits.
             (block,), _ = stream(part._problem, [Whole()])
@@ -213,18 +214,17 @@ class AttentionMatrix:
             block = entries(part._problem, positions[-1], part._known() if weights else None)
         return block.reshape([len(chosen) for chosen in positions])[local]
 
-    def _part(self, positions: list[IntArray]) -> AttentionMatrix:
-        """The matrix of some entries of each leading axis and some rows."""
+    def _part(self, positions: list[IntArray], kept: list[bool]) -> AttentionMatrix:
+        """The matrix of some entries of each leading axis and some rows; leading axes that are not kept are dropped."""
         *leads, rows = positions
         pairs = np.arange(len(self._problem.numbers)).reshape(self._lead)[np.ix_(*leads)].ravel()
-        problem = self._problem.pairs(pairs).rows(rows)
-        problem = replace(problem, numbers=np.arange(len(pairs)))
+        problem = replace(self._problem.pairs(pairs).rows(rows), numbers=np.arange(len(pairs)))
         known = None
         if self._rows is not None:
             known = Rows(*(each[pairs[:, None], rows] for each in self._rows))
-        heads_whole = bool(leads) and np.array_equal(leads[-1], np.arange(self._lead[-1]))
-        lead = tuple(len(chosen) for chosen in leads)
-        return AttentionMatrix(problem, lead, self._groups if heads_whole else 1, known)
+        lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
+        all_heads = bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._lead[-1]))
+        return AttentionMatrix(problem, lead, self._groups if all_heads else 1, known)
 
     # Products
 
@@ -237,7 +237,7 @@ class AttentionMatrix:
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     @property
-    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name for it
+    def mT(self) -> Transposed[AttentionMatrix]:  # noqa: N802 - NumPy's name for it
         """The transpose, for `A.mT @ x`.
 
         >>> (attention([[0.0], [0.0]], [[1.0], [1.0]]).mT @ [2.0, 4.0])
@@ -443,74 +443,6 @@ class AttentionMatrix:
         if isinstance(result, tuple):
             return type(result)(*map(self._lead_first, result))
         return result.reshape((*self._lead, *result.shape[1:]))
-
-
-class Scores:
-    """The scores of a matrix, to be indexed like it."""
-
-    def __init__(self, matrix: AttentionMatrix) -> None:
-        self._matrix = matrix
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
-        return self._matrix.shape
-
-    def __getitem__(self, index: Any) -> Array:
-        return self._matrix._entries(index, "A.scores[index]", weights=False)
-
-    def __repr__(self) -> str:
-        return f"<scores of {self._matrix!r}>".split("\n")[0]
-
-
-class Lazy:
-    """Some heads and rows of a matrix, as a matrix: integers drop a leading axis, rows always remain an axis."""
-
-    def __init__(self, matrix: AttentionMatrix) -> None:
-        self._matrix = matrix
-
-    def __getitem__(self, index: Any) -> AttentionMatrix:
-        matrix = self._matrix
-        positions, local, kept = pick(index, matrix.shape, "A.lazy[index]")
-        plain = all(
-            each is not None and getattr(each, "ndim", 1) == 1 for each in local if not isinstance(each, int)
-        )
-        if not plain or len(positions[-1]) != matrix.shape[-1] or (np.diff(positions[-1]) != 1).any():
-            raise ArgumentError(
-                "A.lazy[index]",
-                received=f"{index!r}",
-                expected="heads and rows, all columns kept",
-                cure="A row's weights depend on all its keys; for some columns take A[index], which computes them.",
-            )
-        part = matrix._part(positions[:-1])
-        part._lead = tuple(len(chosen) for chosen, keep in zip(positions[:-2], kept, strict=False) if keep)
-        if len(part._lead) < len(positions) - 2 and not kept[-3]:
-            part._groups = 1
-        return part
-
-
-class Transposed:
-    """The transpose of a matrix: what it is multiplied by is summed over the queries."""
-
-    def __init__(self, matrix: AttentionMatrix) -> None:
-        self.mT = matrix
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(…, heads, kv_len, q_len)"""
-        *lead, q_len, kv_len = self.mT.shape
-        return (*lead, kv_len, q_len)
-
-    def __matmul__(self, x: Any) -> Array:
-        """(…, heads, kv_len, width), for x of shape (…, heads, q_len, width) or (q_len,)."""
-        return self.mT._product(x, "A.mT @ x", transposed=True)
-
-    def to_dense(self) -> Array:
-        """The whole transpose, stored."""
-        return self.mT.to_dense().swapaxes(-1, -2)
-
-    def __repr__(self) -> str:
-        return f"<transpose of {self.mT!r}>".split("\n")[0]
 
 
 def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:

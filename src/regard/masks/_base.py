@@ -1,0 +1,171 @@
+"""What a mask is, and how masks combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from regard._errors import KindError, kind_of
+from regard._types import Array, Frame, IntArray, Namespace
+
+
+class Bounds(NamedTuple):
+    """For consecutive blocks of keys: whether any entry may be let through, and whether every one must be.
+
+    `may` False is an empty block, `must` True a full one. Both err only towards partial.
+    """
+
+    may: Array
+    must: Array
+
+
+class Mask:
+    """Which keys each query may see; a value that combines with `&`, `|` and `~`."""
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        """True where a query may see a key: `(pairs or 1, len(q_idx), len(kv_idx))` or what broadcasts to it."""
+        raise TypeError(f"{type(self).__name__} must define allows(frame, q_idx, kv_idx, xp)")
+
+    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
+        """What is known of the blocks [q_lo, q_hi) × [kv_lo, kv_hi), the latter ascending and adjoining."""
+        return Bounds(np.ones(len(kv_lo), bool), np.zeros(len(kv_lo), bool))
+
+    def check(self, frame: Frame) -> None:
+        """Refuse, with the cure, a matrix that the mask does not fit."""
+
+    def block(
+        self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
+    ) -> Literal["empty", "full", "partial"]:
+        """What one block of a matrix of `shape` holds, told without building it.
+
+        >>> import regard
+        >>> regard.causal().block(range(0, 4), range(8, 12), shape=(16, 16))
+        'empty'
+        """
+        self.check(frame := Frame.whole(shape))
+        may, must = self.bounds(
+            frame, q_range.start, q_range.stop, np.array([kv_range.start]), np.array([kv_range.stop])
+        )
+        return "full" if must[0] else "partial" if may[0] else "empty"
+
+    def to_dense(self, *shape: int) -> Array:
+        """The whole mask as a boolean array of `shape`, to look at.
+
+        >>> import regard
+        >>> regard.causal(align="lower_right").to_dense(2, 5).astype(int)
+        array([[1, 1, 1, 1, 0],
+               [1, 1, 1, 1, 1]])
+        """
+        self.check(frame := Frame.whole(shape))
+        allowed = self.allows(frame, np.arange(frame.q_len), np.arange(frame.kv_len), np)
+        pairs = (len(frame.picked), frame.q_len, frame.kv_len)
+        return np.broadcast_to(allowed, pairs).reshape(shape).copy()
+
+    def __and__(self, other: object) -> Mask:
+        return _combine(AllOf, self, other, "&")
+
+    def __or__(self, other: object) -> Mask:
+        return _combine(AnyOf, self, other, "|")
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise KindError(
+            "a mask as a truth value",
+            received=repr(self),
+            expected="masks combined by & | ~",
+            cure="Write mask & other, not `mask and other`.",
+        )
+
+
+def _combine(how: type[AllOf] | type[AnyOf], left: Mask, right: object, sign: str) -> Mask:
+    if not isinstance(right, Mask):
+        raise KindError(
+            f"mask {sign} other",
+            received=kind_of(right),
+            expected="another mask",
+            cure="Wrap a boolean array, True = attend, as regard.dense(array).",
+        )
+    parts: list[Mask] = []
+    for mask in (left, right):
+        for part in mask.parts if isinstance(mask, how) else (mask,):
+            if part not in parts:
+                parts.append(part)
+    return parts[0] if len(parts) == 1 else how(tuple(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class _Several(Mask):
+    parts: tuple[Mask, ...]
+
+    def check(self, frame: Frame) -> None:
+        for part in self.parts:
+            part.check(frame)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other) or not isinstance(other, _Several):
+            return NotImplemented
+        return len(self.parts) == len(other.parts) and all(part in other.parts for part in self.parts)
+
+    def __hash__(self) -> int:
+        return hash((type(self), frozenset(self.parts)))
+
+
+class AllOf(_Several):
+    """What every part lets through."""
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
+        for part in self.parts[1:]:
+            allowed = allowed & part.allows(frame, q_idx, kv_idx, xp)
+        return allowed
+
+    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
+        each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
+        return Bounds(np.all([b.may for b in each], 0), np.all([b.must for b in each], 0))
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, AnyOf) else repr(part) for part in self.parts)
+
+
+class AnyOf(_Several):
+    """What at least one part lets through."""
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
+        for part in self.parts[1:]:
+            allowed = allowed | part.allows(frame, q_idx, kv_idx, xp)
+        return allowed
+
+    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
+        each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
+        return Bounds(np.any([b.may for b in each], 0), np.any([b.must for b in each], 0))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """What the mask within does not let through."""
+
+    mask: Mask
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        return ~self.mask.allows(frame, q_idx, kv_idx, xp)
+
+    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
+        may, must = self.mask.bounds(frame, q_lo, q_hi, kv_lo, kv_hi)
+        return Bounds(~must, ~may)
+
+    def check(self, frame: Frame) -> None:
+        self.mask.check(frame)
+
+    def __invert__(self) -> Mask:
+        return self.mask
+
+    def __repr__(self) -> str:
+        return f"~({self.mask})" if isinstance(self.mask, _Several) else f"~{self.mask}"
