@@ -7,6 +7,7 @@ from typing import Any
 from regard._errors import ArgumentError, KindError, OutOfRange, RegardError, TooLarge
 from regard._explain import Explanation
 from regard._matrix import AttentionMatrix, attention
+from regard._stream import merge
 from regard.masks import (
     Mask,
     causal,
@@ -47,6 +48,7 @@ __all__ = [
     "dense",
     "document",
     "first",
+    "merge",
     "padding",
     "prefix",
     "relative_bias",

@@ -264,7 +264,8 @@ class AttentionMatrix:
         of = serves(array, self._lead, 1 if transposed else self._groups, operation, name)
         finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         flat = array.reshape((pairs_of(array), *array.shape[-2:]))
-        (product,), self._rows = stream(problem, [Product(flat, of, transposed, finite)], self._rows)
+        dtype = engine.working_dtype(problem.query, problem.key, array)
+        (product,), self._rows = stream(problem, [Product(flat, of, transposed, finite, dtype)], self._rows)
         product = engine.cast(self._lead_first(product), array.dtype)
         return product[..., 0] if as_vector else product
 

@@ -41,20 +41,20 @@ class Product(Measure):
     of: IntArray
     transposed: bool
     finite: bool
+    dtype: Any
     problem: Problem | None = None
 
     def bind(self, problem: Problem) -> Measure:
         return replace(self, of=self.of[problem.numbers], problem=problem)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        assert self.problem is not None
         kept = shape[2 if self.transposed else 1]
-        return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.problem.dtype)
+        return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.dtype)
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
-        part = self.problem.engine.take(self.array, self.of, np.asarray(summed), self.problem.dtype)
+        part = self.problem.engine.take(self.array, self.of, np.asarray(summed), self.dtype)
         if self.transposed:
             weights, scores = xp.matrix_transpose(weights), xp.matrix_transpose(scores)
         state[:, kept] += weights @ part if self.finite else _literal_product(weights, scores, part, xp)

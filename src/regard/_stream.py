@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from regard._types import Array, Frame, IntArray
-from regard.engines import Engine
+from regard.engines import Engine, engine_of
 from regard.masks import Mask
 from regard.scores import ScoreMod
 
@@ -237,14 +237,28 @@ def _join(parts: list[Any], join: Any) -> Any:
     return parts[0] if len(parts) == 1 else join(parts)
 
 
-def merge(outputs: Sequence[Array], lses: Sequence[Array], xp: Any) -> tuple[Array, Array]:
-    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty."""
-    shift = lses[0]
-    for lse in lses[1:]:
-        shift = xp.maximum(shift, lse)
-    base = finite_shift(shift, xp)
-    shares = [xp.exp(lse - base) for lse in lses]
-    total = sum(shares)
-    safe = xp.where(total == 0, 1.0, total)
-    output = sum((share / safe)[..., None] * out for share, out in zip(shares, outputs, strict=True))
-    return output, shift + xp.log(total)
+def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty.
+
+    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len).
+
+    >>> import regard
+    >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
+    >>> shards = [(A @ value[j : j + 1], A.lse) for j in (0, 1) for A in [regard.attention(query, key[j : j + 1])]]
+    >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
+    True
+    """
+    engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+    xp = engine.xp
+    with engine.quiet():
+        shift = parts[0][1]
+        for _, lse in parts[1:]:
+            shift = xp.maximum(shift, lse)
+        shares = [xp.exp(lse - finite_shift(shift, xp)) for _, lse in parts]
+        total = sum(shares)
+        # Rows that no shard sees have no shares to divide.
+        safe = xp.where(total == 0, 1.0, total)
+        output = sum(
+            (share / safe)[..., None] * output for share, (output, _) in zip(shares, parts, strict=True)
+        )
+        return output, shift + xp.log(total)
