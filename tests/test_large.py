@@ -1,0 +1,91 @@
+"""70,000 × 70,000 in one process: right where it is looked at, and never more than 1 GB (failure mode 14)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regard import reference
+from regard.testing import assert_matches, epsilon
+
+ROOT = Path(__file__).parents[1]
+TOKENS = 70_000
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What examples/long_context.py finds, from a process of its own, so that its memory is its own."""
+    path = tmp_path_factory.mktemp("large") / "found.npz"
+    code = "import sys, numpy, long_context; numpy.savez(sys.argv[1], **long_context.main(int(sys.argv[2])))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")])}
+    subprocess.run([sys.executable, "-c", code, str(path), str(TOKENS)], check=True, env=env)
+    with np.load(path) as archive:
+        return {name: archive[name].copy() for name in archive.files}
+
+
+@pytest.fixture(scope="module")
+def some(found):
+    """The definition of the first 32 chosen rows, in float64 and naively in float32."""
+    rows = found["chosen"][:32]
+    mask = np.arange(TOKENS) <= rows[:, None]
+    return rows, [
+        reference.attention(found["query"][rows], found["key"], mask=mask, dtype=dtype)
+        for dtype in (np.float64, np.float32)
+    ]
+
+
+def test_14_memory_never_grows_by_a_gigabyte(found):
+    assert 0 < found["grown"] < 1000
+
+
+def test_14_rows_lse_and_entropy_are_the_definition(found, some):
+    rows, (exact, naive) = some
+    drift = (
+        4 * epsilon("float32") * (1 + np.abs(np.where(np.isfinite(exact.scores), exact.scores, 0)).max(-1))
+    )
+    assert_matches(
+        found["rows"], exact.weights[:10], naive.weights[:10], dtype="float32", score_error=drift[:10, None]
+    )
+    assert_matches(found["lse"][rows], exact.lse, naive.lse, dtype="float32", magnitude=1 + np.abs(exact.lse))
+    exact_entropy, naive_entropy = (
+        -np.sum(x.weights * np.log(np.where(x.weights > 0, x.weights, 1)), axis=-1) for x in (exact, naive)
+    )
+    assert_matches(
+        found["entropy"][rows],
+        exact_entropy,
+        naive_entropy,
+        dtype="float32",
+        score_error=drift,
+        what="entropy",
+    )
+
+
+def test_14_top_keys_are_the_definitions(found, some):
+    _, (exact, _) = some
+    assert np.array_equal(found["top"][:32], np.argsort(-exact.weights, axis=-1, kind="stable")[:, :8])
+
+
+def test_14_received_mass_is_the_columns_sum(found):
+    assert np.isclose(found["received"].sum(), TOKENS, rtol=1e-6)
+    query, lse = found["query"].astype(np.float64), found["lse"].astype(np.float64)
+    for j in (0, 1, 12_345, 69_999):
+        weights = np.exp(query[j:] @ found["key"][j].astype(np.float64) / 8 - lse[j:])
+        assert np.isclose(found["received"][j], weights.sum(), rtol=1e-5)
+
+
+def test_14_coarse_cells_are_means_of_their_entries(found):
+    coarse = found["coarse"]
+    assert coarse.shape == (512, 512)
+    cell = np.arange(TOKENS) * 512 // TOKENS
+    for a, b in ((0, 0), (7, 3), (300, 299), (511, 0), (511, 511), (5, 400)):
+        rows, columns = np.flatnonzero(cell == a), np.flatnonzero(cell == b)
+        scores = found["query"][rows].astype(np.float64) @ found["key"][columns].astype(np.float64).T / 8
+        weights = np.exp(scores - found["lse"][rows, None]) * (columns <= rows[:, None])
+        assert np.isclose(coarse[a, b], weights.mean(), rtol=1e-5, atol=0), (a, b)
