@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from regard import _stream
-from regard.testing import Case, check, count_table, draw, empty_cells, fill
+from regard.testing import ENGINES, Case, check, count_table, draw, empty_cells, fill
 
 TILE = 16
 
@@ -21,10 +21,7 @@ def run_chunk(cases: list[Case]) -> list[str]:
     for case in cases:
         inputs = fill(case, TILE)
         assert inputs is not None
-        try:
-            check(case, inputs)
-        except Exception as error:
-            failures.append(f"{case}\n    {type(error).__name__}: {error}")
+        failures += check(case, inputs, ENGINES)
     return failures
 
 

@@ -9,6 +9,7 @@ import math
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from regard._explain import Explanation, explain
 from regard._index import pick
 from regard._products import Product, Whole
 from regard._shapes import lead_of, pairs_of, serves, settle_scale
-from regard._stream import Problem, Rows, entries, stream
+from regard._stream import Problem, Rows, Spec, entries, stream
 from regard._types import Align, Array, Frame, IntArray
 from regard._views import Lazy, Scores, Transposed
 from regard.engines import engine_of
@@ -64,37 +65,29 @@ def attention(
     engine = engine_of("attention", query=query, key=key)
     query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
     lead, groups = lead_of(query, key, enable_gqa)
-    frame = Frame.whole((*lead, query.shape[-2], key.shape[-2]))
-    if mask is not None:
-        _check_kind(
-            mask, Mask, "mask", "a mask such as regard.causal()", "dense(array) for booleans, True = attend"
-        )
-        mask.check(frame)
     score_mods = (score_mod,) if isinstance(score_mod, ScoreMod) else tuple(score_mod or ())
-    for each in score_mods:
-        _check_kind(
-            each, ScoreMod, "score_mod", "regard.softcap, alibi, bias or relative_bias", "bias(array)"
-        )
-        each.check(frame)
     if sink is not None:
         sink = engine.floats(sink, "attention", "sink")
-        frame.per_head(sink, "attention: sink")
-    problem = Problem(
-        engine=engine,
-        query=query.reshape((pairs_of(query), *query.shape[-2:])),
-        key=key.reshape((pairs_of(key), *key.shape[-2:])),
-        query_of=serves(query, lead, 1),
-        key_of=serves(key, lead, groups),
-        numbers=frame.picked,
-        positions=np.arange(frame.q_len),
-        frame=frame,
-        mask=mask,
-        score_mods=score_mods,
-        scale=settle_scale(scale, query.shape[-1]),
-        sink=sink,
-        dtype=engine.working_dtype(query, key),
-    )
-    return AttentionMatrix(problem, lead, groups)
+    scale = settle_scale(scale, query.shape[-1])
+    spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
+    if mask is not None or score_mods or sink is not None:
+        _check_fit(spec)
+    return AttentionMatrix(spec)
+
+
+def _check_fit(spec: Spec) -> None:
+    """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
+    frame = Frame.whole(spec.shape)
+    if spec.mask is not None:
+        cure = "dense(array) for booleans, True = attend"
+        _check_kind(spec.mask, Mask, "mask", "a mask such as regard.causal()", cure)
+        spec.mask.check(frame)
+    for each in spec.score_mods:
+        names = "regard.softcap, alibi, bias or relative_bias"
+        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
+        each.check(frame)
+    if spec.sink is not None:
+        frame.per_head(spec.sink, "attention: sink")
 
 
 class AttentionMatrix:
@@ -107,15 +100,20 @@ class AttentionMatrix:
     # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.
     __array_ufunc__ = None
 
-    def __init__(
-        self, problem: Problem, lead: tuple[int, ...], groups: int, rows: Rows | None = None
-    ) -> None:
-        self._problem, self._lead, self._groups, self._rows = problem, lead, groups, rows
+    def __init__(self, spec: Spec, problem: Problem | None = None, rows: Rows | None = None) -> None:
+        self._spec, self._rows, self._ran, self._fused_lse = spec, rows, "", None
+        if problem is not None:  # a part: its problem is that of the whole, cut down
+            self._problem = problem
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """The matrix in canonical form, settled when first needed: a plain product does without."""
+        return self._spec.problem()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(…, heads, q_len, kv_len)"""
-        return (*self._lead, *self._problem.shape[1:])
+        return self._spec.shape
 
     @property
     def ndim(self) -> int:
@@ -125,7 +123,7 @@ class AttentionMatrix:
     @property
     def dtype(self) -> Any:
         """The dtype of weights, lse and scores: float32 at least."""
-        return np.dtype(self._problem.dtype)
+        return self._problem.dtype
 
     @property
     def nbytes(self) -> int:
@@ -135,21 +133,21 @@ class AttentionMatrix:
     @property
     def mask(self) -> Mask | None:
         """Which keys each query may see."""
-        return self._problem.mask
+        return self._spec.mask
 
     @property
     def scale(self) -> float:
         """What the products of query and key are multiplied by."""
-        return self._problem.scale
+        return self._spec.scale
 
     @property
     def kernel(self) -> str:
-        """What runs for `A @ value`.
+        """What ran for `A @ value`, or will run.
 
         >>> attention([[1.0]], [[1.0]]).kernel
         'numpy: streaming tiles'
         """
-        return self._problem.engine.kernel
+        return self._ran or self._spec.engine.kernel(self._problem)
 
     # Entries
 
@@ -217,20 +215,34 @@ class AttentionMatrix:
     def _part(self, positions: list[IntArray], kept: list[bool]) -> AttentionMatrix:
         """The matrix of some entries of each leading axis and some rows; leading axes that are not kept are dropped."""
         *leads, rows = positions
-        pairs = np.arange(len(self._problem.numbers)).reshape(self._lead)[np.ix_(*leads)].ravel()
+        pairs = np.arange(len(self._problem.numbers)).reshape(self._spec.lead)[np.ix_(*leads)].ravel()
         problem = replace(self._problem.pairs(pairs).rows(rows), numbers=np.arange(len(pairs)))
-        known = None
-        if self._rows is not None:
-            known = Rows(*(each[pairs[:, None], rows] for each in self._rows))
+        known = self._if_known()
+        if known is not None:
+            known = Rows(*(each[pairs[:, None], rows] for each in known))
         lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
-        all_heads = bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._lead[-1]))
-        return AttentionMatrix(problem, lead, self._groups if all_heads else 1, known)
+        all_heads = bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._spec.lead[-1]))
+        groups = self._spec.groups if all_heads else 1
+        spec = replace(self._spec, query=None, lead=lead, groups=groups, q_len=len(rows))
+        return AttentionMatrix(spec, problem, known)
 
     # Products
 
     def __matmul__(self, value: Any) -> Array:
         """The output, (…, heads, q_len, value_dim), for a value (…, kv_heads, kv_len, value_dim) or (kv_len,)."""
+        spec = self._spec
+        if spec.query is not None and spec.sink is None and not spec.score_mods:
+            plain = spec.engine.quick_product(spec.query, spec.key, value, spec.mask, spec.scale)
+            if plain is not None:
+                return self._keep(*plain)
         return self._product(value, "A @ value", transposed=False)
+
+    def _keep(self, output: Array, lse: Array, ran: str) -> Array:
+        """The output of a fused kernel; its lse and name are kept."""
+        self._ran = ran
+        if self._rows is None:
+            self._fused_lse = lse
+        return output
 
     def __rmatmul__(self, x: Any) -> Array:
         x = self._problem.engine.floats(x, "x @ A", "x")
@@ -261,11 +273,17 @@ class AttentionMatrix:
                 expected=f"(…, {axis} {length}, width) for a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
                 cure=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
             )
-        of = serves(array, self._lead, 1 if transposed else self._groups, operation, name)
-        finite = bool(engine.xp.all(engine.xp.isfinite(array)))
+        of = serves(array, self._spec.lead, 1 if transposed else self._spec.groups, operation, name)
         flat = array.reshape((pairs_of(array), *array.shape[-2:]))
+        fused = None if transposed else engine.product(problem, flat, of)
+        if fused is not None:
+            product = self._lead_first(self._keep(*fused))
+            product = engine.cast(product, array.dtype)
+            return product[..., 0] if as_vector else product
+        finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         dtype = engine.working_dtype(problem.query, problem.key, array)
-        (product,), self._rows = stream(problem, [Product(flat, of, transposed, finite, dtype)], self._rows)
+        measure = Product(flat, of, transposed, finite, dtype)
+        (product,), self._rows = stream(problem, [measure], self._if_known())
         product = engine.cast(self._lead_first(product), array.dtype)
         return product[..., 0] if as_vector else product
 
@@ -277,6 +295,8 @@ class AttentionMatrix:
 
         −inf for a row that sees nothing. Any weight is exp(score − lse).
         """
+        if self._fused_lse is not None:
+            return self._fused_lse.reshape(self.shape[:-1])
         engine = self._problem.engine
         with engine.quiet():
             return self._lead_first(engine.cast(self._known().lse(engine.xp), self._problem.dtype))
@@ -305,7 +325,7 @@ class AttentionMatrix:
                 expected="a name for each result",
                 cure="Name one by a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
             )
-        results, self._rows = stream(self._problem, [*measures, *named.values()], self._rows)
+        results, self._rows = stream(self._problem, [*measures, *named.values()], self._if_known())
         return namedtuple("Measures", names)(*map(self._lead_first, results))
 
     def entropy(self) -> Array:
@@ -407,7 +427,7 @@ class AttentionMatrix:
                 "explain",
                 received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
                 expected="one head",
-                cure=f"Choose one: A.lazy[{', '.join('0' * len(self._lead))}].explain({q_idx}).",
+                cure=f"Choose one: A.lazy[{', '.join('0' * len(self._spec.lead))}].explain({q_idx}).",
             )
         row = int(pick((..., q_idx, slice(None)), self.shape, "explain").positions[-2][0])
         if value is not None:
@@ -435,15 +455,25 @@ class AttentionMatrix:
     # Within
 
     def _known(self) -> Rows:
-        if self._rows is None:
+        """What turns scores into weights, worked out where it is not known yet."""
+        if self._if_known() is None:
             _, self._rows = stream(self._problem, [])
+        assert self._rows is not None
+        return self._rows
+
+    def _if_known(self) -> Rows | None:
+        fused = self._fused_lse is not None and not self._problem.engine.is_rough(self._problem)
+        if self._rows is None and fused:
+            lse = self._fused_lse.detach().reshape(self._problem.shape[:2])
+            xp = self._problem.engine.xp
+            self._rows = Rows(lse, xp.where(lse == -xp.inf, 0.0, xp.ones_like(lse)))
         return self._rows
 
     def _lead_first(self, result: Any) -> Any:
         """The axis of pairs as (…, heads) again."""
         if isinstance(result, tuple):
             return type(result)(*map(self._lead_first, result))
-        return result.reshape((*self._lead, *result.shape[1:]))
+        return result.reshape((*self._spec.lead, *result.shape[1:]))
 
 
 def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from regard._stream import Problem
 from regard._types import Array, IntArray
 from regard.measures import Measure
@@ -54,7 +52,7 @@ class Product(Measure):
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
-        part = self.problem.engine.take(self.array, self.of, np.asarray(summed), self.dtype)
+        part = self.problem.engine.take(self.array, self.of, self.problem.engine.to_numpy(summed), self.dtype)
         if self.transposed:
             weights, scores = xp.matrix_transpose(weights), xp.matrix_transpose(scores)
         state[:, kept] += weights @ part if self.finite else _literal_product(weights, scores, part, xp)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from regard._shapes import pairs_of, serves
 from regard._types import Array, Frame, IntArray
 from regard.engines import Engine, engine_of
 from regard.masks import Mask
@@ -36,6 +37,47 @@ class Rows(NamedTuple):
     def lse(self, xp: Any) -> Array:
         """The natural logarithm of each row's sum of exponentials, −inf for a row that sees nothing."""
         return self.shift + xp.log(self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What `attention` was given, checked; a part of a matrix has no query of its own, only a problem."""
+
+    engine: Engine
+    query: Array
+    key: Array
+    mask: Mask | None
+    score_mods: tuple[ScoreMod, ...]
+    scale: float
+    sink: Array | None
+    lead: tuple[int, ...]
+    groups: int
+    q_len: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(…, heads, q_len, kv_len)"""
+        q_len = self.query.shape[-2] if self.q_len is None else self.q_len
+        return (*self.lead, q_len, self.key.shape[-2])
+
+    def problem(self) -> Problem:
+        """The same in canonical form."""
+        frame = Frame.whole(self.shape)
+        return Problem(
+            engine=self.engine,
+            query=self.query.reshape((pairs_of(self.query), *self.query.shape[-2:])),
+            key=self.key.reshape((pairs_of(self.key), *self.key.shape[-2:])),
+            query_of=serves(self.query, self.lead, 1),
+            key_of=serves(self.key, self.lead, self.groups),
+            numbers=frame.picked,
+            positions=np.arange(frame.q_len),
+            frame=frame,
+            mask=self.mask,
+            score_mods=self.score_mods,
+            scale=self.scale,
+            sink=self.sink,
+            dtype=self.engine.working_dtype(self.query, self.key),
+        )
 
 
 @dataclass(frozen=True)

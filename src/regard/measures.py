@@ -25,7 +25,7 @@ import numpy as np
 from regard._errors import ArgumentError
 from regard._stream import Problem
 from regard._types import Align, Array, IntArray
-from regard.engines import Engine
+from regard.engines import Engine, engine_of
 from regard.masks import Mask
 
 __all__ = [
@@ -165,7 +165,8 @@ class Largest(Measure):
         # Zeros carry index 0 from the start, as in the dense matrix, where hidden keys are zeros too.
         tie = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
         take = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tie & (b.indices < a.indices))
-        return Top(*(np.where(take, y, x) for x, y in zip(a, b, strict=True)))
+        where = engine_of("merge", values=a.values).xp.where
+        return Top(*(where(take, y, x) for x, y in zip(a, b, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -204,43 +205,39 @@ class TopK(Measure):
             return state
         weights, q_idx = weights[:, rows], q_idx[rows]
         if weights.shape[-1] > self.k:
-            weights, columns = self._largest(weights, kv_idx, xp)
+            weights, columns = self.engine.largest(weights, self.k)
+            columns = kv_idx[columns]
         else:
             columns = xp.broadcast_to(kv_idx, weights.shape)
         before = Top(state.values[:, q_idx], state.indices[:, q_idx])
         state.values[:, q_idx], state.indices[:, q_idx] = self.merge(before, Top(weights, columns))
         return state
 
-    def _largest(self, weights: Array, kv_idx: Array, xp: Any) -> tuple[Array, Array]:
-        """The k largest of a tile's rows, in the order of their columns, of equals the first ones."""
-        ranked = xp.where(weights != weights, xp.inf, weights)
-        least = self.engine.kth_largest(ranked, self.k)  # type: ignore[union-attr]
-        above, level = ranked > least, ranked == least
-        room = self.k - xp.sum(above, axis=-1)[..., None]
-        taken = above | (level & (xp.cumulative_sum(level, axis=-1) <= room))
-        shape = (*weights.shape[:-1], self.k)
-        return weights[taken].reshape(shape), xp.broadcast_to(kv_idx, weights.shape)[taken].reshape(shape)
-
     def merge(self, a: Top, b: Top) -> Top:
-        values, indices = (np.concatenate(pair, axis=-1) for pair in zip(a, b, strict=True))
-        ranked = np.where(values != values, np.inf, values)
-        order = np.lexsort((indices, -ranked), axis=-1)[..., : self.k]
-        return Top(*(np.take_along_axis(x, order, axis=-1) for x in (values, indices)))
+        xp = engine_of("merge", values=a.values).xp
+        indices = xp.concat([a.indices, b.indices], axis=-1)
+        values = xp.concat([xp.astype(x.values, a.values.dtype) for x in (a, b)], axis=-1)
+        # By index, then by value: both sorts are stable, so equal weights stay in the order of their keys.
+        by_index = xp.argsort(indices, axis=-1, stable=True)
+        ranked = xp.take_along_axis(xp.where(values != values, xp.inf, values), by_index, axis=-1)
+        order = xp.take_along_axis(by_index, xp.argsort(-ranked, axis=-1, stable=True), axis=-1)[..., : self.k]
+        return Top(xp.take_along_axis(values, order, axis=-1), xp.take_along_axis(indices, order, axis=-1))
 
     def finish(self, state: Top) -> Top:
         """Zeros, hidden keys among them, tie: they get the lowest indices that no larger weight has."""
-        values, indices = state
-        missing = values == 0
-        if not missing.any():
+        xp = engine_of("finish", values=state.values).xp
+        rows = xp.any(state.values == 0, axis=-1)
+        if not xp.any(rows):
             return state
-        free = np.ones(values.shape, bool)  # which of the indices 0 … k−1 no larger weight has
-        for place in range(self.k):
-            index = indices[..., place]
-            rows = np.nonzero((index < self.k) & ~missing[..., place])
-            free[(*rows, index[rows])] = False
-        lowest = np.argsort(~free, axis=-1, kind="stable")
-        rank = np.clip(np.cumsum(missing, axis=-1) - 1, 0, None)
-        return Top(values, np.where(missing, np.take_along_axis(lowest, rank, axis=-1), indices))
+        indices = state.indices[rows]  # (rows with zeros, k)
+        missing = state.values[rows] == 0
+        candidate = xp.arange(self.k)[:, None]
+        free = ~xp.any((indices[..., None, :] == candidate) & ~missing[..., None, :], axis=-1)
+        lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
+        rank = xp.astype(xp.cumulative_sum(xp.astype(missing, xp.int64), axis=-1), xp.int64) - 1
+        filled = xp.take_along_axis(lowest, xp.where(rank < 0, 0, rank), axis=-1)
+        state.indices[rows] = xp.where(missing, filled, indices)
+        return state
 
 
 @dataclass(frozen=True)
@@ -300,9 +297,11 @@ class Spread(Distance):
         return state
 
     def finish(self, state: Array) -> Array:
+        xp = engine_of("finish", state=state).xp
         total, first, second = (state[..., i] for i in range(3))
-        safe = np.where(total == 0, 1.0, total)
-        return np.sqrt(np.maximum(second / safe - (first / safe) ** 2, 0.0))
+        safe = xp.where(total == 0, 1.0, total)
+        variance = second / safe - (first / safe) ** 2
+        return xp.sqrt(xp.where(variance < 0, 0.0, variance))
 
 
 @dataclass(frozen=True)
@@ -327,8 +326,9 @@ class Mass(Measure):
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
-        positions = self.problem.positions[np.asarray(q_idx)]
-        allowed = self.mask.allows(self.problem.frame, positions, np.asarray(kv_idx), xp)
+        to_numpy = self.problem.engine.to_numpy
+        positions = self.problem.positions[to_numpy(q_idx)]
+        allowed = self.mask.allows(self.problem.frame, positions, to_numpy(kv_idx), xp)
         state[:, q_idx] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
         return state
 
@@ -368,7 +368,7 @@ class Coarse(Measure):
         how = "max" if self.reduce == "max" else "sum"
         cells = []
         for axis, indices in ((-1, kv_idx), (-2, q_idx)):
-            cell = self._cell(np.asarray(indices), axis)
+            cell = self._cell(self.problem.engine.to_numpy(indices), axis)
             starts = np.flatnonzero(np.diff(cell, prepend=-1))
             weights = self.problem.engine.segments(weights, starts, axis, how)
             cells.append(slice(int(cell[0]), int(cell[-1]) + 1))
@@ -381,7 +381,7 @@ class Coarse(Measure):
         return indices * self.block // self.problem.shape[axis]
 
     def merge(self, a: Array, b: Array) -> Array:
-        return np.maximum(a, b) if self.reduce == "max" else a + b
+        return engine_of("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
 
     def finish(self, state: Array) -> Array:
         if self.reduce != "mean":
@@ -391,4 +391,4 @@ class Coarse(Measure):
             np.bincount(self._cell(np.arange(self.problem.shape[axis]), axis), minlength=self.block)
             for axis in (-2, -1)
         )
-        return state / (rows[:, None] * columns[None, :])
+        return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])

@@ -27,7 +27,16 @@ class ScoreMod:
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         """New scores for old, both `(pairs, len(q_idx), len(kv_idx))`."""
-        raise TypeError(f"{type(self).__name__} must define apply(scores, frame, q_idx, kv_idx, xp)")
+        added = self.added(frame, q_idx, kv_idx, xp, scores.dtype)
+        if added is None:
+            raise TypeError(f"{type(self).__name__} must define apply(scores, frame, q_idx, kv_idx, xp)")
+        return scores + added
+
+    def added(
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
+    ) -> Array | None:
+        """What is added to the scores, where adding is all that is done; fused kernels take that along."""
+        return None
 
     def check(self, frame: Frame) -> None:
         """Refuse, with the cure, a matrix that the modification does not fit."""
@@ -87,10 +96,10 @@ class Alibi(ScoreMod):
             slopes = alibi_slopes(frame.lead[-1] if frame.lead else 1)
         return frame.per_head(slopes, "alibi")
 
-    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
         away = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
-        slopes = xp.asarray(self._slopes(frame), dtype=scores.dtype)[:, None, None]
-        return scores - slopes * xp.asarray(away, dtype=scores.dtype)
+        slopes = xp.asarray(self._slopes(frame), dtype=dtype)[:, None, None]
+        return -slopes * xp.asarray(away, dtype=dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "alibi")
@@ -117,8 +126,11 @@ class Bias(ScoreMod):
 
     array: Array
 
+    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
+        return xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"), dtype=dtype)
+
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        added = xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"), dtype=scores.dtype)
+        added = self.added(frame, q_idx, kv_idx, xp, scores.dtype)
         # −inf hides even a NaN score, as a mask does.
         return xp.where(added == -xp.inf, -xp.inf, scores + added)
 
@@ -177,7 +189,7 @@ class RelativeBias(ScoreMod):
     max_distance: int
     align: Align | None
 
-    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
         ahead = kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "relative_bias")
         bucket = relative_buckets(
             ahead,
@@ -186,7 +198,7 @@ class RelativeBias(ScoreMod):
             bidirectional=self.bidirectional,
         )
         per_pair = frame.pick(self.table.T, 1, "relative_bias", "heads")
-        return scores + xp.asarray(per_pair[:, bucket], dtype=scores.dtype)
+        return xp.asarray(per_pair[:, bucket], dtype=dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "relative_bias")

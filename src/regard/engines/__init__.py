@@ -6,6 +6,7 @@ found from the array itself, without importing a library that the caller has not
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -24,9 +25,17 @@ class Engine(Protocol):
     def name(self) -> str:
         """The library, as it is written in messages."""
 
-    @property
-    def kernel(self) -> str:
+    def kernel(self, problem: Any) -> str:
         """What runs for `A @ value`."""
+
+    def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+        """Output, lse and what ran, from a fused kernel; None where the block loop must do it."""
+
+    def is_rough(self, problem: Any) -> bool:
+        """Whether weights must not be recomputed from the lse of a fused kernel, but from their own row's sum."""
+
+    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
+        """Output and lse of the plainest call, without settling anything; None where it is not so plain."""
 
     @property
     def xp(self) -> Namespace:
@@ -57,19 +66,29 @@ class Engine(Protocol):
     def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
         """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
 
-    def kth_largest(self, weights: Array, k: int) -> Array:
-        """The k-th largest of each row, `(g, r, 1)`."""
+    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+        """The k largest of each row and their columns, in any order; of equals the first ones, NaN above all."""
+
+    def to_numpy(self, array: Array) -> Any:
+        """The array as NumPy's, for indices."""
 
 
 def engine_of(operation: str, **arrays: Any) -> Engine:
     """The engine that all these arrays belong to."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for array in arrays.values():
+            if isinstance(array, torch.Tensor):
+                from regard.engines._torch import engine_on
+
+                return engine_on(array.device)
     engine = NumpyEngine()
     for name, array in arrays.items():
         if not engine.owns(array):
             raise KindError(
                 operation,
                 received=f"{name} as {kind_of(array)} from {type(array).__module__}",
-                expected="NumPy arrays, or nested lists of numbers",
+                expected="NumPy arrays, torch tensors, or nested lists of numbers",
                 cure="Convert it first: numpy.asarray(array).",
             )
     return engine

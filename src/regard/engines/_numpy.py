@@ -16,7 +16,6 @@ class NumpyEngine:
     """Primitives on NumPy arrays; half precision (float16, and bfloat16 of ml_dtypes) is raised to float32."""
 
     name = "numpy"
-    kernel = "numpy: streaming tiles"
     xp: Namespace = np
 
     def owns(self, array: Any) -> bool:
@@ -26,6 +25,18 @@ class NumpyEngine:
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
         return lambda: np.errstate(all="ignore")
+
+    def kernel(self, problem: Any) -> str:
+        return "numpy: streaming tiles"
+
+    def product(self, problem: Any, value: Array, value_of: IntArray) -> None:
+        return None
+
+    def is_rough(self, problem: Any) -> bool:
+        return False
+
+    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> None:
+        return None
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
         array = np.asarray(array)
@@ -54,6 +65,8 @@ class NumpyEngine:
         run = slice(int(positions[0]), int(positions[-1]) + 1) if is_run(positions) else positions
         if len(leads) and (leads == leads[0]).all():
             taken = array[int(leads[0]), run][None]
+        elif is_run(leads):
+            taken = array[int(leads[0]) : int(leads[-1]) + 1, run]
         elif isinstance(run, slice):
             taken = array[:, run][leads]
         else:
@@ -73,5 +86,14 @@ class NumpyEngine:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, starts, axis=axis)
 
-    def kth_largest(self, weights: Array, k: int) -> Array:
-        return np.partition(weights, -k, axis=-1)[..., -k, None]
+    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+        ranked = np.where(np.isnan(weights), np.inf, weights)
+        least = np.partition(ranked, -k, axis=-1)[..., -k, None]
+        above, level = ranked > least, ranked == least
+        room = k - above.sum(-1, keepdims=True)
+        taken = above | (level & (np.cumsum(level, axis=-1) <= room))
+        columns = np.nonzero(taken)[-1].reshape(*weights.shape[:-1], k)
+        return np.take_along_axis(weights, columns, axis=-1), columns
+
+    def to_numpy(self, array: Array) -> Any:
+        return np.asarray(array)

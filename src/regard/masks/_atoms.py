@@ -9,7 +9,13 @@ import numpy as np
 
 from regard._errors import ArgumentError
 from regard._types import Align, Array, Frame, IntArray, Namespace, check_window, cut
-from regard.masks._base import Bounds, Mask
+from regard.masks._base import STEP, Bounds, Cuts, Mask
+
+
+def _from_zero(positions: IntArray, length: int) -> IntArray:
+    """Positions inside an axis, ascending, 0 among them."""
+    inside = positions[(positions > 0) & (positions < length)]
+    return np.unique(np.concatenate([[0], inside])).astype(np.int64)
 
 
 class Numbers:
@@ -78,6 +84,29 @@ class Band(Mask):
     def check(self, frame: Frame) -> None:
         self._edges(frame)
 
+    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        here = super().within(frame, rows, columns)
+        low, _ = self._edges(frame)
+        if here is self and columns.start - (rows.stop - 1) >= np.max(low):
+            # The left edge does not cut this block.
+            return Band(None, self.right, self.align) if self.right is not None else True
+        return here
+
+    def cuts(self, frame: Frame) -> Cuts:
+        _, high = self._edges(frame)
+        if np.size(high) > 1 or (self.right is None):
+            return super().cuts(frame)
+        edge = int(np.min(high))  # the highest column of row r is r + edge
+        rows = np.arange(max(0, -edge), frame.q_len, STEP) if self.left is not None else np.array([max(0, -edge)])
+        columns = rows + edge
+        return Cuts(_from_zero(rows, frame.q_len), _from_zero(columns, frame.kv_len))
+
+    def diagonal(self, frame: Frame) -> int | None:
+        """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""
+        if self.left is not None or self.right is None or self.right.array.ndim:
+            return None
+        return frame.offset(self.align, self._name) + int(self.right.array)
+
     @property
     def _name(self) -> str:
         return "causal" if self.left is None and self.right == Numbers(0) else "sliding_window"
@@ -118,6 +147,14 @@ class Keys(Mask):
         may = (np.maximum(kv_lo, start) < np.minimum(kv_hi, stop)).any(0)
         return Bounds(may, ((kv_lo >= start) & (kv_hi <= stop)).all(0))
 
+    def cuts(self, frame: Frame) -> Cuts:
+        edges = np.concatenate([edge.ravel() for edge in self._range(frame)])
+        return Cuts(np.array([0]), _from_zero(edges, frame.kv_len))
+
+    @property
+    def ragged(self) -> bool:
+        return self.count.array.ndim > 0
+
     def check(self, frame: Frame) -> None:
         count = frame.per_batch(self.count.array, 0, self.word)
         if self.word == "padding" and count.size and count.max() > frame.kv_len:
@@ -152,6 +189,19 @@ class Document(Mask):
         kv_min, kv_max = np.minimum.reduceat(keys, starts, 1), np.maximum.reduceat(keys, starts, 1)
         may = ((q_min <= kv_max) & (kv_min <= q_max)).any(0)
         return Bounds(may, ((q_min == kv_max) & (kv_min == q_max)).all(0))
+
+    def cuts(self, frame: Frame) -> Cuts:
+        found = []
+        for ids in (self.query_ids, self.ids):
+            changes = np.flatnonzero(np.diff(frame.per_batch(ids.array, 1, "document")).any(0)) + 1
+            if len(changes) > ids.array.shape[-1] // 8:  # documents too short, or not in one piece each
+                return super().cuts(frame)
+            found.append(_from_zero(changes, ids.array.shape[-1]))
+        return Cuts(*found)
+
+    @property
+    def ragged(self) -> bool:
+        return self.ids.array.ndim > 1 or self.query_ids.array.ndim > 1
 
     def check(self, frame: Frame) -> None:
         lengths = self.query_ids.array.shape[-1], self.ids.array.shape[-1]

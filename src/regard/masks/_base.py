@@ -21,6 +21,17 @@ class Bounds(NamedTuple):
     must: Array
 
 
+class Cuts(NamedTuple):
+    """Positions at which rows and columns are best cut, ascending, 0 among them."""
+
+    rows: IntArray
+    columns: IntArray
+
+
+# How many rows and columns a block of a mask without larger structure has.
+STEP = 256
+
+
 class Mask:
     """Which keys each query may see; a value that combines with `&`, `|` and `~`."""
 
@@ -34,6 +45,22 @@ class Mask:
 
     def check(self, frame: Frame) -> None:
         """Refuse, with the cure, a matrix that the mask does not fit."""
+
+    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        """The mask as it is on one block: True where it is full, False where empty, else what is left to test."""
+        may, must = self.bounds(
+            frame, rows.start, rows.stop, np.array([columns.start]), np.array([columns.stop])
+        )
+        return True if must[0] else self if may[0] else False
+
+    def cuts(self, frame: Frame) -> Cuts:
+        """Where to cut rows and columns so that most blocks are full, empty or causal; any cuts are right."""
+        return Cuts(np.arange(0, frame.q_len, STEP), np.array([0]))
+
+    @property
+    def ragged(self) -> bool:
+        """Whether batch entries differ in how far they reach, so that each is better taken by itself."""
+        return False
 
     def block(
         self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
@@ -105,6 +132,27 @@ class _Several(Mask):
         for part in self.parts:
             part.check(frame)
 
+    def cuts(self, frame: Frame) -> Cuts:
+        each = [part.cuts(frame) for part in self.parts]
+        return Cuts(*(np.unique(np.concatenate(positions)) for positions in zip(*each, strict=True)))
+
+    @property
+    def ragged(self) -> bool:
+        return any(part.ragged for part in self.parts)
+
+    def _left_within(self, frame: Frame, rows: range, columns: range, settled: bool) -> Mask | bool:
+        """The parts that a block does not settle; `settled` alone decides the whole."""
+        left: list[Mask] = []
+        for part in self.parts:
+            here = part.within(frame, rows, columns)
+            if here is settled:
+                return settled
+            if isinstance(here, Mask):
+                left.append(here)
+        if not left:
+            return not settled
+        return left[0] if len(left) == 1 else type(self)(tuple(left))
+
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, _Several):
             return NotImplemented
@@ -127,6 +175,9 @@ class AllOf(_Several):
         each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
         return Bounds(np.all([b.may for b in each], 0), np.all([b.must for b in each], 0))
 
+    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        return self._left_within(frame, rows, columns, settled=False)
+
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, AnyOf) else repr(part) for part in self.parts)
 
@@ -144,6 +195,9 @@ class AnyOf(_Several):
         each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
         return Bounds(np.any([b.may for b in each], 0), np.any([b.must for b in each], 0))
 
+    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        return self._left_within(frame, rows, columns, settled=True)
+
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
@@ -160,6 +214,17 @@ class Not(Mask):
     def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
         may, must = self.mask.bounds(frame, q_lo, q_hi, kv_lo, kv_hi)
         return Bounds(~must, ~may)
+
+    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        here = self.mask.within(frame, rows, columns)
+        return ~here if isinstance(here, Mask) else not here
+
+    def cuts(self, frame: Frame) -> Cuts:
+        return self.mask.cuts(frame)
+
+    @property
+    def ragged(self) -> bool:
+        return self.mask.ragged
 
     def check(self, frame: Frame) -> None:
         self.mask.check(frame)

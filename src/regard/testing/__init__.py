@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from regard.testing._cases import FACTORS, Case, Inputs, count_table, draw, empty_cells, fill
-from regard.testing._check import check
+from regard.testing._check import ENGINES, check
 from regard.testing._rule import ORDINARY, assert_matches, epsilon
 
 __all__ = [
+    "ENGINES",
     "FACTORS",
     "ORDINARY",
     "Case",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,40 +16,112 @@ from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing._cases import Case, Inputs
 from regard.testing._rule import assert_matches, epsilon
 
+ENGINES = ("numpy", "torch fused", "torch streaming")
 
-def check(case: Case, inputs: Inputs) -> None:
-    """Raise AssertionError where the matrix of a case breaks the error rule."""
+
+def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
+    """What each engine's matrix of a case has to say against the error rule; nothing where it holds."""
+    definition = _define(case, inputs)
+    failures = []
+    for engine in engines:
+        try:
+            _check_engine(case, inputs, definition, engine)
+        except Exception as error:
+            failures.append(f"{engine}: {case}\n    {type(error).__name__}: {error}")
+    return failures
+
+
+def _to_engine(array: Any, engine: str) -> Any:
+    """The same numbers in the same layout for an engine; torch has no negative strides."""
+    if engine == "numpy" or not isinstance(array, np.ndarray):
+        return array
+    import torch
+
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if not array.flags.writeable:  # expanded
+        array = np.lib.stride_tricks.as_strided(array.base, array.shape, array.strides)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@contextmanager
+def _without_fused(engine: str) -> Iterator[None]:
+    """While "torch streaming" is checked, no fused kernel is to be had."""
+    if engine != "torch streaming":
+        yield
+        return
+    from regard.engines import _torch_fused
+
+    kernel_on = _torch_fused.kernel_on
+    _torch_fused.kernel_on = lambda device_type: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _torch_fused.kernel_on = kernel_on
+
+
+@dataclass
+class Definition:
+    """A case by its definition, by a naive computation at the same dtype, and how far rounding may carry it."""
+
+    exact: reference.Definition
+    naive: reference.Definition
+    summed: Any  # what an output is the sum of, without signs: Σ w |v|
+    largest: Any  # the largest |score| of each row
+    drift: Any  # what a rounded score does to a weight, relative
+    working: Any
+
+
+def _define(case: Case, inputs: Inputs) -> Definition:
     exact_dtype = np.longdouble if case.dtype == "float64" else np.float64
     working = np.float64 if case.dtype == "float64" else np.float32
     arrays = inputs.query, inputs.key, inputs.value
     exact = reference.attention(*arrays, **inputs.definition, dtype=exact_dtype)
     naive = reference.attention(*arrays, **inputs.definition, dtype=working)
-    matrix = attention(inputs.query, inputs.key, **inputs.arguments)
     # A cap hides how large the scores were that it was given, and with them their rounding.
     before = reference.attention(*arrays[:2], **{**inputs.definition, "cap": None}).scores
     sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, before)]
     largest = np.max(np.maximum(*sizes), axis=-1, initial=0)
-    drift = 4 * epsilon(working) * (1 + largest)  # what a rounded score does to a weight, relative
-    common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
-
     with np.errstate(all="ignore"):
         value = reference.repeat_heads(np.abs(np.asarray(inputs.value).astype(exact_dtype)), inputs.query)
         summed = exact.weights @ np.where(np.isfinite(value), value, 0)
-        output = naive.output.astype(inputs.value.dtype)
-    assert_matches(
-        matrix @ inputs.value, exact.output, output, magnitude=summed, score_error=drift[..., None],
-        dtype=case.dtype, ordinary=inputs.ordinary, what="output",
-    )  # fmt: skip
-    assert_matches(matrix.lse, exact.lse, naive.lse, magnitude=1 + largest, what="lse", **common)
-    assert_matches(
-        matrix.to_dense(),
-        exact.weights,
-        naive.weights,
-        score_error=drift[..., None],
-        what="weights",
-        **common,
-    )
-    _check_measures(matrix, exact.weights, naive.weights, drift, common)
+        naive = naive._replace(output=naive.output.astype(inputs.value.dtype))
+    return Definition(exact, naive, summed, largest, 4 * epsilon(working) * (1 + largest), working)
+
+
+def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: str) -> None:
+    exact, naive, drift = definition.exact, definition.naive, definition.drift
+    working = definition.working
+    if engine == "torch fused" and case.dtype in ("float16", "bfloat16"):
+        # Held to the dtype it computes in; the block loop raises half precision to float32, and is held to that.
+        working = case.dtype
+    query, key, value = (_to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
+    with _without_fused(engine):
+        matrix = attention(query, key, **inputs.arguments)
+        common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
+        output = matrix @ value
+        if engine == "torch fused" and "streaming" not in matrix.kernel:
+            assert "flash" in matrix.kernel, matrix.kernel
+        assert_matches(
+            from_engine(output), exact.output, naive.output, magnitude=definition.summed,
+            score_error=drift[..., None], dtype=case.dtype, ordinary=inputs.ordinary, what="output",
+        )  # fmt: skip
+        size = 1 + definition.largest
+        assert_matches(from_engine(matrix.lse), exact.lse, naive.lse, magnitude=size, what="lse", **common)
+        assert_matches(
+            from_engine(matrix.to_dense()), exact.weights, naive.weights, score_error=drift[..., None],
+            what="weights", **common,
+        )  # fmt: skip
+        _check_measures(matrix, exact.weights, naive.weights, drift, common)
+
+
+def from_engine(array: Any) -> Any:
+    """The numbers as NumPy's; bfloat16, which it does not have, as float32."""
+    if type(array).__module__.startswith("torch"):
+        return array.detach().float().numpy() if array.itemsize < 4 else array.detach().numpy()
+    return array
 
 
 def _check_measures(matrix: Any, exact: Any, naive: Any, drift: Any, common: dict[str, Any]) -> None:
@@ -69,7 +144,7 @@ def _check_measures(matrix: Any, exact: Any, naive: Any, drift: Any, common: dic
                 more = drift
             options = {**common, "ordinary": False}
             assert_matches(
-                getattr(found, name), exact_of[name], naive_of[name], magnitude=size, score_error=more,
+                from_engine(getattr(found, name)), exact_of[name], naive_of[name], magnitude=size, score_error=more,
                 what=name, **options,
             )  # fmt: skip
 

@@ -1,0 +1,165 @@
+"""The PyTorch engine: the block loop's primitives on tensors. Fused kernels are in `_torch_fused`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import array_api_compat.torch as array_api
+import numpy as np
+import torch
+
+from regard._errors import KindError, kind_of
+from regard._types import Array, IntArray, is_run
+from regard.engines import _torch_fused as fused
+
+
+class Namespace:
+    """The array API on torch, its new arrays on one device; accumulators are float64 unless said."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(array_api, name)
+        setattr(self, name, function)
+        return function
+
+    def asarray(self, array: Any, dtype: Any = None) -> torch.Tensor:
+        if not isinstance(array, torch.Tensor):
+            array = torch.tensor(np.asarray(array))
+        return array.to(device=self._device, dtype=dtype)
+
+    def zeros(self, shape: Any, dtype: Any = torch.float64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def empty(self, shape: Any, dtype: Any = torch.float64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def full(self, shape: Any, value: Any, dtype: Any = torch.float64) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=self._device)
+
+    def arange(self, *limits: int) -> torch.Tensor:
+        return torch.arange(*limits, device=self._device)
+
+    def where(self, condition: Any, x: Any, y: Any) -> torch.Tensor:
+        # torch's own keeps the dtype of the tensor beside a plain number, as NumPy does.
+        return torch.where(condition, x, y)
+
+
+class TorchEngine:
+    """Primitives on tensors of one device; half precision is raised to float32."""
+
+    name = "torch"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.xp: Any = Namespace(device)
+
+    def kernel(self, problem: Any) -> str:
+        kernel, why_not = fused.usable(problem)
+        return f"torch: streaming tiles ({why_not})" if kernel is None else f"torch: {kernel.name}"
+
+    def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+        return fused.product(problem, value, value_of)
+
+    def is_rough(self, problem: Any) -> bool:
+        return fused.is_rough(problem)
+
+    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
+        return fused.quick(query, key, value, mask, scale)
+
+    @property
+    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+        # The loop writes into its states; what is differentiable does not come from it.
+        return torch.no_grad
+
+    def floats(self, array: Any, operation: str, name: str) -> Array:
+        if not isinstance(array, torch.Tensor):
+            array = torch.as_tensor(np.asarray(array))
+        if array.is_floating_point():
+            return array if array.device == self.device else self._elsewhere(array, operation, name)
+        if array.dtype == torch.bool or array.is_complex():
+            raise KindError(
+                operation,
+                received=f"{name} as {kind_of(array)}",
+                expected="real numbers",
+                cure=f"Convert it first: {name}.float().",
+            )
+        return array.to(device=self.device, dtype=torch.get_default_dtype())
+
+    def _elsewhere(self, array: Array, operation: str, name: str) -> Array:
+        if array.device.type == "cpu" and array.ndim == 0:
+            return array.to(self.device)
+        raise KindError(
+            operation,
+            received=f"{name} on {array.device}",
+            expected=f"{self.device}, where the query is",
+            cure=f"Move it: {name}.to({str(self.device)!r}).",
+        )
+
+    def working_dtype(self, *arrays: Array) -> Any:
+        dtype = torch.float32
+        for array in arrays:
+            dtype = torch.promote_types(dtype, array.dtype)
+        return dtype
+
+    def cast(self, array: Array, dtype: Any) -> Array:
+        return array.to(dtype)
+
+    def to_numpy(self, array: Array) -> Any:
+        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+
+    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
+        if len(leads) and (leads == leads[0]).all():
+            array = array[int(leads[0])][None]
+        elif is_run(leads):
+            array = array[int(leads[0]) : int(leads[-1]) + 1]
+        else:
+            array = array[torch.as_tensor(leads, device=self.device)]
+        if is_run(positions):
+            array = array[:, int(positions[0]) : int(positions[-1]) + 1]
+        else:
+            array = array[:, torch.as_tensor(positions, device=self.device)]
+        return array.to(dtype)
+
+    def scores(self, query: Array, key: Array, scale: float) -> Array:
+        return (query @ key.mT).mul_(scale)
+
+    def exponentials(self, scores: Array, shift: Array) -> Array:
+        return (scores - shift).exp_()
+
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
+        length = array.shape[axis]
+        if len(starts) == length:
+            return array
+        segment = torch.as_tensor(np.searchsorted(starts, np.arange(length), side="right") - 1, device=self.device)
+        shape = list(array.shape)
+        shape[axis] = len(starts)
+        if reduce == "max":
+            index = segment.reshape([-1 if a == axis % array.ndim else 1 for a in range(array.ndim)])
+            empty = array.new_full(shape, -torch.inf)
+            return empty.scatter_reduce(axis, index.expand(array.shape), array, "amax")
+        members = torch.nn.functional.one_hot(segment, len(starts)).to(array.dtype)
+        sums = array @ members if axis == -1 else members.mT @ array
+        if sums.isnan().any():  # 0 · NaN is NaN: a product would carry it into every segment
+            return array.new_zeros(shape).index_add_(axis, segment, array)
+        return sums
+
+    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+        values, columns = torch.topk(weights, k, dim=-1)
+        least = values[..., -1:]
+        # topk does not say which of equal weights it takes; where more than k qualify, the first ones are.
+        crowded = ((weights >= least).sum(-1) > k) | least.isnan().squeeze(-1)
+        if crowded.any():
+            order = torch.sort(weights[crowded], dim=-1, descending=True, stable=True)
+            values[crowded], columns[crowded] = order.values[..., :k], order.indices[..., :k]
+        return values, columns
+
+
+@cache
+def engine_on(device: torch.device) -> TorchEngine:
+    """The engine of a device."""
+    return TorchEngine(device)
