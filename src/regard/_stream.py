@@ -192,8 +192,16 @@ class Step(Protocol):
     def finish(self, state: Any) -> Any: ...
 
 
-def stream(problem: Problem, measures: Sequence[Step], known: Rows | None = None) -> tuple[list[Any], Rows]:
-    """The result of each measure over the whole matrix, and its rows; `known` rows save the first reading."""
+def stream(
+    problem: Problem, measures: Sequence[Step], known: Rows | None = None
+) -> tuple[list[Any], Rows | None]:
+    """The result of each measure over the whole matrix, and its rows; `known` rows save the first reading.
+
+    Where gradients are wanted the engine makes the results, and finds no rows that were not known.
+    """
+    arrays = [getattr(measure, "array", None) for measure in measures]
+    if measures and problem.engine.is_learning(problem, *arrays):
+        return problem.engine.differentiate(problem, measures, list(bands(problem.shape[1]))), known
     groups = list(_pair_groups(problem.shape))
     parts = []
     with problem.engine.quiet():

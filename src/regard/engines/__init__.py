@@ -34,6 +34,12 @@ class Engine(Protocol):
     def is_rough(self, problem: Any) -> bool:
         """Whether weights must not be recomputed from the lse of a fused kernel, but from their own row's sum."""
 
+    def is_learning(self, problem: Any, *arrays: Array) -> bool:
+        """Whether a gradient is wanted of what the matrix is made of, or of these."""
+
+    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
+        """The results of measures, with gradients."""
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         """Output and lse of the plainest call, without settling anything; None where it is not so plain."""
 

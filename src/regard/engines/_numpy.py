@@ -35,6 +35,12 @@ class NumpyEngine:
     def is_rough(self, problem: Any) -> bool:
         return False
 
+    def is_learning(self, problem: Any, *arrays: Array) -> bool:
+        return False
+
+    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
+        raise TypeError("NumPy has no gradients")
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> None:
         return None
 

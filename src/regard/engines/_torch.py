@@ -68,6 +68,15 @@ class TorchEngine:
     def is_rough(self, problem: Any) -> bool:
         return fused.is_rough(problem)
 
+    def is_learning(self, problem: Any, *arrays: Array) -> bool:
+        changes = (array for change in problem.score_mods for array in vars(change).values())
+        return any(map(fused.is_learnt, (problem.query, problem.key, problem.sink, *arrays, *changes)))
+
+    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
+        from regard.engines._torch_grad import differentiate
+
+        return differentiate(problem, measures, bands)
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         return fused.quick(query, key, value, mask, scale)
 

@@ -266,7 +266,7 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
     learning = biases or any(map(is_learnt, (*tensors, pairs.sink)))
     if biases or (learning and kernel.backward is None):
         return None  # the kernel has no gradient for them
-    if mask is not None and not _finite(pairs.key, value):
+    if not _finite(*(tensors if mask is not None or pairs.score_mods else _watched(pairs.query, pairs.key))):
         return None
     width = max(pairs.query.shape[-1], value.shape[-1])
     common = torch.promote_types(torch.promote_types(pairs.query.dtype, pairs.key.dtype), value.dtype)
@@ -291,6 +291,8 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
             output, lse = _Blocks.apply(q, k, v, sink, call)
         else:
             output, lse = _run(q, k, v, sink, call)
+        if not bool((lse < math.inf).all()):  # a live NaN or inf, which the kernel does not treat as promised
+            return None
         outputs.append(output[0, ..., : value.shape[-1]])
         lses.append(lse[0])
         calls += sum(len(band.pieces) for band in bands)
@@ -338,9 +340,11 @@ def quick(query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: floa
             return None
         causal = edge == 0 and k_shape[2] > 1
     kernel = kernel_on(query.device.type)
-    if kernel is None or (causal and not _finite(key, value)):
+    if kernel is None or not _finite(*((query, key, value) if causal else _watched(query, key))):
         return None
     output, lse = kernel.forward(query, key, value, causal, None, scale)
+    if not math.isfinite(lse.sum().item()):
+        return None
     return output, lse, f"torch: {kernel.name}, {'causal' if causal else 'no mask'}"
 
 
@@ -369,10 +373,16 @@ def is_rough(pairs: Pairs) -> bool:
     return not math.prod(longest) * abs(pairs.scale) < 64  # NaN is rough, too
 
 
-def _finite(key: Tensor, value: Tensor) -> bool:
+def _watched(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """What must be finite where nothing is hidden: a row whose scores are all NaN comes back as zeros."""
+    return (query, key) if key.shape[-2] < 64 else (query,)
+
+
+def _finite(*tensors: Tensor) -> bool:
     """One sum tells whether anything is not finite; an overflowing sum only sends the work to the block loop."""
-    dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
-    return math.isfinite((key.detach().sum(dtype=dtype) + value.detach().sum(dtype=dtype)).item())
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    sums = [tensor.detach().sum(dtype=dtype) for tensor in tensors]
+    return math.isfinite(sum(sums[1:], sums[0]).item())
 
 
 def _groups(pairs: Pairs) -> list[IntArray]:
