@@ -45,14 +45,17 @@ class Explanation:
     @property
     def products(self) -> Array:
         """Every product of step 1, query entry times key entry: (kv_len, head_dim)."""
-        return self.query * self.key
+        with np.errstate(invalid="ignore", over="ignore"):  # a hidden key may be anything
+            return self.query * self.key
 
     @property
     def contributions(self) -> Array | None:
         """Weight times value for each key, zero where hidden: (kv_len, value_dim)."""
         if self.value is None:
             return None
-        return np.where((self.scores == -np.inf)[:, None], 0.0, self.weights[:, None] * self.value)
+        with np.errstate(invalid="ignore"):  # a hidden value may be anything
+            products = self.weights[:, None] * self.value
+        return np.where((self.scores == -np.inf)[:, None], 0.0, products)
 
     @property
     def output(self) -> Array | None:

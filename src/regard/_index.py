@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard._errors import KindError, OutOfRange, kind_of
-from regard._types import IntArray
+from regard._errors import ArgumentError, KindError, OutOfRange, kind_of
+from regard._types import IntArray, as_array
 
 
 class Picked(NamedTuple):
@@ -38,7 +38,7 @@ def pick(index: Any, shape: tuple[int, ...], operation: str) -> Picked:
         axis = len(positions)
         here: Any
         if isinstance(entry, slice):
-            chosen, here = np.arange(shape[axis])[entry], slice(None)
+            chosen, here = _sliced(entry, shape[axis], operation), slice(None)
         elif _is_integer(entry):
             chosen, here = _in_range(np.array([operator.index(entry)]), shape[axis], axis, operation), 0
         else:
@@ -76,6 +76,18 @@ def _without_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any
     return entries[:at] + missing + entries[at + 1 :]
 
 
+def _sliced(entry: slice, size: int, operation: str) -> IntArray:
+    try:
+        return np.ascontiguousarray(np.arange(size)[entry])
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            operation,
+            received=f"{entry!r}",
+            expected="whole numbers, and a step that is not 0",
+            cure="Write A[start:stop:step].",
+        ) from None
+
+
 def _is_integer(entry: Any) -> bool:
     if isinstance(entry, bool | np.bool_ | list | np.ndarray):
         return isinstance(entry, np.ndarray) and entry.ndim == 0 and entry.dtype.kind in "iu"
@@ -83,7 +95,7 @@ def _is_integer(entry: Any) -> bool:
 
 
 def _integers(entry: Any, operation: str) -> IntArray:
-    array = np.asarray(entry)
+    array = as_array(entry, operation, "an index")
     if array.size == 0 and isinstance(entry, list):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or isinstance(entry, bool):
@@ -91,9 +103,12 @@ def _integers(entry: Any, operation: str) -> IntArray:
             operation,
             received=kind_of(array),
             expected="integers, slices, an ellipsis or one integer array",
-            cure="Turn booleans into positions first: numpy.flatnonzero(chosen).",
+            cure="Turn booleans into positions first: numpy.flatnonzero(chosen)."
+            if array.dtype.kind == "b"
+            else "Positions are whole numbers.",
         )
-    return array.astype(np.int64)
+    integers: IntArray = array.astype(np.int64)
+    return integers
 
 
 def _in_range(positions: IntArray, size: int, axis: int, operation: str) -> IntArray:

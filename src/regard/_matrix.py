@@ -65,7 +65,9 @@ def attention(
     engine = engine_of("attention", query=query, key=key)
     query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
     lead, groups = lead_of(query, key, enable_gqa)
-    score_mods = (score_mod,) if isinstance(score_mod, ScoreMod) else tuple(score_mod or ())
+    score_mods = tuple(score_mod) if isinstance(score_mod, list | tuple) else (score_mod,)
+    if score_mod is None:
+        score_mods = ()
     if sink is not None:
         sink = engine.floats(sink, "attention", "sink")
     scale = settle_scale(scale, query.shape[-1])
@@ -79,7 +81,7 @@ def _check_fit(spec: Spec) -> None:
     """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
     frame = Frame.whole(spec.shape)
     if spec.mask is not None:
-        cure = "dense(array) for booleans, True = attend"
+        cure = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
         _check_kind(spec.mask, Mask, "mask", "a mask such as regard.causal()", cure)
         spec.mask.check(frame)
     for each in spec.score_mods:
@@ -218,11 +220,14 @@ class AttentionMatrix:
         pairs = np.arange(len(self._problem.numbers)).reshape(self._spec.lead)[np.ix_(*leads)].ravel()
         problem = replace(self._problem.pairs(pairs).rows(rows), numbers=np.arange(len(pairs)))
         known = self._if_known()
-        if known is not None:
+        if known is not None and not self._rough:
             known = Rows(*(each[pairs[:, None], rows] for each in known))
+        else:
+            known = None
         lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
         all_heads = bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._spec.lead[-1]))
-        groups = self._spec.groups if all_heads else 1
+        # Some heads of a grouped matrix: a value with heads could mean either kind, so none is taken (0).
+        groups = self._spec.groups if all_heads or self._spec.groups == 1 else int(not (leads and kept[-2]))
         spec = replace(self._spec, query=None, lead=lead, groups=groups, q_len=len(rows))
         return AttentionMatrix(spec, problem, known)
 
@@ -273,7 +278,14 @@ class AttentionMatrix:
                 expected=f"(…, {axis} {length}, width) for a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
                 cure=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
             )
-        of = serves(array, self._spec.lead, 1 if transposed else self._spec.groups, operation, name)
+        if not transposed and self._spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
+            raise ArgumentError(
+                operation,
+                received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
+                expected="a value without heads, or the product of the whole matrix",
+                cure="Take (A @ value)[:, heads], or one head at a time: A.lazy[0, 3] @ value[0, 1].",
+            )
+        of = serves(array, self._spec.lead, 1 if transposed else self._spec.groups or 1, operation, name)
         flat = array.reshape((pairs_of(array), *array.shape[-2:]))
         fused = None if transposed else engine.product(problem, flat, of)
         if fused is not None:
@@ -310,7 +322,8 @@ class AttentionMatrix:
         array([[0]])
         """
         for each in (*measures, *named.values()):
-            if not all(hasattr(each, part) for part in ("init", "step", "merge", "finish")):
+            parts = all(hasattr(each, part) for part in ("init", "step", "merge", "finish"))
+            if not parts or isinstance(each, type):
                 raise KindError(
                     "measure",
                     received=kind_of(each),
@@ -338,7 +351,6 @@ class AttentionMatrix:
 
     def mass(self, mask: Mask) -> Array:
         """The share of each row on the keys that `mask` lets through: (…, heads, q_len)."""
-        _check_kind(mask, Mask, "mass", "a mask such as regard.first(1)", "dense(array) for booleans")
         return self.measure(_measures.Mass(mask)).mass
 
     def topk(self, k: int) -> Any:
@@ -380,7 +392,7 @@ class AttentionMatrix:
 
     def _axis(self, axis: Any, operation: str, *, searched: bool = False) -> int | None:
         """−1, −2, or None for every axis; axes of heads are refused, since their sum is a whole matrix."""
-        if searched and not math.prod(self.shape[-2:]):
+        if searched and not math.prod(self.shape):
             raise ArgumentError(
                 operation,
                 received=f"a matrix of shape {self.shape}",
@@ -390,16 +402,24 @@ class AttentionMatrix:
         if axis is None:
             return None
         axes = axis if isinstance(axis, tuple) else (axis,)
-        where: set[int] = {a - self.ndim if a >= 0 else a for a in axes}
+        whole = all(isinstance(a, int) for a in axes)
+        where: set[int] = {a - self.ndim if a >= 0 else a for a in axes} if whole else set()
         if where == set(range(-self.ndim, 0)):
             return None
         if where in ({-1}, {-2}):
             return where.pop()
+        cure = f"The matrix has {self.ndim} axes."
+        if where == {-2, -1}:
+            cure = f"Take one after the other: A.{operation}(axis=-1).{operation}(-1)."
+        elif where and where <= set(range(-self.ndim, 0)):
+            cure = (
+                f"Over heads the result is a whole matrix: take A[rows].{operation}(axis) or coarsen first."
+            )
         raise ArgumentError(
             operation,
             received=f"axis={axis!r}",
             expected="axis=-1 (over the keys), axis=-2 (over the queries) or None (over everything)",
-            cure=f"Over heads the result is a whole matrix: take A[rows].{operation}(axis) or coarsen first.",
+            cure=cure,
         )
 
     # Looking
@@ -428,6 +448,13 @@ class AttentionMatrix:
                 received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
                 expected="one head",
                 cure=f"Choose one: A.lazy[{', '.join('0' * len(self._spec.lead))}].explain({q_idx}).",
+            )
+        if not hasattr(q_idx, "__index__") or np.ndim(q_idx):
+            raise KindError(
+                "explain",
+                received=kind_of(q_idx),
+                expected="the index of one query",
+                cure="Explain several in turn: [A.explain(i) for i in rows].",
             )
         row = int(pick((..., q_idx, slice(None)), self.shape, "explain").positions[-2][0])
         if value is not None:
@@ -462,12 +489,16 @@ class AttentionMatrix:
         return self._rows
 
     def _if_known(self) -> Rows | None:
-        fused = self._fused_lse is not None and not self._problem.engine.is_rough(self._problem)
-        if self._rows is None and fused:
+        if self._rows is None and self._fused_lse is not None and not self._rough:
             lse = self._fused_lse.detach().reshape(self._problem.shape[:2])
             xp = self._problem.engine.xp
             self._rows = Rows(lse, xp.where(lse == -xp.inf, 0.0, xp.ones_like(lse)))
         return self._rows
+
+    @cached_property
+    def _rough(self) -> bool:
+        """Whether a weight takes its digits only from scores and sum of one and the same computation."""
+        return self._problem.engine.is_rough(self._problem)
 
     def _lead_first(self, result: Any) -> Any:
         """The axis of pairs as (…, heads) again."""
@@ -478,4 +509,6 @@ class AttentionMatrix:
 
 def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:
     if not isinstance(thing, kind):
-        raise KindError(operation, received=kind_of(thing), expected=expected, cure=f"Wrap it: {cure}.")
+        ours = callable(thing) and str(getattr(thing, "__module__", "")).startswith("regard")
+        cure = f"Call it: {thing.__name__}()." if ours else f"Wrap it: {cure}."
+        raise KindError(operation, received=kind_of(thing), expected=expected, cure=cure)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from regard._errors import ArgumentError, kind_of
 from regard._shapes import pairs_of, serves
 from regard._types import Array, Frame, IntArray
 from regard.engines import Engine, engine_of
@@ -298,7 +299,18 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
     True
     """
-    engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+    if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
+        engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+        shapes = [tuple(np.shape(each)) for part in parts for each in part]
+    else:
+        shapes = []
+    if len(set(shapes[::2])) != 1 or set(shapes[1::2]) != {shapes[0][:-1]}:
+        raise ArgumentError(
+            "merge",
+            received=f"parts of shapes {shapes}" if shapes else kind_of(parts),
+            expected="a list of (output, lse), at least one, of shapes (…, q_len, value_dim) and (…, q_len)",
+            cure="Give (A @ value, A.lse) of each shard of the keys, for the same queries.",
+        )
     xp = engine.xp
     with engine.quiet():
         shift = parts[0][1]

@@ -16,6 +16,46 @@ Namespace = Any
 Align = Literal["upper_left", "lower_right"]
 IntArray = npt.NDArray[np.int64]
 
+# |query| · |key| · scale beyond which a weight must not be recomputed from the lse of another computation: a score
+# then errs by eps times this, and its weight by as much, relative.
+ROUGH = 64
+
+
+def as_array(thing: Any, operation: str, name: str) -> Array:
+    """A NumPy array from what the caller gave, or a refusal that names it."""
+    try:
+        return np.asarray(thing)
+    except ValueError:
+        raise ArgumentError(
+            operation,
+            received=f"{name} as nested lists of different lengths",
+            expected="rows of one length",
+            cure="Fill up the shorter ones, and hide what was filled in with padding(lengths).",
+        ) from None
+
+
+def check_count(count: Any, least: int, most: int, operation: str, name: str, of: str, cure: str) -> int:
+    """A whole number from `least` to `most`; `of` says what it is asked of."""
+    if isinstance(count, int | np.integer) and not isinstance(count, bool) and least <= count <= most:
+        return int(count)
+    raise ArgumentError(
+        operation,
+        received=f"{name}={count!r}{of}",
+        expected=f"{name} from {least} to {most}, a whole number",
+        cure=cure,
+    )
+
+
+def check_align(align: object, operation: str) -> None:
+    """Refuse an alignment that is none."""
+    if align not in (None, "upper_left", "lower_right"):
+        raise ArgumentError(
+            operation,
+            received=f"align={align!r}",
+            expected='"upper_left" or "lower_right"',
+            cure='Where queries are the last tokens of the keys, say align="lower_right".',
+        )
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -38,6 +78,7 @@ class Frame:
 
     def offset(self, align: Align | None, operation: str) -> int:
         """What to add to `q_idx` so that it counts in the positions of the keys."""
+        check_align(align, operation)
         if align == "lower_right":
             return self.kv_len - self.q_len
         if align is None and self.q_len != self.kv_len:

@@ -29,7 +29,7 @@ class Scores(Generic[Matrix]):
         return self._matrix._entries(index, "A.scores[index]", weights=False)
 
     def __repr__(self) -> str:
-        return f"<scores of {self._matrix!r}>".split("\n")[0]
+        return f"<scores of {repr(self._matrix).splitlines()[0]}>"
 
 
 class Lazy(Generic[Matrix]):
@@ -76,4 +76,4 @@ class Transposed(Generic[Matrix]):
         return self.mT.to_dense().swapaxes(-1, -2)
 
     def __repr__(self) -> str:
-        return f"<transpose of {self.mT!r}>".split("\n")[0]
+        return f"<transpose of {repr(self.mT).splitlines()[0]}>"

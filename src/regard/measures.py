@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard._errors import ArgumentError
+from regard._errors import ArgumentError, KindError, kind_of
 from regard._stream import Problem
-from regard._types import Align, Array, IntArray
+from regard._types import Align, Array, IntArray, check_count
 from regard.engines import Engine, engine_of
 from regard.masks import Mask
 
@@ -78,7 +78,7 @@ def name_of(measure: Any) -> str:
     >>> name_of(TopK(8))
     'top_k'
     """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()
 
 
 @dataclass(frozen=True)
@@ -183,13 +183,16 @@ class TopK(Measure):
     engine: Engine | None = None
 
     def bind(self, problem: Problem) -> Measure:
-        if not 1 <= self.k <= problem.shape[2]:
-            raise ArgumentError(
-                "topk",
-                received=f"k={self.k} for kv_len {problem.shape[2]}",
-                expected=f"k from 1 to {problem.shape[2]}",
-                cure="Ask for at most as many keys as there are.",
-            )
+        kv_len = problem.shape[2]
+        check_count(
+            self.k,
+            1,
+            kv_len,
+            "topk",
+            "k",
+            f" for kv_len {kv_len}",
+            "Ask for at most as many keys as there are.",
+        )
         return replace(self, engine=problem.engine)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
@@ -220,7 +223,9 @@ class TopK(Measure):
         # By index, then by value: both sorts are stable, so equal weights stay in the order of their keys.
         by_index = xp.argsort(indices, axis=-1, stable=True)
         ranked = xp.take_along_axis(xp.where(values != values, xp.inf, values), by_index, axis=-1)
-        order = xp.take_along_axis(by_index, xp.argsort(-ranked, axis=-1, stable=True), axis=-1)[..., : self.k]
+        order = xp.take_along_axis(by_index, xp.argsort(-ranked, axis=-1, stable=True), axis=-1)[
+            ..., : self.k
+        ]
         return Top(xp.take_along_axis(values, order, axis=-1), xp.take_along_axis(indices, order, axis=-1))
 
     def finish(self, state: Top) -> Top:
@@ -318,6 +323,13 @@ class Mass(Measure):
     problem: Problem | None = None
 
     def bind(self, problem: Problem) -> Measure:
+        if not isinstance(self.mask, Mask):
+            raise KindError(
+                "mass",
+                received=kind_of(self.mask),
+                expected="a mask such as regard.first(1)",
+                cure="Wrap it: dense(array) for booleans.",
+            )
         self.mask.check(problem.frame)
         return replace(self, problem=problem)
 
@@ -350,13 +362,16 @@ class Coarse(Measure):
     problem: Problem | None = None
 
     def bind(self, problem: Problem) -> Measure:
-        shortest = min(problem.shape[1:])
-        if self.reduce not in ("mean", "max", "sum") or not 1 <= self.block <= shortest:
+        rows, columns = problem.shape[1:]
+        of = f" for a matrix of ({rows}, {columns})"
+        cells = "block is the number of cells along an edge, at most one for each row and column."
+        check_count(self.block, 1, min(rows, columns), "coarsen", "block", of, cells)
+        if self.reduce not in ("mean", "max", "sum"):
             raise ArgumentError(
                 "coarsen",
-                received=f"block={self.block}, reduce={self.reduce!r} for a matrix of {problem.shape[1:]}",
-                expected=f'block from 1 to {shortest}, reduce "mean", "max" or "sum"',
-                cure="block is the number of cells along an edge, at most one for each row and column.",
+                received=f"reduce={self.reduce!r}",
+                expected='"mean", "max" or "sum"',
+                cure="It says how the weights of one of the cells become one number.",
             )
         return replace(self, problem=problem)
 

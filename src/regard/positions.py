@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from regard._errors import ArgumentError
-from regard._types import Array
+from regard._errors import ArgumentError, kind_of
+from regard._types import Array, as_array, check_count
 
 __all__ = ["rope", "sinusoidal"]
 
@@ -24,6 +24,7 @@ def sinusoidal(length: int, dim: int, *, base: float = 10_000.0) -> Array:
     array([[0.   , 1.   , 0.   , 1.   ],
            [0.841, 0.54 , 0.01 , 1.   ]])
     """
+    check_count(length, 0, 2**31, "sinusoidal", "length", "", "It counts tokens.")
     _even(dim, "sinusoidal")
     angles = np.arange(length)[:, None] * _frequencies(dim, base)
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim)
@@ -47,7 +48,14 @@ def rope(
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    x = np.asarray(x)
+    x = as_array(x, "rope", "x")
+    if x.ndim < 2 or (x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16"):
+        raise ArgumentError(
+            "rope",
+            received=kind_of(x),
+            expected="numbers of shape (…, length, head_dim)",
+            cure="A single token is a length of one: x[None, :].",
+        )
     if pairing not in ("halves", "neighbours"):
         raise ArgumentError(
             "rope",
@@ -58,11 +66,12 @@ def rope(
     length, dim = x.shape[-2:]
     _even(dim, "rope")
     positions = np.arange(length) if positions is None else np.asarray(positions)
-    if positions.ndim == 0 or positions.shape[-1] not in (1, length):
+    lead = x.shape[:-1]
+    if positions.ndim == 0 or not _broadcasts(positions.shape, lead):
         raise ArgumentError(
             "rope",
             received=f"positions of shape {positions.shape}",
-            expected=f"one position for each of {length} tokens",
+            expected=f"one position for each of {length} tokens, or what broadcasts to {lead}",
             cure="Left out, positions count from 0; with a cache pass arange(start, start + length).",
         )
     angles = positions[..., None] * _frequencies(dim, base)  # (…, length, dim / 2)
@@ -76,12 +85,19 @@ def rope(
     return turned.astype(x.dtype if x.dtype.kind != "i" else np.float64)
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
 def _frequencies(dim: int, base: float) -> Array:
     return base ** (-np.arange(0, dim, 2) / dim)
 
 
 def _even(dim: int, operation: str) -> None:
-    if dim % 2:
+    if not isinstance(dim, int) or dim % 2:
         raise ArgumentError(
             operation, received=f"dim {dim}", expected="an even number", cure="Entries are turned in pairs."
         )

@@ -57,6 +57,6 @@ def attention(
 
 def repeat_heads(array: Any, query: Any) -> Any:
     """Each key head for heads / kv_heads query heads in a row."""
-    if array.ndim < 3 or query.ndim < 3 or array.shape[-3] in (0, 1, query.shape[-3]):
+    if array.ndim < 3 or query.ndim < 3 or query.shape[-3] in (0, 1, array.shape[-3]) or array.shape[-3] < 2:
         return array
     return np.repeat(array, query.shape[-3] // array.shape[-3], axis=-3)

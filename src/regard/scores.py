@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from regard._errors import ArgumentError, KindError, kind_of
-from regard._types import Align, Array, Frame, IntArray, Namespace, check_window, cut
+from regard._types import Align, Array, Frame, IntArray, Namespace, as_array, check_align, check_window, cut
 
 __all__ = ["ScoreMod", "alibi", "alibi_slopes", "bias", "relative_bias", "relative_buckets", "softcap"]
 
@@ -61,7 +62,7 @@ def softcap(cap: float) -> ScoreMod:
     >>> softcap(50.0)
     softcap(50.0)
     """
-    if not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):
+    if isinstance(cap, bool) or not (isinstance(cap, Real) and math.isfinite(cap) and cap > 0):
         raise ArgumentError(
             "softcap", received=f"{cap!r}", expected="a number above 0", cure="Leave it out for no cap."
         )
@@ -106,7 +107,9 @@ class Alibi(ScoreMod):
         self._slopes(frame)
 
     def __repr__(self) -> str:
-        return "alibi()" if self.slopes is None else f"alibi(slopes={np.asarray(self.slopes).tolist()})"
+        slopes = "" if self.slopes is None else f"slopes={np.asarray(self.slopes).tolist()}"
+        align = "" if self.align is None else f"align={self.align!r}"
+        return f"alibi({', '.join(filter(None, (slopes, align)))})"
 
 
 def alibi(slopes: Any = None, align: Align | None = None) -> ScoreMod:
@@ -117,7 +120,18 @@ def alibi(slopes: Any = None, align: Align | None = None) -> ScoreMod:
     >>> alibi()
     alibi()
     """
-    return Alibi(None if slopes is None else np.asarray(slopes, dtype=np.float64), align)
+    check_align(align, "alibi")
+    if slopes is not None:
+        slopes = as_array(slopes, "alibi", "slopes")
+        if slopes.dtype.kind not in "iuf":
+            raise KindError(
+                "alibi",
+                received=kind_of(slopes),
+                expected="a number for each head",
+                cure="alibi_slopes(heads) has them.",
+            )
+        slopes = slopes.astype(np.float64)
+    return Alibi(slopes, align)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +141,10 @@ class Bias(ScoreMod):
     array: Array
 
     def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
-        return xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"), dtype=dtype)
+        given = xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"))
+        added = xp.astype(given, dtype)
+        # float64's lowest number is −inf in float32, but it was a number.
+        return xp.where((added == -xp.inf) & (given != -xp.inf), xp.finfo(dtype).min, added)
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         added = self.added(frame, q_idx, kv_idx, xp, scores.dtype)
@@ -150,7 +167,7 @@ def bias(array: Any) -> ScoreMod:
     bias(<array of shape (5, 5)>)
     """
     if not hasattr(array, "dtype"):
-        array = np.asarray(array)
+        array = as_array(array, "bias", "array")
     if "float" not in str(array.dtype):
         raise KindError(
             "bias",
@@ -206,7 +223,8 @@ class RelativeBias(ScoreMod):
 
     def __repr__(self) -> str:
         buckets, heads = self.table.shape
-        return f"relative_bias(<{buckets} buckets, {heads} heads>, bidirectional={self.bidirectional})"
+        align = "" if self.align is None else f", align={self.align!r}"
+        return f"relative_bias(<{buckets} buckets, {heads} heads>, bidirectional={self.bidirectional}{align})"
 
 
 def relative_bias(
@@ -221,13 +239,14 @@ def relative_bias(
     relative_bias(<32 buckets, 8 heads>, bidirectional=True)
     """
     if not hasattr(table, "dtype"):
-        table = np.asarray(table, dtype=np.float64)
+        table = as_array(table, "relative_bias", "table")
+    check_align(align, "relative_bias")
     least = 4 if bidirectional else 2
-    if len(table.shape) != 2 or table.shape[0] < least:
+    if len(table.shape) != 2 or table.shape[0] < least or max_distance <= table.shape[0] // least:
         raise ArgumentError(
             "relative_bias",
-            received=f"a table of shape {tuple(table.shape)}",
-            expected=f"(buckets, heads), {least} buckets at least",
+            received=f"a table of shape {tuple(table.shape)}, max_distance={max_distance!r}",
+            expected=f"(buckets, heads), {least} buckets at least, and a max_distance beyond the exact buckets",
             cure="T5's relative_attention_bias.weight has this shape.",
         )
     return RelativeBias(table, bidirectional, max_distance, align)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from regard._errors import KindError, kind_of
-from regard._types import Array, IntArray, Namespace, is_run
+from regard._types import ROUGH, Array, IntArray, Namespace, as_array, is_run
 
 
 class NumpyEngine:
@@ -33,7 +33,12 @@ class NumpyEngine:
         return None
 
     def is_rough(self, problem: Any) -> bool:
-        return False
+        with np.errstate(all="ignore"):
+            longest = [
+                np.sqrt((x.astype(problem.dtype) ** 2).sum(-1)).max(initial=0)
+                for x in (problem.query, problem.key)
+            ]
+            return not longest[0] * longest[1] * abs(problem.scale) < ROUGH
 
     def is_learning(self, problem: Any, *arrays: Array) -> bool:
         return False
@@ -45,7 +50,7 @@ class NumpyEngine:
         return None
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
-        array = np.asarray(array)
+        array = as_array(array, operation, name)
         if array.dtype.kind in "iu":
             return array.astype(np.float64)
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":

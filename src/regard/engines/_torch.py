@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from regard._errors import KindError, kind_of
-from regard._types import Array, IntArray, is_run
+from regard._types import Array, IntArray, as_array, is_run
 from regard.engines import _torch_fused as fused
 
 
@@ -27,24 +27,24 @@ class Namespace:
         setattr(self, name, function)
         return function
 
-    def asarray(self, array: Any, dtype: Any = None) -> torch.Tensor:
+    def asarray(self, array: Any, dtype: Any = None) -> Array:
         if not isinstance(array, torch.Tensor):
             array = torch.tensor(np.asarray(array))
         return array.to(device=self._device, dtype=dtype)
 
-    def zeros(self, shape: Any, dtype: Any = torch.float64) -> torch.Tensor:
+    def zeros(self, shape: Any, dtype: Any = torch.float64) -> Array:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def empty(self, shape: Any, dtype: Any = torch.float64) -> torch.Tensor:
+    def empty(self, shape: Any, dtype: Any = torch.float64) -> Array:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def full(self, shape: Any, value: Any, dtype: Any = torch.float64) -> torch.Tensor:
+    def full(self, shape: Any, value: Any, dtype: Any = torch.float64) -> Array:
         return torch.full(shape, value, dtype=dtype, device=self._device)
 
-    def arange(self, *limits: int) -> torch.Tensor:
+    def arange(self, *limits: int) -> Array:
         return torch.arange(*limits, device=self._device)
 
-    def where(self, condition: Any, x: Any, y: Any) -> torch.Tensor:
+    def where(self, condition: Any, x: Any, y: Any) -> Array:
         # torch's own keeps the dtype of the tensor beside a plain number, as NumPy does.
         return torch.where(condition, x, y)
 
@@ -83,11 +83,12 @@ class TorchEngine:
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
         # The loop writes into its states; what is differentiable does not come from it.
-        return torch.no_grad
+        context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+        return context
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
-            array = torch.as_tensor(np.asarray(array))
+            array = torch.as_tensor(as_array(array, operation, name))
         if array.is_floating_point():
             return array if array.device == self.device else self._elsewhere(array, operation, name)
         if array.dtype == torch.bool or array.is_complex():
@@ -144,7 +145,9 @@ class TorchEngine:
         length = array.shape[axis]
         if len(starts) == length:
             return array
-        segment = torch.as_tensor(np.searchsorted(starts, np.arange(length), side="right") - 1, device=self.device)
+        segment = torch.as_tensor(
+            np.searchsorted(starts, np.arange(length), side="right") - 1, device=self.device
+        )
         shape = list(array.shape)
         shape[axis] = len(starts)
         if reduce == "max":

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard._types import Frame, IntArray, is_run
+from regard._types import ROUGH, Frame, IntArray, is_run
 from regard.masks import Mask
 from regard.masks._atoms import Band
 from regard.scores import ScoreMod
 
-Tensor = torch.Tensor
+Tensor = Any  # the types of torch are not followed
 # A regard._stream.Problem; that module is to the right of this one.
 Pairs = Any
 
@@ -141,7 +141,7 @@ def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: 
             left = mask.within(frame, rows, columns)
             if left is False:
                 continue
-            causal = isinstance(left, Band) and left.diagonal(frame) == columns.start - rows.start
+            causal = isinstance(left, Mask) and left.diagonal(frame) == columns.start - rows.start
             piece = Piece(columns, causal and not biased, biased or not (causal or left is True))
         before = pieces[-1] if pieces else None
         alike = before and not (before.causal or piece.causal) and before.tested == piece.tested
@@ -212,14 +212,14 @@ def _together(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tenso
     """Two pieces of the same rows as one."""
     lse = torch.logaddexp(a_lse, b_lse)
     parts = ((x.to(lse.dtype) * _share(x_lse, lse)[..., None]) for x, x_lse in ((a, a_lse), (b, b_lse)))
-    return sum(parts), lse  # type: ignore[return-value]
+    return sum(parts), lse
 
 
-class _Blocks(torch.autograd.Function):
+class _Blocks(torch.autograd.Function):  # type: ignore[misc]
     """`_run` with its gradient: each piece's, given the final output and lse, as the kernel itself does it."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
         output, lse = _run(q, k, v, sink, call)
@@ -230,7 +230,7 @@ class _Blocks(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         q, k, v, sink, output, lse = ctx.saved_tensors
         call: Call = ctx.call
         assert call.kernel.backward is not None
@@ -286,7 +286,9 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
         bands = plan(part.frame, mask, q_range, bool(part.score_mods))
         sink = None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.numbers))
         call = Call(kernel, bands, q_range.start, _tile_maker(part), scale)
-        single = len(bands) == 1 and len(bands[0].pieces) == 1 and not bands[0].pieces[0].tested and sink is None
+        single = (
+            len(bands) == 1 and len(bands[0].pieces) == 1 and not bands[0].pieces[0].tested and sink is None
+        )
         if learning and not single:
             output, lse = _Blocks.apply(q, k, v, sink, call)
         else:
@@ -304,7 +306,7 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
 
 def is_learnt(array: Any) -> bool:
     """Whether a gradient is wanted of it."""
-    return isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled()
+    return isinstance(array, torch.Tensor) and array.requires_grad and torch.is_grad_enabled()
 
 
 def usable(pairs: Pairs) -> tuple[Kernel | None, str]:
@@ -324,7 +326,7 @@ def usable(pairs: Pairs) -> tuple[Kernel | None, str]:
 
 def quick(query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float) -> Any:
     """Output, lse and what ran of the plain call, where the arrays are as the kernel takes them; None otherwise."""
-    if type(value) is not Tensor or value.ndim != 4 or query.ndim != 4 or key.ndim != 4:
+    if type(value) is not torch.Tensor or value.ndim != 4 or query.ndim != 4 or key.ndim != 4:
         return None
     shape, k_shape = query.shape, key.shape
     if shape[-1] != value.shape[-1] or k_shape[:3] != value.shape[:3] or shape[0] != k_shape[0]:
@@ -369,8 +371,10 @@ def is_rough(pairs: Pairs) -> bool:
 
     The kernel adds up its scores in another order: a weight then errs by eps · |query| · |key| · scale, relative.
     """
+    if not (pairs.query.numel() and pairs.key.numel()):
+        return False
     longest = [float(x.detach().to(pairs.dtype).norm(dim=-1).amax()) for x in (pairs.query, pairs.key)]
-    return not math.prod(longest) * abs(pairs.scale) < 64  # NaN is rough, too
+    return not math.prod(longest) * abs(pairs.scale) < ROUGH  # NaN is rough, too
 
 
 def _watched(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
@@ -429,9 +433,9 @@ def _tile_maker(pairs: Pairs) -> Callable[[range, range], Tensor]:
             total = total + added
         if pairs.mask is not None:
             hidden = hidden | ~pairs.mask.allows(pairs.frame, q_idx, kv_idx, xp)
-        if not isinstance(total, Tensor):
+        if not isinstance(total, torch.Tensor):
             total = torch.zeros(hidden.shape, dtype=dtype, device=pairs.query.device)
-        if isinstance(hidden, Tensor):
+        if isinstance(hidden, torch.Tensor):
             total = torch.where(hidden, -math.inf, total)
         return total.expand(-1, len(q_idx), len(kv_idx))[None]
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard._types import IntArray
 
-Tensor = torch.Tensor
+Tensor = Any  # the types of torch are not followed
 
 
 def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
-
 from regard._errors import ArgumentError, KindError, kind_of
-from regard._types import Align
+from regard._types import Align, as_array, check_align
 from regard.masks._atoms import Band, Dense, Document, Keys, Numbers, whole_numbers
 from regard.masks._base import Mask
 
@@ -48,7 +46,7 @@ def causal(align: Align | None = None) -> Mask:
     array([[1, 0, 0, 0, 0],
            [1, 1, 0, 0, 0]])
     """
-    _check_align(align, "causal")
+    check_align(align, "causal")
     return Band(None, Numbers(0), align)
 
 
@@ -69,7 +67,7 @@ def sliding_window(
     array([[0, 0, 1, 1, 0],
            [0, 0, 0, 1, 1]])
     """
-    _check_align(align, "sliding_window")
+    check_align(align, "sliding_window")
     if (size is None) == (left is None and right is None):
         raise ArgumentError(
             "sliding_window",
@@ -132,6 +130,7 @@ def prefix(length: Any, align: Align | None = None) -> Mask:
     array([[1, 1, 1, 1, 0],
            [1, 1, 1, 1, 1]])
     """
+    check_align(align, "prefix")
     return Keys(whole_numbers(length, "prefix", 0), "right", "first") | causal(align)
 
 
@@ -149,8 +148,8 @@ def document(ids: Any, query_ids: Any = None) -> Mask:
     array([[0, 0, 1],
            [1, 1, 0]])
     """
-    of_key = whole_numbers(ids, "document", np.iinfo(np.int64).min)
-    of_query = of_key if query_ids is None else whole_numbers(query_ids, "document", np.iinfo(np.int64).min)
+    of_key = whole_numbers(ids, "document", None)
+    of_query = of_key if query_ids is None else whole_numbers(query_ids, "document", None)
     if of_key.array.ndim == 0 or of_query.array.ndim == 0:
         raise ArgumentError(
             "document", received=f"{ids!r}", expected="one id for each token", cure="Pass a list of ids."
@@ -166,7 +165,7 @@ def dense(array: Any) -> Mask:
            [1, 1]])
     """
     if not hasattr(array, "dtype"):
-        array = np.asarray(array)
+        array = as_array(array, "dense", "array")
     if not str(array.dtype).endswith("bool"):
         raise KindError(
             "dense",
@@ -187,13 +186,3 @@ def true_means_ignore(array: Any) -> Mask:
            [1, 0]])
     """
     return ~dense(array)
-
-
-def _check_align(align: object, operation: str) -> None:
-    if align not in (None, "upper_left", "lower_right"):
-        raise ArgumentError(
-            operation,
-            received=f"align={align!r}",
-            expected='"upper_left" or "lower_right"',
-            cure='Where queries are the last tokens of the keys, say align="lower_right".',
-        )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from regard._errors import ArgumentError
-from regard._types import Align, Array, Frame, IntArray, Namespace, check_window, cut
+from regard._types import Align, Array, Frame, IntArray, Namespace, as_array, check_window, cut
 from regard.masks._base import STEP, Bounds, Cuts, Mask
 
 
@@ -36,14 +36,17 @@ class Numbers:
         return f"<{self.array.shape} numbers>" if self.array.size > 16 else repr(shown)
 
 
-def whole_numbers(numbers: Any, operation: str, least: int) -> Numbers:
-    array = np.array(numbers)
-    if array.dtype.kind not in "iu" or (array.size and array.min() < least):
+def whole_numbers(numbers: Any, operation: str, least: int | None) -> Numbers:
+    """Numbers that count tokens, `least` or more; or, without a least, that name documents."""
+    array = as_array(numbers, operation, "numbers")
+    if not array.size:
+        array = array.astype(np.int64)  # of no batch entries; NumPy takes an empty list for floats
+    if array.dtype.kind not in "iu" or (least is not None and array.size and array.min() < least):
         raise ArgumentError(
             operation,
             received=f"{numbers!r}",
-            expected=f"whole numbers, {least} or more",
-            cure="Sizes and lengths count tokens.",
+            expected="whole numbers" + ("" if least is None else f", {least} or more"),
+            cure="Number the documents: 0, 1, 2, …" if least is None else "Sizes and lengths count tokens.",
         )
     return Numbers(array.astype(np.int64))
 
@@ -97,12 +100,15 @@ class Band(Mask):
         if np.size(high) > 1 or (self.right is None):
             return super().cuts(frame)
         edge = int(np.min(high))  # the highest column of row r is r + edge
-        rows = np.arange(max(0, -edge), frame.q_len, STEP) if self.left is not None else np.array([max(0, -edge)])
+        rows = (
+            np.arange(max(0, -edge), frame.q_len, STEP)
+            if self.left is not None
+            else np.array([max(0, -edge)])
+        )
         columns = rows + edge
         return Cuts(_from_zero(rows, frame.q_len), _from_zero(columns, frame.kv_len))
 
     def diagonal(self, frame: Frame) -> int | None:
-        """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""
         if self.left is not None or self.right is None or self.right.array.ndim:
             return None
         return frame.offset(self.align, self._name) + int(self.right.array)

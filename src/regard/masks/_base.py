@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from regard._errors import KindError, kind_of
+from regard._errors import ArgumentError, KindError, kind_of
 from regard._types import Array, Frame, IntArray, Namespace
 
 
@@ -57,6 +57,10 @@ class Mask:
         """Where to cut rows and columns so that most blocks are full, empty or causal; any cuts are right."""
         return Cuts(np.arange(0, frame.q_len, STEP), np.array([0]))
 
+    def diagonal(self, frame: Frame) -> int | None:
+        """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""
+        return None
+
     @property
     def ragged(self) -> bool:
         """Whether batch entries differ in how far they reach, so that each is better taken by itself."""
@@ -72,6 +76,8 @@ class Mask:
         'empty'
         """
         self.check(frame := Frame.whole(shape))
+        if not (len(q_range) and len(kv_range)):
+            return "empty"
         may, must = self.bounds(
             frame, q_range.start, q_range.stop, np.array([kv_range.start]), np.array([kv_range.stop])
         )
@@ -85,6 +91,13 @@ class Mask:
         array([[1, 1, 1, 1, 0],
                [1, 1, 1, 1, 1]])
         """
+        if len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+            raise ArgumentError(
+                "mask.to_dense",
+                received=", ".join(map(repr, shape)),
+                expected="the lengths of the axes, q_len and kv_len last",
+                cure="causal().to_dense(5, 5) is a mask of five queries and five keys.",
+            )
         self.check(frame := Frame.whole(shape))
         allowed = self.allows(frame, np.arange(frame.q_len), np.arange(frame.kv_len), np)
         pairs = (len(frame.picked), frame.q_len, frame.kv_len)
@@ -134,7 +147,11 @@ class _Several(Mask):
 
     def cuts(self, frame: Frame) -> Cuts:
         each = [part.cuts(frame) for part in self.parts]
-        return Cuts(*(np.unique(np.concatenate(positions)) for positions in zip(*each, strict=True)))
+        rows, columns = (np.unique(np.concatenate(positions)) for positions in zip(*each, strict=True))
+        for edge in {part.diagonal(frame) for part in self.parts} - {None}:
+            # Corners on the diagonal make causal blocks.
+            rows, columns = np.union1d(rows, columns - edge), np.union1d(columns, rows + edge)
+        return Cuts(*(x[(x >= 0) & (x < n)] for x, n in ((rows, frame.q_len), (columns, frame.kv_len))))
 
     @property
     def ragged(self) -> bool:
@@ -147,7 +164,7 @@ class _Several(Mask):
             here = part.within(frame, rows, columns)
             if here is settled:
                 return settled
-            if isinstance(here, Mask):
+            if isinstance(here, Mask) and here not in left:
                 left.append(here)
         if not left:
             return not settled

@@ -103,7 +103,7 @@ def trace(steps: Any) -> str:
         for name, j in zip(names, keys, strict=True)
     ]
     if steps.sink_exponential is not None:
-        share = steps.sink_exponential / steps.total
+        share = steps.sink_exponential / (steps.total or 1.0)
         cells.append(["(sink)", number(steps.sink_exponential), number(share), bar(share)])
     if len(rest):
         rest_weight = float(weights[rest].sum())
