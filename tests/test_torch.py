@@ -298,6 +298,9 @@ def test_entries_are_those_of_numpy(small):
         torch.testing.assert_close(A.scores[index], A.scores[...][index])
     np.testing.assert_allclose(A[0, 1], same[0, 1], atol=1e-14)
     np.testing.assert_allclose(A.scores[0, 1], same.scores[0, 1], atol=1e-14)
+    np.testing.assert_allclose(
+        A[0, 2, 30:3:-5], same[0, 2, 30:3:-5], atol=1e-14
+    )  # torch itself has no such slices
     np.testing.assert_allclose(A.argmax(-2), same.argmax(-2))
     np.testing.assert_allclose(A.mT @ query, same.mT @ query.numpy(), atol=1e-13)
     np.testing.assert_allclose(np.asarray(A), same.to_dense(), atol=1e-14)
