@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         return self.shift + xp.log(self.total)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spec:
     """What `attention` was given, checked; a part of a matrix has no query of its own, only a problem."""
 
@@ -111,7 +111,7 @@ class Problem:
 
     def pairs(self, which: IntArray) -> Problem:
         """The same for some pairs of (batch, head)."""
-        frame = replace(self.frame, picked=self.frame.picked[which])
+        frame = self.frame.only(which)
         query_of, key_of, numbers = self.query_of[which], self.key_of[which], self.numbers[which]
         return replace(self, query_of=query_of, key_of=key_of, numbers=numbers, frame=frame)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -61,20 +63,28 @@ def check_align(align: object, operation: str) -> None:
 class Frame:
     """Where masks and score modifications are asked: which (batch, head) pairs, and how long the sequences are.
 
-    `lead` is the shape of the axes before q_len and kv_len; `picked` are the flat indices into it that the
-    question is about, so every answer has one leading axis, `(len(picked) or 1, rows, columns)`.
+    `lead` is the shape of the axes before q_len and kv_len; `some` are the flat indices into it that the question
+    is about (None: all), so every answer has one leading axis, `(len(picked) or 1, rows, columns)`.
     """
 
     lead: tuple[int, ...]
     q_len: int
     kv_len: int
-    picked: IntArray = field(compare=False)
+    some: IntArray | None = field(default=None, compare=False)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Frame:
         """The frame of a whole matrix of shape `(*lead, q_len, kv_len)`."""
-        lead = tuple(shape[:-2])
-        return cls(lead, shape[-2], shape[-1], np.arange(int(np.prod(lead, dtype=np.int64))))
+        return cls(tuple(shape[:-2]), shape[-2], shape[-1])
+
+    @cached_property
+    def picked(self) -> IntArray:
+        """The flat indices into `lead` that questions are about."""
+        return np.arange(math.prod(self.lead)) if self.some is None else self.some
+
+    def only(self, which: IntArray) -> Frame:
+        """The frame of some of the picked pairs."""
+        return Frame(self.lead, self.q_len, self.kv_len, self.picked[which])
 
     def offset(self, align: Align | None, operation: str) -> int:
         """What to add to `q_idx` so that it counts in the positions of the keys."""

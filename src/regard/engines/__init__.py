@@ -79,15 +79,27 @@ class Engine(Protocol):
         """The array as NumPy's, for indices."""
 
 
+_TORCH_ENGINES: dict[Any, Engine] = {}
+
+
 def engine_of(operation: str, **arrays: Any) -> Engine:
     """The engine that all these arrays belong to."""
     torch = sys.modules.get("torch")
     if torch is not None:
         for array in arrays.values():
             if isinstance(array, torch.Tensor):
-                from regard.engines._torch import engine_on
-
-                return engine_on(array.device)
+                if array.device in _TORCH_ENGINES:
+                    return _TORCH_ENGINES[array.device]
+                try:
+                    from regard.engines._torch import TorchEngine
+                except ImportError as error:
+                    raise KindError(
+                        operation,
+                        received=f"torch tensors, without {error.name}",
+                        expected="the torch extra installed",
+                        cure="pip install 'regard[torch]'",
+                    ) from None
+                return _TORCH_ENGINES.setdefault(array.device, TorchEngine(array.device))
     engine = NumpyEngine()
     for name, array in arrays.items():
         if not engine.owns(array):

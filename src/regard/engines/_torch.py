@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import array_api_compat.torch as array_api
@@ -169,9 +168,3 @@ class TorchEngine:
             order = torch.sort(weights[crowded], dim=-1, descending=True, stable=True)
             values[crowded], columns[crowded] = order.values[..., :k], order.indices[..., :k]
         return values, columns
-
-
-@cache
-def engine_on(device: torch.device) -> TorchEngine:
-    """The engine of a device."""
-    return TorchEngine(device)

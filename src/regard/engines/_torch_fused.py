@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +35,27 @@ class Kernel:
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
 
+    @cached_property
+    def causal(self) -> str:
+        """What ran, where it was one causal call."""
+        return f"torch: {self.name}, causal"
+
+    @cached_property
+    def unmasked(self) -> str:
+        """What ran, where it was one call without a mask."""
+        return f"torch: {self.name}, no mask"
+
 
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = operator(q, k, v, 0.0, causal, attn_mask=tile, scale=scale)
-    return output, lse
+    return _cpu_operator()(q, k, v, 0.0, causal, attn_mask=tile, scale=scale)  # type: ignore[no-any-return]
+
+
+@cache
+def _cpu_operator() -> Any:
+    # The overload itself: finding it anew would cost microseconds at every call.
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _cpu_backward(
@@ -101,8 +115,13 @@ class Rows(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# With fewer keys the kernel returns zeros for a row whose scores are all NaN.
+FEW_KEYS = 64
 # Rows of a band where some piece is tested: its mask tile is rows × kv_len at most.
 TESTED_ROWS = 512
+# Columns up to which adjoining pieces of a band are joined into one call.
+JOINED_COLUMNS = 2048
 
 
 def plan(frame: Frame, mask: Mask | None, q_range: range, biased: bool) -> list[Rows]:
@@ -133,8 +152,11 @@ def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: 
     may, must = np.ones(len(cuts), bool), np.ones(len(cuts), bool)
     if mask is not None:
         may, must = mask.bounds(frame, rows.start, rows.stop, cuts, stops)
+    live = np.flatnonzero(may)
+    if _joins(live, must, cuts, stops, len(rows)):
+        return Rows(rows, (Piece(range(int(cuts[live[0]]), int(stops[live[-1]])), False, True),))
     pieces: list[Piece] = []
-    for i in np.flatnonzero(may):
+    for i in live:
         columns = range(int(cuts[i]), int(stops[i]))
         piece = Piece(columns, False, biased)
         if not must[i] and mask is not None:
@@ -150,6 +172,13 @@ def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: 
         else:
             pieces.append(piece)
     return Rows(rows, tuple(pieces))
+
+
+def _joins(live: IntArray, must: Any, cuts: IntArray, stops: IntArray, rows: int) -> bool:
+    """Whether small adjoining blocks become one that is tested: a call costs more than the test that it saves."""
+    if len(live) < 2 or rows > TESTED_ROWS or must[live].all() or not is_run(live):
+        return False
+    return bool(stops[live[-1]] - cuts[live[0]] <= JOINED_COLUMNS)
 
 
 class Call(NamedTuple):
@@ -192,7 +221,7 @@ def _run_piece(
     output, lse = call.kernel.forward(q, k[:, :, columns], v[:, :, columns], piece.causal, tile, call.scale)
     if tile is not None:
         # The kernel gives a row that sees nothing an lse of 0.
-        empty = (tile == -math.inf).all(-1)
+        empty = (tile == -math.inf).all(-1) if (lse == 0).any() else lse.new_zeros((), dtype=torch.bool)
         if empty.any():
             lse = lse.masked_fill(empty, -math.inf)
             output = output.masked_fill(empty[..., None], 0.0)
@@ -266,7 +295,8 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
     learning = biases or any(map(is_learnt, (*tensors, pairs.sink)))
     if biases or (learning and kernel.backward is None):
         return None  # the kernel has no gradient for them
-    if not _finite(*(tensors if mask is not None or pairs.score_mods else _watched(pairs.query, pairs.key))):
+    watched = tensors if mask is not None or pairs.score_mods else tensors[:2]
+    if (len(watched) > 2 or pairs.key.shape[-2] < FEW_KEYS) and not _finite(*watched):
         return None
     width = max(pairs.query.shape[-1], value.shape[-1])
     common = torch.promote_types(torch.promote_types(pairs.query.dtype, pairs.key.dtype), value.dtype)
@@ -293,8 +323,8 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
             output, lse = _Blocks.apply(q, k, v, sink, call)
         else:
             output, lse = _run(q, k, v, sink, call)
-        if not bool((lse < math.inf).all()):  # a live NaN or inf, which the kernel does not treat as promised
-            return None
+        if not (bool((lse < math.inf).all()) and _finite(output)):
+            return None  # a live NaN or inf, which the kernel does not treat as promised
         outputs.append(output[0, ..., : value.shape[-1]])
         lses.append(lse[0])
         calls += sum(len(band.pieces) for band in bands)
@@ -326,12 +356,12 @@ def usable(pairs: Pairs) -> tuple[Kernel | None, str]:
 
 def quick(query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float) -> Any:
     """Output, lse and what ran of the plain call, where the arrays are as the kernel takes them; None otherwise."""
-    if type(value) is not torch.Tensor or value.ndim != 4 or query.ndim != 4 or key.ndim != 4:
+    if type(value) is not torch.Tensor:
         return None
     shape, k_shape = query.shape, key.shape
-    if shape[-1] != value.shape[-1] or k_shape[:3] != value.shape[:3] or shape[0] != k_shape[0]:
+    if len(shape) != 4 or value.shape != k_shape or shape[0] != k_shape[0] or 0 in shape or 0 in k_shape:
         return None
-    if not (query.dtype == key.dtype == value.dtype) or not (query.numel() and key.numel()):
+    if not query.dtype is key.dtype is value.dtype:
         return None
     if scale <= 0 or query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         return None
@@ -342,12 +372,13 @@ def quick(query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: floa
             return None
         causal = edge == 0 and k_shape[2] > 1
     kernel = kernel_on(query.device.type)
-    if kernel is None or not _finite(*((query, key, value) if causal else _watched(query, key))):
+    if kernel is None or (k_shape[2] < FEW_KEYS and not _finite(query, key)):
         return None
     output, lse = kernel.forward(query, key, value, causal, None, scale)
-    if not math.isfinite(lse.sum().item()):
+    # NaN or inf anywhere that the kernel looked shows in its output; then the block loop sees to it who may see it.
+    if not math.isfinite(output.detach().sum(dtype=_WIDE.get(output.dtype)).item()):
         return None
-    return output, lse, f"torch: {kernel.name}, {'causal' if causal else 'no mask'}"
+    return output, lse, kernel.causal if causal else kernel.unmasked
 
 
 def _edge(mask: Mask, q_len: int, kv_len: int) -> int | None:
@@ -377,16 +408,10 @@ def is_rough(pairs: Pairs) -> bool:
     return not math.prod(longest) * abs(pairs.scale) < ROUGH  # NaN is rough, too
 
 
-def _watched(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """What must be finite where nothing is hidden: a row whose scores are all NaN comes back as zeros."""
-    return (query, key) if key.shape[-2] < 64 else (query,)
-
-
 def _finite(*tensors: Tensor) -> bool:
     """One sum tells whether anything is not finite; an overflowing sum only sends the work to the block loop."""
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    sums = [tensor.detach().sum(dtype=dtype) for tensor in tensors]
-    return math.isfinite(sum(sums[1:], sums[0]).item())
+    with torch.no_grad():
+        return all(math.isfinite(tensor.sum(dtype=_WIDE.get(tensor.dtype)).item()) for tensor in tensors)
 
 
 def _groups(pairs: Pairs) -> list[IntArray]:
@@ -431,10 +456,11 @@ def _tile_maker(pairs: Pairs) -> Callable[[range, range], Tensor]:
             added = change.added(pairs.frame, q_idx, kv_idx, xp, dtype).detach()
             hidden = hidden | (added == -math.inf)
             total = total + added
-        if pairs.mask is not None:
-            hidden = hidden | ~pairs.mask.allows(pairs.frame, q_idx, kv_idx, xp)
+        left = True if pairs.mask is None else pairs.mask.within(pairs.frame, rows, columns)
+        if isinstance(left, Mask):
+            hidden = hidden | ~left.allows(pairs.frame, q_idx, kv_idx, xp)
         if not isinstance(total, torch.Tensor):
-            total = torch.zeros(hidden.shape, dtype=dtype, device=pairs.query.device)
+            total = torch.zeros((1, 1, 1), dtype=dtype, device=pairs.query.device)
         if isinstance(hidden, torch.Tensor):
             total = torch.where(hidden, -math.inf, total)
         return total.expand(-1, len(q_idx), len(kv_idx))[None]

@@ -85,7 +85,11 @@ class Band(Mask):
         return Bounds(may, ((least >= low) & (most <= high)).all(0))
 
     def check(self, frame: Frame) -> None:
-        self._edges(frame)
+        if self.align is not None or frame.q_len != frame.kv_len:
+            frame.offset(self.align, self._name)
+        for side in (self.left, self.right):
+            if side is not None and side.array.ndim:
+                frame.per_head(side.array, self._name)
 
     def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
         here = super().within(frame, rows, columns)
