@@ -7,8 +7,11 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 
 from regard import _stream
+from regard.engines import _torch_fused
+from regard.masks import _atoms, _base
 from regard.testing import ENGINES, Case, check, count_table, draw, empty_cells, fill
 
 TILE = 16
@@ -16,7 +19,10 @@ TILE = 16
 
 def run_chunk(cases: list[Case]) -> list[str]:
     """The failures of some cases, tiles made small so that every length meets several."""
+    torch.set_num_threads(1)
     _stream.ROWS, _stream.COLUMNS = TILE, 2 * TILE
+    _base.STEP = _atoms.STEP = TILE
+    _torch_fused.TESTED_ROWS, _torch_fused.JOINED_COLUMNS = TILE + 8, 3 * TILE
     failures = []
     for case in cases:
         inputs = fill(case, TILE)
@@ -48,7 +54,14 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_few_cases_quickly(seed: int, monkeypatch) -> None:
-    for name in ("ROWS", "COLUMNS"):
-        monkeypatch.setattr(_stream, name, TILE)
+    # run_chunk changes these for its whole process; here they are put back.
+    for module, *names in (
+        (_stream, "ROWS", "COLUMNS"),
+        (_base, "STEP"),
+        (_atoms, "STEP"),
+        (_torch_fused, "TESTED_ROWS", "JOINED_COLUMNS"),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))
     cases = [case for case, possible in draw(150, seed, TILE) if possible]
     assert run_chunk(cases) == []

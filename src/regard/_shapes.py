@@ -38,10 +38,11 @@ def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...]
     """The leading axes of the matrix, and how many query heads share a key head."""
     if (
         not enable_gqa
-        and query.ndim > 1
-        and (*query.shape[:-2], query.shape[-1]) == (*key.shape[:-2], key.shape[-1])
+        and query.ndim > 1 < key.ndim
+        and query.shape[:-2] == key.shape[:-2]
+        and query.shape[-1] == key.shape[-1]
     ):
-        return tuple(query.shape[:-2]), 1
+        return tuple(query.shape[:-2]), 1  # the common case, which should cost nothing
     for name, array in (("query", query), ("key", key)):
         if array.ndim < 2:
             raise ArgumentError(

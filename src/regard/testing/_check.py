@@ -69,7 +69,7 @@ class Definition:
     exact: reference.Definition
     naive: reference.Definition
     summed: Any  # what an output is the sum of, without signs: Σ w |v|
-    largest: Any  # the largest |score| of each row
+    terms: Any  # what a score is the sum of, without signs: scale · Σ |query| |key|, the largest of each row
     drift: Any  # what a rounded score does to a weight, relative
     working: Any
 
@@ -88,7 +88,11 @@ def _define(case: Case, inputs: Inputs) -> Definition:
         value = reference.repeat_heads(np.abs(np.asarray(inputs.value).astype(exact_dtype)), inputs.query)
         summed = exact.weights @ np.where(np.isfinite(value), value, 0)
         naive = naive._replace(output=naive.output.astype(inputs.value.dtype))
-    return Definition(exact, naive, summed, largest, 4 * epsilon(working) * (1 + largest), working)
+        scale = inputs.definition.get("scale")
+        sizes = [np.abs(np.asarray(x).astype(np.float64)) for x in arrays[:2]]
+        terms = reference.attention(*sizes, scale=None if scale is None else abs(scale)).scores
+        terms = np.max(np.where(np.isfinite(terms), terms, 0), axis=-1, initial=0)
+    return Definition(exact, naive, summed, terms, 4 * epsilon(working) * (1 + largest), working)
 
 
 def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: str) -> None:
@@ -108,7 +112,7 @@ def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: st
             from_engine(output), exact.output, naive.output, magnitude=definition.summed,
             score_error=drift[..., None], dtype=case.dtype, ordinary=inputs.ordinary, what="output",
         )  # fmt: skip
-        size = 1 + definition.largest
+        size = 1 + np.maximum(definition.terms, np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0)))
         assert_matches(from_engine(matrix.lse), exact.lse, naive.lse, magnitude=size, what="lse", **common)
         assert_matches(
             from_engine(matrix.to_dense()), exact.weights, naive.weights, score_error=drift[..., None],
