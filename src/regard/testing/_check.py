@@ -69,7 +69,7 @@ class Definition:
     exact: reference.Definition
     naive: reference.Definition
     summed: Any  # what an output is the sum of, without signs: Σ w |v|
-    terms: Any  # what a score is the sum of, without signs: scale · Σ |query| |key|, the largest of each row
+    largest: Any  # the largest |score| of each row, its terms counted without signs
     drift: Any  # what a rounded score does to a weight, relative
     working: Any
 
@@ -79,20 +79,38 @@ def _define(case: Case, inputs: Inputs) -> Definition:
     working = np.float64 if case.dtype == "float64" else np.float32
     arrays = inputs.query, inputs.key, inputs.value
     exact = reference.attention(*arrays, **inputs.definition, dtype=exact_dtype)
-    naive = reference.attention(*arrays, **inputs.definition, dtype=working)
-    # A cap hides how large the scores were that it was given, and with them their rounding.
-    before = reference.attention(*arrays[:2], **{**inputs.definition, "cap": None}).scores
-    sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, before)]
+    naive = _worst_naive(inputs, exact, working)
+    # A score is rounded as large as what it is the sum of: signs may cancel, and a cap may hide it.
+    scale = inputs.definition.get("scale")
+    unsigned = (np.abs(np.asarray(x).astype(np.float64)) for x in arrays[:2])
+    terms = reference.attention(*unsigned, scale=None if scale is None else abs(scale)).scores
+    sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, terms)]
     largest = np.max(np.maximum(*sizes), axis=-1, initial=0)
     with np.errstate(all="ignore"):
         value = reference.repeat_heads(np.abs(np.asarray(inputs.value).astype(exact_dtype)), inputs.query)
         summed = exact.weights @ np.where(np.isfinite(value), value, 0)
-        naive = naive._replace(output=naive.output.astype(inputs.value.dtype))
-        scale = inputs.definition.get("scale")
-        sizes = [np.abs(np.asarray(x).astype(np.float64)) for x in arrays[:2]]
-        terms = reference.attention(*sizes, scale=None if scale is None else abs(scale)).scores
-        terms = np.max(np.where(np.isfinite(terms), terms, 0), axis=-1, initial=0)
-    return Definition(exact, naive, summed, terms, 4 * epsilon(working) * (1 + largest), working)
+    return Definition(exact, naive, summed, largest, 4 * epsilon(working) * (1 + largest), working)
+
+
+def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> reference.Definition:
+    """The definition, off by the most that a naive computation errs in any of three orders of summation.
+
+    One order may be lucky where there is little to sum: a budget drawn from it alone would be a matter of luck.
+    """
+    orders = [
+        slice(None),
+        slice(None, None, -1),
+        np.random.default_rng(0).permutation(inputs.query.shape[-1]),
+    ]
+    worst: list[Any] = [0.0] * len(exact)
+    with np.errstate(all="ignore"):
+        for order in orders:
+            query, key = (np.asarray(x)[..., order] for x in (inputs.query, inputs.key))
+            naive = reference.attention(query, key, inputs.value, **inputs.definition, dtype=working)
+            naive = naive._replace(output=naive.output.astype(inputs.value.dtype).astype(working))
+            errors = [np.abs(found - right) for found, right in zip(naive, exact, strict=True)]
+            worst = [np.fmax(before, error) for before, error in zip(worst, errors, strict=True)]
+        return reference.Definition(*(right + error for right, error in zip(exact, worst, strict=True)))
 
 
 def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: str) -> None:
@@ -112,7 +130,7 @@ def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: st
             from_engine(output), exact.output, naive.output, magnitude=definition.summed,
             score_error=drift[..., None], dtype=case.dtype, ordinary=inputs.ordinary, what="output",
         )  # fmt: skip
-        size = 1 + np.maximum(definition.terms, np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0)))
+        size = 1 + definition.largest
         assert_matches(from_engine(matrix.lse), exact.lse, naive.lse, magnitude=size, what="lse", **common)
         assert_matches(
             from_engine(matrix.to_dense()), exact.weights, naive.weights, score_error=drift[..., None],
