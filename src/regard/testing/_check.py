@@ -105,7 +105,7 @@ def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> r
     worst: list[Any] = [0.0] * len(exact)
     with np.errstate(all="ignore"):
         for order in orders:
-            query, key = (np.asarray(x)[..., order] for x in (inputs.query, inputs.key))
+            query, key = (x[..., order] for x in (inputs.query, inputs.key))
             naive = reference.attention(query, key, inputs.value, **inputs.definition, dtype=working)
             naive = naive._replace(output=naive.output.astype(inputs.value.dtype).astype(working))
             errors = [np.abs(found - right) for found, right in zip(naive, exact, strict=True)]
