@@ -32,6 +32,7 @@ from regard import (
 )
 from regard import _stream as stream_module
 from regard.engines import _torch_fused as fused
+from regard.engines import _torch_kernels as kernels
 from regard.masks import _atoms, _base
 
 
@@ -54,7 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "kernel_on", lambda device_type: None)
+    monkeypatch.setattr(kernels, "kernel_on", lambda device_type: None)
 
 
 # -- The kernel that would have run ---------------------------------------------------------------------------

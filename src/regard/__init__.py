@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from regard._attention import attention
 from regard._errors import ArgumentError, KindError, OutOfRange, RegardError, TooLarge
 from regard._explain import Explanation
-from regard._matrix import AttentionMatrix, attention
+from regard._matrix import AttentionMatrix
 from regard._stream import merge
 from regard.masks import (
     Mask,

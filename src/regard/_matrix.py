@@ -1,6 +1,6 @@
-"""The attention matrix, kept lazy: the public object, and `attention`, which makes it.
+"""The attention matrix, kept lazy: the public object.
 
-Everything public is checked here once; what is below gets canonical arguments and does not check again.
+What is asked of it is checked here once; what is below gets canonical arguments and does not check again.
 """
 
 from __future__ import annotations
@@ -19,77 +19,18 @@ from regard._errors import ArgumentError, KindError, TooLarge, kind_of, named_sh
 from regard._explain import Explanation, explain
 from regard._index import pick
 from regard._products import Product, Whole
-from regard._shapes import lead_of, pairs_of, serves, settle_scale
+from regard._shapes import pairs_of, serves
 from regard._stream import Problem, Rows, Spec, entries, stream
-from regard._types import Align, Array, Frame, IntArray
+from regard._types import Align, Array, IntArray
 from regard._views import Lazy, Scores, Transposed
-from regard.engines import engine_of
 from regard.masks import Mask
 from regard.measures import Measure
-from regard.scores import ScoreMod
 from regard.view import text
 
-__all__ = ["AttentionMatrix", "attention"]
+__all__ = ["AttentionMatrix"]
 
 # np.asarray(A) stores the whole matrix without having been asked in so many words; more than this it refuses.
 CONVERSION_LIMIT = 1 << 28
-
-
-def attention(
-    query: Any,
-    key: Any,
-    *,
-    mask: Mask | None = None,
-    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
-    scale: float | None = None,
-    sink: Any = None,
-    enable_gqa: bool = False,
-) -> AttentionMatrix:
-    """The attention matrix softmax(query keyᵀ · scale + …), lazy: shape (…, heads, q_len, kv_len).
-
-    `query` is (…, heads, q_len, head_dim) and `key` (…, kv_heads, kv_len, head_dim); both may be as plain as
-    (n, d). Axes before the last two broadcast; with `enable_gqa=True` each key head serves heads / kv_heads
-    query heads in a row. Order of operations: scale (1/√head_dim unless given) → score modifications in the
-    order given → mask (True = attend) → sink → softmax. `sink` is a score, one or one for each head, that takes
-    its share of every row and gives it to no key.
-
-    >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
-    >>> A
-    AttentionMatrix(q_len 2, kv_len 3) float64, scale 0.7071
-    [0.4011 0.4011 0.1978]
-    [0.1978 0.4011 0.4011]
-    >>> A @ [[1, 0], [0, 2], [1, 1]]
-    array([[0.59888791, 1.        ],
-           [0.59888791, 1.20333628]])
-    """
-    engine = engine_of("attention", query=query, key=key)
-    query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
-    lead, groups = lead_of(query, key, enable_gqa)
-    score_mods = tuple(score_mod) if isinstance(score_mod, list | tuple) else (score_mod,)
-    if score_mod is None:
-        score_mods = ()
-    if sink is not None:
-        sink = engine.floats(sink, "attention", "sink")
-    scale = settle_scale(scale, query.shape[-1])
-    spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
-    if mask is not None or score_mods or sink is not None:
-        _check_fit(spec)
-    return AttentionMatrix(spec)
-
-
-def _check_fit(spec: Spec) -> None:
-    """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
-    frame = Frame.whole(spec.shape)
-    if spec.mask is not None:
-        cure = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
-        _check_kind(spec.mask, Mask, "mask", "a mask such as regard.causal()", cure)
-        spec.mask.check(frame)
-    for each in spec.score_mods:
-        names = "regard.softcap, alibi, bias or relative_bias"
-        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
-        each.check(frame)
-    if spec.sink is not None:
-        frame.per_head(spec.sink, "attention: sink")
 
 
 class AttentionMatrix:
@@ -146,7 +87,8 @@ class AttentionMatrix:
     def kernel(self) -> str:
         """What ran for `A @ value`, or will run.
 
-        >>> attention([[1.0]], [[1.0]]).kernel
+        >>> import regard
+        >>> regard.attention([[1.0]], [[1.0]]).kernel
         'numpy: streaming tiles'
         """
         return self._ran or self._spec.engine.kernel(self._problem)
@@ -161,7 +103,8 @@ class AttentionMatrix:
     def scores(self) -> Scores[AttentionMatrix]:
         """The scores before the softmax, to be indexed like the matrix; hidden ones are −inf.
 
-        >>> attention([[1.0]], [[2.0], [3.0]], scale=1.0).scores[0]
+        >>> import regard
+        >>> regard.attention([[1.0]], [[2.0], [3.0]], scale=1.0).scores[0]
         array([2., 3.])
         """
         return Scores(self)
@@ -171,7 +114,8 @@ class AttentionMatrix:
         """The matrix of some heads or rows, still lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
 
         >>> import numpy as np
-        >>> attention(np.ones((2, 8, 5, 4)), np.ones((2, 8, 5, 4))).lazy[0, 3, 1:3].shape
+        >>> import regard
+        >>> regard.attention(np.ones((2, 8, 5, 4)), np.ones((2, 8, 5, 4))).lazy[0, 3, 1:3].shape
         (2, 5)
         """
         return Lazy(self)
@@ -257,7 +201,8 @@ class AttentionMatrix:
     def mT(self) -> Transposed[AttentionMatrix]:  # noqa: N802 - NumPy's name for it
         """The transpose, for `A.mT @ x`.
 
-        >>> (attention([[0.0], [0.0]], [[1.0], [1.0]]).mT @ [2.0, 4.0])
+        >>> import regard
+        >>> (regard.attention([[0.0], [0.0]], [[1.0], [1.0]]).mT @ [2.0, 4.0])
         array([3., 3.])
         """
         return Transposed(self)
@@ -316,7 +261,7 @@ class AttentionMatrix:
     def measure(self, *measures: Measure, **named: Measure) -> Any:
         """The results of several measures from one pass: a named tuple.
 
-        >>> from regard import Entropy, TopK
+        >>> from regard import Entropy, TopK, attention
         >>> A = attention([[0.0]], [[1.0], [2.0]])
         >>> A.measure(Entropy(), top=TopK(1)).top.indices
         array([[0]])
@@ -429,7 +374,8 @@ class AttentionMatrix:
 
         Of a matrix with several heads explain one: `A.lazy[0, 3].explain(7)`.
 
-        >>> print(attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
+        >>> import regard
+        >>> print(regard.attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
         How query 0 attends: 2 keys, head_dim 2
         <BLANKLINE>
         1. Compare: query [1, 0] · key
@@ -505,10 +451,3 @@ class AttentionMatrix:
         if isinstance(result, tuple):
             return type(result)(*map(self._lead_first, result))
         return result.reshape((*self._spec.lead, *result.shape[1:]))
-
-
-def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:
-    if not isinstance(thing, kind):
-        ours = callable(thing) and str(getattr(thing, "__module__", "")).startswith("regard")
-        cure = f"Call it: {thing.__name__}()." if ours else f"Wrap it: {cure}."
-        raise KindError(operation, received=kind_of(thing), expected=expected, cure=cure)

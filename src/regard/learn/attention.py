@@ -146,7 +146,7 @@ class ScaledDotProductAttention:
         >>> steps.weights.round(3)
         array([0.804, 0.196])
         """
-        from regard._matrix import attention
+        from regard._attention import attention
 
         Q, K = self._vectors("Q", Q, "q_len"), self._vectors("K", K, "kv_len")
         V = as_floats("explain", "V", V, "kv_len", "d_v")

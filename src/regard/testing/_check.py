@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from regard import reference
-from regard._matrix import attention
+from regard._attention import attention
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing._cases import Case, Inputs
@@ -52,14 +52,14 @@ def _without_fused(engine: str) -> Iterator[None]:
     if engine != "torch streaming":
         yield
         return
-    from regard.engines import _torch_fused
+    from regard.engines import _torch_kernels
 
-    kernel_on = _torch_fused.kernel_on
-    _torch_fused.kernel_on = lambda device_type: None  # type: ignore[assignment]
+    kernel_on = _torch_kernels.kernel_on
+    _torch_kernels.kernel_on = lambda device_type: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        _torch_fused.kernel_on = kernel_on
+        _torch_kernels.kernel_on = kernel_on
 
 
 @dataclass

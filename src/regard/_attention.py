@@ -1,0 +1,81 @@
+"""`attention`, which makes the matrix: everything it is given is checked here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from regard._errors import KindError, kind_of
+from regard._matrix import AttentionMatrix
+from regard._shapes import lead_of, settle_scale
+from regard._stream import Spec
+from regard._types import Frame
+from regard.engines import engine_of
+from regard.masks import Mask
+from regard.scores import ScoreMod
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    scale: float | None = None,
+    sink: Any = None,
+    enable_gqa: bool = False,
+) -> AttentionMatrix:
+    """The attention matrix softmax(query keyᵀ · scale + …), lazy: shape (…, heads, q_len, kv_len).
+
+    `query` is (…, heads, q_len, head_dim) and `key` (…, kv_heads, kv_len, head_dim); both may be as plain as
+    (n, d). Axes before the last two broadcast; with `enable_gqa=True` each key head serves heads / kv_heads
+    query heads in a row. Order of operations: scale (1/√head_dim unless given) → score modifications in the
+    order given → mask (True = attend) → sink → softmax. `sink` is a score, one or one for each head, that takes
+    its share of every row and gives it to no key.
+
+    >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
+    >>> A
+    AttentionMatrix(q_len 2, kv_len 3) float64, scale 0.7071
+    [0.4011 0.4011 0.1978]
+    [0.1978 0.4011 0.4011]
+    >>> A @ [[1, 0], [0, 2], [1, 1]]
+    array([[0.59888791, 1.        ],
+           [0.59888791, 1.20333628]])
+    """
+    engine = engine_of("attention", query=query, key=key)
+    query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
+    lead, groups = lead_of(query, key, enable_gqa)
+    score_mods = tuple(score_mod) if isinstance(score_mod, list | tuple) else (score_mod,)
+    if score_mod is None:
+        score_mods = ()
+    if sink is not None:
+        sink = engine.floats(sink, "attention", "sink")
+    scale = settle_scale(scale, query.shape[-1])
+    spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
+    if mask is not None or score_mods or sink is not None:
+        _check_fit(spec)
+    return AttentionMatrix(spec)
+
+
+def _check_fit(spec: Spec) -> None:
+    """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
+    frame = Frame.whole(spec.shape)
+    if spec.mask is not None:
+        cure = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
+        _check_kind(spec.mask, Mask, "mask", "a mask such as regard.causal()", cure)
+        spec.mask.check(frame)
+    for each in spec.score_mods:
+        names = "regard.softcap, alibi, bias or relative_bias"
+        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
+        each.check(frame)
+    if spec.sink is not None:
+        frame.per_head(spec.sink, "attention: sink")
+
+
+def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:
+    if not isinstance(thing, kind):
+        ours = callable(thing) and str(getattr(thing, "__module__", "")).startswith("regard")
+        cure = f"Call it: {thing.__name__}()." if ours else f"Wrap it: {cure}."
+        raise KindError(operation, received=kind_of(thing), expected=expected, cure=cure)
