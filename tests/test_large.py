@@ -24,7 +24,8 @@ def found(tmp_path_factory):
     """What examples/long_context.py finds, from a process of its own, so that its memory is its own."""
     path = tmp_path_factory.mktemp("large") / "found.npz"
     code = "import sys, numpy, long_context; numpy.savez(sys.argv[1], **long_context.main(int(sys.argv[2])))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")])}
+    own = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env = {**own, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")])}
     subprocess.run([sys.executable, "-c", code, str(path), str(TOKENS)], check=True, env=env)
     with np.load(path) as archive:
         return {name: archive[name].copy() for name in archive.files}

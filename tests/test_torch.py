@@ -285,6 +285,24 @@ def test_measures_are_those_of_numpy(measure, small):
         np.testing.assert_allclose(mine, theirs, atol=1e-12)
 
 
+def test_ties_go_to_the_lowest_index(small):
+    query, key = torch.zeros(1, 9, 2), torch.zeros(1, 11, 2)
+    key[0, [3, 7, 8], 0] = 1.0
+    query[0, :, 0] = 2.0
+    A = attention(query, key)
+    assert A.topk(5).indices.tolist() == [[[3, 7, 8, 0, 1]] * 9]
+    assert A.argmax(-1).tolist() == [[3] * 9] and A.argmax(-2).tolist() == [[0] * 11]
+
+
+def test_a_nan_stays_in_its_own_cells(small):
+    query, key, _ = draw(1, 12, 4)
+    query[0, 5] = math.nan
+    cells = attention(query, key).coarsen(4)
+    expected = torch.zeros(1, 4, 4, dtype=torch.bool)
+    expected[0, 1] = True
+    assert torch.equal(cells.isnan(), expected)
+
+
 def test_entries_are_those_of_numpy(small):
     query, key, _ = draw(2, 3, 40, 8, dtype=torch.float64)
     A = attention(query, key, mask=causal())
