@@ -114,3 +114,44 @@ def test_empty_blocks_are_skipped(monkeypatch):
     bands = n // rows
     # A band of 8 rows with a window of 4 touches one block of 16 keys, or two at its edge.
     assert counts == {"all": bands * 16, "causal": bands * 17 // 2, "window": bands + 15, "first": bands}
+
+
+# -- Rows 10 and 18: the future, and a cache ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask", [causal(), causal() & sliding_window(4), causal() & (sliding_window(4) | first(2))], ids=repr
+)
+def test_10_a_changed_future_token_never_changes_a_past_output(mask):
+    rng = np.random.default_rng(10)
+    query, key, value = rng.normal(size=(3, 2, 23, 5))
+    before = attention(query, key, mask=mask) @ value
+    for t in (1, 9, 22):
+        changed = [x.copy() for x in (query, key, value)]
+        for x in changed:
+            x[:, t:] = rng.normal(size=x[:, t:].shape)
+        after = attention(*changed[:2], mask=mask) @ changed[2]
+        assert np.array_equal(after[:, :t], before[:, :t]) and not np.allclose(after[:, t:], before[:, t:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 7, 8, 40])
+def test_18_chunks_against_a_cache_equal_the_uncached_pass(window):
+    rng = np.random.default_rng(18)
+    query, key, value = rng.normal(size=(3, 2, 23, 5))
+
+    def mask(align=None):
+        return causal(align) if window is None else sliding_window(window, align=align)
+
+    whole = attention(query, key, mask=mask()) @ value
+    for _ in range(5):
+        ends = [*np.sort(rng.choice(np.arange(1, 23), 4, replace=False)), 23]
+        for start, end in zip([0, *ends], ends, strict=False):
+            A = attention(query[:, start:end], key[:, :end], mask=mask("lower_right"))
+            np.testing.assert_allclose(A @ value[:, :end], whole[:, start:end], atol=1e-13)
+
+
+def test_a_window_without_end_sees_everything_on_its_side():
+    query, key = np.zeros((5, 2)), np.zeros((9, 2))
+    for size in (9, 2**40, 2**63 - 1):
+        A = attention(query, key, mask=sliding_window(left=3, right=size, align="lower_right"))
+        assert np.array_equal(A.to_dense() > 0, np.arange(9) >= np.arange(4, 9)[:, None] - 3)

@@ -157,6 +157,7 @@ def test_a_last_axis_that_is_not_in_one_piece_changes_nothing():
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30])
 def test_13_any_finite_scale(scale):
     query, key, value = draw(2, 3, 20, 8, dtype=torch.float64)
+    query = 400 * query  # scores so far apart that the largest must be the largest after scaling
     A = attention(query, key, mask=causal(), scale=scale)
     expected = attention(query.numpy(), key.numpy(), mask=causal(), scale=scale) @ value.numpy()
     np.testing.assert_allclose(A @ value, expected, atol=1e-14)
@@ -264,6 +265,22 @@ def test_weights_of_large_scores_are_divided_by_their_own_sum():
         torch.testing.assert_close(rows, torch.ones_like(rows), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_12_halves_are_raised_whatever_was_asked_before_and_under_autocast(dtype):
+    query, key, value = draw(1, 2, 130, 16, dtype=dtype)
+    exact = attention(query.double(), key.double(), mask=causal())
+    before, after = attention(query, key, mask=causal()), attention(query, key, mask=causal())
+    after @ value
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = attention(query.float(), key.float(), mask=causal())
+        found = [cast.lse, cast.entropy(), cast.to_dense()]
+    for A in (before, after):
+        torch.testing.assert_close(A.lse.double(), exact.lse, atol=2e-6, rtol=0)
+        torch.testing.assert_close(A.entropy(), exact.entropy(), atol=5e-6, rtol=0)
+    for mine, right in zip(found, [exact.lse, exact.entropy(), exact.to_dense()], strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=5e-6, rtol=0)
+
+
 # -- Slices and measures --------------------------------------------------------------------------------------
 
 
@@ -307,6 +324,7 @@ def test_entries_are_those_of_numpy(small):
     query, key, _ = draw(2, 3, 40, 8, dtype=torch.float64)
     A = attention(query, key, mask=causal())
     same = attention(query.numpy(), key.numpy(), mask=causal())
+    assert A[torch.tensor([1])].shape == (1, 3, 40, 40) and A[0, 0, torch.tensor(3), 2].ndim == 0
     for index in [
         (0, 1, 5),
         (..., 3, 2),
@@ -399,3 +417,64 @@ def test_nothing_of_size_n_by_n_is_kept_for_the_gradient(what):
     assert sum(kept) < 60 * n < n * n / 20
     result.backward()
     assert query.grad.isfinite().all() and (query.grad != 0).any()
+
+
+@pytest.mark.parametrize("name", ["causal", "empty rows", "sink", "cap"])
+def test_lse_and_entries_have_gradients(name, small):
+    query, key, _ = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
+    arguments = GRADIENTS[name]
+
+    def finite_lse(query, key):
+        lse = attention(query, key, **arguments).lse
+        return torch.where(lse == -math.inf, 0.0, lse)
+
+    assert torch.autograd.gradcheck(finite_lse, (query, key))
+    assert torch.autograd.gradcheck(lambda q, k: attention(q, k, **arguments)[0, 1, 2:5, 1:3], (query, key))
+
+
+def test_shards_merge_with_their_gradients(small):
+    query, key, value = (x.requires_grad_() for x in draw(2, 9, 3, dtype=torch.float64))
+
+    def merged(query, key, value):
+        shards = [(attention(query, key[:, s]), value[:, s]) for s in (slice(0, 4), slice(4, 9))]
+        return regard.merge([(A @ v, A.lse) for A, v in shards])[0]
+
+    torch.testing.assert_close(merged(query, key, value), attention(query, key) @ value)
+    assert torch.autograd.gradcheck(merged, (query, key, value))
+
+
+@pytest.mark.parametrize("change", [None, softcap(4.0)], ids=["plain", "cap"])
+def test_04_a_masked_nan_reaches_no_gradient(change, small):
+    query, key, value = draw(1, 2, 20, 4, dtype=torch.float64)
+    mask = padding(17) & causal()
+    clean, spoilt = ([x.clone() for x in (query, key, value)] for _ in range(2))
+    for x in spoilt[1:]:
+        x[:, :, 17:] = math.nan
+    for tensors in (clean, spoilt):
+        for x in tensors:
+            x.requires_grad_()
+        A = attention(*tensors[:2], mask=mask, score_mod=change)
+        ((A @ tensors[2]).square().sum() + A.entropy().sum()).backward()
+    for mine, theirs in zip(spoilt, clean, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_03_a_live_nan_stays_in_its_rows_with_gradients_too(small):
+    query, key, _ = draw(1, 2, 20, 4)
+    query[0, 1, 3] = math.nan
+    plain = attention(query, key, mask=causal()).to_dense().isnan()
+    learnt = attention(query.requires_grad_(), key, mask=causal()).to_dense().isnan()
+    assert torch.equal(plain, learnt) and int(plain.sum()) == 4
+
+
+def test_spread_has_a_gradient_where_a_row_has_one_key():
+    query, key, _ = (x.requires_grad_() for x in draw(1, 12, 4, dtype=torch.float64))
+    attention(query, key, mask=causal()).measure(Spread()).spread.sum().backward()
+    assert query.grad.isfinite().all() and (query.grad[:, 5] != 0).any()
+
+
+def test_what_needs_no_gradient_can_be_had_from_what_does():
+    query, key, value = (x.requires_grad_() for x in draw(5, 4))
+    A = attention(query, key)
+    assert np.asarray(A).shape == (5, 5)
+    assert "output" in str(A.explain(1, value=value))

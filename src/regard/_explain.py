@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Explanation:
         with np.errstate(invalid="ignore", over="ignore"):  # a hidden key may be anything
             return self.query * self.key
 
-    @property
+    @cached_property
     def contributions(self) -> Array | None:
         """Weight times value for each key, zero where hidden: (kv_len, value_dim)."""
         if self.value is None:
@@ -88,7 +89,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
     every, only = np.arange(kv_len), np.array([row])
     query = engine.take(problem.query, problem.query_of, only, problem.dtype)[0, 0]
     key = engine.take(problem.key, problem.key_of, every, problem.dtype)[0]
-    with engine.quiet():
+    with engine.quiet(), engine.detached():
         raw = key @ query
         scores = problem.scores(only, every)
         rows = problem.start(1)
@@ -100,6 +101,10 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
         total = float(rows.total[0, 0])
         weights = exponentials / total if total != 0 else exponentials
         weights = xp.where(scores[0, 0] == -xp.inf, 0.0, weights)
+        query, key, raw, exponentials, weights = map(
+            engine.to_numpy, (query, key, raw, exponentials, weights)
+        )
+        row_scores, value = engine.to_numpy(scores[0, 0]), None if value is None else engine.to_numpy(value)
         return Explanation(
             title=f"How {label} attends",
             key_tokens=[str(t) for t in tokens]
@@ -112,7 +117,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
             masks=() if problem.mask is None else (repr(problem.mask),),
             raw_scores=raw,
             scaled_scores=raw * problem.scale,
-            scores=scores[0, 0],
+            scores=row_scores,
             shift=float(shift),
             exponentials=exponentials,
             sink_exponential=None if sink is None else float(xp.exp(sink - shift)),

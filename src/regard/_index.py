@@ -35,6 +35,8 @@ def pick(index: Any, shape: tuple[int, ...], operation: str) -> Picked:
         if entry is None:
             local.append(None)
             continue
+        if hasattr(entry, "detach"):
+            entry = entry.detach().cpu().numpy()  # a tensor
         axis = len(positions)
         here: Any
         if isinstance(entry, slice):

@@ -18,7 +18,7 @@ from regard import measures as _measures
 from regard._errors import ArgumentError, KindError, TooLarge, kind_of, named_shape
 from regard._explain import Explanation, explain
 from regard._index import pick
-from regard._products import Product, Whole
+from regard._products import LogSumExp, Product, Whole
 from regard._shapes import pairs_of, serves
 from regard._stream import Problem, Rows, Spec, entries, stream
 from regard._types import Align, Array, IntArray
@@ -140,7 +140,7 @@ class AttentionMatrix:
                 cure="Call A.to_dense() if that is what you want, "
                 "A[rows] for some rows, or A.coarsen(512) for a picture.",
             )
-        return np.asarray(self.to_dense(), dtype=dtype)
+        return np.asarray(self._problem.engine.to_numpy(self.to_dense()), dtype=dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -151,9 +151,11 @@ class AttentionMatrix:
     def _entries(self, index: Any, operation: str, *, weights: bool) -> Array:
         positions, local, kept = pick(index, self.shape, operation)
         part = self._part(positions[:-1], kept[:-1])
-        if weights and np.array_equal(positions[-1], np.arange(self.shape[-1])):
+        whole = np.array_equal(positions[-1], np.arange(self.shape[-1]))
+        if weights and (whole or self._problem.engine.is_learning(self._problem)):
             # Whole rows are divided by their own sum: at scores of 1e4 a kept lse would cost three digits.
             (block,), _ = stream(part._problem, [Whole()])
+            block = block if whole else block[..., positions[-1]]
         else:
             block = entries(part._problem, positions[-1], part._known() if weights else None)
         return block.reshape([len(chosen) for chosen in positions])[local]
@@ -189,7 +191,8 @@ class AttentionMatrix:
     def _keep(self, output: Array, lse: Array, ran: str) -> Array:
         """The output of a fused kernel; its lse and name are kept."""
         self._ran = ran
-        if self._rows is None:
+        if self._rows is None and lse.dtype == self._spec.key.dtype:
+            # At half precision the kernel's lse is no better than that, and the loop finds a better one.
             self._fused_lse = lse
         return output
 
@@ -252,9 +255,11 @@ class AttentionMatrix:
 
         −inf for a row that sees nothing. Any weight is exp(score − lse).
         """
+        engine = self._problem.engine
+        if engine.is_learning(self._problem):
+            return engine.cast(self.measure(lse=LogSumExp()).lse, self._problem.dtype)
         if self._fused_lse is not None:
             return self._fused_lse.reshape(self.shape[:-1])
-        engine = self._problem.engine
         with engine.quiet():
             return self._lead_first(engine.cast(self._known().lse(engine.xp), self._problem.dtype))
 
@@ -347,14 +352,14 @@ class AttentionMatrix:
         if axis is None:
             return None
         axes = axis if isinstance(axis, tuple) else (axis,)
-        whole = all(isinstance(a, int) for a in axes)
+        whole = all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes)
         where: set[int] = {a - self.ndim if a >= 0 else a for a in axes} if whole else set()
         if where == set(range(-self.ndim, 0)):
             return None
         if where in ({-1}, {-2}):
-            return where.pop()
+            return int(where.pop())
         cure = f"The matrix has {self.ndim} axes."
-        if where == {-2, -1}:
+        if where == {-2, -1} and operation != "argmax":
             cure = f"Take one after the other: A.{operation}(axis=-1).{operation}(-1)."
         elif where and where <= set(range(-self.ndim, 0)):
             cure = (

@@ -7,6 +7,7 @@ from typing import Any
 
 from regard._stream import Problem
 from regard._types import Array, IntArray
+from regard.engines import engine_of
 from regard.measures import Measure
 
 
@@ -26,6 +27,26 @@ class Whole(Measure):
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         state[:, q_idx[0] : q_idx[-1] + 1, kv_idx[0] : kv_idx[-1] + 1] = weights
         return state
+
+
+@dataclass(frozen=True)
+class LogSumExp(Measure):
+    """The lse of each row from its weights, (…, q_len): s − ln w is the lse at every live key. For gradients."""
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros((*shape[:2], 2))
+
+    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        live = weights > 0
+        each = xp.where(live, scores, 0.0) - xp.log(xp.where(live, weights, 1.0))
+        state[:, q_idx] += xp.stack([xp.sum(weights * each, axis=-1), xp.sum(weights, axis=-1)], axis=-1)
+        return state
+
+    def finish(self, state: Array) -> Array:
+        xp = engine_of("lse", state=state).xp
+        return xp.where(
+            state[..., 1] == 0, -xp.inf, state[..., 0] / xp.where(state[..., 1] == 0, 1.0, state[..., 1])
+        )
 
 
 @dataclass(frozen=True)

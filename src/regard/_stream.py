@@ -205,7 +205,7 @@ def stream(
         return problem.engine.differentiate(problem, measures, list(bands(problem.shape[1]))), known
     groups = list(_pair_groups(problem.shape))
     parts = []
-    with problem.engine.quiet():
+    with problem.engine.quiet(), problem.engine.detached():
         for group in groups:
             rows = None if known is None else Rows(known.shift[group], known.total[group])
             parts.append(_stream_group(problem.pairs(group), measures, rows))
@@ -291,7 +291,8 @@ def _join(parts: list[Any], join: Any) -> Any:
 def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty.
 
-    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len).
+    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len). A sink goes to one shard
+    only: its share is in that shard's lse.
 
     >>> import regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])

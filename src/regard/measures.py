@@ -306,7 +306,9 @@ class Spread(Distance):
         total, first, second = (state[..., i] for i in range(3))
         safe = xp.where(total == 0, 1.0, total)
         variance = second / safe - (first / safe) ** 2
-        return xp.sqrt(xp.where(variance < 0, 0.0, variance))
+        # The root has no slope at 0, so it is not taken there.
+        spread = xp.sqrt(xp.where(variance <= 0, 1.0, variance))
+        return xp.where(variance <= 0, 0.0, spread)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def rope(
     else:
         a, b = x[..., 0::2], x[..., 1::2]
         turned = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-    return turned.astype(x.dtype if x.dtype.kind != "i" else np.float64)
+    return turned.astype(x.dtype if x.dtype.kind not in "iu" else np.float64)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -97,7 +97,7 @@ def _frequencies(dim: int, base: float) -> Array:
 
 
 def _even(dim: int, operation: str) -> None:
-    if not isinstance(dim, int) or dim % 2:
+    if not isinstance(dim, int | np.integer) or dim % 2 or dim < 0:
         raise ArgumentError(
             operation, received=f"dim {dim}", expected="an even number", cure="Entries are turned in pairs."
         )

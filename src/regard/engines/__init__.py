@@ -49,7 +49,11 @@ class Engine(Protocol):
 
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
-        """A context in which NaN and inf pass without a warning: they are part of what is promised."""
+        """A context in which NaN and inf pass without a warning, and no dtype is lowered."""
+
+    @property
+    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
+        """A context without gradients: the loop writes into its states."""
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
         """The array as floating point numbers of this engine, or a refusal that names it."""

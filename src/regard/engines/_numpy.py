@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,10 @@ class NumpyEngine:
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
         return lambda: np.errstate(all="ignore")
+
+    @property
+    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
+        return nullcontext
 
     def kernel(self, problem: Any) -> str:
         return "numpy: streaming tiles"

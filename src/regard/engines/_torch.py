@@ -81,7 +81,11 @@ class TorchEngine:
 
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
-        # The loop writes into its states; what is differentiable does not come from it.
+        # Autocast would lower the scores to half precision.
+        return lambda: torch.autocast(self.device.type, enabled=False)
+
+    @property
+    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
         context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
         return context
 
@@ -127,11 +131,11 @@ class TorchEngine:
         elif is_run(leads):
             array = array[int(leads[0]) : int(leads[-1]) + 1]
         else:
-            array = array[torch.as_tensor(leads, device=self.device)]
+            array = array[torch.tensor(leads, device=self.device)]
         if is_run(positions):
             array = array[:, int(positions[0]) : int(positions[-1]) + 1]
         else:
-            array = array[:, torch.as_tensor(positions, device=self.device)]
+            array = array[:, torch.tensor(positions, device=self.device)]
         return array.to(dtype)
 
     def scores(self, query: Array, key: Array, scale: float) -> Array:

@@ -364,7 +364,7 @@ def _heads(array: Tensor, of: IntArray, width: int, dtype: Any) -> Tensor:
     if is_run(of):
         array = array[int(of[0]) : int(of[-1]) + 1]
     else:
-        array = array[torch.as_tensor(of, device=array.device)]
+        array = array[torch.tensor(of, device=array.device)]
     array = array.to(dtype)[None]
     if array.shape[-1] != width:
         return torch.nn.functional.pad(array, (0, width - array.shape[-1]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,21 @@ Tensor = Any  # the types of torch are not followed
 def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:
     """The results of measures over a `regard._stream.Problem`, with gradients to all it is made of."""
     xp = problem.engine.xp
+    problem = replace(problem, key=_cleaned(problem, problem.key, problem.key_of, bands))
+    measures = [
+        replace(measure, array=_cleaned(problem, measure.array, measure.of, bands))
+        if getattr(measure, "transposed", None) is False
+        else measure
+        for measure in measures
+    ]
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
     states = [measure.init(problem.shape, xp) for measure in bound]
 
     def of_band(band: IntArray) -> list[Any]:
+        with problem.engine.quiet():
+            return in_band(band)
+
+    def in_band(band: IntArray) -> list[Any]:
         blocks = problem.live_blocks(band)
         tiles = [problem.scores(band, columns, full) for columns, full in blocks]
         found = [measure.init(problem.shape, xp) for measure in bound]
@@ -57,4 +69,24 @@ def _softmax(tiles: list[Tensor], problem: Any) -> list[Tensor]:
     if sink is not None:
         total = total + torch.exp(sink - shift)
     total = torch.where(total == 0, 1.0, total)
-    return [each / total for each in exponentials]
+    # A NaN row is NaN where it is live only.
+    return [
+        torch.where(tile == -math.inf, 0.0, each / total)
+        for tile, each in zip(tiles, exponentials, strict=True)
+    ]
+
+
+def _cleaned(problem: Any, array: Tensor, of: IntArray, bands: Sequence[IntArray]) -> Tensor:
+    """Keys or values with zeros where they are not finite and no query sees them: 0 · NaN would reach gradients."""
+    bad = ~array.isfinite().all(-1)  # (own pairs, kv_len)
+    if problem.mask is None or not bad.any():
+        return array
+    columns = bad.any(0).nonzero()[:, 0].cpu().numpy()
+    seen = torch.zeros((len(of), len(columns)), dtype=torch.bool, device=array.device)
+    for band in bands:
+        allowed = problem.mask.allows(problem.frame, problem.positions[band], columns, problem.engine.xp)
+        seen |= allowed.any(-2)
+    owner = torch.tensor(of, device=array.device)
+    unseen = torch.ones_like(bad)
+    unseen[:, columns] = ~torch.zeros_like(bad[:, columns]).index_put((owner,), seen, accumulate=True)
+    return torch.where((bad & unseen)[..., None], 0.0, array)

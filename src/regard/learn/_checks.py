@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regard._errors import ArgumentError, KindError, kind_of, named_shape
+from regard._types import as_array
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -15,7 +16,7 @@ Bools = npt.NDArray[np.bool_]
 
 def as_floats(operation: str, name: str, array: npt.ArrayLike, *last: str) -> Floats:
     """The array in float64; `last` names the axes it must have at the end, for the message if it has not."""
-    given = np.asarray(array)
+    given = as_array(array, operation, name)
     if given.dtype.kind not in "iuf":
         raise KindError(
             operation,
@@ -30,7 +31,8 @@ def as_floats(operation: str, name: str, array: npt.ArrayLike, *last: str) -> Fl
             expected=f"{name} of shape (…, {', '.join(last)})",
             cure=f"A single vector is a table of one row: {name}[None, :].",
         )
-    return given.astype(np.float64, copy=False)
+    floats: Floats = given.astype(np.float64, copy=False)
+    return floats
 
 
 def as_count(operation: str, name: str, number: int, least: int) -> int:
@@ -51,7 +53,7 @@ def as_count(operation: str, name: str, number: int, least: int) -> int:
 
 def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:
     """The mask, sure to be boolean and to broadcast to the `shape` of the scores."""
-    given = np.asarray(mask)
+    given = as_array(mask, operation, "mask")
     if given.dtype != np.bool_:
         raise KindError(
             operation,
@@ -68,7 +70,7 @@ def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bool
             cure="Give it axes of one where it is the same for all: (batch, 1, 1, kv_len) goes with "
             "(batch, heads, q_len, kv_len).",
         )
-    return given
+    return np.broadcast_to(given, shape)
 
 
 def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> None:

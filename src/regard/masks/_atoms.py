@@ -63,10 +63,11 @@ class Band(Mask):
         """The lowest and highest kv_idx − q_idx let through, `(pairs or 1, 1, 1)` each, in plain rows and columns."""
         offset = frame.offset(self.align, self._name)
         low, high = -np.inf, np.inf
+        most = frame.q_len + frame.kv_len  # no window reaches farther, and sums stay in range
         if self.left is not None:
-            low = offset - frame.per_head(self.left.array, self._name)[:, None, None]
+            low = offset - np.minimum(frame.per_head(self.left.array, self._name), most)[:, None, None]
         if self.right is not None:
-            high = offset + frame.per_head(self.right.array, self._name)[:, None, None]
+            high = offset + np.minimum(frame.per_head(self.right.array, self._name), most)[:, None, None]
         return low, high
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
