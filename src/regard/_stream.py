@@ -21,7 +21,7 @@ from regard.masks import Mask
 from regard.scores import ScoreMod
 
 # Rows and columns of a tile, and entries of a tile over all its pairs: what stays in a core's cache.
-ROWS, COLUMNS, TILE = 256, 1024, 1 << 19
+ROWS, COLUMNS, TILE = 256, 512, 1 << 20
 # Entries of a band whose scores are kept between the two readings rather than computed again.
 KEEP = 1 << 22
 
@@ -176,7 +176,8 @@ def weights_of(scores: Array, rows: Rows, engine: Engine) -> Array:
     xp = engine.xp
     total = xp.where(rows.total == 0, 1.0, rows.total)
     weights = engine.exponentials(scores, finite_shift(rows.shift, xp)[..., None])
-    weights /= engine.cast(total, weights.dtype)[..., None]
+    if xp.any(total != 1):  # a kernel's lse has the total in it
+        weights /= engine.cast(total, weights.dtype)[..., None]
     if xp.any(xp.isnan(total)):
         # A NaN row is NaN where it is live only: what is hidden stays zero.
         weights = xp.where(scores == -xp.inf, 0.0, weights)

@@ -90,12 +90,17 @@ class Entropy(Measure):
     array([1.3863])
     """
 
+    engine: Engine | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, engine=problem.engine)
+
     def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        logs = xp.log(xp.where(weights > 0, weights, 1.0))
-        state[:, q_idx] -= xp.sum(weights * logs, axis=-1)
+        assert self.engine is not None
+        state[:, q_idx] += xp.sum(self.engine.surprise(weights), axis=-1)
         return state
 
 
@@ -268,8 +273,11 @@ class Distance(Measure):
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        away = xp.abs(kv_idx[None, :] - self._at(q_idx)[:, None])
-        state[:, q_idx] += xp.sum(weights * xp.astype(away, weights.dtype), axis=-1)
+        ahead = (
+            xp.astype(kv_idx - kv_idx[0], weights.dtype)[None, :]
+            - xp.astype(self._at(q_idx) - kv_idx[0], weights.dtype)[:, None]
+        )
+        state[:, q_idx] += xp.sum(weights * xp.abs(ahead), axis=-1)
         return state
 
     def _at(self, q_idx: Array) -> Array:

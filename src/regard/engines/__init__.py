@@ -76,6 +76,9 @@ class Engine(Protocol):
     def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
         """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
 
+    def surprise(self, weights: Array) -> Array:
+        """−w ln w of each weight, 0 for a weight of 0."""
+
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row and their columns, in any order; of equals the first ones, NaN above all."""
 

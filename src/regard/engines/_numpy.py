@@ -101,6 +101,9 @@ class NumpyEngine:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, starts, axis=axis)
 
+    def surprise(self, weights: Array) -> Array:
+        return -weights * np.log(np.where(weights > 0, weights, 1.0))
+
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)
         least = np.partition(ranked, -k, axis=-1)[..., -k, None]

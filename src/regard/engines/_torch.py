@@ -163,6 +163,10 @@ class TorchEngine:
             return array.new_zeros(shape).index_add_(axis, segment, array)
         return sums
 
+    def surprise(self, weights: Array) -> Array:
+        # A weight of 0 gives 0 · ln tiny; torch.special.entr is four times slower.
+        return -weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
+
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         values, columns = torch.topk(weights, k, dim=-1)
         least = values[..., -1:]

@@ -373,9 +373,14 @@ def _heads(array: Tensor, of: IntArray, width: int, dtype: Any) -> Tensor:
 
 def _tile_maker(pairs: Pairs) -> Callable[[range, range], Tensor]:
     xp, dtype = pairs.engine.xp, pairs.dtype
+    slides = pairs.mask is not None and pairs.mask.slides and not pairs.score_mods
+    kept: dict[tuple[int, int, int], Tensor] = {}  # blocks along a diagonal share one
 
     def tile(rows: range, columns: range) -> Tensor:
         """What is added to the scores of a block, −inf where masked: (1, heads or 1, rows, columns)."""
+        alike = (columns.start - rows.start, len(rows), len(columns))
+        if alike in kept:
+            return kept[alike]
         q_idx, kv_idx = np.arange(rows.start, rows.stop), np.arange(columns.start, columns.stop)
         total: Any = 0.0
         hidden: Any = False
@@ -390,6 +395,9 @@ def _tile_maker(pairs: Pairs) -> Callable[[range, range], Tensor]:
             total = torch.zeros((1, 1, 1), dtype=dtype, device=pairs.query.device)
         if isinstance(hidden, torch.Tensor):
             total = torch.where(hidden, -math.inf, total)
-        return total.expand(-1, len(q_idx), len(kv_idx))[None]
+        made = total.expand(-1, len(q_idx), len(kv_idx))[None]
+        if slides:
+            kept[alike] = made
+        return made
 
     return tile

@@ -119,6 +119,10 @@ class Band(Mask):
         return frame.offset(self.align, self._name) + int(self.right.array)
 
     @property
+    def slides(self) -> bool:
+        return True
+
+    @property
     def _name(self) -> str:
         return "causal" if self.left is None and self.right == Numbers(0) else "sliding_window"
 

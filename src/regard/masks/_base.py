@@ -62,6 +62,11 @@ class Mask:
         return None
 
     @property
+    def slides(self) -> bool:
+        """Whether it depends on kv_idx − q_idx alone, so that blocks along a diagonal are alike."""
+        return False
+
+    @property
     def ragged(self) -> bool:
         """Whether batch entries differ in how far they reach, so that each is better taken by itself."""
         return False
@@ -154,6 +159,10 @@ class _Several(Mask):
         return Cuts(*(x[(x >= 0) & (x < n)] for x, n in ((rows, frame.q_len), (columns, frame.kv_len))))
 
     @property
+    def slides(self) -> bool:
+        return all(part.slides for part in self.parts)
+
+    @property
     def ragged(self) -> bool:
         return any(part.ragged for part in self.parts)
 
@@ -238,6 +247,10 @@ class Not(Mask):
 
     def cuts(self, frame: Frame) -> Cuts:
         return self.mask.cuts(frame)
+
+    @property
+    def slides(self) -> bool:
+        return self.mask.slides
 
     @property
     def ragged(self) -> bool:
