@@ -154,12 +154,13 @@ def test_a_last_axis_that_is_not_in_one_piece_changes_nothing():
         assert torch.equal(attention(*turned[:2], mask=mask) @ turned[2], expected)
 
 
+@pytest.mark.parametrize("mask", [causal(), causal() & sliding_window(7)], ids=repr)
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30])
-def test_13_any_finite_scale(scale):
+def test_13_any_finite_scale(scale, mask):
     query, key, value = draw(2, 3, 20, 8, dtype=torch.float64)
     query = 400 * query  # scores so far apart that the largest must be the largest after scaling
-    A = attention(query, key, mask=causal(), scale=scale)
-    expected = attention(query.numpy(), key.numpy(), mask=causal(), scale=scale) @ value.numpy()
+    A = attention(query, key, mask=mask, scale=scale)
+    expected = attention(query.numpy(), key.numpy(), mask=mask, scale=scale) @ value.numpy()
     np.testing.assert_allclose(A @ value, expected, atol=1e-14)
     assert "flash" in A.kernel
 
@@ -209,6 +210,16 @@ def test_04_what_is_masked_cannot_matter(name, poison, small):
     torch.testing.assert_close(spoilt @ spoilt_value, clean @ value, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(spoilt.lse, clean.lse, atol=1e-6, rtol=1e-5)
     assert (spoilt @ spoilt_value).isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_04_the_last_token_of_a_causal_matrix_reaches_its_own_row_only(poison):
+    query, key, value = draw(1, 2, 70, 8)
+    clean = attention(query, key, mask=causal()) @ value
+    value[:, :, 69] = poison
+    spoilt = attention(query, key, mask=causal()) @ value
+    torch.testing.assert_close(spoilt[:, :, :69], clean[:, :, :69], atol=1e-6, rtol=1e-5)
+    assert not spoilt[:, :, 69].isfinite().any()
 
 
 def test_03_a_live_nan_shows_in_the_rows_that_see_it():
