@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from regard._stream import Problem
 from regard._types import Array, IntArray
 from regard.engines import engine_of
-from regard.measures import Measure
+from regard.measures import Measure, span
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Whole(Measure):
     """Every weight, stored: (…, q_len, kv_len). The one measure that takes more than O(n) memory."""
 
     problem: Problem | None = None
+    reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         return replace(self, problem=problem)
@@ -24,8 +25,8 @@ class Whole(Measure):
         assert self.problem is not None
         return xp.zeros(shape, dtype=self.problem.dtype)
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        state[:, q_idx[0] : q_idx[-1] + 1, kv_idx[0] : kv_idx[-1] + 1] = weights
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        state[:, span(q_idx), span(kv_idx)] = weights
         return state
 
 
@@ -63,6 +64,11 @@ class Product(Measure):
     dtype: Any
     problem: Problem | None = None
 
+    @property
+    def reads_scores(self) -> bool:  # type: ignore[override]
+        """Scores tell what is hidden from what is zero, where NaN or inf must reach those who see it."""
+        return not self.finite
+
     def bind(self, problem: Problem) -> Measure:
         return replace(self, of=self.of[problem.numbers], problem=problem)
 
@@ -70,13 +76,15 @@ class Product(Measure):
         kept = shape[2 if self.transposed else 1]
         return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.dtype)
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
         part = self.problem.engine.take(self.array, self.of, self.problem.engine.to_numpy(summed), self.dtype)
-        if self.transposed:
-            weights, scores = xp.matrix_transpose(weights), xp.matrix_transpose(scores)
-        state[:, kept] += weights @ part if self.finite else _literal_product(weights, scores, part, xp)
+        turn = xp.matrix_transpose if self.transposed else lambda tile: tile
+        if self.finite:
+            state[:, span(kept)] += turn(weights) @ part
+        else:
+            state[:, span(kept)] += _literal_product(turn(weights), turn(scores), part, xp)
         return state
 
 
