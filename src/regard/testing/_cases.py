@@ -99,7 +99,7 @@ def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
     rng = np.random.default_rng(seed)
     missing = _all_pairs()
     while count:
-        candidates = _random_cases(rng, 24 if missing else 1)
+        candidates = [_random_case(rng) for _ in range(24 if missing else 1)]
         covered = [set(itertools.combinations(case.cells, 2)) & missing for case in candidates]
         best = max(range(len(candidates)), key=lambda i: len(covered[i]))
         # Only what is to be hidden can be missing; everything else can always be filled in.
@@ -110,13 +110,9 @@ def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
         yield candidates[best], possible
 
 
-def _random_cases(rng: np.random.Generator, count: int) -> list[Case]:
-    sizes = [*map(len, FACTORS.values()), 2**31]  # the last is the seed's
-    drawn = rng.integers(sizes, size=(count, len(sizes))).tolist()
-    return [
-        Case(**{name: FACTORS[name][i] for name, i in zip(FACTORS, chosen, strict=True)}, seed=seed)
-        for *chosen, seed in drawn
-    ]
+def _random_case(rng: np.random.Generator) -> Case:
+    chosen = {name: choices[rng.integers(len(choices))] for name, choices in FACTORS.items()}
+    return Case(**chosen, seed=int(rng.integers(2**31)))
 
 
 def empty_cells(cases: list[Case]) -> list[tuple[Any, Any]]:
