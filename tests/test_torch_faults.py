@@ -125,14 +125,15 @@ def test_13_a_causal_call_takes_any_scale(scale):
     assert A.kernel == "torch: flash on CPU, causal"
 
 
-def test_a_bias_beside_a_window_is_that_of_each_block(small):
-    query, key, value = draw(1, 2, 20, 8)
-    (extra,) = draw(20, 20, seed=2, count=1)
-    mask = causal() & sliding_window(5)
-    A = attention(query, key, mask=mask, score_mod=bias(extra))
-    same = attention(query.numpy(), key.numpy(), mask=mask, score_mod=bias(extra.numpy()))
-    np.testing.assert_allclose(A @ value, same @ value.numpy(), atol=1e-14)
-    assert "blocks" in A.kernel
+@pytest.mark.parametrize("mask", [sliding_window(7), sliding_window(left=7, right=5)], ids=repr)
+def test_each_edge_of_a_window_has_its_own_mask_tiles(mask, small):
+    query, key, value = draw(1, 2, 40, 8)
+    (extra,) = draw(40, 40, seed=2, count=1)
+    for changes, same_changes in (((), ()), ([bias(extra)], [bias(extra.numpy())])):
+        A = attention(query, key, mask=mask, score_mod=changes)
+        same = attention(query.numpy(), key.numpy(), mask=mask, score_mod=same_changes)
+        np.testing.assert_allclose(A @ value, same @ value.numpy(), atol=1e-14)
+        assert "with a mask tile" in A.kernel
 
 
 def test_a_value_of_more_digits_keeps_them():
