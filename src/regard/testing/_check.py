@@ -75,9 +75,9 @@ def _define(case: Case, inputs: Inputs) -> Targets:
     """A case by its definition and by a naive computation at the same dtype, and how far rounding may carry it."""
     exact_dtype = np.longdouble if case.dtype == "float64" else np.float64
     working = np.float64 if case.dtype == "float64" else np.float32
-    arrays = inputs.query, inputs.key, inputs.value
-    exact = reference.attention(*arrays, **inputs.definition, dtype=exact_dtype)
-    naive = _worst_naive(inputs, exact, working)
+    value = _without_unseen(inputs)
+    exact = reference.attention(inputs.query, inputs.key, value, **inputs.definition, dtype=exact_dtype)
+    naive = _worst_naive(inputs, value, exact, working)
     largest, summed = _magnitudes(inputs, exact)
     drift = 4 * epsilon(working) * (1 + largest)  # what a rounded score does to a weight, relative
     common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
@@ -111,7 +111,18 @@ def _magnitudes(inputs: Inputs, exact: reference.Definition) -> tuple[Any, Any]:
         return np.max(np.maximum(*sizes), axis=-1, initial=0), exact.weights.astype(np.float64) @ finite
 
 
-def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> reference.Definition:
+def _without_unseen(inputs: Inputs) -> Any:
+    """The value with zeros for the NaN or inf that no query may see: the definition is the same, and much quicker."""
+    allowed = np.broadcast_to(
+        inputs.definition.get("mask", True), (*inputs.query.shape[:-1], inputs.key.shape[-2])
+    )
+    seen = seen_keys(allowed, inputs.value.shape[:-2])[..., None]
+    return np.where(seen | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
+
+
+def _worst_naive(
+    inputs: Inputs, value: Any, exact: reference.Definition, working: Any
+) -> reference.Definition:
     """The definition, off by the most that a naive computation errs in any of three orders of summation.
 
     One order may be lucky where there is little to sum: a budget drawn from it alone would be a matter of luck.
@@ -121,9 +132,6 @@ def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> r
         slice(None, None, -1),
         np.random.default_rng(0).permutation(inputs.query.shape[-1]),
     ]
-    # NaN that no query sees reaches nothing, and zeros in its place need no second look.
-    seen = seen_keys(exact.scores != -np.inf, inputs.value.shape[:-2])
-    value = np.where(seen[..., None] | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
     worst: list[Any] = [0.0] * len(exact)
     with np.errstate(all="ignore"):
         for order in orders:
