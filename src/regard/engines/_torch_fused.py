@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,7 +243,9 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
         q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
         bands = plan(part.frame, mask, q_range, bool(part.score_mods))
         sink = None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.numbers))
-        call = Call(kernel, bands, q_range.start, _tile_maker(part), scale)
+        # The operator reads a mask tile as the dtype of the query, whatever it is.
+        wide = replace(part, dtype=torch.promote_types(part.dtype, common))
+        call = Call(kernel, bands, q_range.start, _tile_maker(wide), scale)
         single = (
             len(bands) == 1 and len(bands[0].pieces) == 1 and not bands[0].pieces[0].tested and sink is None
         )
