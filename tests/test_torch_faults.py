@@ -15,6 +15,7 @@ from regard import alibi, attention, bias, causal, dense, first, padding, slidin
 from regard.engines import _torch_fused as fused
 from regard.engines import _torch_kernels as kernels
 from regard.masks import _atoms, _base
+from regard.testing import Case, check, fill
 
 
 def draw(
@@ -200,6 +201,19 @@ def test_tensors_of_another_device_are_refused():
         attention(query, key.to("meta"))
     with pytest.raises(regard.KindError, match="cpu, where the query is"):
         attention(query, key) @ value.to("meta")
+
+
+def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from(monkeypatch):
+    case = Case(
+        dtype="float32", mask="window & padding", q_len=33, kv_len=257, head_dim=8, value_dim="head_dim",
+        heads="three", layout="reversed", values="denormal", change="scale 0", seed=504502169,
+    )  # fmt: skip
+    monkeypatch.setattr(fused, "TESTED_ROWS", 24)
+    monkeypatch.setattr(fused, "JOINED_COLUMNS", 48)
+    for module in (_base, _atoms):
+        monkeypatch.setattr(module, "STEP", 16)
+    inputs = fill(case, 16)
+    assert inputs is not None and check(case, inputs, ["torch fused"]) == []
 
 
 # -- What comes after the kernel ------------------------------------------------------------------------------

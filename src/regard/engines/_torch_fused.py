@@ -131,6 +131,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tu
         output, lse = found[0]
         for more, more_lse in found[1:]:
             output, lse = _together(output, lse, more, more_lse)
+        lse = lse.to(found[0][1].dtype)
         if sink is not None:
             total = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
             output, lse = output * _share(lse, total)[..., None].to(output.dtype), total
@@ -167,8 +168,10 @@ def _share(lse: Tensor, total: Tensor) -> Tensor:
 
 def _together(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two pieces of the same rows as one."""
-    lse = torch.logaddexp(a_lse, b_lse)
-    parts = ((x.to(lse.dtype) * _share(x_lse, lse)[..., None]) for x, x_lse in ((a, a_lse), (b, b_lse)))
+    # Rounded to float32 at every piece, the lse would err by an ulp for each.
+    lse = torch.logaddexp(a_lse.double(), b_lse.double())
+    wide = _WIDE.get(a.dtype, a.dtype)
+    parts = (x.to(wide) * _share(x_lse, lse)[..., None].to(wide) for x, x_lse in ((a, a_lse), (b, b_lse)))
     return sum(parts), lse
 
 
