@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from regard._stream import Problem
 from regard._types import Array, IntArray
-from regard.engines import engine_of
 from regard.measures import Measure, span
 
 
@@ -34,6 +33,11 @@ class Whole(Measure):
 class LogSumExp(Measure):
     """The lse of each row from its weights, (…, q_len): s − ln w is the lse at every live key. For gradients."""
 
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, problem=problem)
+
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))
 
@@ -44,10 +48,12 @@ class LogSumExp(Measure):
         return state
 
     def finish(self, state: Array) -> Array:
-        xp = engine_of("lse", state=state).xp
-        return xp.where(
-            state[..., 1] == 0, -xp.inf, state[..., 0] / xp.where(state[..., 1] == 0, 1.0, state[..., 1])
-        )
+        assert self.problem is not None
+        xp, sink = self.problem.engine.xp, self.problem.sink
+        # A row without any weight has what its sink has.
+        alone = -xp.inf if sink is None else self.problem.frame.per_head(sink, "sink")[:, None]
+        empty = state[..., 1] == 0
+        return xp.where(empty, alone, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
 @dataclass(frozen=True)

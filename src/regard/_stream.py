@@ -110,7 +110,6 @@ class Problem:
     scale: float
     sink: Array | None
     dtype: Any
-    tame: bool = False  # whether all scores are known to be finite
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -233,10 +232,10 @@ def stream(
 
 def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None) -> tuple[list[Any], Rows]:
     engine, xp = problem.engine, problem.engine.xp
-    problem = replace(problem, tame=known is not None and known.total is None)
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
     reading = any(getattr(measure, "reads_scores", True) for measure in bound)
-    lean = problem.tame and not (problem.score_mods or reading)
+    # From the lse of a kernel, and nothing to do to the scores: one product, one exponential.
+    lean = known is not None and known.total is None and not (problem.score_mods or reading)
     states = [measure.init(problem.shape, xp) for measure in bound]
     room: list[Array] = []  # used again for every tile: fresh memory costs as much as what is done in it
     found: list[Rows] = []

@@ -466,7 +466,7 @@ class Coarse(Measure):
         for axis, indices in ((-2, q_idx), (-1, kv_idx)):
             cell = self._cell(self.problem.engine.to_numpy(indices), axis)
             starts = np.flatnonzero(np.diff(cell, prepend=-1))
-            weights = self.problem.engine.segments(weights, starts, axis, how, self.problem.tame)
+            weights = self.problem.engine.segments(weights, starts, axis, how)
             cells.append(slice(int(cell[0]), int(cell[-1]) + 1))
         where = (slice(None), *cells)
         state[where] = xp.maximum(state[where], weights) if how == "max" else state[where] + weights

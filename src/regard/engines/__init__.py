@@ -78,7 +78,7 @@ class Engine(Protocol):
     def exponentials(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str, finite: bool) -> Array:
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
         """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:

@@ -105,7 +105,7 @@ class NumpyEngine:
         shifted = scores - shift
         return np.exp(shifted, out=shifted)
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str, finite: bool) -> Array:
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, starts, axis=axis)
 

@@ -172,20 +172,19 @@ class TorchEngine:
     def exponentials(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str, finite: bool) -> Array:
+    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
         length = array.shape[axis]
-        if len(starts) == length:
-            return array
-        segment, members = _members(tuple(starts.tolist()), length, array.dtype, self.device)
-        shape = list(array.shape)
-        shape[axis] = len(starts)
-        if reduce == "max":
-            index = segment.reshape([-1 if a == axis % array.ndim else 1 for a in range(array.ndim)])
-            empty = array.new_full(shape, -torch.inf)
-            return empty.scatter_reduce(axis, index.expand(array.shape), array, "amax")
+        sizes = np.diff(starts, append=length)
+        take = torch.amax if reduce == "max" else torch.sum
+        if (sizes == sizes[0]).all():
+            return take(array.unflatten(axis, (len(sizes), int(sizes[0]))), dim=axis)
+        if len(sizes) <= 16 or reduce == "max":
+            return torch.stack([take(run, dim=axis) for run in array.split(sizes.tolist(), axis)], axis)
+        # One product for many short runs; over long ones it would round more than a sum does.
+        members = _members(tuple(sizes.tolist()), array.dtype, self.device)
         sums = array @ members if axis == -1 else members.mT @ array
-        if not finite and sums.isnan().any():  # 0 · NaN is NaN: a product would carry it into every segment
-            return array.new_zeros(shape).index_add_(axis, segment, array)
+        if sums.isnan().any():  # 0 · NaN is NaN: the product carries it into every segment
+            return torch.stack([run.sum(axis) for run in array.split(sizes.tolist(), axis)], axis)
         return sums
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
@@ -223,7 +222,6 @@ def _is_crowded(weights: Tensor, values: Tensor, k: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _members(starts: tuple[int, ...], length: int, dtype: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The segment of each position, and the same as a matrix of ones, (length, segments)."""
-    segment = torch.as_tensor(np.searchsorted(starts, np.arange(length), side="right") - 1, device=device)
-    return segment, torch.nn.functional.one_hot(segment, len(starts)).to(dtype)
+def _members(sizes: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Which run each position is in, as ones in a matrix (length, runs)."""
+    return torch.eye(len(sizes), dtype=dtype, device=device).repeat_interleave(torch.tensor(sizes), 0)
