@@ -238,6 +238,7 @@ def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None
     lean = known is not None and known.total is None and not (problem.score_mods or reading)
     states = [measure.init(problem.shape, xp) for measure in bound]
     room: list[Array] = []  # used again for every tile: fresh memory costs as much as what is done in it
+    every = xp.arange(max(problem.shape))
     found: list[Rows] = []
     for band in bands(problem.shape[1]):
         blocks = problem.live_blocks(band)
@@ -247,12 +248,12 @@ def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None
             found.append(rows)
         else:
             rows = known.at((slice(None), band))
-        q_idx = xp.asarray(band)
+        q_idx = every[band[0] : band[-1] + 1]
         if lean:
             shift = finite_shift(rows.shift, xp)[..., None]
             query = engine.take(problem.query, problem.query_of, band, problem.dtype) * problem.scale
         for (columns, full), scores in zip(blocks if bound else (), kept, strict=False):
-            kv_idx, logs = xp.asarray(columns), None
+            kv_idx, logs = every[columns[0] : columns[-1] + 1], None
             if lean:
                 key = engine.take(problem.key, problem.key_of, columns, problem.dtype)
                 hidden = None if full or problem.mask is None else problem.hidden(band, columns)

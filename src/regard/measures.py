@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -328,27 +329,31 @@ class Distance(Measure):
 
     align: Align | None = None
     positions: IntArray | None = None
+    steps: Array | None = None
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         offset = problem.frame.offset(self.align, name_of(self))
-        return replace(self, positions=problem.positions + offset)
+        steps = problem.engine.xp.asarray(np.arange(problem.frame.kv_len), dtype=problem.dtype)
+        return replace(self, positions=problem.positions + offset, steps=steps)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.positions is not None
+        assert self.positions is not None and self.steps is not None
         rows, columns = span(q_idx), span(kv_idx)
-        at, keys = self.positions[rows], np.arange(columns.start, columns.stop)
-        # From a row to its nearest key of the tile, and on from there to each key: nothing cancels.
-        near = keys[-1] if at.min() >= keys[-1] else keys[0]
-        if at.min() >= keys[-1] or at.max() <= keys[0]:
-            gap, on = (xp.asarray(np.abs(x - near), dtype=weights.dtype) for x in (at, keys))
-            state[:, rows] += gap * xp.sum(weights, axis=-1) + weights @ on
+        at, (first, last) = self.positions[rows], (columns.start, columns.stop - 1)
+        # From a row to the nearest key of the tile, and on from there to each key: nothing cancels.
+        if at.min() >= last:
+            gap, on = at - last, xp.flip(self.steps[: len(kv_idx)])
+        elif at.max() <= first:
+            gap, on = first - at, self.steps[: len(kv_idx)]
         else:
-            apart = xp.asarray(np.abs(keys[None, :] - at[:, None]), dtype=weights.dtype)
-            state[:, rows] += xp.sum(weights * apart, axis=-1)
+            ahead = self.steps[: len(kv_idx)] - xp.asarray(at - first, dtype=weights.dtype)[:, None]
+            state[:, rows] += xp.vecdot(weights, xp.abs(ahead))
+            return state
+        state[:, rows] += xp.asarray(gap, dtype=weights.dtype) * xp.sum(weights, axis=-1) + weights @ on
         return state
 
 
@@ -462,19 +467,15 @@ class Coarse(Measure):
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         how = "max" if self.reduce == "max" else "sum"
-        cells = []
+        where = [slice(None)]
         for axis, indices in ((-2, q_idx), (-1, kv_idx)):
-            cell = self._cell(self.problem.engine.to_numpy(indices), axis)
-            starts = np.flatnonzero(np.diff(cell, prepend=-1))
-            weights = self.problem.engine.segments(weights, starts, axis, how)
-            cells.append(slice(int(cell[0]), int(cell[-1]) + 1))
-        where = (slice(None), *cells)
-        state[where] = xp.maximum(state[where], weights) if how == "max" else state[where] + weights
+            at = span(indices)
+            cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], self.block)
+            weights = self.problem.engine.segments(weights, sizes, axis, how)
+            where.append(cells)
+        part = state[tuple(where)]
+        part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if how == "max" else part + weights
         return state
-
-    def _cell(self, indices: Array, axis: int) -> Array:
-        assert self.problem is not None
-        return indices * self.block // self.problem.shape[axis]
 
     def merge(self, a: Array, b: Array) -> Array:
         return engine_of("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
@@ -483,8 +484,13 @@ class Coarse(Measure):
         if self.reduce != "mean":
             return state
         assert self.problem is not None
-        rows, columns = (
-            np.bincount(self._cell(np.arange(self.problem.shape[axis]), axis), minlength=self.block)
-            for axis in (-2, -1)
-        )
+        rows, columns = (np.array(_cells(0, n, n, self.block)[1]) for n in self.problem.shape[1:])
         return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])
+
+
+@lru_cache(maxsize=1024)
+def _cells(start: int, stop: int, length: int, block: int) -> tuple[slice, tuple[int, ...]]:
+    """The cells that indices start … stop of an axis fall into, of `block` along it, and how many fall into each."""
+    cells = range(start * block // length, (stop - 1) * block // length + 1)
+    edges = [start, *(-(-cell * length // block) for cell in cells[1:]), stop]
+    return slice(cells.start, cells.stop), tuple(np.diff(edges).tolist())

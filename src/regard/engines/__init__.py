@@ -78,8 +78,8 @@ class Engine(Protocol):
     def exponentials(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
-        """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+        """The "sum" or "max" of each of the runs, of these sizes, that an axis is cut into."""
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row and their columns, in any order: NaN above all, of equals (not 0) the first."""

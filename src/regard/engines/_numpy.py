@@ -105,9 +105,9 @@ class NumpyEngine:
         shifted = scores - shift
         return np.exp(shifted, out=shifted)
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
-        return ufunc.reduceat(array, starts, axis=axis)
+        return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)

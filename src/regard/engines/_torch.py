@@ -51,6 +51,7 @@ class Namespace:
     def vecdot(self, x: Array, y: Array) -> Array:
         # The compatible one is a product of single rows, ten times slower. A few rows at a time, what is in between
         # stays in the cache.
+        y = y.expand_as(x)
         rows = max(1, _IN_CACHE // max(1, x.shape[-1] * math.prod(x.shape[:-2])))
         return torch.cat(
             [torch.linalg.vecdot(*each) for each in zip(x.split(rows, -2), y.split(rows, -2), strict=True)],
@@ -172,19 +173,17 @@ class TorchEngine:
     def exponentials(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
-        length = array.shape[axis]
-        sizes = np.diff(starts, append=length)
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         take = torch.amax if reduce == "max" else torch.sum
-        if (sizes == sizes[0]).all():
-            return take(array.unflatten(axis, (len(sizes), int(sizes[0]))), dim=axis)
+        if min(sizes) == max(sizes):
+            return take(array.unflatten(axis, (len(sizes), sizes[0])), dim=axis)
         if len(sizes) <= 16 or reduce == "max":
-            return torch.stack([take(run, dim=axis) for run in array.split(sizes.tolist(), axis)], axis)
+            return torch.stack([take(run, dim=axis) for run in array.split(sizes, axis)], axis)
         # One product for many short runs; over long ones it would round more than a sum does.
-        members = _members(tuple(sizes.tolist()), array.dtype, self.device)
+        members = _members(sizes, array.dtype, self.device)
         sums = array @ members if axis == -1 else members.mT @ array
         if sums.isnan().any():  # 0 · NaN is NaN: the product carries it into every segment
-            return torch.stack([run.sum(axis) for run in array.split(sizes.tolist(), axis)], axis)
+            return torch.stack([run.sum(axis) for run in array.split(sizes, axis)], axis)
         return sums
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
