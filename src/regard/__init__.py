@@ -20,7 +20,7 @@ from regard.masks import (
     sliding_window,
     true_means_ignore,
 )
-from regard.measures import Coarse, Distance, Entropy, Mass, Measure, Received, Spread, TopK
+from regard.measures import Coarse, Distance, Entropy, Mass, Measure, Output, Position, Received, Spread, TopK
 from regard.positions import rope, sinusoidal
 from regard.scores import ScoreMod, alibi, bias, relative_bias, softcap
 
@@ -36,6 +36,8 @@ __all__ = [
     "Mass",
     "Measure",
     "OutOfRange",
+    "Output",
+    "Position",
     "Received",
     "RegardError",
     "ScoreMod",

@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from regard import measures as _measures
 from regard._errors import ArgumentError, KindError, TooLarge, kind_of, named_shape
 from regard._explain import Explanation, explain
 from regard._index import pick
+from regard._plan import Plan, carry_out, plan_of, raised
 from regard._products import LogSumExp, Product, Whole
+from regard._reductions import Reductions
 from regard._shapes import pairs_of, serves
 from regard._stream import Problem, Rows, Spec, entries, stream
-from regard._types import Align, Array, IntArray
+from regard._types import Array, IntArray
 from regard._views import Lazy, Scores, Transposed
 from regard.masks import Mask
-from regard.measures import Measure
+from regard.measures import Measure, Output, name_of
 from regard.view import text
 
 __all__ = ["AttentionMatrix"]
@@ -33,7 +34,7 @@ __all__ = ["AttentionMatrix"]
 CONVERSION_LIMIT = 1 << 28
 
 
-class AttentionMatrix:
+class AttentionMatrix(Reductions):
     """The attention matrix, made by `regard.attention`: it can be multiplied, sliced, measured and explained.
 
     Nothing of size q_len × kv_len is stored, except by `to_dense()`. Weights, lse and measures come in float32
@@ -210,10 +211,10 @@ class AttentionMatrix:
         """
         return Transposed(self)
 
-    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
-        engine, problem = self._problem.engine, self._problem
+    def _canonical(self, array: Any, operation: str, *, transposed: bool) -> tuple[Array, IntArray, bool]:
+        """An array as (own pairs, length, width), which of its pairs serves each pair, and whether it is a vector."""
         name = "x" if transposed else "value"
-        array = engine.floats(array, operation, name)
+        array = self._problem.engine.floats(array, operation, name)
         as_vector = array.ndim == 1
         if as_vector:
             array = array[:, None]
@@ -234,15 +235,23 @@ class AttentionMatrix:
                 cure="Take (A @ value)[:, heads], or one head at a time: A.lazy[0, 3] @ value[0, 1].",
             )
         of = serves(array, self._spec.lead, 1 if transposed else self._spec.groups or 1, operation, name)
-        flat = array.reshape((pairs_of(array), *array.shape[-2:]))
-        fused = None if transposed else engine.product(problem, flat, of)
+        return array.reshape((pairs_of(array), *array.shape[-2:])), of, as_vector
+
+    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
+        engine, problem = self._problem.engine, self._problem
+        array, of, as_vector = self._canonical(array, operation, transposed=transposed)
+        fused = None if transposed else engine.product(problem, array, of)
         if fused is not None:
             product = self._lead_first(self._keep(*fused))
             product = engine.cast(product, array.dtype)
             return product[..., 0] if as_vector else product
+        if not transposed and engine.fuses(problem):
+            self._ran = (
+                f"{engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
+            )
         finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         dtype = engine.working_dtype(problem.query, problem.key, array)
-        measure = Product(flat, of, transposed, finite, dtype)
+        measure = Product(array, of, transposed, finite, dtype)
         (product,), self._rows = stream(problem, [measure], self._if_known())
         product = engine.cast(self._lead_first(product), array.dtype)
         return product[..., 0] if as_vector else product
@@ -280,7 +289,7 @@ class AttentionMatrix:
                     expected="measures such as Entropy() or TopK(8)",
                     cure="A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
                 )
-        names = [*map(_measures.name_of, measures), *named]
+        names = [*map(name_of, measures), *named]
         if len(set(names)) != len(names):
             raise ArgumentError(
                 "measure",
@@ -288,89 +297,59 @@ class AttentionMatrix:
                 expected="a name for each result",
                 cure="Name one by a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
             )
-        results, self._rows = stream(self._problem, [*measures, *named.values()], self._if_known())
-        return namedtuple("Measures", names)(*map(self._lead_first, results))
+        results = self._measured(dict(zip(names, (*measures, *named.values()), strict=True)))
+        return namedtuple("Measures", names)(*(results[name] for name in names))
 
-    def entropy(self) -> Array:
-        """The entropy of each row in nats: (…, heads, q_len)."""
-        return self.measure(_measures.Entropy()).entropy
+    def plan(self, *measures: Measure, **named: Measure) -> str:
+        """How `measure` would make these, in a line or two: by a fused call, by a pass over the tiles, or by both.
 
-    def distance(self, align: Align | None = None) -> Array:
-        """The mean distance of each row, Σ w · |q_idx − kv_idx|: (…, heads, q_len). `align` as in `causal`."""
-        return self.measure(_measures.Distance(align)).distance
+        >>> from regard import Entropy, Received, attention
+        >>> print(attention([[0.0]], [[1.0], [2.0]]).plan(Entropy(), Received()))
+        one pass over tiles of 512 × 512, each band read twice, for its lse and its weights: entropy, received
+        """
+        names = [*map(name_of, measures), *named]
+        chosen = dict(zip(names, (*measures, *named.values()), strict=True))
+        known, kernel = self._if_known() is not None, self._spec.engine.kernel(self._problem)
+        apart, together = self._apart(chosen)
+        lines = [f"one product ({kernel}): {name}" for name in apart]
+        return "\n".join([*lines, self._plan(together, known).text(kernel, known)])
 
-    def mass(self, mask: Mask) -> Array:
-        """The share of each row on the keys that `mask` lets through: (…, heads, q_len)."""
-        return self.measure(_measures.Mass(mask)).mass
+    def _apart(self, chosen: dict[str, Measure]) -> tuple[dict[str, Output], dict[str, Measure]]:
+        """Outputs that are products of their own, since they have a gradient or are at half precision; the rest."""
+        engine, problem = self._problem.engine, self._problem
+        outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
+        learning = engine.is_learning(problem, *(each.value for each in outputs.values()))
+        if not learning and engine.working_dtype(problem.query) == problem.query.dtype:
+            outputs = {}
+        return outputs, {name: each for name, each in chosen.items() if name not in outputs}
 
-    def topk(self, k: int) -> Any:
-        """The k largest weights of each row and their keys: `.values` and `.indices`, (…, heads, q_len, k)."""
-        return self.measure(top=_measures.TopK(k)).top
+    def _plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
+        fused = self._problem.engine.fuses(self._problem) and not self._rough
+        return plan_of(raised(self._problem), chosen, known, fused)
 
-    def coarsen(self, block: int, reduce: str = "mean") -> Array:
-        """The matrix as `block` × `block` cells by their "mean", "max" or "sum": (…, heads, block, block)."""
-        return self.measure(_measures.Coarse(block, reduce)).coarse
+    def _measured(self, chosen: dict[str, Measure]) -> dict[str, Any]:
+        """The results of measures by name, with their leading axes."""
+        engine, problem = self._problem.engine, self._problem
+        apart, chosen = self._apart(chosen)
+        results = {name: self @ each.value for name, each in apart.items()}
+        if engine.is_learning(problem):
+            found, _ = stream(problem, list(chosen.values()), self._if_known())
+            return results | dict(zip(chosen, map(self._lead_first, found), strict=True))
+        known = self._if_known()
+        plan = self._plan(chosen, known is not None)
+        made = carry_out(plan, raised(problem), known, self._canonical_value) if plan.calls else None
+        if made is None:
+            made = carry_out(Plan(False, {}, chosen), problem, known, self._canonical_value)
+            assert made is not None
+        if made.lse is not None:
+            self._fused_lse = made.lse
+        if any(isinstance(each, Output) for each in chosen.values()):
+            self._ran = made.ran
+        self._rows = made.rows
+        return results | {name: self._lead_first(each) for name, each in made.results.items()}
 
-    def sum(self, axis: int | tuple[int, ...] | None = None) -> Array:
-        """Sums over kv_len (axis −1), over q_len (−2: what each key received), or over everything (None)."""
-        if (kept := self._axis(axis, "sum")) is None:
-            return self.measure(_measures.Sum(-1)).sum.sum()
-        return self.measure(_measures.Sum(kept)).sum
-
-    def mean(self, axis: int | tuple[int, ...] | None = None) -> Array:
-        """Means over kv_len (axis −1), over q_len (−2), or over everything (None)."""
-        kept = self._axis(axis, "mean")
-        with self._problem.engine.quiet():
-            return self.sum(axis) / np.float64(math.prod(self.shape) if kept is None else self.shape[kept])
-
-    def max(self, axis: int | tuple[int, ...] | None = None) -> Array:
-        """The largest weights over kv_len (axis −1), over q_len (−2), or of everything (None)."""
-        if (kept := self._axis(axis, "max", searched=True)) is None:
-            return self._largest(-1).values.max()
-        return self._largest(kept).values
-
-    def argmax(self, axis: int | tuple[int, ...] | None = None) -> Array:
-        """Where the largest weights are, ties to the lowest index; over everything (None) a flat index."""
-        if (kept := self._axis(axis, "argmax", searched=True)) is None:
-            values, indices = self._largest(-1)
-            row = int(values.argmax())
-            return row * self.shape[-1] + indices.ravel()[row]
-        return self._largest(kept).indices
-
-    def _largest(self, axis: int) -> Any:
-        return self.measure(_measures.Largest(axis)).largest
-
-    def _axis(self, axis: Any, operation: str, *, searched: bool = False) -> int | None:
-        """−1, −2, or None for every axis; axes of heads are refused, since their sum is a whole matrix."""
-        if searched and not math.prod(self.shape):
-            raise ArgumentError(
-                operation,
-                received=f"a matrix of shape {self.shape}",
-                expected="at least one entry",
-                cure="Nothing is the largest of none.",
-            )
-        if axis is None:
-            return None
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        whole = all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in axes)
-        where: set[int] = {a - self.ndim if a >= 0 else a for a in axes} if whole else set()
-        if where == set(range(-self.ndim, 0)):
-            return None
-        if where in ({-1}, {-2}):
-            return int(where.pop())
-        cure = f"The matrix has {self.ndim} axes."
-        if where == {-2, -1} and operation != "argmax":
-            cure = f"Take one after the other: A.{operation}(axis=-1).{operation}(-1)."
-        elif where and where <= set(range(-self.ndim, 0)):
-            cure = (
-                f"Over heads the result is a whole matrix: take A[rows].{operation}(axis) or coarsen first."
-            )
-        raise ArgumentError(
-            operation,
-            received=f"axis={axis!r}",
-            expected="axis=-1 (over the keys), axis=-2 (over the queries) or None (over everything)",
-            cure=cure,
-        )
+    def _canonical_value(self, value: Any) -> tuple[Array, IntArray]:
+        return self._canonical(value, "Output(value)", transposed=False)[:2]
 
     # Looking
 
@@ -435,7 +414,7 @@ class AttentionMatrix:
     def _known(self) -> Rows:
         """What turns scores into weights, worked out where it is not known yet."""
         if self._if_known() is None:
-            _, self._rows = stream(self._problem, [])
+            self._measured({})
         assert self._rows is not None
         return self._rows
 

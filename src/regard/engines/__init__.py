@@ -28,6 +28,9 @@ class Engine(Protocol):
     def kernel(self, problem: Any) -> str:
         """What runs for `A @ value`."""
 
+    def fuses(self, problem: Any) -> bool:
+        """Whether a fused kernel may be called."""
+
     def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
         """Output, lse and what ran, from a fused kernel; None where the block loop must do it."""
 

@@ -33,6 +33,9 @@ class NumpyEngine:
     def kernel(self, problem: Any) -> str:
         return "numpy: streaming tiles"
 
+    def fuses(self, problem: Any) -> bool:
+        return False
+
     def product(self, problem: Any, value: Array, value_of: IntArray) -> None:
         return None
 

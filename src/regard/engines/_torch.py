@@ -76,6 +76,9 @@ class TorchEngine:
         kernel, why_not = fused.usable(problem)
         return f"torch: streaming tiles ({why_not})" if kernel is None else f"torch: {kernel.name}"
 
+    def fuses(self, problem: Any) -> bool:
+        return fused.usable(problem)[0] is not None
+
     def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
         return fused.product(problem, value, value_of)
 

@@ -167,6 +167,10 @@ class Keys(Mask):
         return Cuts(np.array([0]), _from_zero(edges, frame.kv_len))
 
     @property
+    def by_key(self) -> bool:
+        return True
+
+    @property
     def ragged(self) -> bool:
         return self.count.array.ndim > 0
 

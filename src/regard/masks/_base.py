@@ -67,6 +67,11 @@ class Mask:
         return False
 
     @property
+    def by_key(self) -> bool:
+        """Whether it lets the same keys through for every query."""
+        return False
+
+    @property
     def ragged(self) -> bool:
         """Whether batch entries differ in how far they reach, so that each is better taken by itself."""
         return False
@@ -163,6 +168,10 @@ class _Several(Mask):
         return all(part.slides for part in self.parts)
 
     @property
+    def by_key(self) -> bool:
+        return all(part.by_key for part in self.parts)
+
+    @property
     def ragged(self) -> bool:
         return any(part.ragged for part in self.parts)
 
@@ -251,6 +260,10 @@ class Not(Mask):
     @property
     def slides(self) -> bool:
         return self.mask.slides
+
+    @property
+    def by_key(self) -> bool:
+        return self.mask.by_key
 
     @property
     def ragged(self) -> bool:

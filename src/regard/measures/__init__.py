@@ -1,0 +1,40 @@
+"""Measures: what can be said of the whole matrix in one streaming pass and O(n) memory.
+
+A measure is about ten lines. This one finds the share of each row that falls on even positions:
+
+>>> import numpy as np, regard
+>>> class EvenShare(Measure):
+...     def init(self, shape, xp):
+...         return xp.zeros(shape[:2])
+...     def step(self, state, weights, scores, q_idx, kv_idx, xp):
+...         state[:, q_idx] += xp.sum(weights * (kv_idx % 2 == 0), axis=-1)
+...         return state
+>>> A = regard.attention(np.zeros((4, 2)), np.zeros((4, 2)), mask=regard.causal())
+>>> A.measure(EvenShare()).even_share
+array([1.        , 0.5       , 0.66666667, 0.5       ])
+"""
+
+from __future__ import annotations
+
+from regard.measures._base import Measure, name_of, span
+from regard.measures._largest import Largest, Top, TopK
+from regard.measures._positions import Distance, Position, Spread
+from regard.measures._sums import Coarse, Entropy, Mass, Output, Received, Sum
+
+__all__ = [
+    "Coarse",
+    "Distance",
+    "Entropy",
+    "Largest",
+    "Mass",
+    "Measure",
+    "Output",
+    "Position",
+    "Received",
+    "Spread",
+    "Sum",
+    "Top",
+    "TopK",
+    "name_of",
+    "span",
+]

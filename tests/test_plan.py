@@ -1,0 +1,173 @@
+"""How measures are made: what rides on a fused call, what a pass makes, and that both give the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    Output,
+    Position,
+    Received,
+    attention,
+    causal,
+    document,
+    first,
+    padding,
+    sliding_window,
+    softcap,
+)
+from regard.engines import _torch_kernels
+from regard.measures import Sum
+
+MASKS: dict[str, Any] = {
+    "none": None,
+    "causal": causal(),
+    "window": sliding_window(7),
+    "ragged": causal() & padding([11, 40]),
+    "documents": document(np.arange(40) // 9),
+    "empty rows": padding([0, 40]),
+}
+
+
+def tensors(dtype: Any = torch.float64, kv_heads: int = 4) -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(2, 4, 40, 16, dtype=torch.float64, generator=generator)
+    key = torch.randn(2, kv_heads, 40, 16, dtype=torch.float64, generator=generator)
+    value = torch.randn(2, kv_heads, 40, 5, dtype=torch.float64, generator=generator)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shapes of value that the fused kernel was called with."""
+    found: list[Any] = []
+    kernel = _torch_kernels.kernel_on("cpu")
+    assert kernel is not None
+    forward = kernel.forward
+
+    def counted(q: Any, k: Any, v: Any, *more: Any) -> Any:
+        found.append(tuple(v.shape))
+        return forward(q, k, v, *more)
+
+    object.__setattr__(kernel, "forward", counted)
+    yield found
+    object.__setattr__(kernel, "forward", forward)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_what_rides_equals_the_dense_matrix(mask: str, kv_heads: int) -> None:
+    query, key, value = tensors(kv_heads=kv_heads)
+    A = attention(query, key, mask=MASKS[mask], enable_gqa=True)
+    chosen = {
+        "output": Output(value), "sink": Mass(first(1)), "at": Position(), "total": Sum(),
+        "middle": Mass(first(20) & ~first(10)), "real": Mass(padding([3, 17])), "not_first": Mass(~first(2)),
+    }  # fmt: skip
+    assert A.plan(**chosen).startswith("one fused call") and "pass" not in A.plan(**chosen)
+    found = A.measure(**chosen)
+    weights = attention(query, key, mask=MASKS[mask], enable_gqa=True).to_dense()
+    real = torch.arange(40) < torch.tensor([3, 17])[:, None, None, None]
+    expected = {
+        "output": weights @ value.repeat_interleave(4 // kv_heads, 1), "sink": weights[..., 0],
+        "at": weights @ torch.arange(40.0, dtype=torch.float64), "total": weights.sum(-1),
+        "middle": weights[..., 10:20].sum(-1), "real": (weights * real).sum(-1), "not_first": weights[..., 2:].sum(-1),
+    }  # fmt: skip
+    for name, right in expected.items():
+        torch.testing.assert_close(getattr(found, name), right, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(A.lse, attention(query, key, mask=MASKS[mask], enable_gqa=True).lse)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = tensors(dtype)
+    measures = (Entropy(), Received(), Distance(), Coarse(7), Position(), Mass(first(3)))
+
+    def made() -> list[Any]:
+        alone, together, after = (attention(query, key, mask=MASKS[mask]) for _ in range(3))
+        _ = after @ value
+        return [
+            *alone.measure(Entropy()), *together.measure(Output(value), *measures), *after.measure(*measures),
+        ]  # fmt: skip
+
+    fused = made()
+    monkeypatch.setattr(_torch_kernels, "kernel_on", lambda device_type: None)
+    room = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3}[dtype]
+    for ours, streamed in zip(fused, made(), strict=True):
+        # At half precision only the output is: measures come from scores in float32 either way.
+        assert ours.dtype == streamed.dtype or torch.float64 in (ours.dtype, streamed.dtype)
+        limit = room if ours.dtype == dtype else min(room, 2e-5)
+        torch.testing.assert_close(ours.double(), streamed.double(), rtol=limit, atol=limit)
+
+
+def test_the_plan_is_what_happens(calls: list[Any]) -> None:
+    query, key, value = tensors()
+    A = attention(query, key, mask=causal())
+    assert "one fused call" in A.plan(Entropy()) and "pass" not in A.plan(Entropy())
+    A.entropy()
+    assert calls == [(1, 8, 40, 16)], "value = key, and no pass"
+    assert A.plan(Entropy()) == "one pass over tiles of 512 × 512, weights from the lse: entropy"
+    A.measure(Entropy(), Received())
+    assert len(calls) == 1, "the lse is known"
+    A.measure(Output(value), Position())
+    assert calls[1:] == [(1, 8, 40, 16)], "five columns of the value, one that rides, filled up"
+    B = attention(query, key, mask=causal())
+    assert B.plan(Output(value), Received()).count("\n") == 1
+    B.measure(Output(value), Received())
+    assert len(calls) == 3
+    capped = attention(query, key, score_mod=softcap(5.0))
+    assert "read twice" in capped.plan(Entropy(), Output(value)) and "fused" not in capped.plan(Entropy())
+    assert attention(query, key).plan() == "one fused call (torch: flash on CPU): lse"
+
+
+def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:
+    query, key, value = tensors(torch.bfloat16)
+    A = attention(query, key, mask=causal())
+    plan = A.plan(Output(value), Position())
+    assert plan.splitlines()[0] == "one product (torch: flash on CPU): output"
+    found = A.measure(Output(value), Position())
+    assert torch.equal(found.output, attention(query, key, mask=causal()) @ value)
+    assert found.position.dtype == torch.float32
+
+
+def test_an_output_keeps_its_gradient_beside_measures() -> None:
+    query, key, value = tensors()
+    value.requires_grad_()
+    A = attention(query, key, mask=causal())
+    found = A.measure(Output(value), Entropy())
+    found.output.sum().backward()
+    torch.testing.assert_close(value.grad.sum((-1, -2)), torch.full((2, 4), 200.0, dtype=torch.float64))
+
+
+def test_numpy_makes_output_and_measures_in_one_pass() -> None:
+    query, key, value = (x.numpy() for x in tensors())
+    A = attention(query, key, mask=causal())
+    assert A.plan(Output(value), Entropy()).startswith("one pass over tiles")
+    found = A.measure(Output(value), Entropy())
+    np.testing.assert_allclose(found.output, A @ value, rtol=1e-12)
+    np.testing.assert_allclose(found.entropy, A.entropy(), rtol=1e-12)
+
+
+def test_a_nan_that_the_kernel_meets_sends_everything_to_the_pass() -> None:
+    query, key, value = tensors()
+    key[0, 1, 30] = torch.nan
+    found = attention(query, key, mask=causal()).measure(Output(value), Position())
+    assert found.output[0, 1, 30:].isnan().all() and found.position[0, 1, 30:].isnan().all()
+    assert found.output[0, 1, :30].isfinite().all() and found.position[:, [0, 2, 3]].isfinite().all()
+
+
+def test_the_kernel_says_when_it_could_not_be_used() -> None:
+    query, key, value = tensors()
+    A = attention(query, key, mask=causal())
+    _ = A @ torch.where(torch.arange(40)[:, None] == 20, torch.nan, value)
+    assert A.kernel.startswith("torch: streaming tiles (")
+    _ = A @ value
+    assert A.kernel == "torch: flash on CPU, causal"
