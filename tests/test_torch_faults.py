@@ -66,10 +66,22 @@ def test_a_mask_tile_has_few_rows_even_where_the_mask_has_no_cuts(monkeypatch):
         return lambda band, columns: rows.append(len(band)) or tile(band, columns)
 
     monkeypatch.setattr(fused, "_tile_maker", recorded)
-    # Row 0 cut off, no block has the diagonal in its corner, and all of it is tested.
-    attention(query, key, mask=causal()).lazy[..., 1:, :] @ value
+    # The future alone: no kernel takes it as a causal block, and all of it is tested.
+    attention(query, key, mask=~causal()) @ value
     attention(query, key, score_mod=alibi()) @ value
-    assert sum(rows) == 1199 + 1200 and max(rows) <= fused.TESTED_ROWS
+    assert sum(rows) == 1200 + 1200 and max(rows) <= fused.TESTED_ROWS
+
+
+def test_rows_from_the_middle_of_a_causal_matrix_need_no_mask_tile(monkeypatch):
+    query, key, value = draw(1, 2, 1200, 4)
+    A = attention(query, key, mask=causal())
+    expected = (A @ value)[:, :, 500:1100]
+    monkeypatch.setattr(fused, "_tile_maker", lambda pairs: None)  # whoever makes a tile fails
+    part = A.lazy[..., 500:1100, :]
+    torch.testing.assert_close(part @ value, expected)
+    assert part.kernel == "torch: flash on CPU, 2 blocks"
+    chunk = attention(query[:, :, 600:], key, mask=causal(align="lower_right"))
+    torch.testing.assert_close(chunk @ value, (A @ value)[:, :, 600:])
 
 
 @pytest.mark.parametrize(

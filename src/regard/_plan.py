@@ -126,8 +126,8 @@ def _side_by_side(parts: list[tuple[Array, IntArray]], xp: Any) -> tuple[Array, 
         own, shared = (len(several[0][0]), several[0][1]) if several else (1, parts[0][1])
         arrays = [xp.broadcast_to(array, (own, *array.shape[1:])) for array, _ in parts]
         return xp.concat(arrays, axis=-1), shared
-    own = [array[xp.asarray(of)] for array, of in parts]
-    return xp.concat(own, axis=-1), np.arange(len(parts[0][1]))
+    each = [array[xp.asarray(of)] for array, of in parts]
+    return xp.concat(each, axis=-1), np.arange(len(parts[0][1]))
 
 
 def raised(problem: Problem) -> Problem:

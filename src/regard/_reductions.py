@@ -36,8 +36,11 @@ class Reductions:
         """The k largest weights of each row and their keys: `.values` and `.indices`, (…, heads, q_len, k)."""
         return self.measure(top=TopK(k)).top
 
-    def coarsen(self, block: int, reduce: str = "mean") -> Array:
-        """The matrix as `block` × `block` cells by their "mean", "max" or "sum": (…, heads, block, block)."""
+    def coarsen(self, block: int | tuple[int, int], reduce: str = "mean") -> Array:
+        """The matrix as `block` × `block` cells by their "mean", "max" or "sum": (…, heads, block, block).
+
+        `block` may be (rows, columns), too.
+        """
         return self.measure(Coarse(block, reduce)).coarse
 
     def sum(self, axis: int | tuple[int, ...] | None = None) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from regard._errors import ArgumentError, kind_of
 from regard._shapes import pairs_of, serves
-from regard._types import Array, Frame, IntArray
+from regard._types import Array, Frame, IntArray, is_run
 from regard.engines import Engine, engine_of
 from regard.masks import Mask
 from regard.scores import ScoreMod
@@ -24,8 +24,6 @@ from regard.scores import ScoreMod
 ROWS, COLUMNS, TILE = 512, 512, 1 << 19
 # Entries of a band whose scores are kept between the two readings rather than computed again.
 KEEP = 1 << 22
-# The logarithm of a weight of zero: finite, so that their product is zero.
-FLOOR = -1e30
 
 
 class Rows(NamedTuple):
@@ -151,11 +149,18 @@ class Problem:
             return scores
         return xp.where(self.mask.allows(self.frame, q_idx, columns, xp), scores, -xp.inf)
 
-    def hidden(self, rows: IntArray, columns: IntArray) -> Array:
-        """What is added to finite scores of a tile to hide them: 0, or FLOOR. Quicker than to choose by `where`."""
+    def allowed(self, rows: IntArray, columns: IntArray, kept: dict[Any, Array]) -> Array:
+        """1 where a tile is seen, 0 where hidden: `(pairs or 1, rows, columns)`; `kept` for those that are alike."""
         assert self.mask is not None
-        allowed = self.mask.allows(self.frame, self.positions[rows], columns, self.engine.xp)
-        return (self.engine.xp.astype(allowed, self.dtype) - 1.0) * -FLOOR
+        q_idx = self.positions[rows]
+        # Blocks along a diagonal share one.
+        alike = (
+            (columns[0] - q_idx[0], len(rows), len(columns)) if self.mask.slides and is_run(q_idx) else None
+        )
+        if alike is None or alike not in kept:
+            allowed = self.mask.allows(self.frame, q_idx, columns, self.engine.xp)
+            kept[alike] = self.engine.xp.astype(allowed, self.dtype)
+        return kept[alike]
 
     def live_blocks(self, rows: IntArray) -> list[tuple[IntArray, bool]]:
         """The columns of every block that these rows may see, and whether they see all of it."""
@@ -234,11 +239,17 @@ def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None
     engine, xp = problem.engine, problem.engine.xp
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
     reading = any(getattr(measure, "reads_scores", True) for measure in bound)
-    # From the lse of a kernel, and nothing to do to the scores: one product, one exponential.
-    lean = known is not None and known.total is None and not (problem.score_mods or reading)
+    last = max((i for i, measure in enumerate(bound) if hasattr(measure, "step_logs")), default=None)
+    # From the lse of a kernel, and nothing to do to the scores: one product, one exponential. It does not tell a weight
+    # of zero from the smallest number, which matters where a sink may take all.
+    changed = problem.score_mods or problem.sink is not None
+    lean = known is not None and known.total is None and not (changed or reading)
     states = [measure.init(problem.shape, xp) for measure in bound]
     room: list[Array] = []  # used again for every tile: fresh memory costs as much as what is done in it
+    alike: dict[Any, Array] = {}
     every = xp.arange(max(problem.shape))
+    if lean:
+        key = engine.take(problem.key, problem.key_of, np.arange(problem.shape[2]), problem.dtype)
     found: list[Rows] = []
     for band in bands(problem.shape[1]):
         blocks = problem.live_blocks(band)
@@ -255,15 +266,17 @@ def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None
         for (columns, full), scores in zip(blocks if bound else (), kept, strict=False):
             kv_idx, logs = every[columns[0] : columns[-1] + 1], None
             if lean:
-                key = engine.take(problem.key, problem.key_of, columns, problem.dtype)
-                hidden = None if full or problem.mask is None else problem.hidden(band, columns)
-                logs, weights = engine.weights(query, key, shift, hidden, room)
+                allowed = None if full else problem.allowed(band, columns, alike)
+                logs, weights = engine.weights(
+                    query, key[:, columns[0] : columns[-1] + 1], shift, allowed, room
+                )
             else:
                 scores = problem.scores(band, columns, full) if scores is None else scores
                 weights = weights_of(scores, rows, engine)
             for i, measure in enumerate(bound):
                 if logs is not None and hasattr(measure, "step_logs"):
-                    states[i] = measure.step_logs(states[i], weights, logs, q_idx, kv_idx, xp)
+                    own = logs if i == last else logs + 0.0  # whoever is last may use them up
+                    states[i] = measure.step_logs(states[i], weights, own, q_idx, kv_idx, xp)
                 else:
                     states[i] = measure.step(states[i], weights, scores, q_idx, kv_idx, xp)
     if known is None:

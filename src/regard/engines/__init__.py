@@ -74,9 +74,9 @@ class Engine(Protocol):
         """scale · query keyᵀ: `(g, r, c)`."""
 
     def weights(
-        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
     ) -> tuple[Array, Array]:
-        """query keyᵀ − shift + hidden and its exponential, `(g, r, c)` both; `room` is memory to use again."""
+        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `room` is to use again."""
 
     def exponentials(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""

@@ -97,12 +97,12 @@ class NumpyEngine:
         return scores
 
     def weights(
-        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
     ) -> tuple[Array, Array]:
-        logs = query @ key.swapaxes(-1, -2) - shift
-        if hidden is not None:
-            logs += hidden
-        return logs, np.exp(logs)
+        logs = np.maximum(query @ key.swapaxes(-1, -2) - shift, np.log(np.finfo(query.dtype).tiny))
+        if allowed is None:
+            return logs, np.exp(logs)
+        return logs, np.exp(np.minimum(logs, 0.0)) * allowed
 
     def exponentials(self, scores: Array, shift: Array) -> Array:
         shifted = scores - shift

@@ -17,7 +17,6 @@ from regard._types import Array, IntArray, as_array, is_run
 from regard.engines import _torch_fused as fused
 
 Tensor = Any  # the types of torch are not followed
-_IN_CACHE = 1 << 17
 
 
 class Namespace:
@@ -49,14 +48,7 @@ class Namespace:
         return torch.arange(*limits, device=self._device)
 
     def vecdot(self, x: Array, y: Array) -> Array:
-        # The compatible one is a product of single rows, ten times slower. A few rows at a time, what is in between
-        # stays in the cache.
-        y = y.expand_as(x)
-        rows = max(1, _IN_CACHE // max(1, x.shape[-1] * math.prod(x.shape[:-2])))
-        return torch.cat(
-            [torch.linalg.vecdot(*each) for each in zip(x.split(rows, -2), y.split(rows, -2), strict=True)],
-            -1,
-        )
+        return torch.linalg.vecdot(x, y)  # the compatible one is a product of single rows, ten times slower
 
     def where(self, condition: Any, x: Any, y: Any) -> Array:
         # torch's own keeps the dtype of the tensor beside a plain number, as NumPy does.
@@ -160,7 +152,7 @@ class TorchEngine:
         return (query @ key.mT).mul_(scale)
 
     def weights(
-        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
     ) -> tuple[Array, Array]:
         shape = (len(shift), query.shape[1], key.shape[1])
         size = math.prod(shape)
@@ -168,10 +160,10 @@ class TorchEngine:
             room[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
         logs, weights = (each[:size].view(shape) for each in room)
         torch.bmm(query.expand(len(shift), -1, -1), key.expand(len(shift), -1, -1).mT, out=logs)
-        logs.sub_(shift)
-        if hidden is not None:
-            logs.add_(hidden)
-        return logs, torch.exp(logs, out=weights)
+        # The exponential of what overflows, or becomes subnormal, is many times slower.
+        logs.sub_(shift).clamp_(math.log(torch.finfo(logs.dtype).tiny), None if allowed is None else 0.0)
+        torch.exp(logs, out=weights)
+        return logs, weights if allowed is None else weights.mul_(allowed)
 
     def exponentials(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()

@@ -64,8 +64,14 @@ def plan(frame: Frame, mask: Mask | None, q_range: range, biased: bool) -> list[
         row_cuts, column_cuts = (np.union1d(row_cuts, cuts.rows) if biased else cuts.rows), cuts.columns
     bands: list[Rows] = []
     starts = [q_range.start, *(int(r) for r in row_cuts if q_range.start < r < q_range.stop)]
+    edges = set() if mask is None else mask.diagonals(frame)
     for start, stop in zip(starts, [*starts[1:], q_range.stop], strict=True):
-        band = _band(frame, mask, range(start, stop), column_cuts, biased)
+        # Where rows begin in the middle, columns cut at the same corner leave a full and a causal piece.
+        corners = [
+            corner for edge in edges for corner in (start + edge, stop + edge) if 0 < corner < frame.kv_len
+        ]
+        columns = np.union1d(column_cuts, np.array(corners, np.int64)) if corners else column_cuts
+        band = _band(frame, mask, range(start, stop), columns, biased)
         if len(band.rows) > TESTED_ROWS and any(piece.tested for piece in band.pieces):
             steps = range(start, stop, TESTED_ROWS)
             parts = [range(r, min(r + TESTED_ROWS, stop)) for r in steps]

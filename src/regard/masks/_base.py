@@ -61,6 +61,11 @@ class Mask:
         """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""
         return None
 
+    def diagonals(self, frame: Frame) -> set[int]:
+        """The `diagonal` of each part that has one."""
+        edge = self.diagonal(frame)
+        return set() if edge is None else {edge}
+
     @property
     def slides(self) -> bool:
         """Whether it depends on kv_idx − q_idx alone, so that blocks along a diagonal are alike."""
@@ -158,10 +163,13 @@ class _Several(Mask):
     def cuts(self, frame: Frame) -> Cuts:
         each = [part.cuts(frame) for part in self.parts]
         rows, columns = (np.unique(np.concatenate(positions)) for positions in zip(*each, strict=True))
-        for edge in {part.diagonal(frame) for part in self.parts} - {None}:
+        for edge in self.diagonals(frame):
             # Corners on the diagonal make causal blocks.
             rows, columns = np.union1d(rows, columns - edge), np.union1d(columns, rows + edge)
         return Cuts(*(x[(x >= 0) & (x < n)] for x, n in ((rows, frame.q_len), (columns, frame.kv_len))))
+
+    def diagonals(self, frame: Frame) -> set[int]:
+        return {edge for part in self.parts for edge in part.diagonals(frame)}
 
     @property
     def slides(self) -> bool:
@@ -256,6 +264,9 @@ class Not(Mask):
 
     def cuts(self, frame: Frame) -> Cuts:
         return self.mask.cuts(frame)
+
+    def diagonals(self, frame: Frame) -> set[int]:
+        return self.mask.diagonals(frame)
 
     @property
     def slides(self) -> bool:

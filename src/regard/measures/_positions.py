@@ -27,31 +27,35 @@ class Distance(Measure):
 
     align: Align | None = None
     positions: IntArray | None = None
+    at: Array | None = None
     steps: Array | None = None
+    steps_back: Array | None = None
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         offset = problem.frame.offset(self.align, name_of(self))
-        steps = problem.engine.xp.asarray(np.arange(problem.frame.kv_len), dtype=problem.dtype)
-        return replace(self, positions=problem.positions + offset, steps=steps)
+        positions, xp = problem.positions + offset, problem.engine.xp
+        at, steps = (xp.asarray(x, dtype=problem.dtype) for x in (positions, np.arange(problem.frame.kv_len)))
+        return replace(self, positions=positions, at=at, steps=steps, steps_back=xp.flip(steps))
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.positions is not None and self.steps is not None
-        rows, columns = span(q_idx), span(kv_idx)
-        at, (first, last) = self.positions[rows], (columns.start, columns.stop - 1)
+        assert self.positions is not None and self.at is not None
+        assert self.steps is not None and self.steps_back is not None
+        rows, columns, width = span(q_idx), span(kv_idx), len(kv_idx)
+        first, last = columns.start, columns.stop - 1
         # From a row to the nearest key of the tile, and on from there to each key: nothing cancels.
-        if at.min() >= last:
-            gap, on = at - last, xp.flip(self.steps[: len(kv_idx)])
-        elif at.max() <= first:
-            gap, on = first - at, self.steps[: len(kv_idx)]
+        if self.positions[rows].min() >= last:
+            gap, on = self.at[rows] - last, self.steps_back[-width:]
+        elif self.positions[rows].max() <= first:
+            gap, on = first - self.at[rows], self.steps[:width]
         else:
-            ahead = self.steps[: len(kv_idx)] - xp.asarray(at - first, dtype=weights.dtype)[:, None]
+            ahead = self.steps[:width] - (self.at[rows] - first)[:, None]
             state[:, rows] += xp.vecdot(weights, xp.abs(ahead))
             return state
-        state[:, rows] += xp.asarray(gap, dtype=weights.dtype) * xp.sum(weights, axis=-1) + weights @ on
+        state[:, rows] += gap * xp.sum(weights, axis=-1) + weights @ on
         return state
 
 

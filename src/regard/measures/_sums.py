@@ -45,8 +45,9 @@ class Entropy(Measure):
         return xp.where(lse == -xp.inf, 0.0, entropy)
 
     def step_logs(self, state: Any, weights: Array, logs: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        """`step` where the loop has the logarithms of the weights at hand; finite, for a weight of 0 too."""
-        state[:, span(q_idx)] -= xp.vecdot(weights, logs)
+        """`step` where the logarithms of the weights are at hand, finite for a weight of 0 too; it uses them up."""
+        logs *= weights
+        state[:, span(q_idx)] -= xp.sum(logs, axis=-1)
         return state
 
 
@@ -151,7 +152,7 @@ class Mass(Measure):
 class Coarse(Measure):
     """The matrix as a picture of `block` × `block` cells, (…, block, block), by their mean, "max" or "sum".
 
-    Entry (i, j) falls into cell (i · block // q_len, j · block // kv_len).
+    Entry (i, j) falls into cell (i · block // q_len, j · block // kv_len). `block` may be (rows, columns), too.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((4, 2)), np.zeros((4, 2))).measure(Coarse(2)).coarse
@@ -159,7 +160,7 @@ class Coarse(Measure):
            [0.25, 0.25]])
     """
 
-    block: int
+    block: int | tuple[int, int]
     reduce: str = "mean"
     problem: Problem | None = None
     reads_scores: ClassVar[bool] = False
@@ -168,7 +169,11 @@ class Coarse(Measure):
         rows, columns = problem.shape[1:]
         of = f" for a matrix of ({rows}, {columns})"
         cells = "block is the number of cells along an edge, at most one for each row and column."
-        check_count(self.block, 1, min(rows, columns), "coarsen", "block", of, cells)
+        if isinstance(self.block, tuple) and len(self.block) == 2:
+            for block, length, name in zip(self.block, (rows, columns), ("rows", "columns"), strict=True):
+                check_count(block, 1, length, "coarsen", f"block of {name}", of, cells)
+        else:
+            check_count(self.block, 1, min(rows, columns), "coarsen", "block", of, cells)
         if self.reduce not in ("mean", "max", "sum"):
             raise ArgumentError(
                 "coarsen",
@@ -178,16 +183,21 @@ class Coarse(Measure):
             )
         return replace(self, problem=problem)
 
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """How many cells there are along the rows and along the columns."""
+        return self.block if isinstance(self.block, tuple) else (self.block, self.block)
+
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        return xp.zeros((shape[0], self.block, self.block))
+        return xp.zeros((shape[0], *self._blocks))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         how = "max" if self.reduce == "max" else "sum"
         where = [slice(None)]
-        for axis, indices in ((-2, q_idx), (-1, kv_idx)):
+        for axis, indices, block in zip((-2, -1), (q_idx, kv_idx), self._blocks, strict=True):
             at = span(indices)
-            cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], self.block)
+            cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], block)
             weights = self.problem.engine.segments(weights, sizes, axis, how)
             where.append(cells)
         part = state[tuple(where)]
@@ -201,7 +211,8 @@ class Coarse(Measure):
         if self.reduce != "mean":
             return state
         assert self.problem is not None
-        rows, columns = (np.array(_cells(0, n, n, self.block)[1]) for n in self.problem.shape[1:])
+        lengths = zip(self.problem.shape[1:], self._blocks, strict=True)
+        rows, columns = (np.array(_cells(0, n, n, block)[1]) for n, block in lengths)
         return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])
 
 
