@@ -1,0 +1,270 @@
+"""From outcomes to causes: the fewest faults that reproduce what a function answers, and the smallest input of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from regard.testing._call import Call, Question
+from regard.testing._convention import Convention
+from regard.testing._faults import FAULTS, Fault
+from regard.testing._judge import Impossible, Outcome, agrees, ask, expected
+from regard.testing._steps import DEFINITION, Answer, Steps
+
+SCREENED = 2  # failing questions of each capability that a fault is first tried on
+PROMISING = 6  # faults then tried on every question
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """One cause in words, where it shows, and the smallest input that shows it."""
+
+    name: str
+    words: str
+    cure: str
+    capabilities: tuple[str, ...]
+    count: int
+    call: Call
+    came: Answer | str
+    expected: Answer
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """Faults, each as the variant that was found, and the steps they amount to together."""
+
+    faults: tuple[tuple[Fault, int], ...]
+    steps: Steps
+
+    def without(self, position: int) -> Diagnosis:
+        """The same without one fault."""
+        kept = self.faults[:position] + self.faults[position + 1 :]
+        return _together(kept)
+
+
+def _together(faults: Sequence[tuple[Fault, int]]) -> Diagnosis:
+    steps = DEFINITION
+    for fault, variant in faults:
+        steps = replace(steps, **fault.variants[variant])
+    return Diagnosis(tuple(faults), steps)
+
+
+def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
+    """The fewest faults under which the outcomes are what was to be expected, found one by one.
+
+    Each is the one that makes most outcomes agree, those that were right included: a fault that would have shown
+    elsewhere, and did not, is not the cause.
+    """
+    found = Diagnosis((), DEFINITION)
+    right = _count(outcomes, DEFINITION)
+    while right < len(outcomes):
+        screen = list(_screen(outcomes, found.steps))
+        tried = []
+        for fault in FAULTS:
+            for variant in range(len(fault.variants)):
+                steps = fault.applied_to(found.steps, variant)
+                hits = _count(screen, steps) if steps is not None else 0
+                if hits:
+                    tried.append((hits, (fault, variant)))
+        tried.sort(key=lambda pair: -pair[0])  # stable: the commonest first
+        best, better = None, right
+        for _, choice in tried[:PROMISING]:
+            candidate = _together((*found.faults, choice))
+            count = _count(outcomes, candidate.steps)
+            if count > better:
+                best, better = candidate, count
+        if best is None:
+            break
+        found, right = best, better
+    return _pruned(found, outcomes)
+
+
+def _pruned(found: Diagnosis, outcomes: Sequence[Outcome]) -> Diagnosis:
+    """Without the faults that a later one made needless."""
+    right = _count(outcomes, found.steps)
+    for position in reversed(range(len(found.faults))):
+        fewer = found.without(position)
+        if _count(outcomes, fewer.steps) >= right:
+            found = fewer
+    return found
+
+
+def _count(outcomes: Sequence[Outcome], steps: Steps) -> int:
+    return sum(agrees(outcome, steps) for outcome in outcomes)
+
+
+def _screen(outcomes: Sequence[Outcome], steps: Steps) -> Iterator[Outcome]:
+    """The first failing questions of each capability."""
+    taken: dict[str, int] = {}
+    for outcome in outcomes:
+        capability = outcome.question.capability
+        if taken.get(capability, 0) < SCREENED and not agrees(outcome, steps):
+            taken[capability] = taken.get(capability, 0) + 1
+            yield outcome
+
+
+# -- findings -----------------------------------------------------------------------------------------------
+
+
+def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[Outcome]) -> list[Finding]:
+    """Every finding, the one that explains most first; each failing outcome belongs to at least one."""
+    chance = _chance(fn, convention, outcomes)
+    if chance is not None:
+        return [chance]
+    found: list[Finding] = []
+    changed = [o for o in outcomes if o.answer is not None and o.answer.changed]
+    if changed:
+        words, cure = "the arguments are changed in place", "Work on a copy: the caller still needs them."
+        found.append(_finding("arguments changed", words, cure, changed, fn, convention, _is_changed))
+    diagnosis = diagnose(outcomes)
+    for position, choice in enumerate(diagnosis.faults):
+        shows = _shows(diagnosis.steps, diagnosis.without(position).steps)
+        alone = _shows(_together([choice]).steps, DEFINITION)  # the clearest: no other fault has a part in it
+        shown = [o for o in outcomes if shows(o)]
+        clear = alone if any(map(alone, shown)) else shows
+        fault, _ = choice
+        found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear))
+    left = [o for o in outcomes if not agrees(o, diagnosis.steps)]
+    found += _refusals([o for o in left if o.raised], fn, convention)
+    found += _unexplained([o for o in left if not o.raised], outcomes, diagnosis.steps, fn, convention)
+    return found
+
+
+def _shows(steps: Steps, fewer: Steps) -> Callable[[Outcome], bool]:
+    return lambda outcome: agrees(outcome, steps) and not agrees(outcome, fewer)
+
+
+def _is_changed(outcome: Outcome) -> bool:
+    return outcome.answer is not None and outcome.answer.changed
+
+
+def _chance(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[Outcome]) -> Finding | None:
+    """A function that answers the same call differently each time has nothing else that could be said of it."""
+
+    def varies(outcome: Outcome) -> bool:
+        again = ask(fn, convention, outcome.question).answer
+        if outcome.answer is None or again is None or again.output.shape != outcome.answer.output.shape:
+            return (outcome.answer is None) != (again is None)
+        return not np.allclose(again.output, outcome.answer.output, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+    asked = [o for o in outcomes if o.question.capability in ("plain", "heads and batch", "q_len ≠ kv_len")]
+    if not (varying := [outcome for outcome in asked if varies(outcome)]):
+        return None
+    return _finding(
+        "chance", "the same call gives another result each time: dropout, or another source of chance, is active",
+        "Switch dropout off unless training.", varying, fn, convention, varies,
+    )  # fmt: skip
+
+
+def _refusals(refused: list[Outcome], fn: Callable[..., Any], convention: Convention) -> Iterator[Finding]:
+    """One finding for each message, sizes left out of it."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in refused:
+        groups.setdefault(re.sub(r"\d+", "…", outcome.raised), []).append(outcome)
+    for group in groups.values():
+        kind = group[0].raised.split(":")[0]
+        names = _capabilities(group)
+
+        def shows(outcome: Outcome, kind: str = kind) -> bool:
+            return outcome.raised.split(":")[0] == kind
+
+        yield _finding(
+            "refused", f"does not take {_listed(names)}: {group[0].raised}",
+            f"If that is meant, say so: without={names!r}.", group, fn, convention, shows,
+        )  # fmt: skip
+
+
+def _unexplained(
+    left: list[Outcome], outcomes: Sequence[Outcome], steps: Steps, fn: Callable[..., Any], convention: Convention
+) -> Iterator[Finding]:
+    """What no known fault explains, one finding for what the failing calls have in common and the others have not."""
+
+    def shows(outcome: Outcome) -> bool:
+        return not outcome.raised and not agrees(outcome, steps)
+
+    passing = [o.question.uses for o in outcomes if agrees(o, steps)]
+    while left:
+        common = {use: [o for o in left if use in o.question.uses] for o in left for use in o.question.uses}
+        clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}
+        choice = clean or {left[0].question.capability: common[left[0].question.capability]}
+        what, group = max(choice.items(), key=lambda item: (len(item[1]), item[0] == "every call"))
+        errors = [o.error for o in group if np.isfinite(o.error)]
+        by = f", by up to {max(errors):.2g}" if errors else ""
+        where = "in every call" if what == "every call" else f"for {what}"
+        yield _finding(
+            "unknown", f"differs from the definition {where}{by}, in a way the kit has no name for",
+            "The smallest input below shows what came and what was expected.", group, fn, convention, shows,
+        )  # fmt: skip
+        left = [o for o in left if not any(o is explained for explained in group)]
+
+
+def _capabilities(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(o.question.capability for o in outcomes))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join(names)
+
+
+def _finding(
+    name: str, words: str, cure: str, outcomes: list[Outcome], fn: Callable[..., Any], convention: Convention,
+    shows: Callable[[Outcome], bool],
+) -> Finding:  # fmt: skip
+    smallest = min(filter(shows, outcomes), key=lambda o: o.question.call.query.size + o.question.call.key.size)
+    question = shrink(smallest.question, lambda q: shows(ask(fn, convention, q)))
+    outcome = ask(fn, convention, question)
+    asked = convention.causal or "lower_right"
+    other = "upper_left" if asked == "lower_right" else "lower_right"
+    corner = {"asked": asked.replace("_", " "), "other": other.replace("_", " "), "other_name": other}
+    if name == "causal corner":
+        words, cure = words.format(**corner), cure.format(**corner)
+    return Finding(
+        name, words, cure, _capabilities(outcomes), len(outcomes), question.call,
+        outcome.raised if outcome.answer is None else outcome.answer, expected(question, DEFINITION).exact,
+    )  # fmt: skip
+
+
+# -- the smallest input -------------------------------------------------------------------------------------
+
+
+def shrink(question: Question, shows: Callable[[Question], bool]) -> Question:
+    """The question with every axis cut, and every number rounded, as far as it still shows the finding."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(question):
+            try:
+                smaller = shows(candidate)
+            except Impossible:
+                continue
+            if smaller:
+                question = candidate
+                break
+    return question
+
+
+def _smaller(question: Question) -> Iterator[Question]:
+    """Calls a little simpler than this one, the simplest first."""
+    call = question.call
+    sizes = call.sizes
+    for axis in ("batch", "heads", "q_len", "kv_len", "head_dim", "value_dim"):
+        if axis == "heads" and sizes["heads"] != sizes["kv_heads"]:
+            continue
+        for count in range(1, sizes[axis]):
+            yield replace(question, call=call.take(axis, slice(0, count)))
+            yield replace(question, call=call.take(axis, slice(sizes[axis] - count, None)))
+    if call.mask is not None and call.mask.ndim == 4 and call.mask.shape[:2] == (1, 1):
+        yield replace(question, call=replace(call, mask=call.mask[0, 0]))
+    if call.mask is not None:
+        yield replace(question, call=replace(call, mask=None))
+    if call.memory != "contiguous":
+        yield replace(question, call=replace(call, memory="contiguous"))
+    for name in ("query", "key", "value"):
+        array = getattr(call, name)
+        whole = np.where(np.isfinite(array), np.sign(array) * np.ceil(np.abs(array)), array)
+        if not np.array_equal(whole, array, equal_nan=True):
+            yield replace(question, call=replace(call, **{name: whole}))

@@ -1,0 +1,177 @@
+"""Ready conventions: functions that are known, and how one that is not known is described by its signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from regard._errors import ArgumentError
+from regard.testing._call import Question, questions
+from regard.testing._convention import Convention
+from regard.testing._judge import ask
+
+READY: dict[str, Convention] = {
+    "torch": Convention(
+        "b h n d", "keep", "upper_left", "torch", mask_argument="attn_mask", causal_argument="is_causal",
+        scale_argument="scale", gqa_argument="enable_gqa", grouped=True,
+    ),
+    "multihead": Convention(
+        "b n (h d)", "drop", None, "torch", mask_argument="attn_mask", causal_argument="is_causal",
+        heads_argument="num_heads",
+    ),
+    "flex": Convention(
+        "b h n d", "keep", "upper_left", "torch", mask_argument="mask", causal_argument="causal",
+        scale_argument="scale", gqa_argument="enable_gqa", grouped=True,
+    ),
+    "flash_attn": Convention(
+        "b n h d", None, "lower_right", "torch", mask_argument=None, causal_argument="causal",
+        scale_argument="softmax_scale", grouped=True, dtypes=("float16", "bfloat16"), device="cuda",
+    ),
+    "jax": Convention(
+        "b n h d", "keep", "upper_left", "jax", mask_argument="mask", causal_argument="is_causal",
+        scale_argument="scale", grouped=True,
+    ),
+    "numpy": Convention(),
+}  # fmt: skip
+
+# Names under which functions have the options that the kit can use.
+NAMES = {
+    "mask_argument": ("mask", "attn_mask", "attention_mask"),
+    "causal_argument": ("is_causal", "causal"),
+    "scale_argument": ("scale", "softmax_scale", "sm_scale"),
+    "heads_argument": ("num_heads", "n_heads", "heads"),
+    "gqa_argument": ("enable_gqa",),
+}
+LAYOUTS = ("b h n d", "h n d", "n d")
+
+
+def describe(fn: Any, name: str | None, described: dict[str, Any]) -> tuple[Any, Convention]:
+    """The function as the kit calls it, and its convention: the ready one of that name, a known one, or its signature's."""
+    if name is not None and name not in READY:
+        raise ArgumentError(
+            "conformance", received=f"the convention {name!r}", expected=f"one of {', '.join(READY)}",
+            cure="Or describe the function by the fields of regard.testing.Convention.",
+        )  # fmt: skip
+    known = _known(fn) if fn is not None else None
+    wrapped = {"multihead": _multihead, "flex": _flex, "jax": _jax}.get(known or "")
+    if known is not None and name in (None, known):
+        return (wrapped(fn) if wrapped else fn), replace(READY[known], **described)
+    if name is not None:
+        return fn, replace(READY[name], **described)
+    if fn is None:
+        return fn, Convention(**described)
+    return fn, _by_signature(fn, described)
+
+
+def _known(fn: Any) -> str | None:
+    """The name of the ready convention of a function, by its identity; nothing is imported to find out."""
+    for name, module, path in (
+        ("torch", "torch.nn.functional", "scaled_dot_product_attention"),
+        ("multihead", "torch.nn", "MultiheadAttention"),
+        ("flex", "torch.nn.attention.flex_attention", "flex_attention"),
+        ("flash_attn", "flash_attn", "flash_attn_func"),
+        ("jax", "jax.nn", "dot_product_attention"),
+    ):
+        if module in sys.modules and getattr(sys.modules[module], path, None) is fn:
+            return name
+    return None
+
+
+def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Convention:
+    """What the names of the arguments say, and the first layout with which the function answers at all."""
+    try:
+        arguments = set(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # built-ins have none
+        arguments = set()
+    said = {
+        option: next((name for name in names if name in arguments), None)
+        for option, names in NAMES.items()
+        if option not in described
+    }
+    globals_of = getattr(inspect.unwrap(fn), "__globals__", {})
+    modules = {value.__name__.split(".")[0] for value in globals_of.values() if isinstance(value, ModuleType)}
+    library: Any = next((name for name in ("torch", "jax") if name in modules), "numpy")
+    guess: dict[str, Any] = {"library": library, **said, **described}
+    guess.setdefault("grouped", guess.get("gqa_argument") is not None)
+    if "layout" in guess:
+        return Convention(**guess)
+    for layout in LAYOUTS:
+        convention = Convention(**guess, layout=layout)
+        outcomes = [ask(fn, convention, q) for q in _first(convention)]
+        if all(o.not_asked or o.answer is not None for o in outcomes):
+            return convention
+    return Convention(**guess)
+
+
+def _first(convention: Convention) -> list[Question]:
+    """A call of every size that a layout may have."""
+    wanted = ("plain", "heads and batch")
+    return [q for q in questions(convention.arrays.dtype, None) if q.capability in wanted]
+
+
+# -- functions that are not called as the others are ----------------------------------------------------------
+
+
+def _multihead(layer: Any) -> Callable[..., Any]:
+    """`nn.MultiheadAttention` with projections that change nothing, so that its attention is what is asked."""
+
+    @functools.wraps(layer, assigned=("__doc__",), updated=())
+    def multihead(query: Any, key: Any, value: Any, num_heads: int, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        import torch
+
+        width = query.shape[-1]
+        module = layer(width, num_heads, bias=False, batch_first=True, dtype=query.dtype, device=query.device)
+        with torch.no_grad():
+            module.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
+            module.out_proj.weight.copy_(torch.eye(width))
+        if is_causal:  # a hint only: the layer asks for the mask itself as well
+            length = query.shape[1]
+            attn_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        elif attn_mask is not None and attn_mask.ndim == 4:  # it takes (batch · heads, q_len, kv_len)
+            shape = (query.shape[0], num_heads, query.shape[1], key.shape[1])
+            attn_mask = attn_mask.expand(shape).reshape(-1, *shape[2:])
+        elif attn_mask is not None:
+            attn_mask = attn_mask.expand(query.shape[1], key.shape[1])
+        return module(query, key, value, attn_mask=attn_mask, is_causal=is_causal, need_weights=False)[0]
+
+    multihead.__name__ = "nn.MultiheadAttention"
+    return multihead
+
+
+def _flex(flex_attention: Any) -> Callable[..., Any]:
+    """`flex_attention` with the mask as a block mask, uncompiled."""
+
+    def flex(query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        block_mask = None
+        if mask is not None or causal:
+            shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            allowed = None if mask is None else mask.expand(shape)
+
+            def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+                seen = q_idx >= kv_idx if causal else q_idx >= 0
+                return seen if allowed is None else seen & allowed[b, h, q_idx, kv_idx]
+
+            block_mask = create_block_mask(mask_mod, *shape, device=query.device)
+        return flex_attention(query, key, value, block_mask=block_mask, **options)
+
+    flex.__name__ = "flex_attention"
+    return flex
+
+
+def _jax(dot_product_attention: Any) -> Callable[..., Any]:
+    """`dot_product_attention`, whose masks have all four axes."""
+
+    def attention(query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        if mask is not None and mask.ndim < 4:
+            mask = mask[None, None]
+        return dot_product_attention(query, key, value, mask=mask, **options)
+
+    attention.__name__ = "jax.nn.dot_product_attention"
+    return attention
