@@ -158,7 +158,7 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
         yield f"masked NaN or inf in {where}, causal", "NaN", {**square, where: np.nan}
     for where in ("query", "key", "value"):
         yield "live NaN", f"in {where}", {where: np.nan}
-    yield "live NaN", "inf in value", {"value": np.inf}
+    yield "live inf", "in value", {"value": np.inf}
     yield "large scores", "1e4", {"grow": 64}
     yield "large scores", "1e4, masked", {**longer, "grow": 64, "mask": "random"}
     for dtype in ("float64", "float32", "float16", "bfloat16"):

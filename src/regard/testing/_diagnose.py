@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[
         clear = alone if any(map(alone, shown)) else shows
         fault, _ = choice
         found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear))
-    left = [o for o in outcomes if not agrees(o, diagnosis.steps)]
+    left = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
     found += _refusals([o for o in left if o.raised], fn, convention)
     found += _unexplained([o for o in left if not o.raised], outcomes, diagnosis.steps, fn, convention)
     return found
@@ -173,7 +174,7 @@ def _refusals(refused: list[Outcome], fn: Callable[..., Any], convention: Conven
             return outcome.raised.split(":")[0] == kind
 
         yield _finding(
-            "refused", f"does not take {_listed(names)}: {group[0].raised}",
+            "refused", f"raises for {'; '.join(names)}: {group[0].raised}",
             f"If that is meant, say so: without={names!r}.", group, fn, convention, shows,
         )  # fmt: skip
 
@@ -184,9 +185,9 @@ def _unexplained(
     """What no known fault explains, one finding for what the failing calls have in common and the others have not."""
 
     def shows(outcome: Outcome) -> bool:
-        return not outcome.raised and not agrees(outcome, steps)
+        return not (outcome.raised or agrees(outcome, steps) or agrees(outcome, DEFINITION))
 
-    passing = [o.question.uses for o in outcomes if agrees(o, steps)]
+    passing = [o.question.uses for o in outcomes if agrees(o, steps) or agrees(o, DEFINITION)]
     while left:
         common = {use: [o for o in left if use in o.question.uses] for o in left for use in o.question.uses}
         clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}
@@ -204,10 +205,6 @@ def _unexplained(
 
 def _capabilities(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(o.question.capability for o in outcomes))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "; ".join(names)
 
 
 def _finding(
@@ -233,38 +230,56 @@ def _finding(
 
 def shrink(question: Question, shows: Callable[[Question], bool]) -> Question:
     """The question with every axis cut, and every number rounded, as far as it still shows the finding."""
+
+    def still(candidate: Question) -> bool:
+        try:
+            return shows(candidate)
+        except Impossible:
+            return False
+
     smaller = True
     while smaller:
         smaller = False
-        for candidate in _smaller(question):
-            try:
-                smaller = shows(candidate)
-            except Impossible:
-                continue
-            if smaller:
-                question = candidate
-                break
+        for simpler in _SIMPLER:
+            found = next(filter(still, simpler(question)), None)
+            if found is not None:
+                question, smaller = found, True
     return question
 
 
-def _smaller(question: Question) -> Iterator[Question]:
-    """Calls a little simpler than this one, the simplest first."""
+def _cut(axis: str, question: Question) -> Iterator[Question]:
+    """The first or the last entries of an axis, the fewest first."""
     call = question.call
-    sizes = call.sizes
-    for axis in ("batch", "heads", "q_len", "kv_len", "head_dim", "value_dim"):
-        if axis == "heads" and sizes["heads"] != sizes["kv_heads"]:
-            continue
-        for count in range(1, sizes[axis]):
-            yield replace(question, call=call.take(axis, slice(0, count)))
-            yield replace(question, call=call.take(axis, slice(sizes[axis] - count, None)))
-    if call.mask is not None and call.mask.ndim == 4 and call.mask.shape[:2] == (1, 1):
-        yield replace(question, call=replace(call, mask=call.mask[0, 0]))
+    length = call.sizes[axis]
+    if axis == "heads" and length != call.sizes["kv_heads"]:
+        return
+    for count in range(1, length):
+        yield replace(question, call=call.take(axis, slice(0, count)))
+        yield replace(question, call=call.take(axis, slice(length - count, None)))
+
+
+def _plainer(question: Question) -> Iterator[Question]:
+    """Without what the finding may not need."""
+    call = question.call
     if call.mask is not None:
         yield replace(question, call=replace(call, mask=None))
+        if call.mask.ndim == 4 and call.mask.shape[:2] == (1, 1):
+            yield replace(question, call=replace(call, mask=call.mask[0, 0]))
     if call.memory != "contiguous":
         yield replace(question, call=replace(call, memory="contiguous"))
-    for name in ("query", "key", "value"):
-        array = getattr(call, name)
-        whole = np.where(np.isfinite(array), np.sign(array) * np.ceil(np.abs(array)), array)
-        if not np.array_equal(whole, array, equal_nan=True):
-            yield replace(question, call=replace(call, **{name: whole}))
+
+
+def _whole(question: Question) -> Iterator[Question]:
+    """With whole numbers."""
+    call = question.call
+    arrays = {name: getattr(call, name) for name in ("query", "key", "value")}
+    whole = {name: np.sign(array) * np.ceil(np.abs(array)) for name, array in arrays.items()}
+    if any(not np.array_equal(whole[name], arrays[name], equal_nan=True) for name in arrays):
+        yield replace(question, call=replace(call, **whole))
+
+
+_SIMPLER: tuple[Callable[[Question], Iterator[Question]], ...] = (
+    *(partial(_cut, axis) for axis in ("batch", "heads", "q_len", "kv_len", "head_dim", "value_dim")),
+    _plainer,
+    _whole,
+)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from regard.testing._call import Call, causal_mask
-from regard.testing._steps import Steps, scale_of
+from regard.testing._steps import Steps, interleave, scale_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +146,13 @@ def _no_shift(scores: Any, axis: Any) -> Any:
 def _nan_for_zero(exponentials: Any, axis: Any, base: Any) -> Any:
     total = exponentials.sum(axis=axis, keepdims=True)
     return np.where(total == 0, np.nan, total)
+
+
+def _rows_of_nan_dropped(call: Call, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
+    """Zeros for a row whose scores are all NaN, as a running maximum that skips NaN leaves it."""
+    scores = call.query @ interleave(call.key, call.query.shape[1]).swapaxes(-1, -2)
+    dropped = allowed.any(-1, keepdims=True) & (np.isnan(scores) | ~allowed).all(-1, keepdims=True)
+    return np.where(dropped, 0, weights), live & ~dropped
 
 
 TILES = (8, 16, 32, 64, 128)
@@ -326,6 +333,7 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": lambda output: np.nan_to_num(output, posinf=np.inf, neginf=-np.inf)},
         {"finish": np.nan_to_num},
         {"after": lambda call, weights, live, allowed: (np.nan_to_num(weights), live)},
+        {"after": _rows_of_nan_dropped},
     ),
     # -- heads, batch, and which array is which --
     _fault(

@@ -94,8 +94,7 @@ class Jax(NumPy):
     def gradients(self, fn: Callable[..., Any], arrays: list[Any], gradient_of: Any) -> tuple[Any, list[Any]]:
         import jax
 
-        returned, output = fn(*arrays)
-        _, back = jax.vjp(lambda *inputs: fn(*inputs)[1], *arrays)
+        output, back, returned = jax.vjp(lambda *inputs: fn(*inputs)[::-1], *arrays, has_aux=True)
         return returned, list(back(self.array(gradient_of, output.dtype.name)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -22,7 +23,7 @@ READY: dict[str, Convention] = {
     ),
     "multihead": Convention(
         "b n (h d)", "drop", None, "torch", mask_argument="attn_mask", causal_argument="is_causal",
-        heads_argument="num_heads",
+        heads_argument="num_heads", without=("live inf",),  # its projections turn inf into NaN: inf · 0
     ),
     "flex": Convention(
         "b h n d", "keep", "upper_left", "torch", mask_argument="mask", causal_argument="causal",
@@ -129,14 +130,14 @@ def _multihead(layer: Any) -> Callable[..., Any]:
         with torch.no_grad():
             module.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
             module.out_proj.weight.copy_(torch.eye(width))
-        if is_causal:  # a hint only: the layer asks for the mask itself as well
-            length = query.shape[1]
-            attn_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        elif attn_mask is not None and attn_mask.ndim == 4:  # it takes (batch · heads, q_len, kv_len)
-            shape = (query.shape[0], num_heads, query.shape[1], key.shape[1])
+        shape = (query.shape[0], num_heads, query.shape[1], key.shape[1])
+        if is_causal:  # a hint only, true where the mask it asks for as well is the triangle and nothing else
+            triangle = torch.ones(shape[2:], dtype=torch.bool, device=query.device).triu(1)
+            is_causal, attn_mask = attn_mask is None, triangle if attn_mask is None else triangle | attn_mask
+        if attn_mask is not None and attn_mask.ndim == 4:  # it takes (batch · heads, q_len, kv_len)
             attn_mask = attn_mask.expand(shape).reshape(-1, *shape[2:])
         elif attn_mask is not None:
-            attn_mask = attn_mask.expand(query.shape[1], key.shape[1])
+            attn_mask = attn_mask.expand(shape[2:])
         return module(query, key, value, attn_mask=attn_mask, is_causal=is_causal, need_weights=False)[0]
 
     multihead.__name__ = "nn.MultiheadAttention"
@@ -159,19 +160,24 @@ def _flex(flex_attention: Any) -> Callable[..., Any]:
                 return seen if allowed is None else seen & allowed[b, h, q_idx, kv_idx]
 
             block_mask = create_block_mask(mask_mod, *shape, device=query.device)
-        return flex_attention(query, key, value, block_mask=block_mask, **options)
+        with warnings.catch_warnings():  # that it is not compiled is meant: small calls, no compiler needed
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            return flex_attention(query, key, value, block_mask=block_mask, **options)
 
     flex.__name__ = "flex_attention"
     return flex
 
 
 def _jax(dot_product_attention: Any) -> Callable[..., Any]:
-    """`dot_product_attention`, whose masks have all four axes."""
+    """`dot_product_attention`, compiled as it is meant to be run; its masks have all four axes."""
+    import jax
+
+    compiled = jax.jit(dot_product_attention, static_argnames=("is_causal", "scale"))
 
     def attention(query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
         if mask is not None and mask.ndim < 4:
             mask = mask[None, None]
-        return dot_product_attention(query, key, value, mask=mask, **options)
+        return compiled(query, key, value, mask=mask, **options)
 
     attention.__name__ = "jax.nn.dot_product_attention"
     return attention

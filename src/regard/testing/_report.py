@@ -114,13 +114,14 @@ def _told(finding: Finding, at: int) -> list[str]:
     lines = _wrapped(f"{at}. {finding.words}", "   ", first="")
     lines += _wrapped(finding.cure, "   ")
     calls = "one call" if finding.count == 1 else f"{finding.count} calls"
-    lines += _wrapped(f"Seen in {calls}: {', '.join(finding.capabilities)}.", "   ")
+    lines += _wrapped(f"Seen in {calls}: {'; '.join(finding.capabilities)}.", "   ")
     call = finding.call
     usual = {"batch": 1, "heads": 1, "kv_heads": call.sizes["heads"]}
     sizes = ", ".join(f"{name} {n}" for name, n in call.sizes.items() if usual.get(name) != n)
     lines += _wrapped(f"Smallest input: {sizes}, {call.dtype}", "   ")
     rows = [(name, _short(value)) for name, value in _arguments(call)]
-    rows += [("came", finding.came if isinstance(finding.came, str) else _short(finding.came.output))]
+    came = finding.came if isinstance(finding.came, str) else _short(finding.came.output)
+    rows += [("came", textwrap.shorten(came, WIDTH - 20, placeholder=" …"))]
     rows += [("expected", _short(finding.expected.output))]
     if isinstance(finding.came, Answer):
         rows += _apart(finding.came, finding.expected)
@@ -157,7 +158,7 @@ def _short(value: Any) -> str:
 def _brackets(value: Any) -> str:
     if value.ndim:
         return "[" + ", ".join(_brackets(x) for x in value) + "]"
-    return str(bool(value)) if value.dtype == bool else number(float(value))
+    return str(bool(value)) if value.dtype == bool else number(float(value) + 0.0)  # −0 + 0 is 0
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:

@@ -176,7 +176,8 @@ def round_to(array: Any, dtype: str) -> Any:
     """
     array = np.asarray(array)
     if dtype != "bfloat16":
-        return array.astype(dtype).astype(array.dtype)
+        with np.errstate(over="ignore"):
+            return array.astype(dtype).astype(array.dtype)
     bits = array.astype(np.float32).view(np.uint32)
     even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isfinite(array), even.view(np.float32), array).astype(array.dtype)
