@@ -14,7 +14,7 @@ def attention(
     allow=None, finish=None,
 ):  # fmt: skip
     """A right function in NumPy, written apart from the kit's; a fault replaces one of its parts."""
-    if key.shape[-3] != query.shape[-3]:
+    if key.shape[-3] not in (0, query.shape[-3]):
         key, value = (np.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = (scores_of or (lambda q, k, s: q @ k.swapaxes(-1, -2) * s))(query, key, scale)
@@ -96,7 +96,7 @@ def after_softmax(scores, allowed):
 
 
 def split(array, heads):
-    return array.reshape(array.shape[0], heads, array.shape[1], -1)  # the fault: it should be a transpose
+    return array.reshape(array.shape[0], heads, array.shape[1], array.shape[2] // heads)  # not moved by a transpose
 
 
 def packed(split_heads, join_heads):
@@ -108,12 +108,12 @@ def packed(split_heads, join_heads):
 
 
 def right_split(array, heads):
-    return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)
+    return array.reshape(*array.shape[:2], heads, array.shape[2] // heads).swapaxes(1, 2)
 
 
 def right_join(array, batch):
     array = array.swapaxes(1, 2)
-    return array.reshape(*array.shape[:2], -1) if array.size else array.reshape(*array.shape[:2], 0)
+    return array.reshape(*array.shape[:2], array.shape[2] * array.shape[3])
 
 
 def in_place(query, key, value, mask=None):
@@ -225,8 +225,7 @@ BROKEN = {
     "softmax missing": (with_part(softmax=lambda scores: np.where(np.isneginf(scores), 0, scores)), LOWER),
     "no shift": (with_part(softmax=no_shift), LOWER),
     "one more in the denominator": (
-        with_part(softmax=lambda scores: rows_softmax(np.concatenate([scores, 0 * scores[..., :1] * 0], -1))[..., :-1]),
-        {**LOWER, "without": ("no query, key or batch", "live NaN")},
+        with_part(softmax=lambda scores: rows_softmax(np.insert(scores, scores.shape[-1], 0, -1))[..., :-1]), LOWER
     ),
     "padded block counted": (with_part(softmax=counting_padded_block), LOWER),
     "last block dropped": (without_last_block, {}),
@@ -243,8 +242,7 @@ BROKEN = {
     "live NaN hidden": (with_part(finish=lambda output: np.nan_to_num(output, posinf=np.inf)), LOWER),
     "heads mixed": (packed(split, right_join), PACKED),
     "heads interleaved": (
-        packed(lambda x, h: x.reshape(*x.shape[:2], -1, h).transpose(0, 3, 1, 2), right_join),
-        {**PACKED, "without": ("no query, key or batch",)},
+        packed(lambda x, h: x.reshape(*x.shape[:2], x.shape[2] // h, h).transpose(0, 3, 1, 2), right_join), PACKED
     ),
     "positions and heads swapped": (attention, {"layout": "b n h d", "causal_argument": None}),
     "groups tiled": (grouped_by(lambda x, group: np.tile(x, (1, group, 1, 1))), {"grouped": True}),

@@ -13,7 +13,7 @@ import numpy as np
 from regard.testing._call import Call, Question
 from regard.testing._convention import Convention
 from regard.testing._faults import FAULTS, Fault
-from regard.testing._judge import Impossible, Outcome, agrees, ask, expected
+from regard.testing._judge import Impossible, Outcome, agrees, ask, disturbs, expected
 from regard.testing._steps import DEFINITION, Answer, Steps
 
 SCREENED = 2  # failing questions of each capability that a fault is first tried on
@@ -121,6 +121,8 @@ def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[
     if changed:
         words, cure = "the arguments are changed in place", "Work on a copy: the caller still needs them."
         found.append(_finding("arguments changed", words, cure, changed, fn, convention, _is_changed))
+        # Entries that share their memory cannot be written to: what comes of that is the same fault.
+        outcomes = [o for o in outcomes if o.question.call.memory != "expanded"]
     diagnosis = diagnose(outcomes)
     for position, choice in enumerate(diagnosis.faults):
         shows = _shows(diagnosis.steps, diagnosis.without(position).steps)
@@ -129,7 +131,8 @@ def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[
         clear = alone if any(map(alone, shown)) else shows
         fault, _ = choice
         found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear))
-    left = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
+    failing = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
+    left = [o for o in failing if not disturbs(o, diagnosis.steps)]
     found += _refusals([o for o in left if o.raised], fn, convention)
     found += _unexplained([o for o in left if not o.raised], outcomes, diagnosis.steps, fn, convention)
     return found
@@ -211,7 +214,7 @@ def _finding(
     name: str, words: str, cure: str, outcomes: list[Outcome], fn: Callable[..., Any], convention: Convention,
     shows: Callable[[Outcome], bool],
 ) -> Finding:  # fmt: skip
-    smallest = min(filter(shows, outcomes), key=lambda o: o.question.call.query.size + o.question.call.key.size)
+    smallest = min(filter(shows, outcomes), key=_simplicity)
     question = shrink(smallest.question, lambda q: shows(ask(fn, convention, q)))
     outcome = ask(fn, convention, question)
     asked = convention.causal or "lower_right"
@@ -223,6 +226,12 @@ def _finding(
         name, words, cure, _capabilities(outcomes), len(outcomes), question.call,
         outcome.raised if outcome.answer is None else outcome.answer, expected(question, DEFINITION).exact,
     )  # fmt: skip
+
+
+def _simplicity(outcome: Outcome) -> tuple[bool, int]:
+    """Small, and not of size zero where something else shows it too."""
+    call = outcome.question.call
+    return 0 in call.sizes.values(), call.query.size + call.key.size
 
 
 # -- the smallest input -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.testing._call import Call, causal_mask
+from regard.testing._call import Align, Call, causal_mask
 from regard.testing._steps import Steps, interleave, scale_of
 
 
@@ -83,18 +83,21 @@ def _first_head(array: Any, heads: int) -> Any:
     return np.repeat(array[:, :1], heads, axis=1)
 
 
+def _where_causal(triangle: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """The triangle, where one was asked for."""
+    return lambda call: np.True_ if call.causal is None else triangle(call)
+
+
 def _shifted_triangle(by: int) -> Callable[[Call], Any]:
     def triangle(call: Call) -> Any:
         q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
-        if call.causal is None:
-            return causal_mask(q_len, kv_len, None)
         return np.tri(q_len, kv_len, by + (kv_len - q_len if call.causal == "lower_right" else 0), dtype=bool)
 
     return triangle
 
 
 def _other_corner(call: Call) -> Any:
-    other: Any = {"upper_left": "lower_right", "lower_right": "upper_left", None: None}[call.causal]
+    other: Align = "lower_right" if call.causal == "upper_left" else "upper_left"
     return causal_mask(call.query.shape[-2], call.key.shape[-2], other)
 
 
@@ -252,7 +255,7 @@ FAULTS: tuple[Fault, ...] = (
         "causal corner", "causal is {other} where {asked} was asked",
         "Query i sees key j where j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right); or describe the "
         "function by causal=\"{other_name}\".",
-        causal=_other_corner,
+        causal=_where_causal(_other_corner),
     ),
     _fault(
         "causal ignored", "causal is ignored", "Hide the keys after the query.",
@@ -261,14 +264,14 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "causal sees one ahead", "causal is off by one: a query sees the key after it",
         "kv_idx ≤ q_idx; the diagonal is the last key seen (k=1 of np.triu, diagonal=0 of torch.tril).",
-        causal=_shifted_triangle(1),
+        causal=_where_causal(_shifted_triangle(1)),
     ),
     _fault(
         "causal misses itself", "causal is off by one: a query does not see its own key",
-        "kv_idx ≤ q_idx: the diagonal is seen.", causal=_shifted_triangle(-1),
+        "kv_idx ≤ q_idx: the diagonal is seen.", causal=_where_causal(_shifted_triangle(-1)),
     ),
     _fault(
-        "causal sees the future", "causal hides the past and shows the future", "kv_idx ≤ q_idx.", causal=_future,
+        "causal sees the future", "causal hides the past and shows the future", "kv_idx ≤ q_idx.", causal=_where_causal(_future),
     ),
     # -- the softmax --
     _fault(

@@ -82,7 +82,8 @@ class Expected:
                 answer.output, exact.output, naive.output, magnitude=self.magnitude, score_error=self.drift,
                 ordinary=self.question.ordinary, **common,
             )  # fmt: skip
-            if answer.weights is not None and exact.weights is not None:
+            if answer.weights is not None:
+                assert exact.weights is not None, "weights: returned, where none were expected"
                 assert_matches(
                     answer.weights, exact.weights, naive.weights, score_error=self.drift, what="weights", **common
                 )
@@ -143,6 +144,16 @@ def agrees(outcome: Outcome, steps: Steps) -> bool:
     if outcome.answer is None or not _near(outcome.answer.output, prediction.exact.output, steps):
         return False
     return not prediction.refuse(outcome.answer)
+
+
+def disturbs(outcome: Outcome, steps: Steps) -> bool:
+    """Whether these steps show in a call of NaN, inf or large numbers, where what they do depends on their details."""
+    try:
+        prediction = expected(outcome.question, steps)
+    except Impossible:
+        return False
+    right = expected(outcome.question, DEFINITION)
+    return not outcome.question.ordinary and bool(right.refuse(prediction.exact))
 
 
 def _near(answer: Any, exact: Any, steps: Steps) -> bool:
