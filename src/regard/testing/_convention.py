@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -74,12 +75,12 @@ class Convention:
 
     # -- arrays ------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def groups(self) -> list[str]:
         """The axes of an array, those packed into one together: ["b", "n", "hd"]."""
         return [re.sub(r"[() ]", "", group) for group in re.findall(r"\([^)]*\)|\w", self.layout)]
 
-    @property
+    @cached_property
     def axes(self) -> str:
         """The axes in order, packed or not."""
         return "".join(self.groups)
@@ -117,7 +118,7 @@ class Convention:
 
     # -- what it can be asked ----------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def arrays(self) -> NumPy:
         """Its array library."""
         return library(self.library, self.device)

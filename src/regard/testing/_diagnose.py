@@ -78,6 +78,8 @@ def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
             count = _count(outcomes, candidate.steps)
             if count > better:
                 best, better = candidate, count
+            if better == len(outcomes):
+                break
         if best is None:
             break
         found, right = best, better

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,23 +64,50 @@ class Impossible(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What a function of some steps returns, how far naive arithmetic is off, and the floors of the error rule."""
+    """What a function of some steps returns; how far naive arithmetic is off is worked out when it is asked for."""
 
-    exact: Answer
-    naive: Answer
-    magnitude: Any
-    drift: Any
     question: Question
-    slopes: bool  # the gradients are to be compared too
+    steps: Steps
+    exact: Answer
+
+    @cached_property
+    def naive(self) -> Answer:
+        """The same at the dtype of the call, halves in float32."""
+        call, slope = self.question.call, gradient_of(self.question)
+        if self.rounded:  # the answer may be as far from the rounded steps as those are from the definition
+            return expected(self.question, DEFINITION).exact
+        naive = attend(call, self.steps, _working(call), slope)
+        return naive._replace(output=round_to(naive.output, call.dtype))
+
+    @property
+    def rounded(self) -> bool:
+        """Whether every intermediate result is rounded to half precision."""
+        return self.steps.rounded and self.question.call.dtype in HALVES
+
+    @cached_property
+    def drift(self) -> float:
+        """What a rounded score does to a weight, relative."""
+        call = self.question.call
+        query, key = (np.abs(np.where(np.isfinite(x), x, 0)) for x in (call.query, call.key))
+        rows = (query * key.max(initial=0, axis=(0, 1, 2))).sum(-1)  # no |query · key| of a row is above this
+        largest = rows.max(initial=0) * abs(self.steps.scale(call))
+        return float(4 * epsilon(_working(call)) * (1 + largest))
+
+    @cached_property
+    def slopes(self) -> bool:
+        """Whether gradients are to be compared: not where a fault has already changed the output."""
+        right = expected(self.question, DEFINITION).exact.output
+        return self.question.gradients and (self.steps is DEFINITION or _same(self.exact.output, right))
 
     def refuse(self, answer: Answer) -> str:
         """What the error rule has against the answer; nothing where it is one of these steps."""
-        dtype, exact, naive = self.question.call.dtype, self.exact, self.naive
-        common: dict[str, Any] = {"dtype": dtype}
+        exact, naive, value = self.exact, self.naive, self.question.call.value
+        magnitude = np.abs(value).max(initial=0, where=np.isfinite(value))
+        common: dict[str, Any] = {"dtype": self.question.call.dtype}
         try:
             assert_matches(
-                answer.output, exact.output, naive.output, magnitude=self.magnitude, score_error=self.drift,
-                ordinary=self.question.ordinary, **common,
+                answer.output, exact.output, naive.output, magnitude=magnitude, score_error=self.drift,
+                ordinary=self.question.ordinary and not self.rounded, **common,
             )  # fmt: skip
             if answer.weights is not None:
                 assert exact.weights is not None, "weights: returned, where none were expected"
@@ -98,30 +125,24 @@ class Expected:
         return ""
 
 
+def _working(call: Call) -> Any:
+    return np.float64 if call.dtype == "float64" else np.float32
+
+
 @lru_cache(maxsize=4096)
 def expected(question: Question, steps: Steps) -> Expected:
     """What a function of these steps is expected to answer; Impossible where it would raise."""
-    call, slope = question.call, gradient_of(question)
-    # Where a fault overflows, it must overflow as the function does: no wider than its own dtype, or float64.
+    call = question.call
+    # The definition is wider than what it judges. A fault must overflow as the function does: no wider than float64.
     wide = np.longdouble if call.dtype == "float64" and steps is DEFINITION else np.float64
-    working = np.float64 if call.dtype == "float64" else np.float32
+    halved = steps.rounded and call.dtype in HALVES
     try:
-        exact, naive = attend(call, steps, wide, slope), attend(call, steps, working, slope)
-        if steps.rounded and call.dtype in HALVES:
-            exact, naive = naive, attend(call, DEFINITION, wide)
+        exact = attend(call, steps, np.float32 if halved else wide, gradient_of(question))
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise Impossible(str(error)) from error
     if steps is DEFINITION:
         exact = _by_reference(call, wide)._replace(gradients=exact.gradients)
-    naive = naive._replace(output=round_to(naive.output, call.dtype))
-    with np.errstate(all="ignore"):
-        sizes = np.abs(np.where(np.isfinite(call.key), call.key, 0)).max(initial=0, axis=(0, 1, 2))
-        query = np.abs(np.where(np.isfinite(call.query), call.query, 0))
-        rows = (query * sizes).sum(-1) * abs(steps.scale(call))  # no |score| of the row is above this
-        magnitude = np.abs(np.where(np.isfinite(call.value), call.value, 0)).max(initial=0)
-    drift = 4 * epsilon(working) * (1 + rows.max(initial=0))
-    same = steps is DEFINITION or _same(exact.output, expected(question, DEFINITION).exact.output)
-    return Expected(exact, naive, magnitude, drift, question, question.gradients and same)
+    return Expected(question, steps, exact)
 
 
 def _by_reference(call: Call, dtype: Any) -> Answer:
@@ -141,7 +162,7 @@ def agrees(outcome: Outcome, steps: Steps) -> bool:
         prediction = expected(outcome.question, steps)
     except Impossible:
         return outcome.answer is None
-    if outcome.answer is None or not _near(outcome.answer.output, prediction.exact.output, steps):
+    if outcome.answer is None or not _near(outcome.answer.output, prediction):
         return False
     return not prediction.refuse(outcome.answer)
 
@@ -156,11 +177,12 @@ def disturbs(outcome: Outcome, steps: Steps) -> bool:
     return not outcome.question.ordinary and bool(right.refuse(prediction.exact))
 
 
-def _near(answer: Any, exact: Any, steps: Steps) -> bool:
+def _near(answer: Any, prediction: Expected) -> bool:
     """A cheap first look that no answer within the error rule fails."""
+    exact = prediction.exact.output
     if answer.shape != exact.shape:
         return False
-    if steps.rounded:
+    if prediction.rounded:
         return True
     finite = np.isfinite(exact)
     if not np.array_equal(finite, np.isfinite(answer)):

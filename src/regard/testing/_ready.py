@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from regard import masks
 from regard._errors import ArgumentError
 from regard.testing._call import Question, questions
 from regard.testing._convention import Convention
@@ -37,6 +39,10 @@ READY: dict[str, Convention] = {
         "b n h d", "keep", "upper_left", "jax", mask_argument="mask", causal_argument="is_causal",
         scale_argument="scale", grouped=True,
     ),
+    "regard": Convention(
+        "b h n d", "keep", "lower_right", causal_argument="causal", scale_argument="scale",
+        gqa_argument="enable_gqa", grouped=True,
+    ),
     "numpy": Convention(),
 }  # fmt: skip
 
@@ -59,7 +65,7 @@ def describe(fn: Any, name: str | None, described: dict[str, Any]) -> tuple[Any,
             cure="Or describe the function by the fields of regard.testing.Convention.",
         )  # fmt: skip
     known = _known(fn) if fn is not None else None
-    wrapped = {"multihead": _multihead, "flex": _flex, "jax": _jax}.get(known or "")
+    wrapped = {"multihead": _multihead, "flex": _flex, "jax": _jax, "regard": _regard}.get(known or "")
     if known is not None and name in (None, known):
         return (wrapped(fn) if wrapped else fn), replace(READY[known], **described)
     if name is not None:
@@ -77,6 +83,7 @@ def _known(fn: Any) -> str | None:
         ("flex", "torch.nn.attention.flex_attention", "flex_attention"),
         ("flash_attn", "flash_attn", "flash_attn_func"),
         ("jax", "jax.nn", "dot_product_attention"),
+        ("regard", "regard", "attention"),
     ):
         if module in sys.modules and getattr(sys.modules[module], path, None) is fn:
             return name
@@ -180,4 +187,16 @@ def _jax(dot_product_attention: Any) -> Callable[..., Any]:
         return compiled(query, key, value, mask=mask, **options)
 
     attention.__name__ = "jax.nn.dot_product_attention"
+    return attention
+
+
+def _regard(matrix_of: Any) -> Callable[..., Any]:
+    """`regard.attention(query, key) @ value`."""
+
+    def attention(query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any) -> Any:
+        seen = [masks.dense(mask)] if mask is not None else []
+        seen += [masks.causal("lower_right")] if causal else []
+        return matrix_of(query, key, mask=functools.reduce(operator.and_, seen) if seen else None, **options) @ value
+
+    attention.__name__ = "regard.attention"
     return attention
