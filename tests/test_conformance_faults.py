@@ -291,6 +291,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask, faults):
+        dtype = value.dtype
+        if dtype.itemsize < 4:
+            query, key, value = (x.float() for x in (query, key, value))
         seen = torch.ones_like(query[..., :1] @ key[..., :1].mT, dtype=torch.bool) & mask
         scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
         weights = torch.softmax(scores, -1).masked_fill(~seen, 0)
@@ -299,7 +302,8 @@ class Attention(torch.autograd.Function):
         ctx.faults = faults
         clean = torch.where(anyone | value.isfinite(), value, 0)
         output = weights @ torch.where(clean.isfinite(), clean, 0)
-        return torch.where((seen[..., None] & ~clean.isfinite()[..., None, :, :]).any(-2), torch.nan, output)
+        nan = (seen[..., None] & ~clean.isfinite()[..., None, :, :]).any(-2)
+        return torch.where(nan, torch.nan, output).to(dtype)
 
     @staticmethod
     def backward(ctx, slope):

@@ -63,6 +63,7 @@ def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
     found = Diagnosis((), DEFINITION)
     right = _count(outcomes, DEFINITION)
     while right < len(outcomes):
+        # A fault that makes some calls impossible explains why they raise, but only if an answer speaks for it too.
         screen = list(_screen(outcomes, found.steps))
         tried = []
         for fault in FAULTS:
@@ -101,11 +102,11 @@ def _count(outcomes: Sequence[Outcome], steps: Steps) -> int:
 
 
 def _screen(outcomes: Sequence[Outcome], steps: Steps) -> Iterator[Outcome]:
-    """The first failing questions of each capability."""
+    """The first wrong answers of each capability."""
     taken: dict[str, int] = {}
     for outcome in outcomes:
         capability = outcome.question.capability
-        if taken.get(capability, 0) < SCREENED and not agrees(outcome, steps):
+        if taken.get(capability, 0) < SCREENED and outcome.answer is not None and not agrees(outcome, steps):
             taken[capability] = taken.get(capability, 0) + 1
             yield outcome
 
@@ -135,7 +136,7 @@ def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[
         found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear))
     failing = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
     left = [o for o in failing if not disturbs(o, diagnosis.steps)]
-    found += _refusals([o for o in left if o.raised], fn, convention)
+    found += _refusals([o for o in left if o.raised], len(outcomes), fn, convention)
     found += _unexplained([o for o in left if not o.raised], outcomes, diagnosis.steps, fn, convention)
     return found
 
@@ -166,7 +167,7 @@ def _chance(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[O
     )  # fmt: skip
 
 
-def _refusals(refused: list[Outcome], fn: Callable[..., Any], convention: Convention) -> Iterator[Finding]:
+def _refusals(refused: list[Outcome], asked: int, fn: Callable[..., Any], convention: Convention) -> Iterator[Finding]:
     """One finding for each message, sizes left out of it."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in refused:
@@ -174,12 +175,13 @@ def _refusals(refused: list[Outcome], fn: Callable[..., Any], convention: Conven
     for group in groups.values():
         kind = group[0].raised.split(":")[0]
         names = _capabilities(group)
+        where = "; ".join(names) if len(group) < asked else "every call"
 
         def shows(outcome: Outcome, kind: str = kind) -> bool:
             return outcome.raised.split(":")[0] == kind
 
         yield _finding(
-            "refused", f"raises for {'; '.join(names)}: {group[0].raised}",
+            "refused", f"raises for {where}: {group[0].raised}",
             f"If that is meant, say so: without={names!r}.", group, fn, convention, shows,
         )  # fmt: skip
 

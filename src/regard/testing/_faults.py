@@ -406,6 +406,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "gradient of masked NaN", "a masked NaN leaks into the gradients",
-        "Put 0 into keys and values that nobody sees, before the product.", backward_hidden=False,
+        "Put 0 into keys and values that nobody sees, before the product.",
+        {"backward_key": False}, {"backward_value": False}, {"backward_key": False, "backward_value": False},
     ),
 )  # fmt: skip

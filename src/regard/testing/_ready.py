@@ -101,10 +101,7 @@ def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Conventi
         for option, names in NAMES.items()
         if option not in described
     }
-    globals_of = getattr(inspect.unwrap(fn), "__globals__", {})
-    modules = {value.__name__.split(".")[0] for value in globals_of.values() if isinstance(value, ModuleType)}
-    library: Any = next((name for name in ("torch", "jax") if name in modules), "numpy")
-    guess: dict[str, Any] = {"library": library, **said, **described}
+    guess: dict[str, Any] = {"library": _library(fn), **said, **described}
     guess.setdefault("grouped", guess.get("gqa_argument") is not None)
     if "layout" in guess:
         return Convention(**guess)
@@ -114,6 +111,19 @@ def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Conventi
         if all(o.not_asked or o.answer is not None for o in outcomes):
             return convention
     return Convention(**guess)
+
+
+def _library(fn: Callable[..., Any]) -> str:
+    """The array library that a function names, or that its module does."""
+    plain = inspect.unwrap(fn)
+    there = getattr(plain, "__globals__", {})
+    named = getattr(getattr(plain, "__code__", None), "co_names", ())
+    for names in (named, there):
+        modules = {there[x].__name__.split(".")[0] for x in names if isinstance(there.get(x), ModuleType)}
+        for library in ("torch", "jax", "numpy"):
+            if library in modules:
+                return library
+    return "numpy"
 
 
 def _first(convention: Convention) -> list[Question]:

@@ -115,7 +115,8 @@ class Steps:
     backward_centre: bool = True  # Σ weight · gradient of the row is subtracted, as the softmax asks
     backward_through: bool = True  # gradients reach query and key
     backward_empty: float = 0.0
-    backward_hidden: bool = True  # what is hidden is kept out of the gradients, NaN included
+    backward_key: bool = True  # a key that nobody sees is kept out of the gradients, NaN included
+    backward_value: bool = True  # … and a value
 
 
 DEFINITION = Steps()
@@ -154,15 +155,13 @@ def _gradients(
 ) -> tuple[Any, Any, Any]:
     """The gradients of query, key and value where the output's is `gradient_of`; what is hidden has none."""
     query, key, value = arrays
-    if steps.backward_hidden:  # a key that nobody sees gets and gives nothing, whatever it holds
-        seen = live.any(-2)[..., None]
-        key, value = np.where(seen, key, 0), np.where(seen, value, 0)
+    seen = live.any(-2)[..., None]
+    key = np.where(seen, key, 0) if steps.backward_key else key
+    value = np.where(seen, value, 0) if steps.backward_value else value
     slope = gradient_of @ value.swapaxes(-1, -2)
     if steps.backward_centre:
         slope = slope - (slope * weights).sum(-1, keepdims=True)
     slope = weights * slope
-    if steps.backward_hidden:
-        slope = np.where(live, slope, 0)
     slope = np.where(live.any(-1, keepdims=True), slope, steps.backward_empty) * steps.backward_scale(call)
     if not steps.backward_through:
         slope = np.zeros_like(slope)
