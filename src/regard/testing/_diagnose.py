@@ -175,14 +175,18 @@ def _refusals(refused: list[Outcome], asked: int, fn: Callable[..., Any], conven
     for group in groups.values():
         kind = group[0].raised.split(":")[0]
         names = _capabilities(group)
-        where = "; ".join(names) if len(group) < asked else "every call"
+        some = "; ".join(names[:4]) + ("; …" if len(names) > 4 else "")
+        where = some if len(group) < asked else "every call"
 
         def shows(outcome: Outcome, kind: str = kind) -> bool:
             return outcome.raised.split(":")[0] == kind
 
         yield _finding(
             "refused", f"raises for {where}: {group[0].raised}",
-            f"If that is meant, say so: without={names!r}.", group, fn, convention, shows,
+            f"If that is meant, say so: without={names!r}."
+            if len(names) <= 4
+            else "Check the description of the function: its layout, library, and the names of its arguments.",
+            group, fn, convention, shows,
         )  # fmt: skip
 
 

@@ -101,29 +101,27 @@ def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Conventi
         for option, names in NAMES.items()
         if option not in described
     }
-    guess: dict[str, Any] = {"library": _library(fn), **said, **described}
+    guess: dict[str, Any] = {**said, **described}
     guess.setdefault("grouped", guess.get("gqa_argument") is not None)
-    if "layout" in guess:
-        return Convention(**guess)
-    for layout in LAYOUTS:
-        convention = Convention(**guess, layout=layout)
-        outcomes = [ask(fn, convention, q) for q in _first(convention)]
-        if all(o.not_asked or o.answer is not None for o in outcomes):
+    libraries = [guess.pop("library")] if "library" in guess else _libraries(fn)
+    layouts = [guess.pop("layout")] if "layout" in guess else LAYOUTS
+    conventions = [Convention(layout, library=x, **guess) for x in libraries for layout in layouts]
+    for convention in conventions if len(conventions) > 1 else ():
+        outcomes = [ask(fn, convention, question) for question in _first(convention)]
+        if all(outcome.not_asked or outcome.answer is not None for outcome in outcomes):
             return convention
-    return Convention(**guess)
+    return conventions[0]
 
 
-def _library(fn: Callable[..., Any]) -> str:
-    """The array library that a function names, or that its module does."""
+def _libraries(fn: Callable[..., Any]) -> list[Any]:
+    """The array libraries that a function names; those of its module where it names none, NumPy where that has none."""
     plain = inspect.unwrap(fn)
     there = getattr(plain, "__globals__", {})
-    named = getattr(getattr(plain, "__code__", None), "co_names", ())
-    for names in (named, there):
+    for names in (getattr(getattr(plain, "__code__", None), "co_names", ()), there):
         modules = {there[x].__name__.split(".")[0] for x in names if isinstance(there.get(x), ModuleType)}
-        for library in ("torch", "jax", "numpy"):
-            if library in modules:
-                return library
-    return "numpy"
+        if found := [library for library in ("numpy", "torch", "jax") if library in modules]:
+            return found
+    return ["numpy"]
 
 
 def _first(convention: Convention) -> list[Question]:
