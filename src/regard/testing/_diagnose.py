@@ -16,7 +16,7 @@ from regard.testing._faults import FAULTS, Fault
 from regard.testing._judge import Impossible, Outcome, agrees, ask, disturbs, expected
 from regard.testing._steps import DEFINITION, Answer, Steps
 
-SCREENED = 2  # failing questions of each capability that a fault is first tried on
+SCREENED = 14  # wrong answers that a fault is first tried on
 PROMISING = 6  # faults then tried on every question
 
 
@@ -64,7 +64,7 @@ def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
     right = _count(outcomes, DEFINITION)
     while right < len(outcomes):
         # A fault that makes some calls impossible explains why they raise, but only if an answer speaks for it too.
-        screen = list(_screen(outcomes, found.steps))
+        screen = _screen(outcomes, found.steps)
         tried = []
         for fault in FAULTS:
             for variant in range(len(fault.variants)):
@@ -101,14 +101,11 @@ def _count(outcomes: Sequence[Outcome], steps: Steps) -> int:
     return sum(agrees(outcome, steps) for outcome in outcomes)
 
 
-def _screen(outcomes: Sequence[Outcome], steps: Steps) -> Iterator[Outcome]:
-    """The first wrong answers of each capability."""
-    taken: dict[str, int] = {}
-    for outcome in outcomes:
-        capability = outcome.question.capability
-        if taken.get(capability, 0) < SCREENED and outcome.answer is not None and not agrees(outcome, steps):
-            taken[capability] = taken.get(capability, 0) + 1
-            yield outcome
+def _screen(outcomes: Sequence[Outcome], steps: Steps) -> list[Outcome]:
+    """A few wrong answers, as many capabilities among them as there are."""
+    wrong = [o for o in outcomes if o.answer is not None and not agrees(o, steps)]
+    first = {o.question.capability: o for o in reversed(wrong)}.values()
+    return [*reversed(first), *(o for o in wrong if all(o is not x for x in first))][:SCREENED]
 
 
 # -- findings -----------------------------------------------------------------------------------------------
