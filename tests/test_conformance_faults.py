@@ -98,7 +98,9 @@ def after_softmax(scores, allowed):
 
 
 def split(array, heads):
-    return array.reshape(array.shape[0], heads, array.shape[1], array.shape[2] // heads)  # not moved by a transpose
+    return array.reshape(
+        array.shape[0], heads, array.shape[1], array.shape[2] // heads
+    )  # not moved by a transpose
 
 
 def packed(split_heads, join_heads):
@@ -162,7 +164,9 @@ def uniform_when_empty(scores):
 
 
 def nan_when_empty(scores):
-    return np.where(np.isneginf(scores).all(-1, keepdims=True) & (scores.shape[-1] > 0), np.nan, rows_softmax(scores))
+    return np.where(
+        np.isneginf(scores).all(-1, keepdims=True) & (scores.shape[-1] > 0), np.nan, rows_softmax(scores)
+    )
 
 
 def plain_product(weights, allowed, value):

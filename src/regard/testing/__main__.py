@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; 0 where nothing was found, 1 where something was, 2 where the question was wrong."""
     said = _parser().parse_args(arguments)
     options = {"function", "json", "size", "convention"}
-    described = {name: value for name, value in vars(said).items() if value is not None and name not in options}
+    described = {
+        name: value for name, value in vars(said).items() if value is not None and name not in options
+    }
     if said.without is not None:
         described["without"] = tuple(said.without)
     try:
@@ -54,7 +56,9 @@ def load(path: str) -> Callable[..., Any]:
     try:
         found = functools.reduce(getattr, name.split("."), module)
     except AttributeError:
-        public = ", ".join(sorted(x for x, value in vars(module).items() if callable(value) and x[0] != "_")[:12])
+        public = ", ".join(
+            sorted(x for x, value in vars(module).items() if callable(value) and x[0] != "_")[:12]
+        )
         raise ArgumentError(
             "load", received=repr(path), expected=f"a function of {module_name}, which has {public or 'none'}",
             cure="Check the name after the colon.",
@@ -68,18 +72,35 @@ def _parser() -> argparse.ArgumentParser:
         description="Ask an attention function fn(query, key, value, …) every question of the conformance kit, and "
         "say what it can do and what is wrong with it. What is not described is read off the function.",
     )
-    parser.add_argument("function", help="module:function, as in torch.nn.functional:scaled_dot_product_attention")
+    parser.add_argument(
+        "function", help="module:function, as in torch.nn.functional:scaled_dot_product_attention"
+    )
     parser.add_argument("--convention", choices=READY, help="a ready description")
     parser.add_argument("--layout", help='axes in order, as in "b h n d", "n b h d", "b n (h d)", "n d"')
-    parser.add_argument("--mask", choices=("keep", "drop", "additive"), help="what True, or 0, in a mask does")
-    parser.add_argument("--causal", choices=("upper_left", "lower_right"), help="where its causal triangle starts")
+    parser.add_argument(
+        "--mask", choices=("keep", "drop", "additive"), help="what True, or 0, in a mask does"
+    )
+    parser.add_argument(
+        "--causal", choices=("upper_left", "lower_right"), help="where its causal triangle starts"
+    )
     parser.add_argument("--library", choices=("numpy", "torch", "jax"), help="the arrays it takes")
     parser.add_argument("--device", help="where torch puts them")
-    for name, what in (("mask", "mask"), ("causal", "causal flag"), ("scale", "scale"), ("heads", "number of heads")):
+    for name, what in (
+        ("mask", "mask"),
+        ("causal", "causal flag"),
+        ("scale", "scale"),
+        ("heads", "number of heads"),
+    ):
         parser.add_argument(f"--{name}-argument", help=f"the name of its argument for the {what}")
-    parser.add_argument("--grouped", action="store_true", default=None, help="it takes fewer key heads than heads")
-    parser.add_argument("--returns", choices=("output, weights", "weights, output"), help="where it returns two")
-    parser.add_argument("--without", nargs="+", metavar="CAPABILITY", help="rows of the table it does not claim")
+    parser.add_argument(
+        "--grouped", action="store_true", default=None, help="it takes fewer key heads than heads"
+    )
+    parser.add_argument(
+        "--returns", choices=("output, weights", "weights, output"), help="where it returns two"
+    )
+    parser.add_argument(
+        "--without", nargs="+", metavar="CAPABILITY", help="rows of the table it does not claim"
+    )
     parser.add_argument("--size", choices=SIZES, default="quick")
     parser.add_argument("--json", action="store_true", help="the report for scripts")
     return parser

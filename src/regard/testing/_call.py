@@ -122,7 +122,11 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "value_dim ≠ head_dim", "value_dim 5, heads and batch", {**longer, "value_dim": 5}
     yield "grouped heads", "6 heads on 2", {"heads": 6, "kv_heads": 2}
     yield "grouped heads", "3 heads on 1", {"heads": 3, "kv_heads": 1}
-    yield "grouped heads", "4 heads on 2, batch, mask", {**longer, "heads": 4, "kv_heads": 2, "mask": "random"}
+    yield (
+        "grouped heads",
+        "4 heads on 2, batch, mask",
+        {**longer, "heads": 4, "kv_heads": 2, "mask": "random"},
+    )
     yield "scale given", "0.25", {"scale": 0.25}
     yield "scale given", "2, heads and batch", {**longer, "scale": 2.0}
     for scale in (0.0, -1.0, 1e-30):
@@ -167,7 +171,13 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "float16, scores above 65504", "3 × 3", {"dtype": "float16", "head_dim": 4, "grow": 128}
     for memory in ("transposed", "sliced", "expanded", "reversed"):
         yield "layout in memory", memory, {**longer, "memory": memory}
-    for q_len, kv_len in ((31, 33), (33, 31), (3, 65), (1, 129), *(((257, 255), (2, 513)) if size == "full" else ())):
+    for q_len, kv_len in (
+        (31, 33),
+        (33, 31),
+        (3, 65),
+        (1, 129),
+        *(((257, 255), (2, 513)) if size == "full" else ()),
+    ):
         yield "lengths around tiles", f"{q_len} × {kv_len}", {"q_len": q_len, "kv_len": kv_len, "head_dim": 8}
     yield "lengths around tiles", "5 × 67, padding", {"q_len": 5, "kv_len": 67, "mask": "padding"}
     yield "gradients", "3 × 3", {"gradients": True}
@@ -209,7 +219,9 @@ def _question(capability: str, name: str, options: dict[str, Any], seed: int) ->
         memory=get("memory", "contiguous"),
     )  # fmt: skip
     odd = grow > 1 or arrays.keys() & options.keys() or get("scale") is not None
-    return Question(capability, name, call, get("gradients", False), not odd, _uses(capability, call, options))
+    return Question(
+        capability, name, call, get("gradients", False), not odd, _uses(capability, call, options)
+    )
 
 
 def _uses(capability: str, call: Call, options: dict[str, Any]) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from regard.testing._call import Question, questions
 from regard.testing._convention import Convention
 from regard.testing._diagnose import Finding, findings
 from regard.testing._judge import Outcome, agrees, ask
-from regard.testing._ready import describe
+from regard.testing._ready import as_called, describe
 from regard.testing._report import Capability, Report
 from regard.testing._steps import DEFINITION
 
@@ -21,9 +22,13 @@ SIZES = ("quick", "full")
 
 
 def conformance(
-    fn: Callable[..., Any], convention: Convention | str | None = None, *, size: str = "quick", **described: Any
+    fn: Callable[..., Any],
+    convention: Convention | str | None = None,
+    *,
+    size: str = "quick",
+    **described: Any,
 ) -> Report:
-    """What an attention function does with masks, dtypes, lengths, NaN and the rest, and what is wrong with it, in words.
+    """What an attention function does with masks, dtypes, lengths and NaN, and what is wrong with it, in words.
 
     `fn(query, key, value, …)` is described by a `Convention`, by the name of a ready one, or by its fields
     (`layout="b n h d", mask="drop"`); what is not said is read off the function and its signature.
@@ -41,7 +46,10 @@ def conformance(
     """
     if size not in SIZES:
         raise ArgumentError(
-            "conformance", received=f"size {size!r}", expected='"quick" or "full"', cure="quick is the default."
+            "conformance",
+            received=f"size {size!r}",
+            expected='"quick" or "full"',
+            cure="quick is the default.",
         )
     fn, convention = _described(fn, convention, described)
     outcomes = [ask(fn, convention, question) for question in _asked(convention, size)]
@@ -62,16 +70,27 @@ class Trial:
         return str(self.question)
 
     def check(self, fn: Callable[..., Any]) -> None:
-        """Pass where the function answers as the definition does; else an AssertionError with the words."""
-        outcome = ask(fn, self.convention, self.question)
-        if agrees(outcome, DEFINITION):
+        """Pass where the function answers as the definition does; else an AssertionError with the words.
+
+        One call does not tell a cause: the first that fails has the function asked every question, once.
+        """
+        if agrees(ask(as_called(fn), self.convention, self.question), DEFINITION):
             return
-        found = findings(fn, self.convention, [outcome])
-        row = _row([outcome], found)
-        raise AssertionError(str(Report(_name(fn), self.convention, "one trial", (row,), tuple(found))))
+        report = _examined(fn, self.convention)
+        here = [f for f in report.findings if self.question.capability in f.capabilities]
+        raise AssertionError(
+            "\n".join([f"{report.function}, {self}", *(str(f) for f in here or report.findings)])
+        )
 
 
-def trials(convention: Convention | str | None = None, *, size: str = "quick", **described: Any) -> list[Trial]:
+@lru_cache(maxsize=4)
+def _examined(fn: Callable[..., Any], convention: Convention) -> Report:
+    return conformance(fn, convention)
+
+
+def trials(
+    convention: Convention | str | None = None, *, size: str = "quick", **described: Any
+) -> list[Trial]:
     """Every question that a function of this convention can be asked, one to a test.
 
     >>> import pytest
@@ -94,7 +113,9 @@ def _asked(convention: Convention, size: str) -> Sequence[Question]:
     return list(questions(usual if usual in dtypes else dtypes[0], convention.causal, size))
 
 
-def _described(fn: Any, convention: Convention | str | None, described: dict[str, Any]) -> tuple[Any, Convention]:
+def _described(
+    fn: Any, convention: Convention | str | None, described: dict[str, Any]
+) -> tuple[Any, Convention]:
     """The function as it is called, and its convention: what was said, then what is known of the function."""
     if fn is not None and not callable(fn):
         raise KindError(
@@ -108,7 +129,7 @@ def _described(fn: Any, convention: Convention | str | None, described: dict[str
             cure="They are the fields of regard.testing.Convention.",
         )  # fmt: skip
     if isinstance(convention, Convention):
-        return fn, replace(convention, **described)
+        return as_called(fn), replace(convention, **described)
     return describe(fn, convention, described)
 
 

@@ -25,7 +25,7 @@ class Convention:
     `layout` names the axes of query, key, value and output in order: b batch, h heads, n positions, d the numbers of a
     head; axes in brackets are packed into one. An axis that is left out is one the function does not have.
     `mask`: "keep" True = attend, "drop" True = hidden, "additive" 0 and −inf, None takes no mask.
-    `causal`: which corner its causal triangle starts from, None where that is not said (then only q_len = kv_len is asked).
+    `causal`: the corner its causal triangle starts from, None where that is not said: only q_len = kv_len is asked.
     `…_argument`: the names of its options, None where it has none. `without`: capabilities it does not claim.
 
     >>> Convention("n b h d").shape({"batch": 2, "heads": 3, "n": 5, "d": 4})
@@ -108,7 +108,9 @@ class Convention:
                 sizes.append(size)
             else:  # heads and d; anything else packed is split by what was asked
                 if "h" not in group or len(group) > 2 or (heads and size % heads):
-                    raise ValueError(f"an axis of {size} does not hold ({' '.join(group)}) with {heads} heads")
+                    raise ValueError(
+                        f"an axis of {size} does not hold ({' '.join(group)}) with {heads} heads"
+                    )
                 width = size // max(heads, 1)
                 sizes += [heads if axis == "h" else width for axis in group]
         array = array.reshape(sizes)
@@ -132,7 +134,9 @@ class Convention:
             "the layout has no heads": sizes["heads"] != 1 and "h" not in self.axes,
             "it takes no mask": call.mask is not None and (self.mask is None or self.mask_argument is None),
             "it takes no causal argument": call.causal is not None and self.causal_argument is None,
-            "its causal corner is not described": call.causal is not None and not square and self.causal is None,
+            "its causal corner is not described": call.causal is not None
+            and not square
+            and self.causal is None,
             "it takes no scale": call.scale is not None and self.scale_argument is None,
             "grouped heads are not described": sizes["heads"] != sizes["kv_heads"] and not self.grouped,
             f"it does not claim {call.dtype}": call.dtype not in (self.dtypes or self.arrays.dtypes),
@@ -200,7 +204,9 @@ class Convention:
         if call.mask is not None and self.mask_argument:
             mask = call.mask
             if mask.ndim == 4:
-                mask = mask.reshape([n for axis, n in zip("bhqk", mask.shape, strict=True) if axis in self.axes + "qk"])
+                mask = mask.reshape(
+                    [n for axis, n in zip("bhqk", mask.shape, strict=True) if axis in self.axes + "qk"]
+                )
             if self.mask == "drop":
                 mask = ~mask
             elif self.mask == "additive":

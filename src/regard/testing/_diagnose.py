@@ -33,6 +33,11 @@ class Finding:
     came: Answer | str
     expected: Answer
 
+    def __str__(self) -> str:
+        from regard.testing._report import told
+
+        return "\n".join(told(self))
+
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
@@ -164,7 +169,9 @@ def _chance(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[O
     )  # fmt: skip
 
 
-def _refusals(refused: list[Outcome], asked: int, fn: Callable[..., Any], convention: Convention) -> Iterator[Finding]:
+def _refusals(
+    refused: list[Outcome], asked: int, fn: Callable[..., Any], convention: Convention
+) -> Iterator[Finding]:
     """One finding for each message, sizes left out of it."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in refused:
@@ -188,14 +195,20 @@ def _refusals(refused: list[Outcome], asked: int, fn: Callable[..., Any], conven
 
 
 def _unexplained(
-    left: list[Outcome], outcomes: Sequence[Outcome], steps: Steps, fn: Callable[..., Any], convention: Convention
+    left: list[Outcome],
+    outcomes: Sequence[Outcome],
+    steps: Steps,
+    fn: Callable[..., Any],
+    convention: Convention,
 ) -> Iterator[Finding]:
     """What no known fault explains, one finding for what the failing calls have in common and the others have not."""
 
     def shows(outcome: Outcome) -> bool:
         return not (outcome.raised or agrees(outcome, steps) or agrees(outcome, DEFINITION))
 
-    passing = [o.question.uses for o in outcomes if agrees(o, steps) or agrees(o, DEFINITION)]
+    # A call whose output is empty, or NaN in any case, speaks for nobody.
+    telling = [o for o in outcomes if o.question.ordinary and o.answer is not None and o.answer.output.size]
+    passing = [o.question.uses for o in telling if agrees(o, steps) or agrees(o, DEFINITION)]
     while left:
         common = {use: [o for o in left if use in o.question.uses] for o in left for use in o.question.uses}
         clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}

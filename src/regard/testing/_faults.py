@@ -271,7 +271,8 @@ FAULTS: tuple[Fault, ...] = (
         "kv_idx ≤ q_idx: the diagonal is seen.", causal=_where_causal(_shifted_triangle(-1)),
     ),
     _fault(
-        "causal sees the future", "causal hides the past and shows the future", "kv_idx ≤ q_idx.", causal=_where_causal(_future),
+        "causal sees the future", "causal hides the past and shows the future", "A query sees kv_idx ≤ q_idx.",
+        causal=_where_causal(_future),
     ),
     # -- the softmax --
     _fault(
@@ -295,7 +296,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "one more in the denominator", "the denominator of the softmax has one term too many",
-        "Sum over the keys that are there; an attention sink is another function.", total=_with_phantoms(lambda kv_len: 1),
+        "Sum over the keys that are there; an attention sink is another function.",
+        total=_with_phantoms(lambda kv_len: 1),
     ),
     _fault(
         "padded block counted", "keys that pad the last block are counted with a score of 0",

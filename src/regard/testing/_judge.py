@@ -112,7 +112,12 @@ class Expected:
             if answer.weights is not None:
                 assert exact.weights is not None, "weights: returned, where none were expected"
                 assert_matches(
-                    answer.weights, exact.weights, naive.weights, score_error=self.drift, what="weights", **common
+                    answer.weights,
+                    exact.weights,
+                    naive.weights,
+                    score_error=self.drift,
+                    what="weights",
+                    **common,
                 )
             if self.slopes:
                 for name, *found in zip(

@@ -64,7 +64,10 @@ class Torch(NumPy):
         leaves = [array.detach().requires_grad_() for array in arrays]
         returned, output = fn(*leaves)
         slopes = torch.autograd.grad(
-            output, leaves, self.array(gradient_of, str(output.dtype).removeprefix("torch.")), allow_unused=True
+            output,
+            leaves,
+            self.array(gradient_of, str(output.dtype).removeprefix("torch.")),
+            allow_unused=True,
         )
         return returned, [
             torch.zeros_like(x) if slope is None else slope for x, slope in zip(leaves, slopes, strict=True)

@@ -58,21 +58,26 @@ LAYOUTS = ("b h n d", "h n d", "n d")
 
 
 def describe(fn: Any, name: str | None, described: dict[str, Any]) -> tuple[Any, Convention]:
-    """The function as the kit calls it, and its convention: the ready one of that name, a known one, or its signature's."""
+    """The function as the kit calls it, and its convention: the one named, the one known, or its signature's."""
     if name is not None and name not in READY:
         raise ArgumentError(
             "conformance", received=f"the convention {name!r}", expected=f"one of {', '.join(READY)}",
             cure="Or describe the function by the fields of regard.testing.Convention.",
         )  # fmt: skip
-    known = _known(fn) if fn is not None else None
-    wrapped = {"multihead": _multihead, "flex": _flex, "jax": _jax, "regard": _regard}.get(known or "")
+    known = _known(fn)
     if known is not None and name in (None, known):
-        return (wrapped(fn) if wrapped else fn), replace(READY[known], **described)
+        return as_called(fn), replace(READY[known], **described)
     if name is not None:
         return fn, replace(READY[name], **described)
     if fn is None:
         return fn, Convention(**described)
     return fn, _by_signature(fn, described)
+
+
+def as_called(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, or what calls it as the others are called."""
+    adapt = {"multihead": _multihead, "flex": _flex, "jax": _jax, "regard": _regard}.get(_known(fn) or "")
+    return fn if adapt is None else adapt(fn)
 
 
 def _known(fn: Any) -> str | None:
@@ -137,7 +142,9 @@ def _multihead(layer: Any) -> Callable[..., Any]:
     """`nn.MultiheadAttention` with projections that change nothing, so that its attention is what is asked."""
 
     @functools.wraps(layer, assigned=("__doc__",), updated=())
-    def multihead(query: Any, key: Any, value: Any, num_heads: int, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    def multihead(
+        query: Any, key: Any, value: Any, num_heads: int, attn_mask: Any = None, is_causal: bool = False
+    ) -> Any:
         import torch
 
         width = query.shape[-1]
@@ -201,10 +208,15 @@ def _jax(dot_product_attention: Any) -> Callable[..., Any]:
 def _regard(matrix_of: Any) -> Callable[..., Any]:
     """`regard.attention(query, key) @ value`."""
 
-    def attention(query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any) -> Any:
+    def attention(
+        query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any
+    ) -> Any:
         seen = [masks.dense(mask)] if mask is not None else []
         seen += [masks.causal("lower_right")] if causal else []
-        return matrix_of(query, key, mask=functools.reduce(operator.and_, seen) if seen else None, **options) @ value
+        return (
+            matrix_of(query, key, mask=functools.reduce(operator.and_, seen) if seen else None, **options)
+            @ value
+        )
 
     attention.__name__ = "regard.attention"
     return attention

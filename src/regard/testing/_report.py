@@ -55,8 +55,12 @@ class Report:
 
     def __str__(self) -> str:
         asked = sum(row.asked for row in self.capabilities)
-        head = [f"{self.function}: {asked} calls, size {self.size}", *_wrapped(str(self.convention), "  "), ""]
-        rows = [("capability", "", "calls", "largest error", "")]
+        head = [
+            f"{self.function}: {asked} calls, size {self.size}",
+            *_wrapped(str(self.convention), "  "),
+            "",
+        ]
+        rows = [("capability", "", "calls", "max error", "")]
         rows += [
             (
                 row.name, row.verdict, str(row.asked) if row.asked else "",
@@ -64,19 +68,26 @@ class Report:
             )
             for row in self.capabilities
         ]  # fmt: skip
-        found = [line for at, finding in enumerate(self.findings, 1) for line in ["", *_told(finding, at)]]
-        count = {0: "No findings.", 1: "One finding."}.get(len(self.findings), f"{len(self.findings)} findings.")
+        found = [
+            line for at, finding in enumerate(self.findings, 1) for line in ["", *told(finding, f"{at}. ")]
+        ]
+        count = {0: "No findings.", 1: "One finding."}.get(
+            len(self.findings), f"{len(self.findings)} findings."
+        )
         return "\n".join([*head, *columns(rows, "  "), "", count, *found])
 
     def to_json(self) -> str:
         """The whole report for scripts."""
         record = {
             "function": self.function,
-            "convention": {name: getattr(self.convention, name) for name in self.convention.__dataclass_fields__},
+            "convention": {
+                name: getattr(self.convention, name) for name in self.convention.__dataclass_fields__
+            },
             "size": self.size,
             "ok": self.ok,
             "capabilities": [
-                {**vars(row), "error": row.error if np.isfinite(row.error) else None} for row in self.capabilities
+                {**vars(row), "error": row.error if np.isfinite(row.error) else None}
+                for row in self.capabilities
             ],
             "findings": [_record(finding) for finding in self.findings],
         }
@@ -109,9 +120,9 @@ def _arguments(call: Call) -> list[tuple[str, Any]]:
     return arrays + [(name, value) for name, value in options if value is not None]
 
 
-def _told(finding: Finding, at: int) -> list[str]:
+def told(finding: Finding, number: str = "") -> list[str]:
     """A finding as lines."""
-    lines = _wrapped(f"{at}. {finding.words}", "   ", first="")
+    lines = _wrapped(f"{number}{finding.words}", "   ", first="")
     lines += _wrapped(finding.cure, "   ")
     calls = "one call" if finding.count == 1 else f"{finding.count} calls"
     lines += _wrapped(f"Seen in {calls}: {'; '.join(finding.capabilities)}.", "   ")
@@ -139,7 +150,9 @@ def _apart(came: Answer, expected: Answer) -> list[tuple[str, str]]:
     if came.weights is not None and came.gradients is None:
         rows += [("weights", _short(came.weights)), ("… expected", _short(expected.weights))]
     if came.gradients is not None:
-        for name, found, right in zip(("query", "key", "value"), came.gradients, expected.gradients, strict=True):
+        for name, found, right in zip(
+            ("query", "key", "value"), came.gradients, expected.gradients, strict=True
+        ):
             rows += [(f"gradient of {name}", _short(found)), ("… expected", _short(right))]
     return rows
 
