@@ -185,6 +185,7 @@ NAN = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_report_on_scaled_dot_product_attention():
     report = conformance(F.scaled_dot_product_attention)
     assert [f.name for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN hidden"]
@@ -192,6 +193,7 @@ def test_report_on_scaled_dot_product_attention():
     assert {row.name for row in report.capabilities if row.verdict == "no"} == set(NAN)
 
 
+@pytest.mark.slow
 def test_report_on_multihead_attention():
     report = conformance(torch.nn.MultiheadAttention)
     assert report.convention == READY["multihead"]
@@ -378,6 +380,7 @@ def mine(tmp_path, monkeypatch):
     return "mine:attention"
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_the_report(mine, tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "regard.testing", mine],
@@ -439,6 +442,7 @@ def run_pytest(tmp_path, body):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_right_function_passes_its_trials(tmp_path):
     run = run_pytest(
         tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else mask).output"
@@ -447,6 +451,7 @@ def test_a_right_function_passes_its_trials(tmp_path):
     assert f"{len(trials(layout='n d'))} passed" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_broken_function_fails_its_trials_in_words(tmp_path):
     run = run_pytest(
         tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else ~mask).output"

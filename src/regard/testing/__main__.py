@@ -47,14 +47,14 @@ def load(path: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = importlib.import_module(module_name)
+        module: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ArgumentError(
             "load", received=f"{path!r} ({error})", expected="a module that can be imported",
             cure="Start in the directory it lies in, write it without .py, and install what it imports.",
         ) from error  # fmt: skip
     try:
-        found = functools.reduce(getattr, name.split("."), module)
+        return functools.reduce(getattr, name.split("."), module)  # type: ignore[no-any-return]
     except AttributeError:
         public = ", ".join(
             sorted(x for x, value in vars(module).items() if callable(value) and x[0] != "_")[:12]
@@ -63,7 +63,6 @@ def load(path: str) -> Callable[..., Any]:
             "load", received=repr(path), expected=f"a function of {module_name}, which has {public or 'none'}",
             cure="Check the name after the colon.",
         ) from None  # fmt: skip
-    return found  # type: ignore[no-any-return]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ def attend(call: Call, steps: Steps, dtype: Any = np.float64, gradient_of: Any =
     """What a function of these steps returns, computed in `dtype`; with `gradient_of`, the output's, gradients too."""
     with np.errstate(all="ignore"):
         halved = steps.rounded and call.dtype in HALVES
-        to = (lambda array: round_to(array, call.dtype)) if halved else unchanged
+        to = partial(round_to, dtype=call.dtype) if halved else unchanged
         query, key, value = steps.arrange(*(x.astype(dtype) for x in (call.query, call.key, call.value)))
         heads = query.shape[1]
         key, value = steps.repeat(key, heads), steps.repeat(value, heads)
