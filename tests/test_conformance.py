@@ -70,6 +70,27 @@ def test_the_gradients_of_the_definition_are_its_differences():
                 np.testing.assert_allclose(found[index], (sides[0] - sides[1]) / 2e-5, atol=1e-8)
 
 
+def test_questions_ask_what_they_say():
+    calls = {str(q): q.call for q in questions("float32", "lower_right")}
+    assert len(calls) == len(list(questions("float32", "lower_right")))
+
+    def scores(name):
+        call = calls[name]
+        return call.query @ call.key.swapaxes(-1, -2), call.query.shape[-1] ** -0.5
+
+    unscaled, scale = scores("float16, scores above 65504: before the scale")
+    assert unscaled.max() > 65504 > (unscaled * scale).max()
+    unscaled, scale = scores("large scores: 3 × 33, every score below −90")
+    assert (unscaled * scale).max() < -90
+    unscaled, scale = scores("large scores: 1e4")
+    assert np.abs(unscaled * scale).max() > 5e3
+    masks = [call.mask for name, call in calls.items() if name.startswith(("boolean mask", "mask per head"))]
+    assert all(mask.any(-1).all() and not mask.all() for mask in masks)
+    assert not any(
+        call.allowed().any(-1).all() for name, call in calls.items() if name.startswith("empty rows")
+    )
+
+
 def test_questions_are_the_same_each_time():
     first, again = (list(questions("float32", "upper_left")) for _ in range(2))
     assert [str(q) for q in first] == [str(q) for q in again]
@@ -460,3 +481,19 @@ def test_a_broken_function_fails_its_trials_in_words(tmp_path):
     assert "test_attention[boolean mask: 3 " in run.stdout
     assert "True drops instead of keeps" in run.stdout
     assert "test_attention[plain: two keys]" not in run.stdout
+
+
+# -- the page of real functions -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_page_of_real_functions_is_what_the_kit_says():
+    page = (Path(__file__).parents[1] / "docs" / "capabilities.md").read_text()
+    section = page.split("## Every capability")[1].split("## What was found")[0]
+    header, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
+    )
+    column = header.index("torch scaled_dot_product_attention")
+    report = conformance(F.scaled_dot_product_attention)
+    said = {row[0]: row[column].split()[0] for row in rows}
+    assert said == {row.name: row.verdict for row in report.capabilities}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -96,8 +97,8 @@ class Question:
 
 def questions(dtype: str, align: Align | None, size: str = "quick") -> Iterator[Question]:
     """Every question of the kit, in the order of the table, smallest first within a capability."""
-    for number, (capability, name, options) in enumerate(_specified(align, size)):
-        yield _question(capability, name, {"dtype": dtype, **options}, seed=number)
+    for capability, name, options in _specified(align, size):
+        yield _question(capability, name, {"dtype": dtype, **options})
     if size == "full":
         yield from _drawn()
 
@@ -131,6 +132,11 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "scale given", "2, heads and batch", {**longer, "scale": 2.0}
     for scale in (0.0, -1.0, 1e-30):
         yield "scale 0 or negative", f"{scale:g}", {"scale": scale}
+    yield (
+        "scale 0 or negative",
+        "-1, large scores, mask",
+        {**longer, "scale": -1.0, "grow": 16, "mask": "random"},
+    )
     yield "boolean mask", "3 × 3", {"mask": "random"}
     yield "boolean mask", "4 × 6", {"mask": "random", "q_len": 4, "kv_len": 6}
     yield "boolean mask", "6 × 4", {"mask": "random", "q_len": 6, "kv_len": 4}
@@ -165,10 +171,12 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "live inf", "in value", {"value": np.inf}
     yield "large scores", "1e4", {"grow": 64}
     yield "large scores", "1e4, masked", {**longer, "grow": 64, "mask": "random"}
+    yield "large scores", "3 × 33, every score below −90", {"kv_len": 33, "grow": 32, "sign": -1}
     for dtype in ("float64", "float32", "float16", "bfloat16"):
         yield dtype, "5 × 7", {"dtype": dtype, "q_len": 5, "kv_len": 7, "head_dim": 8}
         yield dtype, "heads, batch, mask", {**longer, "dtype": dtype, "mask": "random"}
-    yield "float16, scores above 65504", "3 × 3", {"dtype": "float16", "head_dim": 4, "grow": 128}
+    half = {"dtype": "float16", "head_dim": 8, "grow": 96, "sign": 1}
+    yield "float16, scores above 65504", "before the scale", half
     for memory in ("transposed", "sliced", "expanded", "reversed"):
         yield "layout in memory", memory, {**longer, "memory": memory}
     for q_len, kv_len in (
@@ -190,9 +198,11 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
         )  # fmt: skip
 
 
-def _question(capability: str, name: str, options: dict[str, Any], seed: int) -> Question:
+def _question(capability: str, name: str, options: dict[str, Any]) -> Question:
     """The call of a line of the table, filled with multiples of a quarter, which every dtype holds exactly."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(
+        zlib.crc32(f"{capability}: {name}".encode())
+    )  # its own, whatever stands before it
     get = options.get
     batch, heads, q_len, kv_len, head_dim = (
         get(axis, usual)
@@ -209,6 +219,8 @@ def _question(capability: str, name: str, options: dict[str, Any], seed: int) ->
         "key": numbers(batch, kv_heads, kv_len, head_dim) * grow,
         "value": numbers(batch, kv_heads, kv_len, value_dim),
     }
+    if get("sign"):  # of every score
+        arrays["query"], arrays["key"] = abs(arrays["query"]), get("sign") * abs(arrays["key"])
     if get("memory") == "expanded":
         arrays = {name: np.repeat(array[:1], batch, axis=0) for name, array in arrays.items()}
     for where in arrays.keys() & options.keys():
