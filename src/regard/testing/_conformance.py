@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from regard._errors import ArgumentError, KindError, kind_of
-from regard.testing._call import Question, questions
 from regard.testing._convention import Convention
 from regard.testing._diagnose import Finding, findings
 from regard.testing._judge import Outcome, agrees, ask
+from regard.testing._questions import Question, questions
 from regard.testing._ready import as_called, describe
 from regard.testing._report import Capability, Report
 from regard.testing._steps import DEFINITION
@@ -39,10 +39,11 @@ def conformance(
     ...         scores = np.where(mask, scores, -np.inf)
     ...     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     ...     return weights / weights.sum(axis=-1, keepdims=True) @ V
-    >>> for finding in conformance(attention, without=("empty rows",)).findings:
+    >>> for finding in conformance(attention, without=["no query, key or batch"]).findings:
     ...     print(finding.words)
     the scale is missing
     a masked NaN leaks, from the value: it is multiplied by a weight of 0
+    empty rows are NaN
     """
     if size not in SIZES:
         raise ArgumentError(

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from regard.testing._call import Call, Question
+from regard.testing._call import Call
 from regard.testing._convention import Convention
 from regard.testing._faults import FAULTS, Fault
 from regard.testing._judge import Impossible, Outcome, agrees, ask, disturbs, expected
+from regard.testing._questions import Question
 from regard.testing._steps import DEFINITION, Answer, Steps
 
 SCREENED = 14  # wrong answers that a fault is first tried on

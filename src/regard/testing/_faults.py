@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from regard.testing._call import Align, Call, causal_mask
-from regard.testing._steps import Steps, interleave, scale_of
+from regard.testing import _wrong as wrong
+from regard.testing._steps import Steps, scale_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,132 +31,6 @@ def _fault(name: str, words: str, cure: str, *variants: dict[str, Any], **steps:
     return Fault(name, words, cure, variants or (steps,))
 
 
-def _sizes(call: Call) -> dict[str, int]:
-    return call.sizes
-
-
-def _unless_given(default: Callable[[Call], float]) -> Callable[[Call], float]:
-    """A scale that is wrong only where none was given."""
-    return lambda call: default(call) if call.scale is None else call.scale
-
-
-def _mixed(array: Any) -> Any:
-    """(heads, n) read from memory that holds (n, heads)."""
-    batch, heads, length, width = array.shape
-    return array.swapaxes(1, 2).reshape(batch, heads, length, width)
-
-
-def _unmixed(array: Any) -> Any:
-    """(n, heads) read from memory that holds (heads, n)."""
-    batch, heads, length, width = array.shape
-    return array.reshape(batch, length, heads, width).swapaxes(1, 2)
-
-
-def _interleaved(array: Any) -> Any:
-    """Heads split from a packed axis as (d h) where it holds (h d)."""
-    batch, heads, length, width = array.shape
-    packed = array.swapaxes(1, 2).reshape(batch, length, width, heads)
-    return packed.transpose(0, 3, 1, 2)
-
-
-def _packed_back(array: Any) -> Any:
-    """The inverse of `_interleaved`."""
-    batch, heads, length, width = array.shape
-    packed = array.transpose(0, 2, 3, 1).reshape(batch, length, heads, width)
-    return packed.swapaxes(1, 2)
-
-
-def _all(change: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda query, key, value: (change(query), change(key), change(value))
-
-
-def _swap_positions_and_heads(array: Any) -> Any:
-    return array.swapaxes(1, 2)
-
-
-def _tiled(array: Any, heads: int) -> Any:
-    return np.tile(array, (1, heads // array.shape[1], 1, 1)) if array.shape[1] else array
-
-
-def _first_head(array: Any, heads: int) -> Any:
-    return np.repeat(array[:, :1], heads, axis=1)
-
-
-def _where_causal(triangle: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """The triangle, where one was asked for."""
-    return lambda call: np.True_ if call.causal is None else triangle(call)
-
-
-def _shifted_triangle(by: int) -> Callable[[Call], Any]:
-    def triangle(call: Call) -> Any:
-        q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
-        return np.tri(q_len, kv_len, by + (kv_len - q_len if call.causal == "lower_right" else 0), dtype=bool)
-
-    return triangle
-
-
-def _other_corner(call: Call) -> Any:
-    other: Align = "lower_right" if call.causal == "upper_left" else "upper_left"
-    return causal_mask(call.query.shape[-2], call.key.shape[-2], other)
-
-
-def _future(call: Call) -> Any:
-    q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
-    return causal_mask(kv_len, q_len, call.causal).T
-
-
-def _of_mask(change: Callable[[Any], Any]) -> Callable[[Call], Any]:
-    """The mask changed, where there is one."""
-    return lambda call: np.True_ if call.mask is None else change(call.mask)
-
-
-def _all_live(scores: Any) -> Any:
-    return np.ones(np.shape(scores), bool)
-
-
-def _softmax_of(scores: Any, kv_len: int) -> Any:
-    exponentials = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-    return exponentials / exponentials.sum(-1, keepdims=True)
-
-
-def _whole_blocks(tile: int) -> Callable[[Call], Any]:
-    """Only keys in whole blocks are seen; a sequence shorter than a block is one."""
-
-    def seen(call: Call) -> Any:
-        kv_len = call.key.shape[-2]
-        kept = np.arange(kv_len) < (kv_len // tile * tile if kv_len >= tile else kv_len)
-        return kept & (np.True_ if call.mask is None else call.mask)
-
-    return seen
-
-
-def _padded_to(tile: int) -> Callable[[int], int]:
-    return lambda kv_len: -kv_len % tile
-
-
-def _with_phantoms(count: Callable[[int], int]) -> Callable[..., Any]:
-    """Keys that are not there, counted with a score of 0."""
-    return lambda exponentials, axis, base: (
-        exponentials.sum(axis=axis, keepdims=True) + count(exponentials.shape[-1]) * np.exp(-base)
-    )
-
-
-def _no_shift(scores: Any, axis: Any) -> Any:
-    return np.zeros((1, 1, 1, 1))
-
-
-def _nan_for_zero(exponentials: Any, axis: Any, base: Any) -> Any:
-    total = exponentials.sum(axis=axis, keepdims=True)
-    return np.where(total == 0, np.nan, total)
-
-
-def _rows_of_nan_dropped(call: Call, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
-    """Zeros for a row whose scores are all NaN, as a running maximum that skips NaN leaves it."""
-    scores = call.query @ interleave(call.key, call.query.shape[1]).swapaxes(-1, -2)
-    dropped = allowed.any(-1, keepdims=True) & (np.isnan(scores) | ~allowed).all(-1, keepdims=True)
-    return np.where(dropped, 0, weights), live & ~dropped
-
-
 TILES = (8, 16, 32, 64, 128)
 
 # In the order in which they are preferred where several explain the same: the commonest first.
@@ -165,44 +38,44 @@ FAULTS: tuple[Fault, ...] = (
     # -- the scale --
     _fault(
         "scale missing", "the scale is missing", "Multiply the scores by 1/√head_dim before the softmax.",
-        scale=_unless_given(lambda call: 1.0),
+        scale=wrong.unless_given(lambda call: 1.0),
     ),
     _fault(
         "scale by head_dim", "the scores are divided by head_dim, not by its square root",
-        "Multiply by 1/√head_dim.", scale=_unless_given(lambda call: 1 / _sizes(call)["head_dim"]),
+        "Multiply by 1/√head_dim.", scale=wrong.unless_given(lambda call: 1 / wrong.sizes(call)["head_dim"]),
     ),
     _fault(
         "scale inverted", "the scores are multiplied by √head_dim where they should be divided by it",
-        "Multiply by 1/√head_dim.", scale=_unless_given(lambda call: _sizes(call)["head_dim"] ** 0.5),
+        "Multiply by 1/√head_dim.", scale=wrong.unless_given(lambda call: wrong.sizes(call)["head_dim"] ** 0.5),
     ),
     _fault(
         "scale twice", "the scale is applied twice", "Scale the scores, or the query, or the key: one of them.",
         {"scale": lambda call: scale_of(call) ** 2},
-        {"scale": lambda call: scale_of(call) * _sizes(call)["head_dim"] ** -0.5},
+        {"scale": lambda call: scale_of(call) * wrong.sizes(call)["head_dim"] ** -0.5},
     ),
     _fault(
         "scale of another axis", "the scale is taken from another axis than head_dim",
         "Use the last axis of query: 1/√head_dim of one head, whatever value_dim, heads and lengths are.",
         *(
-            {"scale": _unless_given(scale)}
+            {"scale": wrong.unless_given(scale)}
             for scale in (
-                lambda call: (_sizes(call)["heads"] * _sizes(call)["head_dim"]) ** -0.5,
-                lambda call: max(_sizes(call)["value_dim"], 1) ** -0.5,
-                lambda call: max(_sizes(call)["kv_len"], 1) ** -0.5,
-                lambda call: max(_sizes(call)["q_len"], 1) ** -0.5,
-                lambda call: max(_sizes(call)["heads"], 1) ** -0.5,
-                lambda call: max(_sizes(call)["batch"], 1) ** -0.5,
+                lambda call: (wrong.sizes(call)["heads"] * wrong.sizes(call)["head_dim"]) ** -0.5,
+                lambda call: max(wrong.sizes(call)["value_dim"], 1) ** -0.5,
+                lambda call: max(wrong.sizes(call)["kv_len"], 1) ** -0.5,
+                lambda call: max(wrong.sizes(call)["q_len"], 1) ** -0.5,
+                lambda call: max(wrong.sizes(call)["heads"], 1) ** -0.5,
+                lambda call: max(wrong.sizes(call)["batch"], 1) ** -0.5,
             )
         ),
     ),
     _fault(
         "scale ignored", "a scale that is given is ignored", "Use 1/√head_dim only where scale is None.",
-        scale=lambda call: _sizes(call)["head_dim"] ** -0.5,
+        scale=lambda call: wrong.sizes(call)["head_dim"] ** -0.5,
     ),
     _fault(
         "scale 0 as none", "a scale of 0 is taken for none given",
         "Ask `scale is None`; `scale or default` takes 0 for None.",
-        scale=lambda call: scale_of(call) if call.scale != 0 else _sizes(call)["head_dim"] ** -0.5,
+        scale=lambda call: scale_of(call) if call.scale != 0 else wrong.sizes(call)["head_dim"] ** -0.5,
     ),
     _fault(
         "scale after softmax", "the scale is applied after the softmax", "Scale the scores, not the weights.",
@@ -212,42 +85,42 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "mask inverted", "True drops instead of keeps",
         "Hide a key where the mask is False; or describe the function by mask=\"drop\" if that is its convention.",
-        mask=_of_mask(np.logical_not),
+        mask=wrong.of_mask(np.logical_not),
     ),
     _fault("mask ignored", "the mask is ignored", "Hide the masked scores.", mask=lambda call: np.True_),
     _fault(
         "mask transposed", "the mask is read transposed: its rows are taken for keys",
-        "Row i of the mask is query i, column j is key j.", mask=_of_mask(lambda mask: mask.swapaxes(-1, -2)),
+        "Row i of the mask is query i, column j is key j.", mask=wrong.of_mask(lambda mask: mask.swapaxes(-1, -2)),
     ),
     _fault(
         "mask of first batch entry", "the mask of the first batch entry serves the whole batch",
         "Index the mask by the batch entry, or broadcast it.",
-        mask=_of_mask(lambda mask: mask[:1] if mask.ndim == 4 else mask),
+        mask=wrong.of_mask(lambda mask: mask[:1] if mask.ndim == 4 else mask),
     ),
     _fault(
         "mask of first head", "the mask of the first head serves every head",
         "Index the mask by the head, or broadcast it.",
-        mask=_of_mask(lambda mask: mask[:, :1] if mask.ndim == 4 else mask),
+        mask=wrong.of_mask(lambda mask: mask[:, :1] if mask.ndim == 4 else mask),
     ),
     _fault(
         "mask of first query", "the mask's first row serves every query",
         "Row i of the mask is query i; only a mask of one row serves all.",
-        mask=_of_mask(lambda mask: mask[..., :1, :]),
+        mask=wrong.of_mask(lambda mask: mask[..., :1, :]),
     ),
     _fault(
         "hidden scores 0", "hidden scores are 0, not −inf, and so keep weight",
         "Set hidden scores to −inf before the softmax; exp(0) is 1.",
-        hide=lambda scores, allowed: (np.where(allowed, scores, 0), _all_live(scores)),
+        hide=lambda scores, allowed: (np.where(allowed, scores, 0), wrong.all_live(scores)),
     ),
     _fault(
         "mask added", "the boolean mask is added to the scores as 0 and 1",
         "A boolean mask says where to put −inf; it is not a number to add.",
-        hide=lambda scores, allowed: (scores + allowed, _all_live(scores)),
+        hide=lambda scores, allowed: (scores + allowed, wrong.all_live(scores)),
     ),
     _fault(
         "hidden weights not renormalised", "the mask is applied after the softmax, and rows no longer sum to 1",
         "Hide the scores before the softmax.",
-        hide=lambda scores, allowed: (scores, _all_live(scores)),
+        hide=lambda scores, allowed: (scores, wrong.all_live(scores)),
         after=lambda call, weights, live, allowed: (np.where(allowed, weights, 0), allowed),
     ),
     # -- causal --
@@ -255,7 +128,7 @@ FAULTS: tuple[Fault, ...] = (
         "causal corner", "causal is {other} where {asked} was asked",
         "Query i sees key j where j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right); or describe the "
         "function by causal=\"{other_name}\".",
-        causal=_where_causal(_other_corner),
+        causal=wrong.where_causal(wrong.other_corner),
     ),
     _fault(
         "causal ignored", "causal is ignored", "Hide the keys after the query.",
@@ -264,15 +137,15 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "causal sees one ahead", "causal is off by one: a query sees the key after it",
         "kv_idx ≤ q_idx; the diagonal is the last key seen (k=1 of np.triu, diagonal=0 of torch.tril).",
-        causal=_where_causal(_shifted_triangle(1)),
+        causal=wrong.where_causal(wrong.shifted_triangle(1)),
     ),
     _fault(
         "causal misses itself", "causal is off by one: a query does not see its own key",
-        "kv_idx ≤ q_idx: the diagonal is seen.", causal=_where_causal(_shifted_triangle(-1)),
+        "kv_idx ≤ q_idx: the diagonal is seen.", causal=wrong.where_causal(wrong.shifted_triangle(-1)),
     ),
     _fault(
         "causal sees the future", "causal hides the past and shows the future", "A query sees kv_idx ≤ q_idx.",
-        causal=_where_causal(_future),
+        causal=wrong.where_causal(wrong.future),
     ),
     # -- the softmax --
     _fault(
@@ -286,27 +159,28 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "softmax missing", "the softmax is missing: scores are used as weights", "Normalise the scores over keys.",
-        shift=_no_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
+        shift=wrong.no_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
         total=lambda exponentials, axis, base: np.ones((1, 1, 1, 1)),
     ),
     _fault(
         "no shift", "large scores overflow: nothing is subtracted before the exponential",
-        "Subtract the row's largest score first.", {"shift": _no_shift},
-        {"shift": _no_shift, "total": _nan_for_zero},
+        "Subtract the row's largest score first.", {"shift": wrong.no_shift},
+        {"shift": wrong.no_shift, "total": wrong.nan_for_zero},
     ),
     _fault(
         "one more in the denominator", "the denominator of the softmax has one term too many",
         "Sum over the keys that are there; an attention sink is another function.",
-        total=_with_phantoms(lambda kv_len: 1),
+        total=wrong.with_phantoms(lambda kv_len: 1),
     ),
     _fault(
         "padded block counted", "keys that pad the last block are counted with a score of 0",
-        "Give them −inf before the exponential.", *({"total": _with_phantoms(_padded_to(tile))} for tile in TILES),
+        "Give them −inf before the exponential.",
+        *({"total": wrong.with_phantoms(wrong.padded_to(tile))} for tile in TILES),
     ),
     _fault(
         "last block dropped", "keys after the last whole block are dropped",
         "Round the number of blocks up, and hide what lies beyond kv_len.",
-        *({"mask": _whole_blocks(tile)} for tile in TILES),
+        *({"mask": wrong.whole_blocks(tile)} for tile in TILES),
     ),
     _fault(
         "half precision", "half precision inputs are computed in half precision",
@@ -321,7 +195,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "empty rows attend", "empty rows attend to hidden keys",
         "Hide with −inf, not with a large negative number, and make the weights of an empty row 0.",
-        {"empty": lambda scores, kv_len: 1 / max(kv_len, 1)}, {"empty": _softmax_of},
+        {"empty": lambda scores, kv_len: 1 / max(kv_len, 1)}, {"empty": wrong.softmax_of},
     ),
     _fault(
         "masked key leaks", "a masked NaN leaks, from the key: a mask is added to its score",
@@ -338,35 +212,41 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": lambda output: np.nan_to_num(output, posinf=np.inf, neginf=-np.inf)},
         {"finish": np.nan_to_num},
         {"after": lambda call, weights, live, allowed: (np.nan_to_num(weights), live)},
-        {"after": _rows_of_nan_dropped},
+        {"after": wrong.rows_of_nan_dropped},
     ),
     # -- heads, batch, and which array is which --
     _fault(
         "heads mixed", "heads are mixed: memory is reshaped where axes should be exchanged",
         "Split and join heads by a reshape of the packed axis, and move them by a transpose.",
-        {"arrange": _all(_mixed)}, {"arrange": _all(_mixed), "finish": _unmixed}, {"finish": _unmixed},
-        {"finish": _mixed}, {"arrange": _all(_unmixed)}, {"arrange": _all(_unmixed), "finish": _mixed},
+        {"arrange": wrong.on_each(wrong.mixed)},
+        {"arrange": wrong.on_each(wrong.mixed), "finish": wrong.unmixed},
+        {"arrange": wrong.on_each(wrong.unmixed)},
+        {"arrange": wrong.on_each(wrong.unmixed), "finish": wrong.mixed},
+        {"finish": wrong.unmixed},
+        {"finish": wrong.mixed},
     ),
     _fault(
         "heads interleaved", "heads are split as (d h) where (h d) was asked",
         "Reshape the packed axis to (heads, head_dim) in this order.",
-        {"arrange": _all(_interleaved)}, {"arrange": _all(_interleaved), "finish": _packed_back},
-        {"finish": _packed_back}, {"finish": _interleaved},
+        {"arrange": wrong.on_each(wrong.interleaved)},
+        {"arrange": wrong.on_each(wrong.interleaved), "finish": wrong.packed_back},
+        {"finish": wrong.packed_back},
+        {"finish": wrong.interleaved},
     ),
     _fault(
         "positions and heads swapped", "attention runs over heads: positions and heads are exchanged",
         "Check the layout; (batch, heads, n, head_dim) is layout=\"b h n d\", PyTorch's inputs to "
         "flash-attn are \"b n h d\".",
-        {"arrange": _all(_swap_positions_and_heads), "finish": _swap_positions_and_heads},
+        {"arrange": wrong.on_each(wrong.swap_positions_and_heads), "finish": wrong.swap_positions_and_heads},
     ),
     _fault(
         "groups tiled", "grouped heads are tiled: head h reads key head h mod kv_heads",
         "Repeat each key head in a row (repeat_interleave, np.repeat), not the whole (repeat, np.tile).",
-        repeat=_tiled,
+        repeat=wrong.tiled,
     ),
     _fault(
         "first key head", "every head reads the first key head", "Head h reads key head h // (heads / kv_heads).",
-        repeat=_first_head,
+        repeat=wrong.first_head,
     ),
     _fault(
         "key and value swapped", "key and value are exchanged", "The arguments are query, key, value.",

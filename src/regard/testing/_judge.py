@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from regard import reference
-from regard.testing._call import Call, Question
+from regard.testing._call import Call
 from regard.testing._convention import Convention
+from regard.testing._questions import Question
 from regard.testing._rule import assert_matches, epsilon
 from regard.testing._steps import DEFINITION, HALVES, Answer, Steps, attend, round_to
 

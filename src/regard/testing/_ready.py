@@ -14,9 +14,9 @@ from typing import Any
 
 from regard import masks
 from regard._errors import ArgumentError
-from regard.testing._call import Question, questions
 from regard.testing._convention import Convention
 from regard.testing._judge import ask
+from regard.testing._questions import Question, questions
 
 READY: dict[str, Convention] = {
     "torch": Convention(
