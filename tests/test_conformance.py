@@ -293,7 +293,30 @@ def test_a_function_that_raises_is_one_finding():
         raise ValueError("not today\nsecond line")
 
     (finding,) = conformance(refusing).findings
-    assert finding.words == "raises for every call: ValueError: not today"
+    assert finding.words == "for every call: raises ValueError: not today"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda q: 42, "for every call: returns a int, where an array was expected"),
+        (lambda q: q[0], "returns (1, 2, 2), where layout 'b h n d' has 4 axes"),
+    ],
+)
+def test_what_is_returned_in_a_wrong_shape_is_one_finding(returned, words):
+    report = conformance(lambda q, k, v: returned(q), layout="b h n d", without=["no query, key or batch"])
+    (finding,) = report.findings
+    assert words in finding.words
+
+
+def test_an_object_that_is_called_is_asked_with_its_own_arrays():
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, mask=None):
+            return F.scaled_dot_product_attention(query, key, value, mask)
+
+    report = conformance(Layer(), without=NAN)
+    assert report.ok, str(report)
+    assert (report.function, report.convention.library) == ("Layer", "torch")
 
 
 def test_what_is_not_claimed_is_no_finding():
@@ -303,7 +326,7 @@ def test_what_is_not_claimed_is_no_finding():
         return right(query, key, value, mask)[0]
 
     (finding,) = conformance(one_query, layout="n d").findings
-    assert finding.words == "raises for no query, key or batch: ValueError: no"
+    assert finding.words == "for no query, key or batch: raises ValueError: no"
     report = conformance(one_query, layout="n d", without=finding.capabilities)
     assert report.ok
     assert report["no query, key or batch"].why == "not claimed"

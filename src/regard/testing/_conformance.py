@@ -42,8 +42,8 @@ def conformance(
     >>> for finding in conformance(attention, without=["no query, key or batch"]).findings:
     ...     print(finding.words)
     the scale is missing
-    a masked NaN leaks, from the value: it is multiplied by a weight of 0
     empty rows are NaN
+    a masked NaN leaks, from the value: it is multiplied by a weight of 0
     """
     if size not in SIZES:
         raise ArgumentError(

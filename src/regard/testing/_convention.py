@@ -18,6 +18,10 @@ from regard.testing._steps import Answer
 Masks = Literal["keep", "drop", "additive"]
 
 
+class WrongShape(Exception):
+    """What came back has not the axes of the layout."""
+
+
 @dataclass(frozen=True)
 class Convention:
     """How an attention function `fn(query, key, value, …)` is called.
@@ -50,6 +54,8 @@ class Convention:
     without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("dtypes", "without"):  # lists will do
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         letters = re.sub(r"[() ]", "", self.layout)
         balanced = re.fullmatch(r"(\s*(\w|\(\s*\w(\s+\w)*\s*\)))+\s*", self.layout)
         if not balanced or len(set(letters)) < len(letters) or not {"n", "d"} <= set(letters) <= set("bhnd"):
@@ -101,7 +107,7 @@ class Convention:
     def canonical(self, array: Any, heads: int) -> Any:
         """An array of this layout as (batch, heads, n, d); its sizes may be others than were asked for."""
         if array.ndim != len(self.groups):
-            raise ValueError(f"shape {array.shape} has not the axes of {self.layout!r}")
+            raise WrongShape(f"{array.shape}, where layout {self.layout!r} has {len(self.groups)} axes")
         sizes: list[int] = []
         for group, size in zip(self.groups, array.shape, strict=True):
             if len(group) == 1:
@@ -167,6 +173,8 @@ class Convention:
         heads, kv_heads = call.sizes["heads"], call.sizes["kv_heads"]
         after = zip(before, map(self.arrays.numbers, arrays), strict=True)
         changed = any(not np.array_equal(x, y, equal_nan=True) for x, y in after)
+        if not hasattr(output, "shape"):
+            raise WrongShape(f"a {type(output).__name__}, where an array was expected")
         numbers = self.canonical(self.arrays.numbers(output), heads)
         answer = Answer(numbers, self._weights(weights, call), changed=changed)
         if slopes is not None:

@@ -187,7 +187,7 @@ def _refusals(
             return outcome.raised.split(":")[0] == kind
 
         yield _finding(
-            "refused", f"raises for {where}: {group[0].raised}",
+            "refused", f"for {where}: {group[0].raised}",
             f"If that is meant, say so: without={names!r}."
             if len(names) <= 4
             else "Check the description of the function: its layout, library, and the names of its arguments.",
@@ -207,9 +207,10 @@ def _unexplained(
     def shows(outcome: Outcome) -> bool:
         return not (outcome.raised or agrees(outcome, steps) or agrees(outcome, DEFINITION))
 
-    # A call whose output is empty, or NaN in any case, speaks for nobody.
-    telling = [o for o in outcomes if o.question.ordinary and o.answer is not None and o.answer.output.size]
-    passing = [o.question.uses for o in telling if agrees(o, steps) or agrees(o, DEFINITION)]
+    # A right answer that is empty, or NaN, could not have been wrong.
+    telling = [o for o in outcomes if agrees(o, steps) or agrees(o, DEFINITION)]
+    telling = [o for o in telling if o.answer is not None and np.isfinite(o.answer.output).all()]
+    passing = [o.question.uses for o in telling if o.answer is not None and o.answer.output.size]
     while left:
         common = {use: [o for o in left if use in o.question.uses] for o in left for use in o.question.uses}
         clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}

@@ -114,7 +114,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "mask added", "the boolean mask is added to the scores as 0 and 1",
-        "A boolean mask says where to put −inf; it is not a number to add.",
+        "A boolean mask says where to put −inf; or describe the function by mask=\"additive\" if 0 and −inf are meant.",
         hide=lambda scores, allowed: (scores + allowed, wrong.all_live(scores)),
     ),
     _fault(

@@ -11,7 +11,7 @@ import numpy as np
 
 from regard import reference
 from regard.testing._call import Call
-from regard.testing._convention import Convention
+from regard.testing._convention import Convention, WrongShape
 from regard.testing._questions import Question
 from regard.testing._rule import assert_matches, epsilon
 from regard.testing._steps import DEFINITION, HALVES, Answer, Steps, attend, round_to
@@ -23,7 +23,7 @@ class Outcome:
 
     question: Question
     answer: Answer | None = None
-    raised: str = ""  # the error's kind and first line
+    raised: str = ""  # the error's kind and first line, or what came back in a wrong shape
     not_asked: str = ""
 
     @property
@@ -46,9 +46,11 @@ def ask(fn: Callable[..., Any], convention: Convention, question: Question) -> O
     try:
         with np.errstate(all="ignore"):
             return Outcome(question, convention.ask(fn, question.call, gradient_of(question)))
+    except WrongShape as error:
+        return Outcome(question, raised=f"returns {error}")
     except Exception as error:  # whatever the function raises is its answer
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        return Outcome(question, raised=f"{type(error).__name__}: {first}" if first else type(error).__name__)
+        return Outcome(question, raised=f"raises {type(error).__name__}{': ' if first else ''}{first}")
 
 
 def gradient_of(question: Question) -> Any:

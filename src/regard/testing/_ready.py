@@ -120,7 +120,8 @@ def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Conventi
 
 def _libraries(fn: Callable[..., Any]) -> list[Any]:
     """The array libraries that a function names; those of its module where it names none, NumPy where that has none."""
-    plain = inspect.unwrap(fn)
+    faces = (inspect.unwrap(fn), getattr(fn, "forward", None), type(fn).__call__)
+    plain = next((face for face in faces if hasattr(face, "__globals__")), None)
     there = getattr(plain, "__globals__", {})
     for names in (getattr(getattr(plain, "__code__", None), "co_names", ()), there):
         modules = {there[x].__name__.split(".")[0] for x in names if isinstance(there.get(x), ModuleType)}
