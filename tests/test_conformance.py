@@ -274,6 +274,25 @@ def test_two_faults_are_two_findings():
     assert {f.name for f in found} == {"scale by head_dim", "mask inverted"}
 
 
+def test_every_mistake_of_a_learner_is_named():
+    def softmax(x):
+        e = np.exp(x)
+        return e / np.sum(e)
+
+    def attn(Q, K, V, mask=None):
+        scores = Q @ K.T / Q.shape[-1]
+        if mask is not None:
+            scores = np.where(mask, scores, -1e9)
+        weights = softmax(scores)
+        return weights, weights @ V
+
+    found = conformance(attn).findings
+    assert {f.name for f in found} == {
+        "scale by head_dim", "softmax over the matrix", "no shift", "pair swapped", "empty rows NaN",
+        "masked value leaks",
+    }  # fmt: skip
+
+
 def test_a_fault_without_a_name_is_one_finding():
     (finding,) = conformance(lambda query, key, value: right(query, key, value)[0] + 1, layout="n d").findings
     assert finding.words.startswith("differs from the definition in every call")
@@ -317,6 +336,18 @@ def test_an_object_that_is_called_is_asked_with_its_own_arrays():
     report = conformance(Layer(), without=NAN)
     assert report.ok, str(report)
     assert (report.function, report.convention.library) == ("Layer", "torch")
+
+
+def test_a_large_masked_value_widens_no_tolerance():
+    def trace(query, key, value, mask=None):
+        output, _ = right(query, key, value, mask)
+        hidden = 0 if mask is None else (~mask).astype(float)
+        finite = np.where(np.isfinite(value), value, 0)
+        return output if mask is None else output + 1e-20 * (hidden @ finite)
+
+    (finding,) = conformance(trace).findings
+    assert (finding.capabilities, finding.count) == (("masked NaN or inf in value",), 1)
+    assert np.nanmax(finding.call.value) == 1e30
 
 
 def test_what_is_not_claimed_is_no_finding():
@@ -389,6 +420,19 @@ def test_a_wrong_description_is_refused(described, words):
     with pytest.raises(regard.RegardError) as error:
         conformance(flat, **described)
     assert words in str(error.value)
+
+
+def test_a_row_that_is_not_there_is_refused():
+    with pytest.raises(
+        regard.RegardError, match="received the capability 'masks'; expected one of plain; heads and"
+    ):
+        conformance(flat)["masks"]
+
+
+def test_the_full_size_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("regard.testing._questions.find_spec", lambda name: None)
+    with pytest.raises(regard.RegardError, match="pip install ml_dtypes"):
+        conformance(flat, size="full")
 
 
 def test_what_is_not_a_function_is_refused():

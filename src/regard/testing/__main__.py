@@ -21,8 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = {
         name: value for name, value in vars(said).items() if value is not None and name not in options
     }
-    if said.without is not None:
-        described["without"] = tuple(said.without)
     try:
         report = conformance(load(said.function), said.convention, size=said.size, **described)
     except RegardError as error:

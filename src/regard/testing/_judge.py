@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from regard.testing._call import Call
 from regard.testing._convention import Convention, WrongShape
 from regard.testing._questions import Question
 from regard.testing._rule import assert_matches, epsilon
-from regard.testing._steps import DEFINITION, HALVES, Answer, Steps, attend, round_to
+from regard.testing._steps import DEFINITION, HALVES, Answer, Steps, attend, both, interleave, round_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +88,21 @@ class Expected:
         return self.steps.rounded and self.question.call.dtype in HALVES
 
     @cached_property
-    def drift(self) -> float:
-        """What a rounded score does to a weight, relative."""
+    def drift(self) -> Any:
+        """What a rounded score does to the weights of its row, relative; by the largest seen, terms without signs."""
         call = self.question.call
         query, key = (np.abs(np.where(np.isfinite(x), x, 0)) for x in (call.query, call.key))
-        rows = (query * key.max(initial=0, axis=(0, 1, 2))).sum(-1)  # no |query · key| of a row is above this
-        largest = rows.max(initial=0) * abs(self.steps.scale(call))
-        return float(4 * epsilon(_working(call)) * (1 + largest))
+        terms = query @ interleave(key, query.shape[1]).swapaxes(-1, -2) * abs(self.steps.scale(call))
+        largest = np.where(call.allowed(), terms, 0).max(-1, keepdims=True, initial=0)
+        drift = 4 * epsilon(_working(call)) * (1 + largest)
+        return drift if self.steps.returned is both else drift.max(initial=0)  # rows may no longer be queries
+
+    @cached_property
+    def magnitude(self) -> Answer:
+        """What was summed up, without signs: Σ weight · |value| for an output, a weight itself for a weight."""
+        call = self.question.call
+        unsigned = replace(call, value=np.abs(np.where(np.isfinite(call.value), call.value, 0)))
+        return attend(unsigned, self.steps)
 
     @cached_property
     def slopes(self) -> bool:
@@ -104,30 +112,27 @@ class Expected:
 
     def refuse(self, answer: Answer) -> str:
         """What the error rule has against the answer; nothing where it is one of these steps."""
-        exact, naive, value = self.exact, self.naive, self.question.call.value
-        magnitude = np.abs(value).max(initial=0, where=np.isfinite(value))
+        exact, naive, size = self.exact, self.naive, self.magnitude
         common: dict[str, Any] = {"dtype": self.question.call.dtype}
         try:
             assert_matches(
-                answer.output, exact.output, naive.output, magnitude=magnitude, score_error=self.drift,
+                answer.output, exact.output, naive.output, magnitude=size.output, score_error=self.drift,
                 ordinary=self.question.ordinary and not self.rounded, **common,
             )  # fmt: skip
             if answer.weights is not None:
                 assert exact.weights is not None, "weights: returned, where none were expected"
                 assert_matches(
-                    answer.weights,
-                    exact.weights,
-                    naive.weights,
-                    score_error=self.drift,
-                    what="weights",
-                    **common,
-                )
+                    answer.weights, exact.weights, naive.weights, magnitude=size.weights, score_error=self.drift,
+                    what="weights", **common,
+                )  # fmt: skip
             if self.slopes:
                 for name, *found in zip(
                     ("query", "key", "value"), answer.gradients, exact.gradients, naive.gradients, strict=True
                 ):
-                    size = np.max(np.abs(found[1]), initial=1, where=np.isfinite(found[1]))
-                    assert_matches(*found, magnitude=size, factor=3.0, what=f"gradient of {name}", **common)
+                    largest = np.max(np.abs(found[1]), initial=1, where=np.isfinite(found[1]))
+                    assert_matches(
+                        *found, magnitude=largest, factor=3.0, what=f"gradient of {name}", **common
+                    )
         except AssertionError as error:
             return str(error)
         return ""

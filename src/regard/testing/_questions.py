@@ -5,10 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from regard._errors import ArgumentError
 from regard.testing._call import Align, Call, causal_mask
 
 
@@ -221,6 +223,11 @@ def _drawn(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[Q
     """Calls drawn from the case matrix: its masks, lengths, dtypes and values, without score modifications."""
     from regard.testing._cases import draw, fill
 
+    if find_spec("ml_dtypes") is None:
+        raise ArgumentError(
+            "conformance", received='size "full" without ml_dtypes', expected="ml_dtypes, for bfloat16 in NumPy",
+            cure="pip install ml_dtypes, or ask at the quick size.",
+        )  # fmt: skip
     for case, possible in draw(count, seed, tile):
         plain = case.change == "none" or case.change.startswith("scale")
         inputs = fill(case, tile) if possible and plain else None

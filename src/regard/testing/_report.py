@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from regard._errors import ArgumentError
 from regard.testing._call import Call
 from regard.testing._convention import Convention
 from regard.testing._diagnose import Finding
@@ -51,7 +52,13 @@ class Report:
             raise AssertionError(str(self))
 
     def __getitem__(self, capability: str) -> Capability:
-        return next(row for row in self.capabilities if row.name == capability)
+        rows = {row.name: row for row in self.capabilities}
+        if capability not in rows:
+            raise ArgumentError(
+                "Report", received=f"the capability {capability!r}", expected=f"one of {'; '.join(rows)}",
+                cure="They are the rows of print(report).",
+            )  # fmt: skip
+        return rows[capability]
 
     def __str__(self) -> str:
         asked = sum(row.asked for row in self.capabilities)
