@@ -341,11 +341,11 @@ def test_an_object_that_is_called_is_asked_with_its_own_arrays():
 def test_a_large_masked_value_widens_no_tolerance():
     def trace(query, key, value, mask=None):
         output, _ = right(query, key, value, mask)
-        hidden = 0 if mask is None else (~mask).astype(float)
-        finite = np.where(np.isfinite(value), value, 0)
-        return output if mask is None else output + 1e-20 * (hidden @ finite)
+        if mask is None:
+            return output
+        return output + 1e-20 * ((~mask).astype(float) @ np.where(np.isfinite(value), value, 0))
 
-    (finding,) = conformance(trace).findings
+    (finding,) = conformance(trace, without=["empty rows"]).findings
     assert (finding.capabilities, finding.count) == (("masked NaN or inf in value",), 1)
     assert np.nanmax(finding.call.value) == 1e30
 
