@@ -17,14 +17,20 @@ from regard.testing import ENGINES, Case, check, count_table, draw, empty_cells,
 TILE = 16
 
 
+def set_tiles(case: Case) -> None:
+    """Tiles so small that every length meets several, and none so many that they only repeat each other."""
+    rows = 4 * TILE if case.q_len == 257 else TILE
+    _stream.ROWS, _stream.COLUMNS = rows, 2 * TILE
+    _base.STEP = _atoms.STEP = rows
+    _torch_fused.TESTED_ROWS, _torch_fused.JOINED_COLUMNS = rows + 8, 3 * TILE
+
+
 def run_chunk(cases: list[Case]) -> list[str]:
-    """The failures of some cases, tiles made small so that every length meets several."""
+    """The failures of some cases."""
     torch.set_num_threads(1)
-    _stream.ROWS, _stream.COLUMNS = TILE, 2 * TILE
-    _base.STEP = _atoms.STEP = TILE
-    _torch_fused.TESTED_ROWS, _torch_fused.JOINED_COLUMNS = TILE + 8, 3 * TILE
     failures = []
     for case in cases:
+        set_tiles(case)
         inputs = fill(case, TILE)
         assert inputs is not None
         failures += check(case, inputs, ENGINES)
@@ -45,7 +51,8 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
     with capsys.disabled():
         print(f"\n{count_table(ran, skipped)}")
         print(
-            f"{len(ran)} cases ran, {len(skipped)} skipped, {len(empty)} pairs of choices empty, seed {seed}"
+            f"{len(ran) * len(ENGINES):,} cases ran = {len(ran):,} draws × {len(ENGINES)} engines; "
+            f"{len(skipped)} draws skipped, {len(empty)} pairs of choices empty, seed {seed}"
         )
     assert not failures, "\n".join([f"{len(failures)} cases failed (seed {seed})", *failures[:5]])
     assert len(ran) == count
@@ -54,7 +61,7 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_few_cases_quickly(seed: int, monkeypatch) -> None:
-    # run_chunk changes these for its whole process; here they are put back.
+    # set_tiles changes these for its whole process; here they are put back.
     for module, *names in (
         (_stream, "ROWS", "COLUMNS"),
         (_base, "STEP"),

@@ -96,6 +96,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
         sink = None if problem.sink is None else rows.shift[0, 0]
         if kv_len:
             rows = fold(rows, scores, engine)
+        assert rows.total is not None
         shift = finite_shift(rows.shift, xp)[0, 0]
         exponentials = xp.exp(scores[0, 0] - shift)
         total = float(rows.total[0, 0])

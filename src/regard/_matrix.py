@@ -167,7 +167,7 @@ class AttentionMatrix:
         problem = replace(self._problem.pairs(pairs).rows(rows), numbers=np.arange(len(pairs)))
         known = self._if_known()
         if known is not None and not self._rough:
-            known = Rows(*(each[pairs[:, None], rows] for each in known))
+            known = known.at((pairs[:, None], rows))
         else:
             known = None
         lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
@@ -442,8 +442,7 @@ class AttentionMatrix:
     def _if_known(self) -> Rows | None:
         if self._rows is None and self._fused_lse is not None and not self._rough:
             lse = self._fused_lse.detach().reshape(self._problem.shape[:2])
-            xp = self._problem.engine.xp
-            self._rows = Rows(lse, xp.where(lse == -xp.inf, 0.0, xp.ones_like(lse)))
+            self._rows = Rows(lse, None)
         return self._rows
 
     @cached_property

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from regard._stream import Problem
 from regard._types import Array, IntArray
-from regard.engines import engine_of
-from regard.measures import Measure
+from regard.measures import Measure, span
 
 
 @dataclass(frozen=True)
@@ -16,6 +15,7 @@ class Whole(Measure):
     """Every weight, stored: (…, q_len, kv_len). The one measure that takes more than O(n) memory."""
 
     problem: Problem | None = None
+    reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         return replace(self, problem=problem)
@@ -24,14 +24,19 @@ class Whole(Measure):
         assert self.problem is not None
         return xp.zeros(shape, dtype=self.problem.dtype)
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        state[:, q_idx[0] : q_idx[-1] + 1, kv_idx[0] : kv_idx[-1] + 1] = weights
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        state[:, span(q_idx), span(kv_idx)] = weights
         return state
 
 
 @dataclass(frozen=True)
 class LogSumExp(Measure):
     """The lse of each row from its weights, (…, q_len): s − ln w is the lse at every live key. For gradients."""
+
+    problem: Problem | None = None
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, problem=problem)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))
@@ -43,10 +48,12 @@ class LogSumExp(Measure):
         return state
 
     def finish(self, state: Array) -> Array:
-        xp = engine_of("lse", state=state).xp
-        return xp.where(
-            state[..., 1] == 0, -xp.inf, state[..., 0] / xp.where(state[..., 1] == 0, 1.0, state[..., 1])
-        )
+        assert self.problem is not None
+        xp, sink = self.problem.engine.xp, self.problem.sink
+        # A row without any weight has what its sink has.
+        alone = -xp.inf if sink is None else self.problem.frame.per_head(sink, "sink")[:, None]
+        empty = state[..., 1] == 0
+        return xp.where(empty, alone, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,11 @@ class Product(Measure):
     dtype: Any
     problem: Problem | None = None
 
+    @property
+    def reads_scores(self) -> bool:  # type: ignore[override]
+        """Scores tell what is hidden from what is zero, where NaN or inf must reach those who see it."""
+        return not self.finite
+
     def bind(self, problem: Problem) -> Measure:
         return replace(self, of=self.of[problem.numbers], problem=problem)
 
@@ -70,13 +82,15 @@ class Product(Measure):
         kept = shape[2 if self.transposed else 1]
         return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.dtype)
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
         part = self.problem.engine.take(self.array, self.of, self.problem.engine.to_numpy(summed), self.dtype)
-        if self.transposed:
-            weights, scores = xp.matrix_transpose(weights), xp.matrix_transpose(scores)
-        state[:, kept] += weights @ part if self.finite else _literal_product(weights, scores, part, xp)
+        turn = xp.matrix_transpose if self.transposed else lambda tile: tile
+        if self.finite:
+            state[:, span(kept)] += turn(weights) @ part
+        else:
+            state[:, span(kept)] += _literal_product(turn(weights), turn(scores), part, xp)
         return state
 
 

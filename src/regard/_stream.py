@@ -20,24 +20,31 @@ from regard.engines import Engine, engine_of
 from regard.masks import Mask
 from regard.scores import ScoreMod
 
-# Rows and columns of a tile, and entries of a tile over all its pairs: what stays in a core's cache.
-ROWS, COLUMNS, TILE = 256, 512, 1 << 20
+# Rows and columns of a tile, and entries of a tile over all its pairs: what stays in the cores' caches.
+ROWS, COLUMNS, TILE = 512, 512, 1 << 19
 # Entries of a band whose scores are kept between the two readings rather than computed again.
 KEEP = 1 << 22
+# The logarithm of a weight of zero: finite, so that their product is zero.
+FLOOR = -1e30
 
 
 class Rows(NamedTuple):
     """What turns scores into weights, for each row: weights = exp(scores − shift) / total.
 
-    The pair keeps what a logsumexp loses: where scores are 1e4, rounding their lse costs the weights 1e-3.
+    The pair keeps what a logsumexp loses: where scores are 1e4, rounding their lse costs the weights 1e-3. Where
+    all scores are finite and small a kernel's lse is as good: then it is the shift, and the total None.
     """
 
     shift: Array
-    total: Array
+    total: Array | None
 
     def lse(self, xp: Any) -> Array:
         """The natural logarithm of each row's sum of exponentials, −inf for a row that sees nothing."""
-        return self.shift + xp.log(self.total)
+        return self.shift if self.total is None else self.shift + xp.log(self.total)
+
+    def at(self, index: Any) -> Rows:
+        """The same for some pairs or rows."""
+        return Rows(self.shift[index], None if self.total is None else self.total[index])
 
 
 @dataclass(slots=True)
@@ -144,6 +151,12 @@ class Problem:
             return scores
         return xp.where(self.mask.allows(self.frame, q_idx, columns, xp), scores, -xp.inf)
 
+    def hidden(self, rows: IntArray, columns: IntArray) -> Array:
+        """What is added to finite scores of a tile to hide them: 0, or FLOOR. Quicker than to choose by `where`."""
+        assert self.mask is not None
+        allowed = self.mask.allows(self.frame, self.positions[rows], columns, self.engine.xp)
+        return (self.engine.xp.astype(allowed, self.dtype) - 1.0) * -FLOOR
+
     def live_blocks(self, rows: IntArray) -> list[tuple[IntArray, bool]]:
         """The columns of every block that these rows may see, and whether they see all of it."""
         kv_lo = np.arange(0, self.frame.kv_len, COLUMNS)
@@ -160,6 +173,7 @@ class Problem:
 def fold(seen: Rows, scores: Array, engine: Engine) -> Rows:
     """Rows that have seen these scores too; the order in which blocks come does not matter."""
     xp = engine.xp
+    assert seen.total is not None
     shift = xp.maximum(seen.shift, xp.max(scores, axis=-1))
     base = finite_shift(shift, xp)
     here = xp.sum(engine.exponentials(scores, base[..., None]), axis=-1)
@@ -174,10 +188,11 @@ def finite_shift(shift: Array, xp: Any) -> Array:
 def weights_of(scores: Array, rows: Rows, engine: Engine) -> Array:
     """exp(scores − shift) / total, zero where hidden and in rows that see nothing."""
     xp = engine.xp
-    total = xp.where(rows.total == 0, 1.0, rows.total)
     weights = engine.exponentials(scores, finite_shift(rows.shift, xp)[..., None])
-    if xp.any(total != 1):  # a kernel's lse has the total in it
-        weights /= engine.cast(total, weights.dtype)[..., None]
+    if rows.total is None:
+        return weights
+    total = xp.where(rows.total == 0, 1.0, rows.total)
+    weights /= engine.cast(total, weights.dtype)[..., None]
     if xp.any(xp.isnan(total)):
         # A NaN row is NaN where it is live only: what is hidden stays zero.
         weights = xp.where(scores == -xp.inf, 0.0, weights)
@@ -185,7 +200,7 @@ def weights_of(scores: Array, rows: Rows, engine: Engine) -> Array:
 
 
 class Step(Protocol):
-    """What the loop asks of a measure; see `regard.measures.Measure`. It may have `bind(problem)` too."""
+    """What the loop asks of a measure; see `regard.measures.Measure`. It may have more."""
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any: ...
     def step(
@@ -208,7 +223,7 @@ def stream(
     parts = []
     with problem.engine.quiet(), problem.engine.detached():
         for group in groups:
-            rows = None if known is None else Rows(known.shift[group], known.total[group])
+            rows = None if known is None else known.at(group)
             parts.append(_stream_group(problem.pairs(group), measures, rows))
     join = problem.engine.xp.concat
     results = [_join([part[0][i] for part in parts], join) for i in range(len(measures))]
@@ -218,36 +233,54 @@ def stream(
 def _stream_group(problem: Problem, measures: Sequence[Step], known: Rows | None) -> tuple[list[Any], Rows]:
     engine, xp = problem.engine, problem.engine.xp
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
+    reading = any(getattr(measure, "reads_scores", True) for measure in bound)
+    # From the lse of a kernel, and nothing to do to the scores: one product, one exponential.
+    lean = known is not None and known.total is None and not (problem.score_mods or reading)
     states = [measure.init(problem.shape, xp) for measure in bound]
+    room: list[Array] = []  # used again for every tile: fresh memory costs as much as what is done in it
+    every = xp.arange(max(problem.shape))
     found: list[Rows] = []
     for band in bands(problem.shape[1]):
         blocks = problem.live_blocks(band)
-        keep = len(band) * problem.shape[0] * sum(len(columns) for columns, _ in blocks) <= KEEP
-        kept = []
+        kept: list[Any] = [None] * len(blocks)
         if known is None:
-            rows = problem.start(len(band))
-            for columns, full in blocks:
-                tile = problem.scores(band, columns, full)
-                rows = fold(rows, tile, engine)
-                kept.append(tile if keep else None)
+            rows, kept = _first_reading(problem, band, blocks)
             found.append(rows)
         else:
-            rows = Rows(known.shift[:, band], known.total[:, band])
-            kept = [None] * len(blocks)
-        if not bound:
-            continue
-        for (columns, full), tile in zip(blocks, kept, strict=True):
-            scores = problem.scores(band, columns, full) if tile is None else tile
-            weights = weights_of(scores, rows, engine)
-            q_idx, kv_idx = xp.asarray(band), xp.asarray(columns)
-            states = [
-                measure.step(state, weights, scores, q_idx, kv_idx, xp)
-                for measure, state in zip(bound, states, strict=True)
-            ]
+            rows = known.at((slice(None), band))
+        q_idx = every[band[0] : band[-1] + 1]
+        if lean:
+            shift = finite_shift(rows.shift, xp)[..., None]
+            query = engine.take(problem.query, problem.query_of, band, problem.dtype) * problem.scale
+        for (columns, full), scores in zip(blocks if bound else (), kept, strict=False):
+            kv_idx, logs = every[columns[0] : columns[-1] + 1], None
+            if lean:
+                key = engine.take(problem.key, problem.key_of, columns, problem.dtype)
+                hidden = None if full or problem.mask is None else problem.hidden(band, columns)
+                logs, weights = engine.weights(query, key, shift, hidden, room)
+            else:
+                scores = problem.scores(band, columns, full) if scores is None else scores
+                weights = weights_of(scores, rows, engine)
+            for i, measure in enumerate(bound):
+                if logs is not None and hasattr(measure, "step_logs"):
+                    states[i] = measure.step_logs(states[i], weights, logs, q_idx, kv_idx, xp)
+                else:
+                    states[i] = measure.step(states[i], weights, scores, q_idx, kv_idx, xp)
     if known is None:
         found = found or [problem.start(0)]
         known = Rows(*(xp.concat([rows[i] for rows in found], axis=1) for i in range(2)))
     return [measure.finish(state) for measure, state in zip(bound, states, strict=True)], known
+
+
+def _first_reading(problem: Problem, band: IntArray, blocks: Any) -> tuple[Rows, list[Any]]:
+    """The rows of a band, and its scores where they are few enough to be kept."""
+    rows, kept = problem.start(len(band)), []
+    keep = len(band) * problem.shape[0] * sum(len(columns) for columns, _ in blocks) <= KEEP
+    for columns, full in blocks:
+        scores = problem.scores(band, columns, full)
+        rows = fold(rows, scores, problem.engine)
+        kept.append(scores if keep else None)
+    return rows, kept
 
 
 def entries(problem: Problem, columns: IntArray, known: Rows | None) -> Array:
@@ -263,8 +296,7 @@ def entries(problem: Problem, columns: IntArray, known: Rows | None) -> Array:
                     chosen = columns[start : start + COLUMNS]
                     tile = part.scores(band, chosen)
                     if known is not None:
-                        rows = Rows(*(each[group][:, band] for each in known))
-                        tile = weights_of(tile, rows, engine)
+                        tile = weights_of(tile, known.at(group).at((slice(None), band)), engine)
                     result[group[:, None], band, start : start + COLUMNS] = tile
     return result
 

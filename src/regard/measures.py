@@ -16,9 +16,11 @@ array([1.        , 0.5       , 0.66666667, 0.5       ])
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -51,6 +53,10 @@ class Measure:
     rescaled; tiles that the mask leaves empty are not shown.
     """
 
+    # Whether `step` looks at the scores. Where no measure does, it may get None for them, and weights whose memory
+    # is used again for the next tile: what is to be kept must be copied.
+    reads_scores: ClassVar[bool] = True
+
     def bind(self, problem: Problem) -> Measure:
         """The measure for one matrix, before the first tile; for those that need more than the tile."""
         return self
@@ -72,6 +78,12 @@ class Measure:
         return state
 
 
+def span(indices: Array) -> slice:
+    """The indices of a tile's rows or columns, which follow each other, as a slice."""
+    first = int(indices[0])
+    return slice(first, first + len(indices))
+
+
 def name_of(measure: Any) -> str:
     """The field of `A.measure(…)` that holds a measure's result: its class name in small letters.
 
@@ -90,17 +102,18 @@ class Entropy(Measure):
     array([1.3863])
     """
 
-    engine: Engine | None = None
-
-    def bind(self, problem: Problem) -> Measure:
-        return replace(self, engine=problem.engine)
+    reads_scores: ClassVar[bool] = False
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
         return xp.zeros(shape[:2])
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.engine is not None
-        state[:, q_idx] += xp.sum(self.engine.surprise(weights), axis=-1)
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        logs = xp.log(xp.clip(weights, float(xp.finfo(weights.dtype).tiny), None))  # 0 · ln tiny is 0
+        return self.step_logs(state, weights, logs, q_idx, kv_idx, xp)
+
+    def step_logs(self, state: Any, weights: Array, logs: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        """`step` where the loop has the logarithms of the weights at hand; finite, for a weight of 0 too."""
+        state[:, span(q_idx)] -= xp.vecdot(weights, logs)
         return state
 
 
@@ -114,12 +127,13 @@ class Sum(Measure):
     """
 
     axis: int = -1
+    reads_scores: ClassVar[bool] = False
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
         return xp.zeros((shape[0], shape[2 if self.axis == -2 else 1]))
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        state[:, kv_idx if self.axis == -2 else q_idx] += xp.sum(weights, axis=self.axis)
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        state[:, span(kv_idx if self.axis == -2 else q_idx)] += xp.sum(weights, axis=self.axis)
         return state
 
 
@@ -153,12 +167,13 @@ class Largest(Measure):
     """
 
     axis: int = -1
+    reads_scores: ClassVar[bool] = False
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
         kept = (shape[0], shape[2 if self.axis == -2 else 1])
         return Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         kept, searched = (kv_idx, q_idx) if self.axis == -2 else (q_idx, kv_idx)
         here = Top(xp.max(weights, axis=self.axis), searched[xp.argmax(weights, axis=self.axis)])
         better = self.merge(Top(state.values[:, kept], state.indices[:, kept]), here)
@@ -174,6 +189,21 @@ class Largest(Measure):
         return Top(*(where(take, y, x) for x, y in zip(a, b, strict=True)))
 
 
+class Waiting(NamedTuple):
+    """A tile that has not been searched yet."""
+
+    rows: slice
+    kv_idx: Array
+
+
+class Found(NamedTuple):
+    """The state of `TopK`: the largest of what was searched, the tiles that were not, and room for their weights."""
+
+    top: Top
+    waiting: list[Waiting]
+    room: list[Array]
+
+
 @dataclass(frozen=True)
 class TopK(Measure):
     """The k largest weights of each row and their keys, largest first, ties to the lowest index.
@@ -186,6 +216,8 @@ class TopK(Measure):
 
     k: int
     engine: Engine | None = None
+    reads_scores: ClassVar[bool] = False
+    WAITING: ClassVar[int] = 4096
 
     def bind(self, problem: Problem) -> Measure:
         kv_len = problem.shape[2]
@@ -200,28 +232,58 @@ class TopK(Measure):
         )
         return replace(self, engine=problem.engine)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Found:
         kept = (*shape[:2], self.k)
-        return Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+        return Found(Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64)), [], [])
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Found, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Found:
+        rows, width = span(q_idx), len(kv_idx)
+        # Tiles of the same rows wait for each other: one search among many columns is cheaper than many searches.
+        start = sum(len(tile.kv_idx) for tile in state.waiting)
+        if state.waiting and (state.waiting[0].rows != rows or start + width > self.WAITING):
+            self._search(state, xp)
+            start = 0
+        if not state.room or state.room[0].shape[1] < len(q_idx) or state.room[0].shape[2] < start + width:
+            room = xp.empty((len(weights), len(q_idx), max(self.WAITING, width)), dtype=weights.dtype)
+            state.room[:] = [room]
+        state.room[0][:, : len(q_idx), start : start + width] = weights
+        state.waiting.append(Waiting(rows, kv_idx))
+        return state
+
+    def _search(self, state: Found, xp: Any) -> None:
+        """Bring what is waiting into what was found."""
         assert self.engine is not None
-        peak, least = xp.max(weights, axis=-1), state.values[:, q_idx, -1]
-        # Most rows of most tiles hold nothing larger than what was found before.
-        rows = xp.any((peak > 0) & (peak >= least) | (peak != peak), axis=0)
-        if not xp.any(rows):
-            return state
-        weights, q_idx = weights[:, rows], q_idx[rows]
-        if weights.shape[-1] > self.k:
+        rows = state.waiting[0].rows
+        kv_idx = xp.concat([tile.kv_idx for tile in state.waiting])
+        weights = state.room[0][:, : rows.stop - rows.start, : len(kv_idx)]
+        state.waiting.clear()
+        if xp.any(kv_idx[1:] < kv_idx[:-1]):
+            order = xp.argsort(kv_idx)  # of equal weights the first is found
+            weights, kv_idx = weights[..., order], kv_idx[order]
+        kept = tuple(each[:, rows] for each in state.top)
+        where: Any = ...
+        if xp.any(kept[0][..., -1] > 0):
+            # Most rows of a long matrix hold nothing larger here than what was found before.
+            peak = xp.max(weights, axis=-1)
+            better = (peak > 0) & (peak >= kept[0][..., -1]) | (peak != peak)
+            where = better if xp.count_nonzero(better) * 2 < math.prod(better.shape) else ...
+        weights = weights[where]
+        if len(kv_idx) > self.k:
             weights, columns = self.engine.largest(weights, self.k)
             columns = kv_idx[columns]
         else:
             columns = xp.broadcast_to(kv_idx, weights.shape)
-        before = Top(state.values[:, q_idx], state.indices[:, q_idx])
-        state.values[:, q_idx], state.indices[:, q_idx] = self.merge(before, Top(weights, columns))
-        return state
+        found = self._together(Top(*(each[where] for each in kept)), Top(weights, columns))
+        for each, new in zip(kept, found, strict=True):
+            each[where] = new
 
-    def merge(self, a: Top, b: Top) -> Top:
+    def merge(self, a: Found, b: Found) -> Found:
+        for state in (a, b):
+            if state.waiting:
+                self._search(state, engine_of("merge", values=state.top.values).xp)
+        return Found(self._together(a.top, b.top), [], [])
+
+    def _together(self, a: Top, b: Top) -> Top:
         xp = engine_of("merge", values=a.values).xp
         indices = xp.concat([a.indices, b.indices], axis=-1)
         values = xp.concat([xp.astype(x.values, a.values.dtype) for x in (a, b)], axis=-1)
@@ -233,21 +295,24 @@ class TopK(Measure):
         ]
         return Top(xp.take_along_axis(values, order, axis=-1), xp.take_along_axis(indices, order, axis=-1))
 
-    def finish(self, state: Top) -> Top:
+    def finish(self, state: Found) -> Top:
         """Zeros, hidden keys among them, tie: they get the lowest indices that no larger weight has."""
-        xp = engine_of("finish", values=state.values).xp
-        rows = xp.any(state.values == 0, axis=-1)
+        xp = engine_of("finish", values=state.top.values).xp
+        if state.waiting:
+            self._search(state, xp)
+        top = state.top
+        rows = xp.any(top.values == 0, axis=-1)
         if not xp.any(rows):
-            return state
-        indices = state.indices[rows]  # (rows with zeros, k)
-        missing = state.values[rows] == 0
+            return top
+        indices = top.indices[rows]  # (rows with zeros, k)
+        missing = top.values[rows] == 0
         candidate = xp.arange(self.k)[:, None]
         free = ~xp.any((indices[..., None, :] == candidate) & ~missing[..., None, :], axis=-1)
         lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
         rank = xp.astype(xp.cumulative_sum(xp.astype(missing, xp.int64), axis=-1), xp.int64) - 1
         filled = xp.take_along_axis(lowest, xp.where(rank < 0, 0, rank), axis=-1)
-        state.indices[rows] = xp.where(missing, filled, indices)
-        return state
+        top.indices[rows] = xp.where(missing, filled, indices)
+        return top
 
 
 @dataclass(frozen=True)
@@ -264,25 +329,32 @@ class Distance(Measure):
 
     align: Align | None = None
     positions: IntArray | None = None
+    steps: Array | None = None
+    reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         offset = problem.frame.offset(self.align, name_of(self))
-        return replace(self, positions=problem.engine.xp.asarray(problem.positions + offset))
+        steps = problem.engine.xp.asarray(np.arange(problem.frame.kv_len), dtype=problem.dtype)
+        return replace(self, positions=problem.positions + offset, steps=steps)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        ahead = (
-            xp.astype(kv_idx - kv_idx[0], weights.dtype)[None, :]
-            - xp.astype(self._at(q_idx) - kv_idx[0], weights.dtype)[:, None]
-        )
-        state[:, q_idx] += xp.sum(weights * xp.abs(ahead), axis=-1)
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.positions is not None and self.steps is not None
+        rows, columns = span(q_idx), span(kv_idx)
+        at, (first, last) = self.positions[rows], (columns.start, columns.stop - 1)
+        # From a row to the nearest key of the tile, and on from there to each key: nothing cancels.
+        if at.min() >= last:
+            gap, on = at - last, xp.flip(self.steps[: len(kv_idx)])
+        elif at.max() <= first:
+            gap, on = first - at, self.steps[: len(kv_idx)]
+        else:
+            ahead = self.steps[: len(kv_idx)] - xp.asarray(at - first, dtype=weights.dtype)[:, None]
+            state[:, rows] += xp.vecdot(weights, xp.abs(ahead))
+            return state
+        state[:, rows] += xp.asarray(gap, dtype=weights.dtype) * xp.sum(weights, axis=-1) + weights @ on
         return state
-
-    def _at(self, q_idx: Array) -> Array:
-        assert self.positions is not None
-        return self.positions[q_idx]
 
 
 @dataclass(frozen=True)
@@ -300,13 +372,15 @@ class Spread(Distance):
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 3))
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.positions is not None
         within = xp.astype(kv_idx - kv_idx[0], xp.float64)
         powers = xp.stack([within**0, within, within**2], axis=-1)
         total, first, second = xp.moveaxis(xp.astype(weights, xp.float64) @ powers, -1, 0)
-        start = xp.astype(kv_idx[0] - self._at(q_idx), xp.float64)
+        rows = span(q_idx)
+        start = xp.asarray(int(kv_idx[0]) - self.positions[rows], dtype=xp.float64)
         moments = [total, first + start * total, second + 2 * start * first + start**2 * total]
-        state[:, q_idx] += xp.stack(moments, axis=-1)
+        state[:, rows] += xp.stack(moments, axis=-1)
         return state
 
     def finish(self, state: Array) -> Array:
@@ -331,6 +405,7 @@ class Mass(Measure):
 
     mask: Mask
     problem: Problem | None = None
+    reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         if not isinstance(self.mask, Mask):
@@ -346,12 +421,12 @@ class Mass(Measure):
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         to_numpy = self.problem.engine.to_numpy
         positions = self.problem.positions[to_numpy(q_idx)]
         allowed = self.mask.allows(self.problem.frame, positions, to_numpy(kv_idx), xp)
-        state[:, q_idx] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
+        state[:, span(q_idx)] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
         return state
 
 
@@ -370,6 +445,7 @@ class Coarse(Measure):
     block: int
     reduce: str = "mean"
     problem: Problem | None = None
+    reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
         rows, columns = problem.shape[1:]
@@ -388,22 +464,18 @@ class Coarse(Measure):
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((shape[0], self.block, self.block))
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.problem is not None
         how = "max" if self.reduce == "max" else "sum"
-        cells = []
-        for axis, indices in ((-1, kv_idx), (-2, q_idx)):
-            cell = self._cell(self.problem.engine.to_numpy(indices), axis)
-            starts = np.flatnonzero(np.diff(cell, prepend=-1))
-            weights = self.problem.engine.segments(weights, starts, axis, how)
-            cells.append(slice(int(cell[0]), int(cell[-1]) + 1))
-        where = (slice(None), cells[1], cells[0])
-        state[where] = xp.maximum(state[where], weights) if how == "max" else state[where] + weights
+        where = [slice(None)]
+        for axis, indices in ((-2, q_idx), (-1, kv_idx)):
+            at = span(indices)
+            cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], self.block)
+            weights = self.problem.engine.segments(weights, sizes, axis, how)
+            where.append(cells)
+        part = state[tuple(where)]
+        part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if how == "max" else part + weights
         return state
-
-    def _cell(self, indices: Array, axis: int) -> Array:
-        assert self.problem is not None
-        return indices * self.block // self.problem.shape[axis]
 
     def merge(self, a: Array, b: Array) -> Array:
         return engine_of("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
@@ -412,8 +484,13 @@ class Coarse(Measure):
         if self.reduce != "mean":
             return state
         assert self.problem is not None
-        rows, columns = (
-            np.bincount(self._cell(np.arange(self.problem.shape[axis]), axis), minlength=self.block)
-            for axis in (-2, -1)
-        )
+        rows, columns = (np.array(_cells(0, n, n, self.block)[1]) for n in self.problem.shape[1:])
         return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])
+
+
+@lru_cache(maxsize=1024)
+def _cells(start: int, stop: int, length: int, block: int) -> tuple[slice, tuple[int, ...]]:
+    """The cells that indices start … stop of an axis fall into, of `block` along it, and how many fall into each."""
+    cells = range(start * block // length, (stop - 1) * block // length + 1)
+    edges = [start, *(-(-cell * length // block) for cell in cells[1:]), stop]
+    return slice(cells.start, cells.stop), tuple(np.diff(edges).tolist())

@@ -70,17 +70,19 @@ class Engine(Protocol):
     def scores(self, query: Array, key: Array, scale: float) -> Array:
         """scale · query keyᵀ: `(g, r, c)`."""
 
+    def weights(
+        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+    ) -> tuple[Array, Array]:
+        """query keyᵀ − shift + hidden and its exponential, `(g, r, c)` both; `room` is memory to use again."""
+
     def exponentials(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
-        """The "sum" or "max" of each run along an axis; runs begin at `starts` and end where the next begins."""
-
-    def surprise(self, weights: Array) -> Array:
-        """−w ln w of each weight, 0 for a weight of 0."""
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+        """The "sum" or "max" of each of the runs, of these sizes, that an axis is cut into."""
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
-        """The k largest of each row and their columns, in any order; of equals the first ones, NaN above all."""
+        """The k largest of each row and their columns, in any order: NaN above all, of equals (not 0) the first."""
 
     def to_numpy(self, array: Array) -> Any:
         """The array as NumPy's, for indices."""

@@ -93,16 +93,21 @@ class NumpyEngine:
         scores *= scale
         return scores
 
+    def weights(
+        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+    ) -> tuple[Array, Array]:
+        logs = query @ key.swapaxes(-1, -2) - shift
+        if hidden is not None:
+            logs += hidden
+        return logs, np.exp(logs)
+
     def exponentials(self, scores: Array, shift: Array) -> Array:
         shifted = scores - shift
         return np.exp(shifted, out=shifted)
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
-        return ufunc.reduceat(array, starts, axis=axis)
-
-    def surprise(self, weights: Array) -> Array:
-        return -weights * np.log(np.where(weights > 0, weights, 1.0))
+        return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
 
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import array_api_compat.torch as array_api
@@ -13,6 +15,9 @@ import torch
 from regard._errors import KindError, kind_of
 from regard._types import Array, IntArray, as_array, is_run
 from regard.engines import _torch_fused as fused
+
+Tensor = Any  # the types of torch are not followed
+_IN_CACHE = 1 << 17
 
 
 class Namespace:
@@ -42,6 +47,16 @@ class Namespace:
 
     def arange(self, *limits: int) -> Array:
         return torch.arange(*limits, device=self._device)
+
+    def vecdot(self, x: Array, y: Array) -> Array:
+        # The compatible one is a product of single rows, ten times slower. A few rows at a time, what is in between
+        # stays in the cache.
+        y = y.expand_as(x)
+        rows = max(1, _IN_CACHE // max(1, x.shape[-1] * math.prod(x.shape[:-2])))
+        return torch.cat(
+            [torch.linalg.vecdot(*each) for each in zip(x.split(rows, -2), y.split(rows, -2), strict=True)],
+            -1,
+        )
 
     def where(self, condition: Any, x: Any, y: Any) -> Array:
         # torch's own keeps the dtype of the tensor beside a plain number, as NumPy does.
@@ -141,38 +156,71 @@ class TorchEngine:
     def scores(self, query: Array, key: Array, scale: float) -> Array:
         return (query @ key.mT).mul_(scale)
 
+    def weights(
+        self, query: Array, key: Array, shift: Array, hidden: Array | None, room: list[Array]
+    ) -> tuple[Array, Array]:
+        shape = (len(shift), query.shape[1], key.shape[1])
+        size = math.prod(shape)
+        if not room or len(room[0]) < size:
+            room[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
+        logs, weights = (each[:size].view(shape) for each in room)
+        torch.bmm(query.expand(len(shift), -1, -1), key.expand(len(shift), -1, -1).mT, out=logs)
+        logs.sub_(shift)
+        if hidden is not None:
+            logs.add_(hidden)
+        return logs, torch.exp(logs, out=weights)
+
     def exponentials(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()
 
-    def segments(self, array: Array, starts: IntArray, axis: int, reduce: str) -> Array:
-        length = array.shape[axis]
-        if len(starts) == length:
-            return array
-        segment = torch.as_tensor(
-            np.searchsorted(starts, np.arange(length), side="right") - 1, device=self.device
-        )
-        shape = list(array.shape)
-        shape[axis] = len(starts)
-        if reduce == "max":
-            index = segment.reshape([-1 if a == axis % array.ndim else 1 for a in range(array.ndim)])
-            empty = array.new_full(shape, -torch.inf)
-            return empty.scatter_reduce(axis, index.expand(array.shape), array, "amax")
-        members = torch.nn.functional.one_hot(segment, len(starts)).to(array.dtype)
+    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+        take = torch.amax if reduce == "max" else torch.sum
+        if min(sizes) == max(sizes):
+            return take(array.unflatten(axis, (len(sizes), sizes[0])), dim=axis)
+        if len(sizes) <= 16 or reduce == "max":
+            return torch.stack([take(run, dim=axis) for run in array.split(sizes, axis)], axis)
+        # One product for many short runs; over long ones it would round more than a sum does.
+        members = _members(sizes, array.dtype, self.device)
         sums = array @ members if axis == -1 else members.mT @ array
-        if sums.isnan().any():  # 0 · NaN is NaN: a product would carry it into every segment
-            return array.new_zeros(shape).index_add_(axis, segment, array)
+        if sums.isnan().any():  # 0 · NaN is NaN: the product carries it into every segment
+            return torch.stack([run.sum(axis) for run in array.split(sizes, axis)], axis)
         return sums
 
-    def surprise(self, weights: Array) -> Array:
-        # A weight of 0 gives 0 · ln tiny; torch.special.entr is four times slower.
-        return -weights * weights.clamp_min(torch.finfo(weights.dtype).tiny).log()
-
     def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
-        values, columns = torch.topk(weights, k, dim=-1)
-        least = values[..., -1:]
-        # topk does not say which of equal weights it takes; where more than k qualify, the first ones are.
-        crowded = ((weights >= least).sum(-1) > k) | least.isnan().squeeze(-1)
+        length = weights.shape[-1]
+        size = 1 << max(0, round(math.log2(length / k) / 2))
+        groups = -(-length // size)
+        if size < 2 or groups < k:
+            values, columns = torch.topk(weights, k, dim=-1)
+            crowded = _is_crowded(weights, values, k)
+        else:
+            # The k largest lie in the k groups of largest maximum; a group's columns are far apart: it folds quickly.
+            missing = size * groups - length
+            padded = torch.nn.functional.pad(weights, (0, missing), value=-1.0) if missing else weights
+            peaks = padded.unflatten(-1, (size, groups)).amax(-2)
+            best = torch.topk(peaks, k, dim=-1)
+            steps = torch.arange(0, size * groups, groups, device=self.device)
+            candidates = (best.indices[..., None] + steps).flatten(-2)
+            among = padded.gather(-1, candidates)
+            values, chosen = torch.topk(among, k, dim=-1)
+            columns = candidates.gather(-1, chosen)
+            least = values[..., -1:]
+            elsewhere = (peaks >= least).sum(-1) > (best.values >= least).sum(-1)
+            crowded = _is_crowded(among, values, k) | (elsewhere & (least > 0).squeeze(-1))
         if crowded.any():
+            # topk does not say which of equal weights it takes; a stable sort takes the first ones.
             order = torch.sort(weights[crowded], dim=-1, descending=True, stable=True)
             values[crowded], columns[crowded] = order.values[..., :k], order.indices[..., :k]
         return values, columns
+
+
+def _is_crowded(weights: Tensor, values: Tensor, k: int) -> Tensor:
+    """Whether more than k of a row are as large as the last of its k largest, or NaN; zeros may be any."""
+    least = values[..., -1:]
+    return (((weights >= least).sum(-1) > k) & (least > 0).squeeze(-1)) | values.isnan().any(-1)
+
+
+@lru_cache(maxsize=256)
+def _members(sizes: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Which run each position is in, as ones in a matrix (length, runs)."""
+    return torch.eye(len(sizes), dtype=dtype, device=device).repeat_interleave(torch.tensor(sizes), 0)

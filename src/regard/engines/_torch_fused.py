@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +131,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tu
         output, lse = found[0]
         for more, more_lse in found[1:]:
             output, lse = _together(output, lse, more, more_lse)
+        lse = lse.to(found[0][1].dtype)
         if sink is not None:
             total = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
             output, lse = output * _share(lse, total)[..., None].to(output.dtype), total
@@ -166,8 +168,10 @@ def _share(lse: Tensor, total: Tensor) -> Tensor:
 
 def _together(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two pieces of the same rows as one."""
-    lse = torch.logaddexp(a_lse, b_lse)
-    parts = ((x.to(lse.dtype) * _share(x_lse, lse)[..., None]) for x, x_lse in ((a, a_lse), (b, b_lse)))
+    # Rounded to float32 at every piece, the lse would err by an ulp for each.
+    lse = torch.logaddexp(a_lse.double(), b_lse.double())
+    wide = _WIDE.get(a.dtype, a.dtype)
+    parts = (x.to(wide) * _share(x_lse, lse)[..., None].to(wide) for x, x_lse in ((a, a_lse), (b, b_lse)))
     return sum(parts), lse
 
 
@@ -242,7 +246,9 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
         q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
         bands = plan(part.frame, mask, q_range, bool(part.score_mods))
         sink = None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.numbers))
-        call = Call(kernel, bands, q_range.start, _tile_maker(part), scale)
+        # The operator reads a mask tile as the dtype of the query, whatever it is.
+        wide = replace(part, dtype=torch.promote_types(part.dtype, common))
+        call = Call(kernel, bands, q_range.start, _tile_maker(wide), scale)
         single = (
             len(bands) == 1 and len(bands[0].pieces) == 1 and not bands[0].pieces[0].tested and sink is None
         )

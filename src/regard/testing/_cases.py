@@ -102,7 +102,8 @@ def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
         candidates = [_random_case(rng) for _ in range(24 if missing else 1)]
         covered = [set(itertools.combinations(case.cells, 2)) & missing for case in candidates]
         best = max(range(len(candidates)), key=lambda i: len(covered[i]))
-        possible = fill(candidates[best], tile) is not None
+        # Only what is to be hidden can be missing; everything else can always be filled in.
+        possible = candidates[best].values != "NaN masked" or fill(candidates[best], tile) is not None
         if possible:
             missing -= covered[best]
             count -= 1
@@ -161,7 +162,7 @@ def fill(case: Case, tile: int) -> Inputs | None:
     elif case.values == "denormal":
         query = query * {"float64": 1e-310, "float32": 1e-40, "bfloat16": 1e-40, "float16": 1e-7}[case.dtype]
     elif case.values == "NaN masked":
-        if not _poison_hidden(key, value, allowed, lead, kv_lead, rng):
+        if not _poison_hidden(key, value, allowed, kv_lead, rng):
             return None
     elif case.values == "NaN live":
         for array in (x for x in (query, key, value) if x.size):
@@ -271,19 +272,19 @@ def _change(
     return {}, {}
 
 
+def seen_keys(live: Array, kv_lead: tuple[int, ...]) -> Array:
+    """Which keys any query sees, (*kv_lead, kv_len), of what is live: (*lead, q_len, kv_len)."""
+    seen = live.any(-2)
+    if seen.shape[:-1] == kv_lead:
+        return seen
+    return seen.reshape(*kv_lead, seen.shape[-2] // kv_lead[-1], seen.shape[-1]).any(-2)
+
+
 def _poison_hidden(
-    key: Array,
-    value: Array,
-    allowed: Array,
-    lead: tuple[int, ...],
-    kv_lead: tuple[int, ...],
-    rng: np.random.Generator,
+    key: Array, value: Array, allowed: Array, kv_lead: tuple[int, ...], rng: np.random.Generator
 ) -> bool:
     """Put NaN, inf or 1e30 into keys that no query sees, and into one value; False where every key is seen."""
-    seen = allowed.any(-2)
-    if lead != kv_lead:
-        seen = seen.reshape(*kv_lead, lead[-1] // kv_lead[-1], seen.shape[-1]).any(-2)
-    hidden = ~seen
+    hidden = ~seen_keys(allowed, kv_lead)
     if not hidden.any():
         return False
     poison = rng.choice([np.nan, np.inf, -np.inf, 1e30], size=int(hidden.sum()))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,19 +12,19 @@ from regard import reference
 from regard._attention import attention
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
-from regard.testing._cases import Case, Inputs
-from regard.testing._rule import assert_matches, epsilon
+from regard.testing._cases import Case, Inputs, seen_keys
+from regard.testing._rule import Target, epsilon
 
 ENGINES = ("numpy", "torch fused", "torch streaming")
 
 
 def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
     """What each engine's matrix of a case has to say against the error rule; nothing where it holds."""
-    definition = _define(case, inputs)
+    targets = _define(case, inputs)
     failures = []
     for engine in engines:
         try:
-            _check_engine(case, inputs, definition, engine)
+            _check_engine(inputs, targets, engine)
         except Exception as error:
             failures.append(f"{engine}: {case}\n    {type(error).__name__}: {error}")
     return failures
@@ -62,37 +61,68 @@ def _without_fused(engine: str) -> Iterator[None]:
         _torch_kernels.kernel_on = kernel_on
 
 
-@dataclass
-class Definition:
-    """A case by its definition, by a naive computation at the same dtype, and how far rounding may carry it."""
+class Targets(NamedTuple):
+    """What the results of a case are held against; worked out once for all engines."""
 
-    exact: reference.Definition
-    naive: reference.Definition
-    summed: Any  # what an output is the sum of, without signs: Σ w |v|
-    largest: Any  # the largest |score| of each row, its terms counted without signs
-    drift: Any  # what a rounded score does to a weight, relative
-    working: Any
+    output: Target
+    lse: Target
+    weights: Target
+    measures: dict[str, Target]
+    block: int  # of Coarse
 
 
-def _define(case: Case, inputs: Inputs) -> Definition:
+def _define(case: Case, inputs: Inputs) -> Targets:
+    """A case by its definition and by a naive computation at the same dtype, and how far rounding may carry it."""
     exact_dtype = np.longdouble if case.dtype == "float64" else np.float64
     working = np.float64 if case.dtype == "float64" else np.float32
-    arrays = inputs.query, inputs.key, inputs.value
-    exact = reference.attention(*arrays, **inputs.definition, dtype=exact_dtype)
-    naive = _worst_naive(inputs, exact, working)
-    # A score is rounded as large as what it is the sum of: signs may cancel, and a cap may hide it.
+    value = _without_unseen(inputs)
+    exact = reference.attention(inputs.query, inputs.key, value, **inputs.definition, dtype=exact_dtype)
+    naive = _worst_naive(inputs, value, exact, working)
+    largest, summed = _magnitudes(inputs, exact)
+    drift = 4 * epsilon(working) * (1 + largest)  # what a rounded score does to a weight, relative
+    common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
+    block = max(1, min(*exact.weights.shape[-2:], 4))
+    return Targets(
+        Target.of(
+            exact.output, naive.output, magnitude=summed, score_error=drift[..., None], dtype=case.dtype,
+            ordinary=inputs.ordinary, what="output",
+        ),
+        Target.of(exact.lse, naive.lse, magnitude=1 + largest, what="lse", **common),
+        Target.of(exact.weights, naive.weights, score_error=drift[..., None], what="weights", **common),
+        _define_measures(exact.weights, naive.weights, drift, block, working),
+        block,
+    )  # fmt: skip
+
+
+def _magnitudes(inputs: Inputs, exact: reference.Definition) -> tuple[Any, Any]:
+    """The largest |score| of each row, and what each output is the sum of, Σ w |v|: terms counted without signs.
+
+    A score is rounded as large as what it is the sum of: signs may cancel, and a cap may hide it.
+    """
+    query, key, value = (
+        np.abs(np.asarray(x).astype(np.float64)) for x in (inputs.query, inputs.key, inputs.value)
+    )
     scale = inputs.definition.get("scale")
-    unsigned = (np.abs(np.asarray(x).astype(np.float64)) for x in arrays[:2])
-    terms = reference.attention(*unsigned, scale=None if scale is None else abs(scale)).scores
-    sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, terms)]
-    largest = np.max(np.maximum(*sizes), axis=-1, initial=0)
+    scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
     with np.errstate(all="ignore"):
-        value = reference.repeat_heads(np.abs(np.asarray(inputs.value).astype(exact_dtype)), inputs.query)
-        summed = exact.weights @ np.where(np.isfinite(value), value, 0)
-    return Definition(exact, naive, summed, largest, 4 * epsilon(working) * (1 + largest), working)
+        terms = query @ reference.repeat_heads(key, query).swapaxes(-1, -2) * scale
+        sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, terms)]
+        finite = reference.repeat_heads(np.where(np.isfinite(value), value, 0), query)
+        return np.max(np.maximum(*sizes), axis=-1, initial=0), exact.weights.astype(np.float64) @ finite
 
 
-def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> reference.Definition:
+def _without_unseen(inputs: Inputs) -> Any:
+    """The value with zeros for the NaN or inf that no query may see: the definition is the same, and much quicker."""
+    allowed = np.broadcast_to(
+        inputs.definition.get("mask", True), (*inputs.query.shape[:-1], inputs.key.shape[-2])
+    )
+    seen = seen_keys(allowed, inputs.value.shape[:-2])[..., None]
+    return np.where(seen | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
+
+
+def _worst_naive(
+    inputs: Inputs, value: Any, exact: reference.Definition, working: Any
+) -> reference.Definition:
     """The definition, off by the most that a naive computation errs in any of three orders of summation.
 
     One order may be lucky where there is little to sum: a budget drawn from it alone would be a matter of luck.
@@ -106,34 +136,27 @@ def _worst_naive(inputs: Inputs, exact: reference.Definition, working: Any) -> r
     with np.errstate(all="ignore"):
         for order in orders:
             query, key = (x[..., order] for x in (inputs.query, inputs.key))
-            naive = reference.attention(query, key, inputs.value, **inputs.definition, dtype=working)
+            naive = reference.attention(query, key, value, **inputs.definition, dtype=working)
             naive = naive._replace(output=naive.output.astype(inputs.value.dtype).astype(working))
             errors = [np.abs(found - right) for found, right in zip(naive, exact, strict=True)]
             worst = [np.fmax(before, error) for before, error in zip(worst, errors, strict=True)]
         return reference.Definition(*(right + error for right, error in zip(exact, worst, strict=True)))
 
 
-def _check_engine(case: Case, inputs: Inputs, definition: Definition, engine: str) -> None:
-    exact, naive, drift = definition.exact, definition.naive, definition.drift
-    working = definition.working
+def _check_engine(inputs: Inputs, targets: Targets, engine: str) -> None:
     query, key, value = (_to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
     with _without_fused(engine):
         matrix = attention(query, key, **inputs.arguments)
-        common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
         output = matrix @ value
         if engine == "torch fused" and "streaming" not in matrix.kernel:
             assert "flash" in matrix.kernel, matrix.kernel
-        assert_matches(
-            from_engine(output), exact.output, naive.output, magnitude=definition.summed,
-            score_error=drift[..., None], dtype=case.dtype, ordinary=inputs.ordinary, what="output",
-        )  # fmt: skip
-        size = 1 + definition.largest
-        assert_matches(from_engine(matrix.lse), exact.lse, naive.lse, magnitude=size, what="lse", **common)
-        assert_matches(
-            from_engine(matrix.to_dense()), exact.weights, naive.weights, score_error=drift[..., None],
-            what="weights", **common,
-        )  # fmt: skip
-        _check_measures(matrix, exact.weights, naive.weights, drift, common)
+        targets.output.check(from_engine(output))
+        targets.lse.check(from_engine(matrix.lse))
+        targets.weights.check(from_engine(matrix.to_dense()))
+        measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
+        measures += [Coarse(targets.block)] if "coarse" in targets.measures else []
+        for name, found in matrix.measure(*measures)._asdict().items():
+            targets.measures[name].check(from_engine(found))
 
 
 def from_engine(array: Any) -> Any:
@@ -143,29 +166,22 @@ def from_engine(array: Any) -> Any:
     return array
 
 
-def _check_measures(matrix: Any, exact: Any, naive: Any, drift: Any, common: dict[str, Any]) -> None:
-    q_len, kv_len = exact.shape[-2:]
-    block = max(1, min(q_len, kv_len, 4))
-    measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
-    measures += [Coarse(block)] if min(q_len, kv_len) else []
-    found = matrix.measure(*measures)
+def _define_measures(exact: Any, naive: Any, drift: Any, block: int, working: Any) -> dict[str, Target]:
+    targets = {}
     with np.errstate(all="ignore"):
         # A measure's floor: its value, with the relative drift of the weights it is a sum of.
         exact_of, naive_of = (_measures_of(weights, block) for weights in (exact, naive))
         worst = np.max(drift, axis=-1, initial=0)
-        for name in found._fields:
-            size, more = np.abs(exact_of[name]), 0.0
+        drifts = {"received": worst[..., None], "coarse": worst[..., None, None]}
+        for name, measure in exact_of.items():
+            size = np.abs(measure)
             if name == "entropy":  # −w ln w changes by drift · w (1 + |ln w|)
                 size = size + 1
-            if name in ("received", "coarse"):
-                more = worst[..., None] if name == "received" else worst[..., None, None]
-            else:
-                more = drift
-            options = {**common, "ordinary": False}
-            assert_matches(
-                from_engine(getattr(found, name)), exact_of[name], naive_of[name], magnitude=size, score_error=more,
-                what=name, **options,
+            targets[name] = Target.of(
+                measure, naive_of[name], magnitude=size, score_error=drifts.get(name, drift), dtype=working,
+                what=name,
             )  # fmt: skip
+    return targets
 
 
 def _measures_of(weights: Any, block: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,30 +51,57 @@ def assert_matches(
 
     >>> assert_matches([1.0], [1.0], [1.0], dtype="float32")
     """
-    wide = np.longdouble if name_of(dtype) == "float64" else np.float64
-    actual, definition, naive = (np.asarray(x).astype(wide) for x in (actual, definition, naive))
-    if actual.shape != definition.shape:
-        raise AssertionError(f"{what}: shape {actual.shape}, the definition has {definition.shape}")
-    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        wrong = test(actual) != test(definition)
-        if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise AssertionError(
-                f"{what}: {kind} in {int(test(actual).sum())} places, the definition in "
-                f"{int(test(definition).sum())}; first at {at}: {actual[at]} for {definition[at]}"
-            )
-    with np.errstate(all="ignore"):
-        size = np.abs(definition if magnitude is None else np.asarray(magnitude))
-        floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * _tiny(dtype)
+    Target.of(
+        definition, naive, dtype=dtype, magnitude=magnitude, score_error=score_error, factor=factor,
+        ordinary=ordinary, what=what,
+    ).check(actual)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """The definition of a result and how far from it each entry may be, for any number of engines."""
+
+    definition: Any
+    limit: Any
+    bound: float | None
+    what: str
+
+    @classmethod
+    def of(
+        cls, definition: Any, naive: Any, *, dtype: Any, magnitude: Any = None, score_error: Any = 0.0,
+        factor: float = 2.0, ordinary: bool = False, what: str = "output",
+    ) -> Target:  # fmt: skip
+        """What `assert_matches` holds a result against; the arguments are its own."""
+        wide = np.longdouble if name_of(dtype) == "float64" else np.float64
+        definition, naive = (np.asarray(x).astype(wide) for x in (definition, naive))
+        with np.errstate(all="ignore"):
+            size = np.abs(definition if magnitude is None else np.asarray(magnitude))
+            floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * _tiny(dtype)
+            naive_error = np.abs(naive - definition)
+            allowed = factor * np.max(np.where(np.isfinite(naive_error), naive_error, 0), initial=0)
+        return cls(definition, allowed + floor, ORDINARY[name_of(dtype)] if ordinary else None, what)
+
+    def check(self, actual: Any) -> None:
+        """Refuse a result that is not where and what the definition says."""
+        definition, what = self.definition, self.what
+        actual = np.asarray(actual).astype(definition.dtype)
+        if actual.shape != definition.shape:
+            raise AssertionError(f"{what}: shape {actual.shape}, the definition has {definition.shape}")
+        for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+            wrong = test(actual) != test(definition)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise AssertionError(
+                    f"{what}: {kind} in {int(test(actual).sum())} places, the definition in "
+                    f"{int(test(definition).sum())}; first at {at}: {actual[at]} for {definition[at]}"
+                )
         finite = np.isfinite(definition)
-        error = np.where(finite, np.abs(actual - definition), 0)
-        allowed = factor * np.max(
-            np.where(finite & np.isfinite(naive), np.abs(naive - definition), 0), initial=0
-        )
-    _refuse(error > allowed + floor, error, allowed + floor, what, "the error rule")
-    if ordinary:
-        bound = ORDINARY[name_of(dtype)]
-        _refuse(error > bound, error, np.asarray(bound), what, "the bound for ordinary inputs")
+        with np.errstate(all="ignore"):
+            error = np.where(finite, np.abs(actual - definition), 0)
+        # Said so that a limit of NaN refuses, too.
+        _refuse(finite & ~(error <= self.limit), error, self.limit, what, "the error rule")
+        if self.bound is not None:
+            _refuse(error > self.bound, error, self.bound, what, "the bound for ordinary inputs")
 
 
 def _tiny(dtype: Any) -> float:
