@@ -1,0 +1,124 @@
+"""The conformance kit from a shell, and in other people's tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+
+import regard
+from regard.testing import trials
+from regard.testing.__main__ import load, main
+
+SOURCE = Path(regard.__file__).parents[1]
+NAN = (
+    "masked NaN or inf in key", "masked NaN or inf in value", "masked NaN or inf in value, causal", "live NaN",
+    "gradients, masked NaN",
+)  # fmt: skip
+
+
+# -- the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        import numpy as np
+
+        def attention(Q, K, V, mask=None):
+            scores = Q @ K.T
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            return weights / weights.sum(axis=-1, keepdims=True) @ V
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    return "mine:attention"
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_the_report(mine, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "regard.testing", mine],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (1, "")
+    assert "1. the scale is missing" in run.stdout
+    assert "2. the mask is ignored" in run.stdout
+
+
+def test_the_command_line_for_scripts(capsys):
+    path = "torch.nn.functional:scaled_dot_product_attention"
+    assert main([path, "--json", "--without", *NAN]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"]
+    assert record["convention"]["without"] == list(NAN)
+    assert main([path, "--causal", "lower_right", "--without", *NAN]) == 1
+    assert "causal is upper left where lower right was asked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("math", "received 'math'; expected module:function"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("math:no", "expected a function of math, which has acos,"),
+    ],
+)
+def test_the_command_line_says_what_it_cannot_load(path, words, capsys):
+    assert main([path]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_method_can_be_named():
+    assert load("torch:nn.functional.softmax") is F.softmax
+
+
+# -- in other people's tests --------------------------------------------------------------------------------
+
+TEST = """
+import pytest
+from regard.testing import trials
+from mine import attention
+
+@pytest.mark.parametrize("trial", trials(layout="n d"), ids=str)
+def test_attention(trial):
+    trial.check(attention)
+"""
+
+
+def run_pytest(tmp_path, body):
+    (tmp_path / "mine.py").write_text(
+        f"from regard import reference\n\ndef attention(Q, K, V, mask=None):\n    {body}\n"
+    )
+    (tmp_path / "test_mine.py").write_text(TEST)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_right_function_passes_its_trials(tmp_path):
+    run = run_pytest(
+        tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else mask).output"
+    )
+    assert run.returncode == 0, run.stdout
+    assert f"{len(trials(layout='n d'))} passed" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_broken_function_fails_its_trials_in_words(tmp_path):
+    run = run_pytest(
+        tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else ~mask).output"
+    )
+    assert run.returncode == 1
+    assert "test_attention[boolean mask: 3 " in run.stdout
+    assert "True drops instead of keeps" in run.stdout
+    assert "test_attention[plain: two keys]" not in run.stdout
