@@ -1,9 +1,9 @@
 """Every ratio that regard states for PyTorch on the CPU, measured: sides alternated in one process, medians, spread.
 
-python benchmarks/run.py [--rounds 9] [--only words]
+python benchmarks/run.py [--rounds 9] [--only words] [--draw]
 
-Prints a table and appends it to benchmarks/history.jsonl. A ratio is that of the medians; its spread is the range of
-the middle half of the ratios of neighbouring runs.
+Prints a table, appends it to benchmarks/history.jsonl, and with --draw draws the history to benchmarks/history.svg.
+A ratio is that of the medians; its spread is the range of the middle half of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from regard import (
     Coarse,
     Distance,
     Entropy,
+    Mass,
+    Output,
+    Position,
     Received,
     TopK,
     attention,
     causal,
     document,
+    first,
     sliding_window,
 )
 
@@ -38,12 +42,13 @@ HISTORY = Path(__file__).with_name("history.jsonl")
 
 
 class Duel(NamedTuple):
-    """Two ways to the same thing, and the most that the second may take."""
+    """Two ways to the same thing, the most that the second may take, and how often it runs, for one of the others."""
 
     name: str
     bare: Callable[[], object]
     ours: Callable[[], object]
     limit: str
+    often: float = 1.0
 
 
 def alternate(duel: Duel, rounds: int) -> dict[str, object]:
@@ -94,6 +99,15 @@ def duels() -> list[Duel]:
 
         return run
 
+    segments = {f"segment_{i}": Mass(first(512 * (i + 1)) & ~first(512 * i)) for i in range(8)}
+
+    def riding(mask: object) -> Callable[[], object]:
+        def run() -> object:
+            A = attention(q, k, mask=mask)
+            return A.measure(Output(v), Position(), sink=Mass(first(1)), **segments), A.lse
+
+        return run
+
     return [
         Duel("A @ v", lambda: sdpa(q, k, v), lambda: attention(q, k) @ v, "1.05×"),
         Duel(
@@ -132,6 +146,52 @@ def duels() -> list[Duel]:
         Duel(
             "and the top 8, causal", lambda: sdpa(q, k, v, is_causal=True), measured(causal(), TopK(8)), "4×"
         ),
+        Duel("output, lse, masses, position", lambda: sdpa(q, k, v), riding(None), "1.35×"),
+        Duel(
+            "output, lse, masses, position, causal",
+            lambda: sdpa(q, k, v, is_causal=True),
+            riding(causal()),
+            "1.35×",
+        ),
+        Duel("dense: four measures", lambda: dense(q, k, v), measured(None), "0.33×"),
+        Duel("dense: with the top 8", lambda: dense(q, k, v, top=8), measured(None, TopK(8)), "0.33×"),
+        *long_duels(),
+    ]
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, top: int = 0
+) -> object:
+    """Output and the four measures from stored weights, as one would write them."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    weights = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+    at = torch.arange(weights.shape[-1])
+    entropy = torch.special.entr(weights).sum(-1)
+    distance = (weights * (at[:, None] - at).abs()).sum(-1)
+    coarse = weights.unflatten(-1, (64, -1)).mean(-1).unflatten(-2, (64, -1)).mean(-2)
+    found = weights @ v, entropy, weights.sum(-2), distance, coarse
+    return (*found, weights.topk(top)) if top else found
+
+
+def long_duels(tokens: int = 131_072) -> list[Duel]:
+    """One head, causal: 68.7 GB if it were stored."""
+    q, k, v = torch.randn(3, 1, 1, tokens, 64, generator=torch.Generator().manual_seed(1)).unbind()
+    kept: list[object] = []
+
+    def measured() -> object:
+        A = attention(q, k, mask=causal())
+        kept[:] = [A]
+        return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(512))
+
+    def bare() -> object:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def tile() -> object:
+        return kept[0][0, 0, -512:, 1000:1512]  # type: ignore[index]
+
+    return [
+        Duel(f"{tokens:,} tokens, causal", bare, measured, "3×", 0.2),
+        Duel(f"{tokens:,} tokens: then any tile", bare, tile, "0.01×", 0.2),
     ]
 
 
@@ -140,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="only the rows whose name has these words")
+    parser.add_argument("--draw", action="store_true", help="draw the history, which needs the plot extra")
     options = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
@@ -147,7 +208,7 @@ def main() -> None:
     for duel in duels():
         if options.only not in duel.name:
             continue
-        row = alternate(duel, options.rounds * (50 if "µs" in duel.limit else 1))
+        row = alternate(duel, max(1, round(options.rounds * (50 if "µs" in duel.limit else duel.often))))
         rows.append(row)
         low, high = row["spread"]  # type: ignore[misc]
         print(
@@ -164,6 +225,38 @@ def main() -> None:
     }
     with HISTORY.open("a") as file:
         file.write(json.dumps(record) + "\n")
+    if options.draw:
+        draw()
+
+
+def draw() -> None:
+    """Every ratio of the history over the runs, one small panel each, with what was asked for."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    runs = [json.loads(line) for line in HISTORY.read_text().splitlines()]
+    names = list(dict.fromkeys(row["name"] for run in runs for row in run["rows"]))
+    figure, axes = plt.subplots(
+        -(-len(names) // 4), 4, figsize=(14, 2.2 * -(-len(names) // 4)), squeeze=False
+    )
+    for axis, name in zip(axes.flat, names, strict=False):
+        rows = [(i, row) for i, run in enumerate(runs) for row in run["rows"] if row["name"] == name]
+        at, ratios = zip(*((i, row["ratio"]) for i, row in rows), strict=True)
+        low, high = zip(*(row["spread"] for _, row in rows), strict=True)
+        axis.fill_between(at, low, high, alpha=0.2)
+        axis.plot(at, ratios, marker="o", markersize=3)
+        limit = rows[-1][1]["limit"]
+        if limit.endswith("×"):
+            axis.axhline(float(limit[:-1]), linestyle=":", color="black")
+        axis.set_title(f"{name} (asked: {limit})", fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=7)
+    for axis in axes.flat[len(names) :]:
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(HISTORY.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

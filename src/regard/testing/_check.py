@@ -106,6 +106,7 @@ def _magnitudes(inputs: Inputs, exact: reference.Definition) -> tuple[Any, Any]:
     scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
     with np.errstate(all="ignore"):
         terms = query @ reference.repeat_heads(key, query).swapaxes(-1, -2) * scale
+        terms = np.where(inputs.definition.get("mask", True), terms, 0)  # what is hidden widens no limit
         sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, terms)]
         finite = reference.repeat_heads(np.where(np.isfinite(value), value, 0), query)
         return np.max(np.maximum(*sizes), axis=-1, initial=0), exact.weights.astype(np.float64) @ finite
