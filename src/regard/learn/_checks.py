@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +52,44 @@ def as_count(operation: str, name: str, number: int, least: int) -> int:
             operation, received=f"{name} {count}", expected=wanted, cure="Take it from the shape of an array."
         )
     return count
+
+
+def as_number(operation: str, name: str, number: float, cure: str, *, above: bool = False) -> float:
+    """The number as a float that is not negative, nor NaN; with `above`, not zero either."""
+    wanted = f"{name} as a number {'above' if above else 'of at least'} 0"
+    if isinstance(number, bool | str) or not isinstance(number, SupportsFloat):
+        raise KindError(operation, received=f"{name}, {kind_of(number)}", expected=wanted, cure=cure)
+    real = float(number)
+    if not (real > 0 if above else real >= 0):
+        raise ArgumentError(operation, received=f"{name} {real:g}", expected=wanted, cure=cure)
+    return real
+
+
+def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) -> str:
+    """The choice, sure to be one of those there are."""
+    known = list(choices)
+    if choice not in known:
+        raise ArgumentError(
+            operation,
+            received=f"{name}={choice!r}",
+            expected=f"{name} as one of {', '.join(map(repr, known))}",
+            cure=f"{name}={known[0]!r} is the usual one.",
+        )
+    return choice
+
+
+def as_counts(operation: str, name: str, numbers: Iterable[int], least: int) -> tuple[int, ...]:
+    """The numbers as ints of at least `least`, each larger than the one before it, and at least one."""
+    given = [numbers] if isinstance(numbers, int) else list(numbers)
+    counts = tuple(as_count(operation, name, number, least) for number in given)
+    if not counts or any(a >= b for a, b in pairwise(counts)):
+        raise ArgumentError(
+            operation,
+            received=f"{name} {counts}",
+            expected=f"{name} in rising order, at least one",
+            cure=f"Pass sorted(set({name})).",
+        )
+    return counts
 
 
 def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:

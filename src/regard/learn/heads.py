@@ -112,6 +112,14 @@ class MultiHeadAttention:
         *lead, _, n, _ = x.shape
         return x.swapaxes(-3, -2).reshape(*lead, n, self.embed_dim)
 
+    def parameters(self) -> dict[str, Floats]:
+        """The arrays a model would learn, by name.
+
+        >>> {name: array.shape for name, array in MultiHeadAttention(embed_dim=4, num_heads=2).parameters().items()}
+        {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
+        """
+        return {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
+
     def _project(self, name: str, x: npt.ArrayLike, by: str) -> Floats:
         x = as_floats("MultiHeadAttention", name, x, "n", "embed_dim")
         W = as_floats("MultiHeadAttention", by, getattr(self, by), "embed_dim", "embed_dim")
