@@ -37,8 +37,8 @@ def gelu(x: npt.ArrayLike) -> Floats:
     array([-0.046,  0.   ,  2.996])
     """
     x = as_floats("gelu", "x", x)
-    erf = np.array([math.erf(z) for z in (x / math.sqrt(2)).flat], dtype=np.float64).reshape(x.shape)
-    return x * (1 + erf) / 2
+    below = [math.erfc(-z) / 2 for z in (x / math.sqrt(2)).flat]  # NumPy has no error function
+    return x * np.array(below, dtype=np.float64).reshape(x.shape)
 
 
 ACTIVATIONS = {"relu": relu, "gelu": gelu}
@@ -64,7 +64,8 @@ class LayerNorm:
         bias = _of_shape("LayerNorm", "bias", self.bias, self.embed_dim)
         mean = x.mean(axis=-1, keepdims=True)
         variance = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
-        return (x - mean) / np.sqrt(variance + self.eps) * gain + bias
+        normalised: Floats = (x - mean) / np.sqrt(variance + self.eps)
+        return normalised * gain + bias
 
     __call__ = forward
 
@@ -172,7 +173,7 @@ class TransformerBlock:
 
     def parameters(self) -> dict[str, Floats]:
         """The arrays a model would learn, by name: "attention.W_Q", "feed_forward.b_1" and so on."""
-        parts = {
+        parts: dict[str, MultiHeadAttention | LayerNorm | FeedForward] = {
             "attention": self.attention,
             "attention_norm": self.attention_norm,
             "feed_forward": self.feed_forward,

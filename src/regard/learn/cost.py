@@ -199,7 +199,7 @@ def profile(
         peak = _peak_bytes(call)  # apart from the time, which watching the memory would lengthen
         rows.append(ProfileRow(cost, min(_seconds(call) for _ in range(repeats)), peak))
 
-    amounts = {
+    amounts: dict[str, list[float]] = {
         "entries": [row.cost.entries for row in rows],
         "bytes": [row.cost.bytes for row in rows],
         "multiply_adds": [row.cost.multiply_adds for row in rows],

@@ -43,7 +43,8 @@ def gaussian_kernel(Q: Floats, K: Floats, width: float | None = None) -> Floats:
         "gaussian_kernel", "width", width, "It is a distance between vectors; try 1.", above=True
     )
     distances = np.linalg.norm(Q[..., :, None, :] - K[..., None, :, :], axis=-1)
-    return np.exp(-((distances / width) ** 2) / 2)
+    nearness: Floats = np.exp(-((distances / width) ** 2) / 2)
+    return nearness
 
 
 def kernel_attention(
