@@ -114,8 +114,7 @@ def divide_by_sum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> F
            [-0.5 ,  0.5 ,  1.  ]])
     """
     scores, seen = _rows("divide_by_sum", scores, mask)
-    parts = np.where(seen, scores, 0.0)
-    return _quotient(parts, parts.sum(axis=-1, keepdims=True), seen)
+    return _quotient(scores, scores.sum(axis=-1, keepdims=True), seen)
 
 
 def divide_by_maximum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
@@ -125,7 +124,7 @@ def divide_by_maximum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) 
     array([0.5, 0.5, 1. ])
     """
     scores, seen = _rows("divide_by_maximum", scores, mask)
-    return _quotient(np.where(seen, scores, 0.0), _largest(scores, seen), seen)
+    return _quotient(scores, _largest(scores, seen), seen)
 
 
 def softmax_jacobian(weights: npt.ArrayLike) -> Floats:
