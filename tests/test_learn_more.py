@@ -433,6 +433,7 @@ def test_the_cost_table_has_the_worked_numbers() -> None:
     assert headings.split() == ["length", "entries", "growth", "memory", "multiply-adds"]
     assert lines[-1].split() == ["2,048", "4,194,304", "×", "64", "16", "MiB", "536,870,912"]
     assert sum("× 4" in line for line in lines) == 4
+    assert cost_table(3) == cost_table([3])
     assert cost_table([3], d_k=5, d_v=7, dtype=np.float16).rows == (Cost(3, 3, 5, 7, itemsize=2),)
 
 
@@ -641,6 +642,8 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: cost_table([4, 4]), "cost_table", "(4, 4)", "rising", "sorted"),
     (lambda: cost_table([2.5]), "cost_table", "float 2.5", "whole number", "int(lengths)"),  # type: ignore[list-item]
     (lambda: profile([64]), "profile", "(64,)", "two lengths", "(64, 128)"),
+    (lambda: cost_table(None), "cost_table", "a NoneType", "whole number", "int(lengths)"),  # type: ignore[arg-type]
+    (lambda: profile([2, 4], attend=7), "profile", "attend, int 7", "attend(Q, K, V)", "Leave it out"),  # type: ignore[arg-type]
     (lambda: fitted_exponent([1, 2], [1, 0]), "fitted_exponent", "2 amounts", "above 0", "logarithm"),
     (lambda: fitted_exponent([1], [1]), "fitted_exponent", "1 lengths", "two or more", "two points"),
     (lambda: fitted_exponent([1, 2], [1]), "fitted_exponent", "1 amounts", "one amount for each", "measure"),
@@ -657,6 +660,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: gaussian_kernel(X32, X32, width=0), "gaussian_kernel", "width 0", "above 0", "distance"),
     (lambda: Recurrence(2, 3)(X34), "Recurrence", "(3, 4)", "(n, 2)", "size of your tokens"),
     (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "equally many"),
+    (lambda: pad_batch(5), "pad_batch", "int 5", "list of sequences", "pad_batch([x])"),  # type: ignore[arg-type]
     (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "equally many"),
 ]
 

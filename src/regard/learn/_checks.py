@@ -78,9 +78,9 @@ def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) ->
     return choice
 
 
-def as_counts(operation: str, name: str, numbers: Iterable[int], least: int) -> tuple[int, ...]:
-    """The numbers as ints of at least `least`, each larger than the one before it, and at least one."""
-    given = [numbers] if isinstance(numbers, int) else list(numbers)
+def as_counts(operation: str, name: str, numbers: Iterable[int] | int, least: int) -> tuple[int, ...]:
+    """The numbers, or the one, as ints of at least `least`, each larger than the one before it."""
+    given = list(numbers) if isinstance(numbers, Iterable) else [numbers]
     counts = tuple(as_count(operation, name, number, least) for number in given)
     if not counts or any(a >= b for a, b in pairwise(counts)):
         raise ArgumentError(

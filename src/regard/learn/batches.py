@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
+from regard._errors import ArgumentError, KindError, kind_of
 from regard.learn._checks import Floats, as_floats
 
 
 def pad_batch(
-    sequences: Sequence[npt.ArrayLike], *, fill: float = 0.0
+    sequences: Iterable[npt.ArrayLike], *, fill: float = 0.0
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
     """The sequences, (n, d) each, in one array (batch, max_length, d), and their lengths (batch,).
 
@@ -28,6 +28,13 @@ def pad_batch(
     >>> lengths
     array([1, 2])
     """
+    if not isinstance(sequences, Iterable):
+        raise KindError(
+            "pad_batch",
+            received=f"sequences, {kind_of(sequences)}",
+            expected="a list of sequences of shape (n, d)",
+            cure="A single sequence is a batch of one: pad_batch([x]).",
+        )
     tables = [as_floats("pad_batch", f"sequences[{i}]", one, "n", "d") for i, one in enumerate(sequences)]
     shapes = [table.shape for table in tables]
     if not tables or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):

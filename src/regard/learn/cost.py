@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
+from regard._errors import ArgumentError, KindError, kind_of
 from regard.learn._checks import Floats, as_count, as_counts
 from regard.learn._tables import in_bytes, in_seconds, set_out
 from regard.learn.attention import scaled_dot_product_attention
@@ -91,7 +91,7 @@ class CostTable:
 
 
 def cost_table(
-    lengths: Iterable[int], *, d_k: int = 64, d_v: int | None = None, dtype: npt.DTypeLike = np.float32
+    lengths: Iterable[int] | int, *, d_k: int = 64, d_v: int | None = None, dtype: npt.DTypeLike = np.float32
 ) -> CostTable:
     """The cost of one head attending over itself, for each length; d_v is d_k unless given.
 
@@ -186,6 +186,13 @@ def profile(
             received=f"lengths {sizes}",
             expected="two lengths or more, since an exponent is the slope of a line",
             cure=f"Add another: lengths=({sizes[0]}, {2 * sizes[0]}).",
+        )
+    if not callable(attend):
+        raise KindError(
+            "profile",
+            received=f"attend, {kind_of(attend)}",
+            expected="a function attend(Q, K, V)",
+            cure="Leave it out to measure scaled_dot_product_attention.",
         )
     repeats = as_count("profile", "repeats", repeats, least=1)
     costs = cost_table(sizes, d_k=d_k, d_v=d_v, dtype=np.float64).rows

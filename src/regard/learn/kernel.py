@@ -24,6 +24,8 @@ from regard.learn.rivals import normalised_relu
 def exponential_kernel(Q: Floats, K: Floats) -> Floats:
     """The nearness exp(query · key / √d_k) of every query to every key, (…, q_len, kv_len).
 
+    As it stands it overflows where a scaled score passes 709: softmax subtracts the largest of the row first.
+
     >>> exponential_kernel(np.array([[2.0]]), np.array([[0.0], [1.0]])).round(3)
     array([[1.   , 7.389]])
     """

@@ -109,7 +109,7 @@ class VarianceExperiment:
 
 
 def variance_experiment(
-    d_k: Iterable[int] = (1, 4, 16, 64, 256),
+    d_k: Iterable[int] | int = (1, 4, 16, 64, 256),
     *,
     keys: int = 8,
     samples: int = 400,
