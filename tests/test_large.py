@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from regard import reference
+from regard import attention, causal, reference
 from regard.testing import assert_matches, epsilon
 
 ROOT = Path(__file__).parents[1]
@@ -90,3 +93,27 @@ def test_14_coarse_cells_are_means_of_their_entries(found):
         scores = found["query"][rows].astype(np.float64) @ found["key"][columns].astype(np.float64).T / 8
         weights = np.exp(scores - found["lse"][rows, None]) * (columns <= rows[:, None])
         assert np.isclose(coarse[a, b], weights.mean(), rtol=1e-5, atol=0), (a, b)
+
+
+def test_the_million_tokens_example_is_right_where_it_can_be_checked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = runpy.run_path(str(ROOT / "examples" / "million.py"))["main"](8192)
+    printed = capsys.readouterr().out
+    assert "100%" in printed and "tile at 7,680, 0" in printed
+    assert found["worst"] < 1e-5
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(8192, 64, generator=generator) for _ in range(2))
+    A = attention(query.double(), key.double(), mask=causal())
+    torch.testing.assert_close(found["lse"].double(), A.lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found["received"], A.sum(axis=-2).double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["coarse"], A.coarsen(512).double(), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("side", ["bare kernel", "regard", "stored weights"])
+def test_the_growth_benchmark_measures_each_side(side: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--one", side, "2048"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["tokens"] == 2048 and found["seconds"] > 0
+    if side == "stored weights":
+        assert found["grown_mb"] > 2048 * 2048 * 4 / 2**20

@@ -245,7 +245,7 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
         shared = _groups_of(k_of) if np.array_equal(k_of, v_of) else 1
         q = _heads(part.query, part.query_of, width, common)
         scale = part.scale
-        if scale <= 0:  # the kernel takes the largest score before scaling
+        if scale <= 0:  # the kernel hides before it scales: −inf · 0 would be NaN
             q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
         k = _heads(part.key, k_of[::shared], width, common)
         v = _heads(value, v_of[::shared], width, common)
