@@ -241,9 +241,8 @@ def _shares(parts: Floats, seen: Bools) -> Floats:
     """The parts that may be seen, divided by their sum; zeros where there is nothing to divide."""
     parts = np.where(seen, parts, 0.0)
     total = parts.sum(axis=-1, keepdims=True)
-    return np.where(
-        seen, parts / np.where(total == 0.0, 1.0, total), 0.0
-    )  # a NaN spoils what is seen, no more
+    shares = parts / np.where(total == 0.0, 1.0, total)
+    return np.where(seen, shares, 0.0)  # a NaN spoils what is seen, no more
 
 
 def _quotient(parts: Floats, divisor: Floats, seen: Bools) -> Floats:
