@@ -24,7 +24,7 @@ def judge(exercise: Exercise, answer: Any) -> Result:
     wrong = [part for part in parts if part not in fine]
     if wrong:
         first = wrong[0]
-        known = _likeliest(exercise, wrong, read, right)
+        known = _likeliest(exercise, first, read, right)
         hint = known if known else _unforeseen(first, read[first.name], right[first.name])
         return _told(exercise, f"{first.name}: {hint}", fine)
     missing = [part for part in exercise.parts if part.name not in read]
@@ -69,17 +69,22 @@ def _one(exercise: Exercise, value: Any, right: Mapping[str, Any]) -> Read:
         raise Unreadable(f"{kind_of(value)} came; asked is a dict with {names}.")
     parts = [part for part in exercise.parts if part.name in readable]
     fits = [part for part in parts if part.same(readable[part.name], right[part.name])]
-    fits += [part for part in parts if _likeliest(exercise, [part], readable, right)]
+    fits += [part for part in parts if _likeliest(exercise, part, {part.name: readable[part.name]}, right)]
     name = (fits or parts)[0].name
     return {name: readable[name]}
 
 
-def _likeliest(exercise: Exercise, wrong: list[Part], read: Read, right: Mapping[str, Any]) -> str:
-    """The hint of the mistake that makes the first wrong part, and most of those after it, what they are."""
-    first = wrong[0]
+def _likeliest(exercise: Exercise, first: Part, read: Read, right: Mapping[str, Any]) -> str:
+    """The hint of the mistake that makes the first wrong part what it is, and speaks best for all that came."""
+
+    def speaks(mistake: Mistake) -> int:
+        """How many parts came as the mistake has them, less those that came otherwise."""
+        told = [part for part in exercise.parts if part.name in read and part.name in mistake.answer]
+        return sum(1 if _makes(mistake, part, read) else -1 for part in told)
+
     made = [m for m in (*exercise.mistakes(), *_slips(first, right)) if _makes(m, first, read)]
     # max takes the first of equals, so mistakes stand in the order in which they are to be believed.
-    best = max(made, key=lambda m: sum(_makes(m, part, read) for part in wrong), default=None)
+    best = max(made, key=speaks, default=None)
     return best.hint if best else ""
 
 
@@ -96,7 +101,11 @@ def _slips(part: Part, right: Mapping[str, Any]) -> Iterator[Mistake]:
 def _unforeseen(part: Part, read: list[Any], right: Any) -> str:
     """What can be said without a name for the mistake."""
     wanted = part.wanted(right)
-    off = [n for n, (given, want) in enumerate(zip(read, wanted, strict=False)) if not part.kind.same(given, want)]
+    off = [
+        n
+        for n, (given, want) in enumerate(zip(read, wanted, strict=False))
+        if not part.kind.same(given, want)
+    ]
     words = part.kind.off(read[off[0]], wanted[off[0]])
     if off[0] == 0:
         return words

@@ -152,7 +152,8 @@ class Result:
 
 def _source(function: Callable[..., Any]) -> str:
     """The text of a function as a learner would write it, without types."""
-    return re.sub(r" -> [^:]+(?=:\n)|: Any\b|: int\b", "", inspect.getsource(function)).rstrip()
+    text = inspect.getsource(function).replace(": Any = ", "=").replace(": Any", "")
+    return re.sub(r" -> .+(?=:\n)", "", text).rstrip()
 
 
 def wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:

@@ -26,6 +26,7 @@ def softmax(scores: Any) -> Any:
 
 
 def four_steps() -> dict[str, Any]:
+    """The row of "sat", step by step."""
     scores = cat.K @ cat.Q[2]  # 1. compare: the query of "sat" with every key
     scaled = scores / np.sqrt(4)  # 2. scale: d_k is 4
     exponentials = np.exp(scaled)
@@ -76,7 +77,6 @@ def _mistakes() -> list[Mistake]:
             scores=cat.V @ cat.Q[SAT],
         ),
         at("scores", "You compared queries with queries: take K.", scores=cat.Q @ cat.Q[SAT]),
-        at("scores", "The scores are scaled already: step 1 is the plain dot product.", scores=every[SAT]),
         at("scaled", "The scale is forgotten: divide the scores by √d_k, here √4.", scale=lambda s: s),
         at("scaled", "You divided by d_k; divide by its square root, √4 = 2.", scale=lambda s: s / D_K),
         at("scaled", "You multiplied by √d_k where you should divide.", scale=lambda s: s * np.sqrt(D_K)),
@@ -85,6 +85,7 @@ def _mistakes() -> list[Mistake]:
             "You divided by the square root of the number of tokens; d_k is the length of a key, 4.",
             scale=lambda s: s / np.sqrt(len(s)),
         ),
+        at("scores", "The scores are scaled already: step 1 is the plain dot product.", scores=every[SAT]),
         at(
             "weights",
             "That is the softmax of the scores before scaling: the scale is forgotten on the way.",
@@ -124,8 +125,14 @@ def _mistakes() -> list[Mistake]:
         ),
         at("output", "You mixed the keys; the weights are for the values, V.", mix=lambda w: w @ cat.K),
         at("output", "You mixed the queries; the weights are for the values, V.", mix=lambda w: w @ cat.Q),
-        at("output", "That is the plain mean of the values: use the weights.", mix=lambda w: cat.V.mean(axis=0)),
-        at("output", "That is the plain sum of the values: use the weights.", mix=lambda w: cat.V.sum(axis=0)),
+        at(
+            "output",
+            "That is the plain mean of the values: use the weights.",
+            mix=lambda w: cat.V.mean(axis=0),
+        ),
+        at(
+            "output", "That is the plain sum of the values: use the weights.", mix=lambda w: cat.V.sum(axis=0)
+        ),
         at(
             "output",
             "That is the value of one token alone; the output mixes all five by their weights.",

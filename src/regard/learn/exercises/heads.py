@@ -16,6 +16,8 @@ SMALL, SMALL_HEADS = np.arange(5 * 12, dtype=np.float64).reshape(5, 12), 3
 
 
 def heads() -> dict[str, Any]:
+    """The two functions."""
+
     def split(x: Any, num_heads: Any) -> Any:
         n, width = x.shape
         x = x.reshape(n, num_heads, width // num_heads)  # each row cut into heads, in order
@@ -65,10 +67,6 @@ def _mistakes() -> list[Mistake]:
         ),
         Mistake("The heads come in reverse order.", {"split": lambda x, h: cut(x, h).swapaxes(0, 1)[::-1]}),
         Mistake(
-            "You cut the positions, not the columns: every head sees all positions, and 64 numbers of each.",
-            {"split": lambda x, h: x.T.reshape(h, -1, len(x))},
-        ),
-        Mistake(
             "That is one head only; all eight are asked.",
             {"split": lambda x, h: cut(x, h)[:, 0]},
         ),
@@ -101,8 +99,8 @@ def _explain() -> str:
     return (
         f"{X.shape} → cut each row: {(len(X), HEADS, WIDTH // HEADS)} → exchange the first two axes: {split.shape}.\n"
         f"Head 1 of position 0 begins with x[0, {WIDTH // HEADS}] = {split[1, 0, 0]:.0f}.\n"
-        f"A reshape straight to {wrong.shape} has the same shape, and there x[0, {3 * WIDTH // HEADS}] = "
-        f"{wrong[1, 0, 0]:.0f}: another number.\n"
+        f"A reshape straight to {wrong.shape} has the same shape, but there head 1 begins with "
+        f"{wrong[1, 0, 0]:.0f}: position 0 alone fills the first heads.\n"
         f"Back the same way: exchange the axes, then join the last two. Equal to x: {np.array_equal(merged, X)}."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,19 @@ def _weights(Q: Any, mask: Any = None) -> Any:
 
 
 # Each change that is offered, and the weights that it leads to: which of them is right is computed.
-CHANGES = {
+CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a": ("leave out the scale", lambda: _weights(X * X.shape[-1] ** 0.25)),
-    "b": ("give all vectors the same length", lambda: _weights(X / np.linalg.norm(X, axis=-1, keepdims=True))),
+    "b": (
+        "give all vectors the same length",
+        lambda: _weights(X / np.linalg.norm(X, axis=-1, keepdims=True)),
+    ),
     "c": ("add a causal mask", lambda: _weights(X, create_causal_mask(len(X)))),
     "d": ("append more dimensions, filled with zeros", lambda: _weights(np.pad(X, ((0, 0), (0, 8))))),
 }
 
 
 def keys_equal_queries() -> dict[str, Any]:
+    """Three tokens compared with themselves and each other."""
     Q = three_tokens.Q
     scores = Q @ Q.T / np.sqrt(Q.shape[-1])
     weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
@@ -65,7 +70,12 @@ def _equal_mistakes() -> list[Mistake]:
         ),
         Mistake(
             "You looked down the columns: who attends most to each token. Asked is each row's largest.",
-            {"most": weights.argmax(axis=0), "weights": weights[:, LAST]},
+            {"most": weights.argmax(axis=0)},
+        ),
+        Mistake(
+            "That is the column of t2, or a softmax over columns: the weights of a query are a row that sums to 1 "
+            "(axis=-1).",
+            {"weights": weights[:, LAST]},
         ),
         Mistake("Those are the tokens attended to least.", {"most": weights.argmin(axis=-1)}),
         Mistake(
@@ -73,14 +83,11 @@ def _equal_mistakes() -> list[Mistake]:
         ),
         Mistake("You divided by d_k; divide by its square root.", {"weights": softmax(raw[LAST] / 4)}),
         Mistake(
-            "You divided by the sum without taking exponentials first.", {"weights": raw[LAST] / raw[LAST].sum()}
+            "You divided by the sum without taking exponentials first.",
+            {"weights": raw[LAST] / raw[LAST].sum()},
         ),
         Mistake("These are scores: take their softmax.", {"weights": raw[LAST]}),
         Mistake("These are scores: take their softmax.", {"weights": raw[LAST] / 2}),
-        Mistake(
-            "The softmax ran over columns: each row must sum to 1 (axis=-1).",
-            {"weights": (np.exp(raw / 2) / np.exp(raw / 2).sum(axis=0))[:, LAST]},
-        ),
         *(
             Mistake(f"That is the row of t{i}; asked is t2, the last.", {"weights": weights[i]})
             for i in range(LAST)
@@ -133,6 +140,7 @@ SHARE = 0.99
 
 
 def orthogonal_keys() -> dict[str, Any]:
+    """Three keys at right angles."""
     K = 2 * np.eye(4)[:3]
     V = np.array([[6, 0], [0, 6], [3, 3]])
 
@@ -213,7 +221,10 @@ def _orthogonal_mistakes() -> list[Mistake]:
             "You took the logarithm of base 2; exp is undone by the natural one.",
             {"length": math.sqrt(2 * math.log2(odds))},
         ),
-        Mistake("The scale stands on the wrong side: L² / √4 = s, so L² = √4 · s.", {"length": math.sqrt(math.log(odds) / 2)}),
+        Mistake(
+            "The scale stands on the wrong side: L² / √4 = s, so L² = √4 · s.",
+            {"length": math.sqrt(math.log(odds) / 2)},
+        ),
     ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ PADDED = (((3, 5), 5), ((1, 4, 2), 6))  # what functions are called with
 
 
 def masks() -> dict[str, Any]:
+    """The three masks as functions."""
+
     def causal(seq_len: Any) -> Any:
         position = np.arange(seq_len)
         return position[None, :] <= position[:, None]  # kv_idx <= q_idx
@@ -90,37 +92,42 @@ def _mistakes() -> list[Mistake]:
         ),
         Mistake(
             "That hides the padded queries. Keys are the last axis: real[:, None, None, :].",
-            {
-                "padding": lambda lengths, n: real(lengths, n)[:, None, :, None],
-                "both": lambda lengths, n: causal(n) & real(lengths, n)[:, None, :, None],
-            },
+            {"padding": lambda lengths, n: real(lengths, n)[:, None, :, None]},
         ),
         Mistake(
             "That is | (or): a key would be seen where either mask allows it. Both must: &.",
             {"both": lambda lengths, n: causal(n) | padding(lengths, n)},
         ),
-        Mistake("That is + and counts; both must hold: &.", {"both": lambda l, n: causal(n).astype(int) + padding(l, n)}),
-        Mistake("That is ^, true where exactly one holds; both must: &.", {"both": lambda l, n: causal(n) ^ padding(l, n)}),
+        Mistake(
+            "That is + and counts; both must hold: &.",
+            {"both": lambda lengths, n: causal(n).astype(int) + padding(lengths, n)},
+        ),
+        Mistake(
+            "That is ^, true where exactly one holds; both must: &.",
+            {"both": lambda lengths, n: causal(n) ^ padding(lengths, n)},
+        ),
         Mistake(
             "That is the causal mask alone: the padded keys are still seen.",
             {"both": lambda lengths, n: np.broadcast_to(causal(n), (len(lengths), 1, n, n))},
         ),
-        Mistake("That is the causal mask alone: the padded keys are still seen.", {"both": lambda l, n: causal(n)}),
+        Mistake(
+            "That is the causal mask alone: the padded keys are still seen.", {"both": lambda _, n: causal(n)}
+        ),
         Mistake(
             "That is the padding mask alone: the future is still seen.",
             {"both": lambda lengths, n: np.broadcast_to(padding(lengths, n), (len(lengths), 1, n, n))},
         ),
         Mistake("That is the padding mask alone: the future is still seen.", {"both": padding}),
         Mistake(
-            "You hid the rows of padded queries too. They are better left alone: a row that sees nothing needs "
-            "care, and nobody reads it.",
-            {"both": lambda l, n: causal(n) & padding(l, n) & real(l, n)[:, None, :, None]},
+            "You hid the rows of padded queries. Hide keys, the last axis: a row that sees nothing needs care, and "
+            "nobody reads what a padded query gets.",
+            {"both": lambda lengths, n: causal(n) & real(lengths, n)[:, None, :, None]},
         ),
         Mistake(
             "The axis of heads is missing: (batch, 1, n, n). (batch, n, n) would be broadcast over the heads.",
             {"both": lambda lengths, n: (causal(n) & padding(lengths, n))[:, 0]},
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _explain() -> str:

@@ -20,6 +20,7 @@ ROUNDED = "Keep more digits of the spread: its exponential multiplies what you r
 
 
 def without_scaling() -> dict[str, Any]:
+    """The row of "The", and what to expect at d_k = 512."""
     scores = cat.K @ cat.Q[0]  # the query of "The"
     weights = np.exp(scores) / np.exp(scores).sum()
     scaled = np.exp(scores / np.sqrt(4)) / np.exp(scores / np.sqrt(4)).sum()
@@ -72,12 +73,16 @@ def _unscaled_mistakes() -> list[Mistake]:
             "That is how much it gained; how many times larger is one more.",
             {"sharper": plain.max() / scaled.max() - 1},
         ),
-        Mistake("Those are the smallest weights; compare the largest.", {"sharper": plain.min() / scaled.min()}),
+        Mistake(
+            "Those are the smallest weights; compare the largest.", {"sharper": plain.min() / scaled.min()}
+        ),
         Mistake(
             "That is the ratio of the scores; softmax does not pass it on as it is. Compare the weights.",
             {"sharper": 2.0},
         ),
-        Mistake("That is the largest weight itself; divide it by the one with scaling.", {"sharper": plain.max()}),
+        Mistake(
+            "That is the largest weight itself; divide it by the one with scaling.", {"sharper": plain.max()}
+        ),
         Mistake(
             "That is the variance; the spread asked for is the standard deviation, its square root.",
             {"spread": float(WIDE), "ratio": _exp(WIDE)},
@@ -109,7 +114,7 @@ def _explain_unscaled() -> str:
     answer, scores = without_scaling(), cat.K @ cat.Q[0]
     scaled = softmax(scores / 2)
     return (
-        f"The scores of \"The\" are {vector(scores)}.\n"
+        f'The scores of "The" are {vector(scores)}.\n'
         f"Their softmax as they are:      {vector(answer['weights'])}\n"
         f"… and after dividing by √4 = 2: {vector(scaled)}\n"
         f"The largest grows from {number(scaled.max())} to {number(answer['weights'].max())}, "
@@ -129,7 +134,9 @@ WITHOUT_SCALING = Exercise(
     given={"tokens": cat.tokens, "query of The": cat.Q[0], "K": cat.K},
     parts=(
         Part("weights", 'the weights of "The" without scaling', Numbers("(5,)")),
-        Part("sharper", "its largest weight without scaling, divided by its largest weight with it", Numbers()),
+        Part(
+            "sharper", "its largest weight without scaling, divided by its largest weight with it", Numbers()
+        ),
         Part("spread", "the standard deviation of an unscaled score at d_k = 512", Numbers(rtol=2e-3)),
         Part(
             "ratio",
@@ -146,10 +153,11 @@ WITHOUT_SCALING = Exercise(
 
 # -- 5. The scale for another variance ----------------------------------------------------------------------
 
-CALLS = ((64, 9.0), (16, 0.25))
+CALLS = ((64, 9), (16, 0.25))
 
 
 def scale_for_variance() -> dict[str, Any]:
+    """Each as a function of d_k and σ²."""
     return {
         "variance": lambda d_k, sigma2: d_k * sigma2 * sigma2,  # d_k products, each of variance σ² · σ²
         "scale": lambda d_k, sigma2: 1 / np.sqrt(d_k * sigma2 * sigma2),  # = 1 / (√d_k · σ²)
@@ -179,12 +187,19 @@ def _variance_mistakes() -> list[Mistake]:
         ),
         Mistake(
             "That is the variance of one product; a score is the sum of d_k of them.",
-            {"variance": lambda d_k, s2: s2**2, "scale": lambda d_k, s2: 1 / s2, "keys_only": lambda d_k, s2: 1 / np.sqrt(s2)},
+            {
+                "variance": lambda d_k, s2: s2**2,
+                "scale": lambda d_k, s2: 1 / s2,
+                "keys_only": lambda d_k, s2: 1 / np.sqrt(s2),
+            },
         ),
         Mistake(
-            "The variances are multiplied in a product, not added.", {"variance": lambda d_k, s2: 2 * d_k * s2}
+            "The variances are multiplied in a product, not added.",
+            {"variance": lambda d_k, s2: 2 * d_k * s2},
         ),
-        Mistake(usual, {"scale": lambda d_k, s2: 1 / np.sqrt(d_k), "keys_only": lambda d_k, s2: 1 / np.sqrt(d_k)}),
+        Mistake(
+            usual, {"scale": lambda d_k, s2: 1 / np.sqrt(d_k), "keys_only": lambda d_k, s2: 1 / np.sqrt(d_k)}
+        ),
         Mistake(
             "You divided by the variance; to make the variance 1, divide by the standard deviation.",
             {"scale": lambda d_k, s2: 1 / (d_k * s2**2), "keys_only": lambda d_k, s2: 1 / (d_k * s2)},
@@ -230,8 +245,8 @@ def _explain_variance() -> str:
     )
 
 
-def _part(name: str, asks: str, **tolerance: float) -> Part:
-    return Part(name, asks, Numbers(**tolerance), "d_k, sigma2", CALLS)
+def _part(name: str, asks: str) -> Part:
+    return Part(name, asks, Numbers(atol=0.0, rtol=5e-3), "d_k, sigma2", CALLS)
 
 
 VARIANCE = Exercise(
@@ -242,13 +257,8 @@ VARIANCE = Exercise(
     given={"d_k": CALLS[0][0], "sigma2": CALLS[0][1]},
     parts=(
         _part("variance", "the variance of a score q·k before scaling"),
-        _part("scale", "the factor by which to multiply the scores so that it is 1", atol=0.0, rtol=5e-3),
-        _part(
-            "keys_only",
-            "the same factor where only the keys have variance σ² and the queries have 1",
-            atol=0.0,
-            rtol=5e-3,
-        ),
+        _part("scale", "the factor by which to multiply the scores so that it is 1"),
+        _part("keys_only", "the same factor where only the keys have variance σ² and the queries have 1"),
     ),
     solve=scale_for_variance,
     mistakes=_variance_mistakes,
