@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import re
 
 import numpy as np
@@ -38,14 +37,32 @@ SCORES = cat.Q @ cat.K.T
 
 ONE = [
     # scale forgotten, and carried on to the end
-    ({"scores": S, "scaled": S, "weights": soft(S), "output": soft(S) @ cat.V}, "scaled: The scale is forgotten"),
-    ({"scores": S, "scaled": [0.25, 0.5, 0.5, 0.25, 0.375]}, "scaled: You divided by d_k; divide by its square root"),
-    ({"scores": S, "scaled": H, "weights": soft(SCORES / 2, axis=0)[2]}, "weights: The softmax ran over columns"),
+    (
+        {"scores": S, "scaled": S, "weights": soft(S), "output": soft(S) @ cat.V},
+        "scaled: The scale is forgotten",
+    ),
+    (
+        {"scores": S, "scaled": [0.25, 0.5, 0.5, 0.25, 0.375]},
+        "scaled: You divided by d_k; divide by its square root",
+    ),
+    (
+        {"scores": S, "scaled": H, "weights": soft(SCORES / 2, axis=0)[2]},
+        "weights: The softmax ran over columns",
+    ),
     ({"scores": SCORES[:, 2]}, 'the column of "sat"'),
     ({"scores": [0, 2, 1, 1, 1.5], "scaled": [0, 1, 0.5, 0.5, 0.75]}, 'the numbers of "The"'),
-    ({"scores": S, "scaled": H, "weights": [0.1333, 0.2667, 0.2667, 0.1333, 0.2]}, "without taking exponentials"),
-    ({"scores": S, "scaled": H, "weights": np.exp(H)}, "These are the exponentials; divide them by their sum"),
-    ({"scores": S, "scaled": H, "weights": W, "output": W}, "output: These are the weights; the output is weights @ V"),
+    (
+        {"scores": S, "scaled": H, "weights": [0.1333, 0.2667, 0.2667, 0.1333, 0.2]},
+        "without taking exponentials",
+    ),
+    (
+        {"scores": S, "scaled": H, "weights": np.exp(H)},
+        "These are the exponentials; divide them by their sum",
+    ),
+    (
+        {"scores": S, "scaled": H, "weights": W, "output": W},
+        "output: These are the weights; the output is weights @ V",
+    ),
     ({"scores": S, "scaled": H, "weights": W, "output": W[:4]}, 'The value of "mat" is left out'),
     ({"scores": S, "scaled": H, "weights": [0.2, 0.3, 0.3, 0.2, 0.2]}, "rounded too coarsely"),
 ]
@@ -102,7 +119,10 @@ FIVE = [
     ({"variance": 5184, "scale": 1 / 8}, "the scale for entries of variance 1"),
     ({"variance": 5184, "scale": 1 / 5184}, "scale: You divided by the variance"),
     ({"variance": 5184, "scale": 72}, "That is the divisor"),
-    ({"variance": lambda d_k, sigma2: d_k * sigma2**2, "scale": lambda d_k, sigma2: 1 / (d_k * sigma2)}, "without its root"),
+    (
+        {"variance": lambda d_k, sigma2: d_k * sigma2**2, "scale": lambda d_k, sigma2: 1 / (d_k * sigma2)},
+        "without its root",
+    ),
     ({"scale": 1 / 72, "keys_only": 1 / 72}, "now the queries have variance 1"),
     ({"variance": lambda d_k, sigma2: 5184}, "is a size written into the function?"),
 ]
@@ -119,7 +139,10 @@ SIX = [
     ({"causal": C, "padding": P[:, 0, 0]}, "real[:, None, None, :]"),
     ({"causal": C, "padding": P.swapaxes(-1, -2)}, "hides the padded queries"),
     ({"causal": C, "padding": P, "both": C | P}, "That is | (or)"),
-    ({"causal": C, "padding": lambda lengths, n: np.arange(n) <= np.array(lengths)[:, None, None, None]}, "One key too many"),
+    (
+        {"causal": C, "padding": lambda lengths, n: np.arange(n) <= np.array(lengths)[:, None, None, None]},
+        "One key too many",
+    ),
 ]
 
 XS = np.arange(3 * 512).reshape(3, 512)
@@ -130,42 +153,54 @@ SEVEN = [
     ({"split": XS.reshape(3, 8, 64)}, "exchange the first two axes"),
     ({"split": XS.reshape(3, 64, 8).transpose(2, 0, 1)}, "every 8th to the same head"),
     ({"split": XS.reshape(3, 64, 8).swapaxes(0, 1)}, "8 heads of 64, not 64 heads of 8"),
-    ({"split": lambda x, num_heads: x.reshape(3, 8, 64).swapaxes(0, 1)}, "split(an array of float64 with shape (5, 12), 3) raised"),
+    (
+        {"split": lambda x, num_heads: x.reshape(3, 8, 64).swapaxes(0, 1)},
+        "split(an array of float64 with shape (5, 12), 3) raised",
+    ),
     ({"split": SPLIT, "merge": SPLIT.reshape(3, 512)}, "merge: You reshaped straight"),
-    ({"split": SPLIT, "merge": np.concatenate(list(SPLIT[::-1]), axis=-1)}, "concatenated in the wrong order"),
+    (
+        {"split": SPLIT, "merge": np.concatenate(list(SPLIT[::-1]), axis=-1)},
+        "concatenated in the wrong order",
+    ),
     ({"split": SPLIT, "merge": np.concatenate(list(SPLIT), axis=0)}, "stacked below each other"),
     ({"split": SPLIT, "merge": lambda split: split.sum(axis=0)}, "added up"),
 ]
 
 
-def loops(scale=lambda d_k: math.sqrt(d_k), hide=None, seen=lambda m: m, finish=None):
+def loops(scale=lambda d_k: math.sqrt(d_k), hide=None, seen=lambda m: m):
     """Attention with loops, as a learner writes it, with a place for each mistake."""
 
     def attention(query, key, value, mask=None):
         q_len, kv_len, d_k = len(query), len(key), query.shape[1]
-        mask = np.broadcast_to(True if mask is None else mask, (q_len, kv_len))
+        none = mask is None
+        mask = np.broadcast_to(True if none else mask, (q_len, kv_len))
         output = []
         for i in range(q_len):
-            keys = [j for j in range(kv_len) if hide is not None or seen(mask[i, j])]
+            keys = [j for j in range(kv_len) if hide is not None or none or seen(mask[i, j])]
             scores = [float(query[i] @ key[j]) / scale(d_k) for j in keys]
             if hide is not None:
-                scores = [s if seen(mask[i, j]) else hide for j, s in zip(keys, scores, strict=True)]
+                scores = [s if none or seen(mask[i, j]) else hide for j, s in zip(keys, scores, strict=True)]
             top = max(scores, default=0.0)
             exponentials = [math.exp(s - top) for s in scores]
             weights = [e / sum(exponentials) for e in exponentials]
-            row = [sum(w * value[j, c] for w, j in zip(weights, keys, strict=True)) for c in range(value.shape[1])]
-            output.append(finish(row, weights) if finish else row)
+            shares = list(zip(weights, keys, strict=True))
+            output.append([sum(w * value[j, c] for w, j in shares) for c in range(value.shape[1])])
         return output
 
     return attention
 
 
-def vectors(normalise, hide=lambda scores, mask: np.where(mask, scores, -np.inf), after=lambda w, mask: w):
+def vectors(
+    normalise,
+    hide=lambda scores, mask: np.where(mask, scores, -np.inf),
+    after=lambda w, mask: w,
+    mix=np.matmul,
+):
     def attention(query, key, value, mask=None):
         mask = np.broadcast_to(True if mask is None else mask, (len(query), len(key)))
         with np.errstate(all="ignore"):
             weights = after(normalise(hide(query @ key.T / np.sqrt(query.shape[-1]), mask)), mask)
-            return weights @ value
+            return mix(weights, value)
 
     return attention
 
@@ -199,12 +234,12 @@ EIGHT = [
     (loops(scale=lambda d_k: d_k), "the scores are divided by head_dim, not by its square root"),
     (loops(seen=lambda m: not m), "True drops instead of keeps"),
     (loops(hide=-1e9), "empty rows attend to hidden keys"),
-    (loops(finish=lambda row, weights: weights), "the weights are returned, not the output"),
-    (vectors(lambda s: stable(s, axis=0)), "softmax"),
+    (vectors(stable, mix=lambda weights, value: weights), "the weights are returned, not the output"),
+    (vectors(lambda s: stable(s, axis=0)), "softmax runs over queries"),
     (vectors(stable), "empty rows are NaN"),
-    (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "mask"),
+    (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "the mask is applied after the softmax"),
     (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: heads are mixed"),
-    (packed(cut, lambda heads: side_by_side(heads[::-1])), "many_heads: "),
+    (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h) where (h d)"),
 ]  # fmt: skip
 
 WRONG = [
@@ -224,3 +259,160 @@ def test_a_wrong_answer_meets_the_hint_that_fits(n, answer, words):
     assert not result.right
     assert words in result.hint
     assert "not yet" in str(result)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_each_known_mistake_meets_its_own_hint_and_is_wrong(n):
+    mistakes = EXERCISES[n - 1].mistakes()
+    assert len(mistakes) >= 10
+    for mistake in mistakes:
+        result = check(n, {**right(n), **mistake.answer})
+        assert not result.right, mistake.hint
+        assert mistake.hint in result.hint
+
+
+# -- Right answers, however given ---------------------------------------------------------------------------
+
+STEPS = {"scores": S, "scaled": H, "weights": W, "output": [0.2495, 0.3481, 0.3481, 0.2495]}
+
+
+def called(n):
+    """A solution of functions as the values they return."""
+    return {p.name: right(n)[p.name](*p.calls[0]) for p in EXERCISES[n - 1].parts}
+
+
+def by_einsum(query, key, value, num_heads, mask=None):
+    query, key, value = (x.reshape(len(x), num_heads, -1).swapaxes(0, 1) for x in (query, key, value))
+    masks = np.broadcast_to(True if mask is None else mask, (num_heads, query.shape[1], key.shape[1]))
+    outputs = [solved["attention"](*head) for head in zip(query, key, value, masks, strict=True)]
+    return np.concatenate(outputs, axis=-1).tolist()
+
+
+RIGHT = [
+    *((n, right(n)) for n in NUMBERS),
+    (1, STEPS),
+    (1, tuple(STEPS.values())),
+    (1, {name: np.array([x]).round(3) for name, x in STEPS.items()}),  # a table of one row, three digits
+    (2, {"weights": soft(SCORES[0]).tolist(), "sharper": [1.356], "spread": 22.63, "ratio": 6.7e9}),
+    (3, SELF),
+    (3, {**SELF, "itself": "No", "most": np.array([0, 1, 1]), "change": "B"}),
+    (4, {"weights": OW, "output": [0.959, 5.041], "across": [0.333] * 3, "length": 3.252}),
+    (5, {"variance": 5184, "scale": 0.01389, "keys_only": 0.04167}),
+    (5, {"variance": lambda d, s: d * s**2, "scale": lambda d, s: d**-0.5 / s, "keys_only": 1 / 24}),
+    (6, called(6)),
+    (6, {"causal": C.tolist(), "padding": P, "both": (C & P).tolist()}),
+    (7, called(7)),
+    (
+        7,
+        {
+            "split": lambda x, h: np.stack(np.split(x, h, axis=-1)),
+            "merge": lambda s: np.concatenate(list(s), -1),
+        },
+    ),
+    (8, {"attention": loops(), "many_heads": by_einsum}),
+]
+
+
+@pytest.mark.parametrize(("n", "answer"), RIGHT)
+def test_a_right_answer_passes(n, answer):
+    result = check(n, answer)
+    assert result.right, result.message
+    assert result.hint == ""
+    assert "right" in str(result)
+
+
+def test_tensors_are_read_as_arrays():
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in STEPS.items()}
+    assert check(1, tensors).right
+    masks = {name: torch.from_numpy(x.copy()) for name, x in called(6).items()}
+    assert check(6, masks).right
+    assert "inverted" in check(6, {"causal": ~masks["causal"]}).hint
+
+
+# -- So far, unforeseen, and nonsense -----------------------------------------------------------------------
+
+
+def test_some_parts_are_checked_so_far():
+    result = check(1, {"scores": S, "scaled": H})
+    assert not result.right
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("Still to come is weights")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(W, "Right so far: weights."), (SCORES[:, 2], 'the column of "sat"'), ([1, 2], "Its shape is (2,)")],
+)
+def test_a_value_without_a_name_is_the_part_that_it_fits(value, words):
+    assert words in check(1, value).message
+
+
+def test_the_first_step_that_is_off_is_named():
+    result = check(
+        1, {"scores": S, "scaled": H, "weights": [0.15, 0.25, 0.25, 0.15, 0.3], "output": [1, 2, 3, 4]}
+    )
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("weights: ") and "the first at [" in result.hint
+
+
+NONSENSE = [
+    None, "x", 3, 1j, True, float("nan"), [], {}, (), object(), [[1, 2], [3]], {"what": 1}, {1: 2}, len, print,
+    lambda: 1, lambda *args, **options: None, lambda query, key, value, mask=None: 1 / 0, np.zeros((2, 3, 4)),
+    np.array(["a"]), np.array([None]), [np.inf] * 5, set(), dict.fromkeys(["scores", "weights", "split", "causal"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_nonsense_is_answered_not_raised(n):
+    for nonsense in NONSENSE:
+        named = {part.name: nonsense for part in EXERCISES[n - 1].parts}
+        for answer in (nonsense, named):
+            result = check(n, answer)
+            assert not result.right
+            assert result.hint
+
+
+@pytest.mark.parametrize("ask", [show, solution, lambda n: check(n, {})])
+@pytest.mark.parametrize("n", [0, 9, -1, "1", 1.5, None, True])
+def test_an_exercise_that_is_none_is_refused(ask, n):
+    with pytest.raises(ArgumentError, match="from 1 to 8"):
+        ask(n)
+
+
+# -- Tasks and solutions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_task_says_what_is_asked(n):
+    task = show(n)
+    for face in (str(task), repr(task), task._repr_markdown_()):
+        assert f"Exercise {n}." in face
+        for part in EXERCISES[n - 1].parts:
+            assert part.name in face and part.form.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
+    assert max(map(len, str(task).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_solution_is_text_and_code(n):
+    found = solution(n)
+    assert found.text in str(found) and found.code in found._repr_markdown_()
+    assert ": Any" not in found.code and "->" not in found.code
+
+
+def test_a_solution_is_worked_out_when_called(monkeypatch):
+    import regard.learn.exercises.keys as keys
+
+    assert "3.2522" in solution(4).text
+    monkeypatch.setattr(keys, "KEYS", keys.KEYS * 3)
+    assert "its scores are [0, 36, 0]" in solution(4).text
+
+
+def test_only_vectors_of_one_length_attend_most_to_themselves():
+    holds = {letter: (made().argmax(axis=-1) == range(3)).all() for letter, (_, made) in CHANGES.items()}
+    assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
+
+
+def test_the_face_is_what_it_says():
+    assert exercises.__all__ == sorted(exercises.__all__)
+    assert all(hasattr(exercises, name) for name in exercises.__all__)

@@ -57,16 +57,16 @@ def _read(exercise: Exercise, answer: Any, right: Mapping[str, Any]) -> Read:
 
 def _one(exercise: Exercise, value: Any, right: Mapping[str, Any]) -> Read:
     """A value without a name as the part it is right for, else as one that a mistake leads to, else the first."""
-    readable: dict[str, list[Any]] = {}
+    readable: Read = {}
+    refusals: list[str] = []
     for part in exercise.parts:
         try:
             readable[part.name] = part.read(value)
         except Unreadable as refusal:
-            if len(exercise.parts) == 1:
-                raise Unreadable(f"{refusal} [{part.form}]") from None
+            refusals.append(f"As {part.name}: {refusal} [{part.form}]")
     if not readable:
         names = ", ".join(part.name for part in exercise.parts)
-        raise Unreadable(f"{kind_of(value)} came; asked is a dict with {names}.")
+        raise Unreadable(f"{kind_of(value)} came; asked is a dict with {names}. {refusals[0]}")
     parts = [part for part in exercise.parts if part.name in readable]
     fits = [part for part in parts if part.same(readable[part.name], right[part.name])]
     fits += [part for part in parts if _likeliest(exercise, part, {part.name: readable[part.name]}, right)]
@@ -82,7 +82,8 @@ def _likeliest(exercise: Exercise, first: Part, read: Read, right: Mapping[str, 
         told = [part for part in exercise.parts if part.name in read and part.name in mistake.answer]
         return sum(1 if _makes(mistake, part, read) else -1 for part in told)
 
-    made = [m for m in (*exercise.mistakes(), *_slips(first, right)) if _makes(m, first, read)]
+    made = [m for m in exercise.mistakes() if _makes(m, first, read)]
+    made = made or [m for m in _slips(first, read, right) if _makes(m, first, read)]
     # max takes the first of equals, so mistakes stand in the order in which they are to be believed.
     best = max(made, key=speaks, default=None)
     return best.hint if best else ""
@@ -92,10 +93,12 @@ def _makes(mistake: Mistake, part: Part, read: Read) -> bool:
     return part.name in mistake.answer and part.same(read[part.name], mistake.answer[part.name])
 
 
-def _slips(part: Part, right: Mapping[str, Any]) -> Iterator[Mistake]:
-    """The mistakes of its kind, made at the first call."""
-    for hint, value in part.kind.slips(part.wanted(right[part.name])[0]):
-        yield Mistake(hint, {part.name: value})
+def _slips(part: Part, read: Read, right: Mapping[str, Any]) -> Iterator[Mistake]:
+    """The mistakes of its kind at the first call; none where that one is right."""
+    wanted = part.wanted(right[part.name])[0]
+    if not part.kind.same(read[part.name][0], wanted):
+        for hint, value in part.kind.slips(wanted):
+            yield Mistake(hint, {part.name: value})
 
 
 def _unforeseen(part: Part, read: list[Any], right: Any) -> str:

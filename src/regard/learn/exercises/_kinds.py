@@ -82,8 +82,9 @@ class Numbers:
 
     def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
         wanted = np.asarray(wanted, dtype=np.float64)
-        for digits in (2, 1, 0):
-            yield "That is right, but rounded too coarsely: keep three digits or more.", wanted.round(digits)
+        for rounded in (wanted.round(digits) for digits in (2, 1, 0)):
+            if rounded.any():  # what is rounded away altogether was hardly rounded
+                yield "That is right, but rounded too coarsely: keep three digits or more.", rounded
         yield "These are percentages: give shares of 1, so divide by 100.", 100 * wanted
         yield "The sign is turned round.", -wanted
         if wanted.ndim >= 2:
@@ -161,7 +162,7 @@ class Word:
             value = "yes" if value else "no"
         word = value.strip().lower() if isinstance(value, str) else None
         if word not in self.words:
-            raise Unreadable(f"{self.form} is asked, and {kind_of(value)} came.")
+            raise Unreadable(f"{kind_of(value)} came.")
         return word
 
     def same(self, given: Any, wanted: Any) -> bool:
@@ -189,7 +190,7 @@ class Tokens:
             value = [self.names.index(x) if x in self.names else x for x in value]
         table = as_table(value)
         if table.dtype.kind == "b" or not np.array_equal(table, np.round(table)):
-            raise Unreadable(f"{self.form} are asked, as in {list(self.names)}.")
+            raise Unreadable("only names or whole numbers name a token.")
         return table.astype(int)
 
     def same(self, given: Any, wanted: Any) -> bool:
@@ -220,13 +221,13 @@ class Conforms:
         from regard.testing import conformance
 
         if not callable(value):
-            raise Unreadable(f"a function is asked, and {kind_of(value)} came: pass it without calling it.")
+            raise Unreadable(f"{kind_of(value)} came: pass the function itself, without calling it.")
         try:
             names = list(inspect.signature(value).parameters)
         except (TypeError, ValueError):  # built-ins have none
             names = []
         if self.heads != ("num_heads" in names) or "mask" not in names:
-            raise Unreadable(f"asked is {self.form}; yours takes ({', '.join(names)}).")
+            raise Unreadable(f"it takes ({', '.join(names)}).")
         # Lists are what loops naturally return. Sizes of zero and half precision are another lesson.
         return conformance(
             _from_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),

@@ -71,6 +71,15 @@ def _mistakes() -> list[Mistake]:
             scores=cat.Q @ cat.K[SAT],
         ),
         *others,
+        Mistake(
+            'That is the whole table, all five queries; asked is the row of "sat" alone.',
+            {
+                "scores": cat.Q @ cat.K.T,
+                "scaled": every,
+                "weights": softmax(every),
+                "output": softmax(every) @ cat.V,
+            },
+        ),
         at(
             "scores",
             "You compared the query with the values. It is compared with the keys; values come in step 4.",
