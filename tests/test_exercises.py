@@ -1,17 +1,14 @@
-"""The exercises: wrong answers that people give, each met with the hint that fits; right ones, however given."""
+"""The exercises: wrong answers that people give, each met with the hint that fits."""
 
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
 
-from regard import ArgumentError
-from regard.learn import cat, exercises, three_tokens
-from regard.learn.exercises import EXERCISES, check, show, solution
-from regard.learn.exercises.keys import CHANGES
+from regard.learn import cat, three_tokens
+from regard.learn.exercises import EXERCISES, check
 
 NUMBERS = range(1, 9)
 
@@ -24,7 +21,7 @@ def soft(x, axis=-1):
 def right(n):
     """The answer that the code of the solution leaves."""
     names: dict[str, object] = {}
-    exec(solution(n).code, names)
+    exec(EXERCISES[n - 1].code, names)
     return names["answer"]
 
 
@@ -237,7 +234,7 @@ EIGHT = [
     (vectors(stable, mix=lambda weights, value: weights), "the weights are returned, not the output"),
     (vectors(lambda s: stable(s, axis=0)), "softmax runs over queries"),
     (vectors(stable), "empty rows are NaN"),
-    (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "the mask is applied after the softmax"),
+    (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "applied after the softmax"),
     (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: heads are mixed"),
     (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h) where (h d)"),
 ]  # fmt: skip
@@ -263,156 +260,9 @@ def test_a_wrong_answer_meets_the_hint_that_fits(n, answer, words):
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_each_known_mistake_meets_its_own_hint_and_is_wrong(n):
-    mistakes = EXERCISES[n - 1].mistakes()
+    mistakes, whole = EXERCISES[n - 1].mistakes(), right(n)
     assert len(mistakes) >= 10
     for mistake in mistakes:
-        result = check(n, {**right(n), **mistake.answer})
+        result = check(n, {**whole, **mistake.answer})
         assert not result.right, mistake.hint
         assert mistake.hint in result.hint
-
-
-# -- Right answers, however given ---------------------------------------------------------------------------
-
-STEPS = {"scores": S, "scaled": H, "weights": W, "output": [0.2495, 0.3481, 0.3481, 0.2495]}
-
-
-def called(n):
-    """A solution of functions as the values they return."""
-    return {p.name: right(n)[p.name](*p.calls[0]) for p in EXERCISES[n - 1].parts}
-
-
-def by_einsum(query, key, value, num_heads, mask=None):
-    query, key, value = (x.reshape(len(x), num_heads, -1).swapaxes(0, 1) for x in (query, key, value))
-    masks = np.broadcast_to(True if mask is None else mask, (num_heads, query.shape[1], key.shape[1]))
-    outputs = [solved["attention"](*head) for head in zip(query, key, value, masks, strict=True)]
-    return np.concatenate(outputs, axis=-1).tolist()
-
-
-RIGHT = [
-    *((n, right(n)) for n in NUMBERS),
-    (1, STEPS),
-    (1, tuple(STEPS.values())),
-    (1, {name: np.array([x]).round(3) for name, x in STEPS.items()}),  # a table of one row, three digits
-    (2, {"weights": soft(SCORES[0]).tolist(), "sharper": [1.356], "spread": 22.63, "ratio": 6.7e9}),
-    (3, SELF),
-    (3, {**SELF, "itself": "No", "most": np.array([0, 1, 1]), "change": "B"}),
-    (4, {"weights": OW, "output": [0.959, 5.041], "across": [0.333] * 3, "length": 3.252}),
-    (5, {"variance": 5184, "scale": 0.01389, "keys_only": 0.04167}),
-    (5, {"variance": lambda d, s: d * s**2, "scale": lambda d, s: d**-0.5 / s, "keys_only": 1 / 24}),
-    (6, called(6)),
-    (6, {"causal": C.tolist(), "padding": P, "both": (C & P).tolist()}),
-    (7, called(7)),
-    (
-        7,
-        {
-            "split": lambda x, h: np.stack(np.split(x, h, axis=-1)),
-            "merge": lambda s: np.concatenate(list(s), -1),
-        },
-    ),
-    (8, {"attention": loops(), "many_heads": by_einsum}),
-]
-
-
-@pytest.mark.parametrize(("n", "answer"), RIGHT)
-def test_a_right_answer_passes(n, answer):
-    result = check(n, answer)
-    assert result.right, result.message
-    assert result.hint == ""
-    assert "right" in str(result)
-
-
-def test_tensors_are_read_as_arrays():
-    torch = pytest.importorskip("torch")
-    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in STEPS.items()}
-    assert check(1, tensors).right
-    masks = {name: torch.from_numpy(x.copy()) for name, x in called(6).items()}
-    assert check(6, masks).right
-    assert "inverted" in check(6, {"causal": ~masks["causal"]}).hint
-
-
-# -- So far, unforeseen, and nonsense -----------------------------------------------------------------------
-
-
-def test_some_parts_are_checked_so_far():
-    result = check(1, {"scores": S, "scaled": H})
-    assert not result.right
-    assert "Right so far: scores, scaled." in result.message
-    assert result.hint.startswith("Still to come is weights")
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(W, "Right so far: weights."), (SCORES[:, 2], 'the column of "sat"'), ([1, 2], "Its shape is (2,)")],
-)
-def test_a_value_without_a_name_is_the_part_that_it_fits(value, words):
-    assert words in check(1, value).message
-
-
-def test_the_first_step_that_is_off_is_named():
-    result = check(
-        1, {"scores": S, "scaled": H, "weights": [0.15, 0.25, 0.25, 0.15, 0.3], "output": [1, 2, 3, 4]}
-    )
-    assert "Right so far: scores, scaled." in result.message
-    assert result.hint.startswith("weights: ") and "the first at [" in result.hint
-
-
-NONSENSE = [
-    None, "x", 3, 1j, True, float("nan"), [], {}, (), object(), [[1, 2], [3]], {"what": 1}, {1: 2}, len, print,
-    lambda: 1, lambda *args, **options: None, lambda query, key, value, mask=None: 1 / 0, np.zeros((2, 3, 4)),
-    np.array(["a"]), np.array([None]), [np.inf] * 5, set(), dict.fromkeys(["scores", "weights", "split", "causal"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("n", NUMBERS)
-def test_nonsense_is_answered_not_raised(n):
-    for nonsense in NONSENSE:
-        named = {part.name: nonsense for part in EXERCISES[n - 1].parts}
-        for answer in (nonsense, named):
-            result = check(n, answer)
-            assert not result.right
-            assert result.hint
-
-
-@pytest.mark.parametrize("ask", [show, solution, lambda n: check(n, {})])
-@pytest.mark.parametrize("n", [0, 9, -1, "1", 1.5, None, True])
-def test_an_exercise_that_is_none_is_refused(ask, n):
-    with pytest.raises(ArgumentError, match="from 1 to 8"):
-        ask(n)
-
-
-# -- Tasks and solutions ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", NUMBERS)
-def test_a_task_says_what_is_asked(n):
-    task = show(n)
-    for face in (str(task), repr(task), task._repr_markdown_()):
-        assert f"Exercise {n}." in face
-        for part in EXERCISES[n - 1].parts:
-            assert part.name in face and part.form.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
-    assert max(map(len, str(task).splitlines())) <= 100
-
-
-@pytest.mark.parametrize("n", NUMBERS)
-def test_a_solution_is_text_and_code(n):
-    found = solution(n)
-    assert found.text in str(found) and found.code in found._repr_markdown_()
-    assert ": Any" not in found.code and "->" not in found.code
-
-
-def test_a_solution_is_worked_out_when_called(monkeypatch):
-    import regard.learn.exercises.keys as keys
-
-    assert "3.2522" in solution(4).text
-    monkeypatch.setattr(keys, "KEYS", keys.KEYS * 3)
-    assert "its scores are [0, 36, 0]" in solution(4).text
-
-
-def test_only_vectors_of_one_length_attend_most_to_themselves():
-    holds = {letter: (made().argmax(axis=-1) == range(3)).all() for letter, (_, made) in CHANGES.items()}
-    assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
-
-
-def test_the_face_is_what_it_says():
-    assert exercises.__all__ == sorted(exercises.__all__)
-    assert all(hasattr(exercises, name) for name in exercises.__all__)

@@ -189,7 +189,7 @@ class Tokens:
         if isinstance(value, Sequence) and not isinstance(value, str):
             value = [self.names.index(x) if x in self.names else x for x in value]
         table = as_table(value)
-        if table.dtype.kind == "b" or not np.array_equal(table, np.round(table)):
+        if table.dtype.kind == "b" or not np.isfinite(table).all() or (table != np.round(table)).any():
             raise Unreadable("only names or whole numbers name a token.")
         return table.astype(int)
 
