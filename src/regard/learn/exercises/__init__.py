@@ -9,6 +9,7 @@ scale: That is the scale for entries of variance 1; with σ² the scores spread 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from regard._types import check_count
@@ -46,7 +47,7 @@ def show(n: int) -> Task:
     """
     exercise = _exercise("show", n)
     asked = tuple((part.name, part.asks, part.form) for part in exercise.parts)
-    return Task(exercise.title, exercise.task, exercise.given, asked)
+    return Task(exercise.title, exercise.task, deepcopy(exercise.given), asked)  # theirs to write into
 
 
 def check(n: int, answer: Any) -> Result:

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class Part:
         for args in self.calls:
             call = f"{self.name}({called_with(args)})"
             try:
-                returned = value(*args)
+                returned = value(*deepcopy(args))  # a function may write into what it gets
             except Exception as error:  # a learner's function may raise anything; it is news, not a crash
                 raise Unreadable(f"{call} raised {type(error).__name__}: {error}") from None
             try:
