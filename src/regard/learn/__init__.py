@@ -1,6 +1,6 @@
 """The teaching wing: attention to be read, on NumPy alone. Masks are boolean arrays, True = attend."""
 
-from regard.learn import examples
+from regard.learn import examples, exercises
 from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
 from regard.learn.examples import (
     Comparison,
@@ -30,6 +30,7 @@ __all__ = [
     "create_causal_mask",
     "create_padding_mask",
     "examples",
+    "exercises",
     "magnitude",
     "projection",
     "pronoun",
