@@ -1,0 +1,203 @@
+"""The exercises in use: right answers however given, parts so far, nonsense, tasks and solutions."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from regard import ArgumentError
+from regard.learn import cat, exercises
+from regard.learn.exercises import EXERCISES, check, keys, show, solution
+
+NUMBERS = range(1, 9)
+S = [1, 2, 2, 1, 1.5]  # scores of "sat"
+H = [0.5, 1, 1, 0.5, 0.75]  # … scaled
+W = [0.1519, 0.2505, 0.2505, 0.1519, 0.1951]
+STEPS = {"scores": S, "scaled": H, "weights": W, "output": [0.2495, 0.3481, 0.3481, 0.2495]}
+THE = [0.0546, 0.4036, 0.1485, 0.1485, 0.2448]  # weights of "The" without scaling
+SELF = {"itself": False, "most": ["t0", "t1", "t1"], "weights": [0.2119, 0.5761, 0.2119], "change": "b"}
+C = np.tril(np.ones((5, 5), bool))
+P = (np.arange(5) < np.array([[3], [5]]))[:, None, None]
+
+
+def right(n):
+    """The answer that the code of the solution leaves."""
+    names: dict[str, object] = {}
+    exec(EXERCISES[n - 1].code, names)
+    return names["answer"]
+
+
+# -- Right answers, however given ---------------------------------------------------------------------------
+
+
+def called(n):
+    """A solution of functions as the values they return."""
+    return {p.name: right(n)[p.name](*p.calls[0]) for p in EXERCISES[n - 1].parts}
+
+
+def vectorised(query, key, value, mask=None):
+    """What is hidden is left out of every sum; lists come back."""
+    mask = np.broadcast_to(True if mask is None else mask, (len(query), len(key)))
+    output = []
+    for q, seen in zip(query, mask, strict=True):
+        scores = key[seen] @ q / np.sqrt(len(q))
+        exponentials = np.exp(scores - scores.max(initial=-1e300))
+        output.append((exponentials / max(exponentials.sum(), 1e-300) @ value[seen]).tolist())
+    return output
+
+
+def in_heads(query, key, value, num_heads, mask=None):
+    query, key, value = (x.reshape(len(x), num_heads, -1).swapaxes(0, 1) for x in (query, key, value))
+    masks = np.broadcast_to(True if mask is None else mask, (num_heads, query.shape[1], key.shape[1]))
+    outputs = [vectorised(*head) for head in zip(query, key, value, masks, strict=True)]
+    return np.concatenate(outputs, axis=-1).tolist()
+
+
+RIGHT = [
+    *((n, right(n)) for n in NUMBERS),
+    (1, STEPS),
+    (1, tuple(STEPS.values())),
+    (1, {name: np.array([x]).round(3) for name, x in STEPS.items()}),  # a table of one row, three digits
+    (2, {"weights": THE, "sharper": [1.356], "spread": 22.63, "ratio": 6.7e9}),
+    (3, SELF),
+    (3, {**SELF, "itself": "No", "most": np.array([0, 1, 1]), "change": "B"}),
+    (
+        4,
+        {
+            "weights": [0.1065, 0.787, 0.1065],
+            "output": [0.959, 5.041],
+            "across": [0.333] * 3,
+            "length": 3.252,
+        },
+    ),
+    (5, {"variance": 5184, "scale": 0.01389, "keys_only": 0.04167}),
+    (5, {"variance": lambda d, s: d * s**2, "scale": lambda d, s: d**-0.5 / s, "keys_only": 1 / 24}),
+    (6, called(6)),
+    (6, {"causal": C.tolist(), "padding": P, "both": (C & P).tolist()}),
+    (7, called(7)),
+    (
+        7,
+        {
+            "split": lambda x, h: np.stack(np.split(x, h, axis=-1)),
+            "merge": lambda s: np.concatenate(list(s), -1),
+        },
+    ),
+    (8, {"attention": vectorised, "many_heads": in_heads}),
+]
+
+
+@pytest.mark.parametrize(("n", "answer"), RIGHT)
+def test_a_right_answer_passes(n, answer):
+    result = check(n, answer)
+    assert result.right, result.message
+    assert result.hint == ""
+    assert "right" in str(result)
+
+
+def test_tensors_are_read_as_arrays():
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in STEPS.items()}
+    assert check(1, tensors).right
+    masks = {name: torch.from_numpy(x.copy()) for name, x in called(6).items()}
+    assert check(6, masks).right
+    assert "inverted" in check(6, {"causal": ~masks["causal"]}).hint
+
+
+# -- So far, unforeseen, and nonsense -----------------------------------------------------------------------
+
+
+def test_some_parts_are_checked_so_far():
+    result = check(1, {"scores": S, "scaled": H})
+    assert not result.right
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("Still to come is weights")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(W, "Right so far: weights."), (cat.Q @ cat.K[2], 'the column of "sat"'), ([1, 2], "Its shape is (2,)")],
+)
+def test_a_value_without_a_name_is_the_part_that_it_fits(value, words):
+    assert words in check(1, value).message
+
+
+def test_the_first_step_that_is_off_is_named():
+    result = check(
+        1, {"scores": S, "scaled": H, "weights": [0.15, 0.25, 0.25, 0.15, 0.3], "output": [1, 2, 3, 4]}
+    )
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("weights: ") and "the first at [" in result.hint
+
+
+NONSENSE = [
+    None, "x", 3, 1j, True, float("nan"), [], {}, (), object(), [[1, 2], [3]], {"what": 1}, {1: 2}, len, print,
+    lambda: 1, lambda *args, **options: None, lambda query, key, value, mask=None: 1 / 0, np.zeros((2, 3, 4)),
+    np.array(["a"]), np.array([None]), [np.inf] * 5, set(), dict.fromkeys(["scores", "weights", "split", "causal"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_nonsense_is_answered_not_raised(n):
+    for nonsense in NONSENSE:
+        named = {part.name: nonsense for part in EXERCISES[n - 1].parts}
+        for answer in (nonsense, named):
+            result = check(n, answer)
+            assert not result.right
+            assert result.hint
+
+
+@pytest.mark.parametrize("ask", [show, solution, lambda n: check(n, {})])
+@pytest.mark.parametrize("n", [0, 9, -1, "1", 1.5, None, True])
+def test_an_exercise_that_is_none_is_refused(ask, n):
+    with pytest.raises(ArgumentError, match="from 1 to 8"):
+        ask(n)
+
+
+# -- Tasks and solutions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_task_says_what_is_asked(n):
+    task = show(n)
+    for face in (str(task), repr(task), task._repr_markdown_()):
+        assert f"Exercise {n}." in face
+        for part in EXERCISES[n - 1].parts:
+            assert part.name in face and part.form.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
+    assert max(map(len, str(task).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_solution_is_text_and_code(n):
+    found = solution(n)
+    assert found.text in str(found) and found.code in found._repr_markdown_()
+    assert ": Any" not in found.code and "->" not in found.code
+
+
+def test_a_solution_is_worked_out_when_called(monkeypatch):
+    assert "3.2522" in solution(4).text
+    monkeypatch.setattr(keys, "KEYS", keys.KEYS * 3)
+    assert "its scores are [0, 36, 0]" in solution(4).text
+
+
+def test_only_vectors_of_one_length_attend_most_to_themselves():
+    holds = {letter: (made().argmax(axis=-1) == range(3)).all() for letter, (_, made) in keys.CHANGES.items()}
+    assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
+
+
+def test_the_face_is_what_it_says():
+    assert exercises.__all__ == sorted(exercises.__all__)
+    assert all(hasattr(exercises, name) for name in exercises.__all__)
+
+
+def test_what_is_given_may_be_written_into():
+    show(4).given["K"][:] = 0
+    assert show(4).given["K"].any() and check(4, right(4)).right
+
+    def split(x, num_heads):
+        x *= 0
+        return x
+
+    assert not check(7, {"split": split}).right
+    assert check(7, right(7)).right
