@@ -1,6 +1,6 @@
 """Every ratio that regard states for PyTorch on the CPU, measured: sides alternated in one process, medians, spread.
 
-python benchmarks/run.py [--rounds 9] [--only words] [--draw]
+python benchmarks/run.py [--rounds 9] [--only words] [--draw] [--write]
 
 Prints a table, appends it to benchmarks/history.jsonl, and with --draw draws the history to benchmarks/history.svg.
 A ratio is that of the medians; its spread is the range of the middle half of the ratios of neighbouring runs.
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="only the rows whose name has these words")
     parser.add_argument("--draw", action="store_true", help="draw the history, which needs the plot extra")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/speed.md")
     options = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
@@ -227,6 +228,25 @@ def main() -> None:
         file.write(json.dumps(record) + "\n")
     if options.draw:
         draw()
+    if options.write:
+        write(record)
+
+
+def write(record: dict[str, Any]) -> None:
+    """The table of docs/speed.md, made anew."""
+    page = HISTORY.parents[1] / "docs" / "speed.md"
+    lines = ["| | bare or dense | regard | ratio | middle half | above | aim |", "| --- " * 7 + "|"]
+    for row in record["rows"]:
+        above = f"{row['above_us']:.0f} µs" if "µs" in row["limit"] else ""
+        low, high = row["spread"]
+        lines.append(
+            f"| {row['name']} | {row['bare_ms']:,.2f} ms | {row['ours_ms']:,.2f} ms | {row['ratio']:.2f}× |"
+            f" {low:.2f} … {high:.2f} | {above} | {row['limit']} |"
+        )
+    made = f"Made on {record['when'][:10]}, torch {record['torch']}, {record['machine']}, {record['threads']} threads."
+    before, rest = page.read_text().split("<!-- table -->\n")
+    after = rest.split("<!-- end -->\n")[1]
+    page.write_text(f"{before}<!-- table -->\n{made}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")
 
 
 def draw() -> None:
