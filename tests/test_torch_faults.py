@@ -159,6 +159,22 @@ def test_a_value_of_more_digits_keeps_them():
         torch.testing.assert_close(output, exact, atol=1e-15, rtol=0)
 
 
+def test_an_array_of_more_digits_than_the_scores_is_multiplied_without_a_kernel_too():
+    query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
+    (value,) = draw(1, 2, 20, 3, count=1)
+    A, W = attention(query, key), attention(query, key).to_dense().double()
+    capped = attention(query, key, score_mod=softcap(5.0))
+    rows = [5, 2, 11]
+    for found, expected in (
+        (A.mT @ value, W.mT @ value),
+        (A.lazy[..., rows, :] @ value, W[..., rows, :] @ value),
+        (capped @ value, capped.to_dense().double() @ value),
+        (attention(query.requires_grad_(), key, score_mod=softcap(5.0)) @ value, capped.to_dense().double() @ value),
+    ):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found.detach(), expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_half_value_comes_back_as_it_is_and_does_not_lower_the_scores(dtype):
     query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
