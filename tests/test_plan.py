@@ -128,6 +128,38 @@ def test_the_plan_is_what_happens(calls: list[Any]) -> None:
     assert attention(query, key).plan() == "one fused call (torch: flash on CPU): lse"
 
 
+VALUES: dict[str, Any] = {
+    "float64": lambda value: value,
+    "float32": lambda value: value.float(),
+    "float16": lambda value: value.half(),
+    "whole numbers": lambda value: (10 * value).long(),
+    "a vector": lambda value: value[0, 0, :, 0],
+    "of NumPy": lambda value: value.float().numpy(),
+    "a list": lambda value: value[0, 0].tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("change", [None, softcap(5.0)], ids=["fused", "passed"])
+def test_an_output_is_the_product_in_shape_and_dtype(kind: str, dtype: Any, change: Any) -> None:
+    query, key, value = tensors()
+    given = VALUES[kind](value)
+    A, B = (attention(query.to(dtype), key.to(dtype), score_mod=change) for _ in range(2))
+    found, expected = A.measure(Output(given), Position()).output, B @ given
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
+    query, key, value = (x.numpy() for x in tensors(torch.float32))
+    A = attention(query, key)
+    for given in (value, value.astype(np.float16), value.astype(float), value[0, 0, :, 0], value[0, 0].tolist()):
+        found, expected = A.measure(Output(given), Position()).output, A @ given
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:
     query, key, value = tensors(torch.bfloat16)
     A = attention(query, key, mask=causal())
