@@ -13,11 +13,16 @@ from regard import (
     Distance,
     Entropy,
     Mass,
+    Measure,
     Output,
     Position,
     Received,
+    TopK,
+    _stream,
+    alibi,
     attention,
     causal,
+    dense,
     document,
     first,
     padding,
@@ -25,7 +30,7 @@ from regard import (
     softcap,
 )
 from regard.engines import _torch_kernels
-from regard.measures import Sum
+from regard.measures import Largest, Sum
 
 MASKS: dict[str, Any] = {
     "none": None,
@@ -83,6 +88,92 @@ def test_what_rides_equals_the_dense_matrix(mask: str, kv_heads: int) -> None:
     for name, right in expected.items():
         torch.testing.assert_close(getattr(found, name), right, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(A.lse, attention(query, key, mask=MASKS[mask], enable_gqa=True).lse)
+
+
+SINK = np.array([-1.0, 0.0, 2.0, 0.5])
+FROM_LSE: dict[str, dict[str, Any]] = {
+    **{name: {"mask": mask} for name, mask in MASKS.items()},
+    "a band and keys": {"mask": sliding_window(7) & ~first(4)},
+    "a mask that does not slide": {"mask": causal() & ~dense(np.eye(40, k=-3, dtype=bool) & (np.arange(40) > 20))},
+    "added scores": {"mask": causal(), "score_mod": alibi()},
+    "a sink": {"mask": causal(), "sink": SINK},
+    "a sink that takes all": {"mask": sliding_window(7) & ~first(2), "sink": SINK + 1000},
+}
+
+
+@pytest.mark.parametrize("case", FROM_LSE)
+def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"ROWS": 7, "COLUMNS": 9, "TILE": 200}.items():
+        monkeypatch.setattr(_stream, name, size)
+    monkeypatch.setattr(TopK, "WAITING", 20)
+    query, key, value = tensors()
+    A = attention(query, key, scale=0.4, **FROM_LSE[case])
+    _ = A @ value
+    same = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case])
+    measures = (
+        Entropy(), Received(), Distance(), Position(), Sum(), Largest(), TopK(5), Coarse((3, 5)),
+        Coarse(5, "max"), Mass(causal() & first(9)),
+    )  # fmt: skip
+    named = dict(zip("abcdefghij", measures, strict=True), again=Entropy())
+    rows = [30, 4, 17, 5, 39, 20, 21, 22, 31, 32, 33]
+    for ours, theirs in ((A, same), (A.lazy[..., rows, :], same.lazy[..., rows, :])):
+        assert "weights from the lse" in ours.plan(**named)
+        for found, expected in zip(ours.measure(**named), theirs.measure(**named), strict=True):
+            for x, y in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+                np.testing.assert_allclose(x.numpy(), y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", FROM_LSE)
+@pytest.mark.parametrize("measure", [Entropy(), Mass(causal()), Mass(causal() & first(9)), Sum()], ids=repr)
+def test_what_is_asked_first_needs_nothing_known(case: str, measure: Any) -> None:
+    query, key, _ = tensors()
+    (found,) = attention(query, key, scale=0.4, **FROM_LSE[case]).measure(measure)
+    (expected,) = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case]).measure(measure)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_04_a_hidden_score_that_would_overflow_is_zero_in_weights_from_the_lse() -> None:
+    query = torch.full((1, 4, 1), 7.75)
+    key = torch.full((1, 80, 1), -7.75)
+    key[:, 70:] = 7.75  # scores of ±60: e¹²⁰ is no float32
+    A = attention(query, key, mask=first(70), scale=1.0)
+    _ = A @ key
+    assert A.plan(Received()).endswith("weights from the lse: received")
+    # An lse of 60 in float32 has an ulp of 4e-6.
+    torch.testing.assert_close(A.sum(-1), torch.ones(1, 4, dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(A.sum(-2)[0, 70:], torch.zeros(10, dtype=torch.float64), atol=0, rtol=0)
+
+
+def test_values_of_other_owners_are_put_side_by_side() -> None:
+    query, key, value = (x[:, :2] for x in tensors())
+    by_entry, by_head = value[:, :1], value[:1] + 1  # two of their own each, and not for the same pairs
+    found = attention(query, key).measure(Position(), Output(by_entry), head=Output(by_head), total=Sum())
+    W = attention(query, key).to_dense()
+    torch.testing.assert_close(found.output, W @ by_entry, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.head, W @ by_head, rtol=1e-12, atol=1e-12)
+    for measure in (Position(), Mass(first(40))):  # one column for all, before what each has of its own
+        output = attention(query, key).measure(measure, Output(value)).output
+        torch.testing.assert_close(output, W @ value, rtol=1e-12, atol=1e-12)
+
+
+class Hottest(Measure):
+    """The largest score of each row: a measure that looks at the scores."""
+
+    def init(self, shape: Any, xp: Any) -> Any:
+        return xp.full(shape[:2], -xp.inf)
+
+    def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        state[:, q_idx] = xp.maximum(state[:, q_idx], xp.astype(xp.max(scores, axis=-1), state.dtype))
+        return state
+
+
+def test_a_measure_that_looks_at_the_scores_gets_them_where_the_lse_is_known() -> None:
+    query, key, value = tensors()
+    A = attention(query, key, mask=causal())
+    _ = A @ value
+    found = A.measure(Hottest(), Entropy())
+    torch.testing.assert_close(found.hottest, A.scores[...].amax(-1))
+    torch.testing.assert_close(found.entropy, attention(query, key, mask=causal()).entropy())
 
 
 @pytest.mark.parametrize("mask", MASKS)
