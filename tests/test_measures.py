@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 
 import regard
-from regard import Coarse, Distance, Entropy, Mass, Measure, Position, Received, Spread, TopK, _stream, causal, first
+from regard import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    Measure,
+    Position,
+    Received,
+    Spread,
+    TopK,
+    _stream,
+    causal,
+    first,
+)
 from regard.measures import Largest, Sum, Top, name_of
 
 HEADS, HEAD_DIM = 3, 5
@@ -121,7 +134,9 @@ def test_the_largest_are_the_same_in_whatever_order_tiles_come(
         equal(top.values, np.take_along_axis(W, expected, -1))
 
 
-def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(TopK, "WAITING", 6)
     query, key = np.ones((4, 2)), np.ones((17, 2))
     query[3] = np.nan

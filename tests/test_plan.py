@@ -94,7 +94,9 @@ SINK = np.array([-1.0, 0.0, 2.0, 0.5])
 FROM_LSE: dict[str, dict[str, Any]] = {
     **{name: {"mask": mask} for name, mask in MASKS.items()},
     "a band and keys": {"mask": sliding_window(7) & ~first(4)},
-    "a mask that does not slide": {"mask": causal() & ~dense(np.eye(40, k=-3, dtype=bool) & (np.arange(40) > 20))},
+    "a mask that does not slide": {
+        "mask": causal() & ~dense(np.eye(40, k=-3, dtype=bool) & (np.arange(40) > 20))
+    },
     "added scores": {"mask": causal(), "score_mod": alibi()},
     "a sink": {"mask": causal(), "sink": SINK},
     "a sink that takes all": {"mask": sliding_window(7) & ~first(2), "sink": SINK + 1000},
@@ -102,7 +104,9 @@ FROM_LSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", FROM_LSE)
-def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, size in {"ROWS": 7, "COLUMNS": 9, "TILE": 200}.items():
         monkeypatch.setattr(_stream, name, size)
     monkeypatch.setattr(TopK, "WAITING", 20)
@@ -119,7 +123,9 @@ def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str, monkeypatc
     for ours, theirs in ((A, same), (A.lazy[..., rows, :], same.lazy[..., rows, :])):
         assert "weights from the lse" in ours.plan(**named)
         for found, expected in zip(ours.measure(**named), theirs.measure(**named), strict=True):
-            for x, y in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+            for x, y in (
+                zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+            ):
                 np.testing.assert_allclose(x.numpy(), y, rtol=1e-11, atol=1e-12)
 
 
@@ -245,7 +251,13 @@ def test_an_output_is_the_product_in_shape_and_dtype(kind: str, dtype: Any, chan
 def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
     query, key, value = (x.numpy() for x in tensors(torch.float32))
     A = attention(query, key)
-    for given in (value, value.astype(np.float16), value.astype(float), value[0, 0, :, 0], value[0, 0].tolist()):
+    for given in (
+        value,
+        value.astype(np.float16),
+        value.astype(float),
+        value[0, 0, :, 0],
+        value[0, 0].tolist(),
+    ):
         found, expected = A.measure(Output(given), Position()).output, A @ given
         assert found.dtype == expected.dtype and found.shape == expected.shape
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)

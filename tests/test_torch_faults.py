@@ -171,7 +171,10 @@ def test_an_array_of_more_digits_than_the_scores_is_multiplied_without_a_kernel_
         (A.mT @ value, W.mT @ value),
         (A.lazy[..., rows, :] @ value, W[..., rows, :] @ value),
         (capped @ value, capped.to_dense().double() @ value),
-        (attention(query.requires_grad_(), key, score_mod=softcap(5.0)) @ value, capped.to_dense().double() @ value),
+        (
+            attention(query.requires_grad_(), key, score_mod=softcap(5.0)) @ value,
+            capped.to_dense().double() @ value,
+        ),
     ):
         assert found.dtype == torch.float64
         torch.testing.assert_close(found.detach(), expected, atol=1e-6, rtol=0)
