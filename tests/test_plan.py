@@ -107,7 +107,7 @@ FROM_LSE: dict[str, dict[str, Any]] = {
 def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in {"ROWS": 7, "COLUMNS": 9, "TILE": 200}.items():
+    for name, size in {"ROWS": 6, "COLUMNS": 6, "TILE": 108}.items():
         monkeypatch.setattr(_stream, name, size)
     monkeypatch.setattr(TopK, "WAITING", 20)
     query, key, value = tensors()
