@@ -119,7 +119,7 @@ def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
         Coarse(5, "max"), Mass(causal() & first(9)),
     )  # fmt: skip
     named = dict(zip("abcdefghij", measures, strict=True), again=Entropy())
-    rows = [30, 4, 17, 5, 39, 20, 21, 22, 31, 32, 33]
+    rows = [30, 4, 17, 5, 39, 20, 24, 38, 1, 36, 8, 2]
     for ours, theirs in ((A, same), (A.lazy[..., rows, :], same.lazy[..., rows, :])):
         assert "weights from the lse" in ours.plan(**named)
         for found, expected in zip(ours.measure(**named), theirs.measure(**named), strict=True):
