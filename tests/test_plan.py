@@ -263,6 +263,15 @@ def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_entropy_that_rides_is_never_below_0(dtype: Any) -> None:
+    query, key, _ = tensors(dtype)
+    A = attention(2 * query, 2 * key, mask=sliding_window(1))
+    assert "as columns of the value" in A.plan(Entropy())
+    entropy = A.entropy()
+    assert (entropy >= 0).all() and (entropy < 100 * torch.finfo(dtype).eps).all()
+
+
 def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:
     query, key, value = tensors(torch.bfloat16)
     A = attention(query, key, mask=causal())
