@@ -284,8 +284,8 @@ def test_of_nan_weights_the_first_are_taken():
     assert top.values[0, [0, 1, 2, 4, 5]].isfinite().all()
 
 
-@pytest.mark.parametrize("length", [5, 37, 64, 100, 333])
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("length", [37, 64, 100, 333])
+@pytest.mark.parametrize("k", [1, 5, 8, 32])
 def test_the_largest_of_many_ties_are_those_of_numpy(length, k):
     drawn = np.random.default_rng(length)
     few = drawn.integers(0, 4, (40, length)) / 4 * (drawn.random((40, length)) < 4 / length)
