@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 
 import regard
-from regard import Coarse, Distance, Entropy, Mass, Measure, Received, Spread, TopK, _stream, causal, first
+from regard import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    Measure,
+    Position,
+    Received,
+    Spread,
+    TopK,
+    _stream,
+    causal,
+    first,
+)
 from regard.measures import Largest, Sum, Top, name_of
 
 HEADS, HEAD_DIM = 3, 5
@@ -66,6 +79,7 @@ def formulas(W: Any, mask: Any) -> dict[str, Any]:
         "sum": W.sum(-1),
         "distance": (W * np.abs(keys - at - (kv_len - q_len))).sum(-1),
         "upper": (W * np.abs(keys - at)).sum(-1),
+        "position": (W * keys).sum(-1),
         "spread": np.sqrt(variance),
         "mass": (W * mask).sum(-1),
         "top_k": (np.take_along_axis(W, order, -1), order),
@@ -84,7 +98,7 @@ def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) ->
     expected = formulas(A.to_dense(), near.to_dense(*A.shape))
     found = A.measure(
         Entropy(), Received(), Sum(), Distance(LR), Spread(LR), Mass(near), TopK(min(7, kv_len)), Largest(),
-        upper=Distance("upper_left"), highest=Largest(-2),
+        Position(), upper=Distance("upper_left"), highest=Largest(-2),
     )  # fmt: skip
     assert set(found._fields) == set(expected)
     for name, formula in expected.items():
@@ -96,6 +110,39 @@ def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) ->
     close(A.distance(LR), expected["distance"], atol=1e-12)
     close(A.mass(near), expected["mass"], atol=1e-12)
     equal(A.topk(1).indices[..., 0], expected["largest"][1])
+
+
+@pytest.mark.parametrize("waiting", [6, 18, 4096])
+def test_the_largest_are_the_same_in_whatever_order_tiles_come(
+    waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TopK, "WAITING", waiting)
+    W = np.full((1, 5, 18), 0.01)
+    W[0, 1:, 12:] = 0.1  # in rows after the first all that matters comes from the last tile
+    measure = TopK(3).bind(matrix(5, 18)._problem)
+    expected = np.argsort(-W, axis=-1, kind="stable")[..., :3]
+    for order in ([0, 6, 12], [12, 6, 0], [12, 0, 6], [6, 0, 12]):
+        state = measure.init(W.shape, np)
+        for rows in (np.arange(4), np.arange(4, 5)):
+            for start in order:
+                tile = W[:, rows[0] : rows[-1] + 1, start : start + 6].copy()
+                state = measure.step(state, tile, None, rows, np.arange(start, start + 6), np)
+                tile[:] = np.nan  # the memory of a tile is used again
+        top = measure.finish(state)
+        equal(top.indices, expected)
+        equal(top.values, np.take_along_axis(W, expected, -1))
+
+
+def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TopK, "WAITING", 6)
+    query, key = np.ones((4, 2)), np.ones((17, 2))
+    query[3] = np.nan
+    seen = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)
+    top = regard.attention(query, key, mask=regard.dense(seen)).topk(2)
+    equal(top.indices, [[0, 1]] * 3 + [[12, 13]])
+    equal(np.isnan(top.values), np.arange(4)[:, None] == [[3, 3]])
 
 
 # Published definitions
@@ -196,6 +243,18 @@ def test_coarse_cells(arguments: str, q_len: int, kv_len: int, block: int, reduc
             columns = [j for j in range(kv_len) if j * block // kv_len == b]
             cell = W[..., rows, :][..., columns]
             close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("block", [(2, 5), (7, 3), (1, 17), (11, 1)], ids=str)
+def test_coarse_cells_of_any_shape(block: tuple[int, int], reduce: str) -> None:
+    A = matrix(11, 17, mask=causal(LR))
+    W, found = A.to_dense(), A.coarsen(block, reduce)
+    rows, columns = (np.arange(n) * cells // n for n, cells in zip((11, 17), block, strict=True))
+    assert found.shape == (2, HEADS, *block)
+    for a, b in np.ndindex(block):
+        cell = W[..., rows == a, :][..., columns == b]
+        close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
 
 
 def test_coarse_is_the_mean_unless_said_and_the_matrix_itself_at_full_size() -> None:

@@ -13,11 +13,16 @@ from regard import (
     Distance,
     Entropy,
     Mass,
+    Measure,
     Output,
     Position,
     Received,
+    TopK,
+    _stream,
+    alibi,
     attention,
     causal,
+    dense,
     document,
     first,
     padding,
@@ -25,7 +30,7 @@ from regard import (
     softcap,
 )
 from regard.engines import _torch_kernels
-from regard.measures import Sum
+from regard.measures import Largest, Sum
 
 MASKS: dict[str, Any] = {
     "none": None,
@@ -85,6 +90,98 @@ def test_what_rides_equals_the_dense_matrix(mask: str, kv_heads: int) -> None:
     torch.testing.assert_close(A.lse, attention(query, key, mask=MASKS[mask], enable_gqa=True).lse)
 
 
+SINK = np.array([-1.0, 0.0, 2.0, 0.5])
+FROM_LSE: dict[str, dict[str, Any]] = {
+    **{name: {"mask": mask} for name, mask in MASKS.items()},
+    "a band and keys": {"mask": sliding_window(7) & ~first(4)},
+    "a mask that does not slide": {
+        "mask": causal() & ~dense(np.eye(40, k=-3, dtype=bool) & (np.arange(40) > 20))
+    },
+    "added scores": {"mask": causal(), "score_mod": alibi()},
+    "a sink": {"mask": causal(), "sink": SINK},
+    "a sink that takes all": {"mask": sliding_window(7) & ~first(2), "sink": SINK + 1000},
+}
+
+
+@pytest.mark.parametrize("case", FROM_LSE)
+def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"ROWS": 6, "COLUMNS": 6, "TILE": 108}.items():
+        monkeypatch.setattr(_stream, name, size)
+    monkeypatch.setattr(TopK, "WAITING", 20)
+    query, key, value = tensors()
+    A = attention(query, key, scale=0.4, **FROM_LSE[case])
+    _ = A @ value
+    same = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case])
+    measures = (
+        Entropy(), Received(), Distance(), Position(), Sum(), Largest(), TopK(5), Coarse((3, 5)),
+        Coarse(5, "max"), Mass(causal() & first(9)),
+    )  # fmt: skip
+    named = dict(zip("abcdefghij", measures, strict=True), again=Entropy())
+    rows = [30, 4, 17, 5, 39, 20, 24, 38, 1, 36, 8, 2]
+    for ours, theirs in ((A, same), (A.lazy[..., rows, :], same.lazy[..., rows, :])):
+        assert "weights from the lse" in ours.plan(**named)
+        for found, expected in zip(ours.measure(**named), theirs.measure(**named), strict=True):
+            for x, y in (
+                zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+            ):
+                np.testing.assert_allclose(x.numpy(), y, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", FROM_LSE)
+@pytest.mark.parametrize("measure", [Entropy(), Mass(causal()), Mass(causal() & first(9)), Sum()], ids=repr)
+def test_what_is_asked_first_needs_nothing_known(case: str, measure: Any) -> None:
+    query, key, _ = tensors()
+    (found,) = attention(query, key, scale=0.4, **FROM_LSE[case]).measure(measure)
+    (expected,) = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case]).measure(measure)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_04_a_hidden_score_that_would_overflow_is_zero_in_weights_from_the_lse() -> None:
+    query = torch.full((1, 4, 1), 7.75)
+    key = torch.full((1, 80, 1), -7.75)
+    key[:, 70:] = 7.75  # scores of ±60: e¹²⁰ is no float32
+    A = attention(query, key, mask=first(70), scale=1.0)
+    _ = A @ key
+    assert A.plan(Received()).endswith("weights from the lse: received")
+    # An lse of 60 in float32 has an ulp of 4e-6.
+    torch.testing.assert_close(A.sum(-1), torch.ones(1, 4, dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(A.sum(-2)[0, 70:], torch.zeros(10, dtype=torch.float64), atol=0, rtol=0)
+
+
+def test_values_of_other_owners_are_put_side_by_side() -> None:
+    query, key, value = (x[:, :2] for x in tensors())
+    by_entry, by_head = value[:, :1], value[:1] + 1  # two of their own each, and not for the same pairs
+    found = attention(query, key).measure(Position(), Output(by_entry), head=Output(by_head), total=Sum())
+    W = attention(query, key).to_dense()
+    torch.testing.assert_close(found.output, W @ by_entry, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.head, W @ by_head, rtol=1e-12, atol=1e-12)
+    for measure in (Position(), Mass(first(40))):  # one column for all, before what each has of its own
+        output = attention(query, key).measure(measure, Output(value)).output
+        torch.testing.assert_close(output, W @ value, rtol=1e-12, atol=1e-12)
+
+
+class Hottest(Measure):
+    """The largest score of each row: a measure that looks at the scores."""
+
+    def init(self, shape: Any, xp: Any) -> Any:
+        return xp.full(shape[:2], -xp.inf)
+
+    def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        state[:, q_idx] = xp.maximum(state[:, q_idx], xp.astype(xp.max(scores, axis=-1), state.dtype))
+        return state
+
+
+def test_a_measure_that_looks_at_the_scores_gets_them_where_the_lse_is_known() -> None:
+    query, key, value = tensors()
+    A = attention(query, key, mask=causal())
+    _ = A @ value
+    found = A.measure(Hottest(), Entropy())
+    torch.testing.assert_close(found.hottest, A.scores[...].amax(-1))
+    torch.testing.assert_close(found.entropy, attention(query, key, mask=causal()).entropy())
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +223,53 @@ def test_the_plan_is_what_happens(calls: list[Any]) -> None:
     capped = attention(query, key, score_mod=softcap(5.0))
     assert "read twice" in capped.plan(Entropy(), Output(value)) and "fused" not in capped.plan(Entropy())
     assert attention(query, key).plan() == "one fused call (torch: flash on CPU): lse"
+
+
+VALUES: dict[str, Any] = {
+    "float64": lambda value: value,
+    "float32": lambda value: value.float(),
+    "float16": lambda value: value.half(),
+    "whole numbers": lambda value: (10 * value).long(),
+    "a vector": lambda value: value[0, 0, :, 0],
+    "of NumPy": lambda value: value.float().numpy(),
+    "a list": lambda value: value[0, 0].tolist(),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("change", [None, softcap(5.0)], ids=["fused", "passed"])
+def test_an_output_is_the_product_in_shape_and_dtype(kind: str, dtype: Any, change: Any) -> None:
+    query, key, value = tensors()
+    given = VALUES[kind](value)
+    A, B = (attention(query.to(dtype), key.to(dtype), score_mod=change) for _ in range(2))
+    found, expected = A.measure(Output(given), Position()).output, B @ given
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
+    query, key, value = (x.numpy() for x in tensors(torch.float32))
+    A = attention(query, key)
+    for given in (
+        value,
+        value.astype(np.float16),
+        value.astype(float),
+        value[0, 0, :, 0],
+        value[0, 0].tolist(),
+    ):
+        found, expected = A.measure(Output(given), Position()).output, A @ given
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_entropy_that_rides_is_never_below_0(dtype: Any) -> None:
+    query, key, _ = tensors(dtype)
+    A = attention(2 * query, 2 * key, mask=sliding_window(1))
+    assert "as columns of the value" in A.plan(Entropy())
+    entropy = A.entropy()
+    assert (entropy >= 0).all() and (entropy < 100 * torch.finfo(dtype).eps).all()
 
 
 def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:

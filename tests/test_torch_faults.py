@@ -14,6 +14,7 @@ from regard import _stream as stream_module
 from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap
 from regard.engines import _torch_fused as fused
 from regard.engines import _torch_kernels as kernels
+from regard.engines import engine_of
 from regard.masks import _atoms, _base
 from regard.testing import Case, check, fill
 
@@ -82,6 +83,7 @@ def test_rows_from_the_middle_of_a_causal_matrix_need_no_mask_tile(monkeypatch):
     assert part.kernel == "torch: flash on CPU, 2 blocks"
     chunk = attention(query[:, :, 600:], key, mask=causal(align="lower_right"))
     torch.testing.assert_close(chunk @ value, (A @ value)[:, :, 600:])
+    torch.testing.assert_close(chunk.lazy[..., 20:560, :] @ value, (A @ value)[:, :, 620:1160])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,25 @@ def test_a_value_of_more_digits_keeps_them():
         output = attention(query, key, mask=mask) @ value
         exact = attention(query.double(), key.double(), mask=mask) @ value
         torch.testing.assert_close(output, exact, atol=1e-15, rtol=0)
+
+
+def test_an_array_of_more_digits_than_the_scores_is_multiplied_without_a_kernel_too():
+    query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
+    (value,) = draw(1, 2, 20, 3, count=1)
+    A, W = attention(query, key), attention(query, key).to_dense().double()
+    capped = attention(query, key, score_mod=softcap(5.0))
+    rows = [5, 2, 11]
+    for found, expected in (
+        (A.mT @ value, W.mT @ value),
+        (A.lazy[..., rows, :] @ value, W[..., rows, :] @ value),
+        (capped @ value, capped.to_dense().double() @ value),
+        (
+            attention(query.requires_grad_(), key, score_mod=softcap(5.0)) @ value,
+            capped.to_dense().double() @ value,
+        ),
+    ):
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found.detach(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -261,6 +282,33 @@ def test_of_nan_weights_the_first_are_taken():
     top = attention(query, key).topk(5)
     assert top.indices[0, 3].tolist() == [0, 1, 2, 3, 4] and top.values[0, 3].isnan().all()
     assert top.values[0, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("length", [37, 64, 100, 333])
+@pytest.mark.parametrize("k", [1, 5, 8, 32])
+def test_the_largest_of_many_ties_are_those_of_numpy(length, k):
+    drawn = np.random.default_rng(length)
+    few = drawn.integers(0, 4, (40, length)) / 4 * (drawn.random((40, length)) < 4 / length)
+    for weights in (drawn.integers(0, 40, (40, length)) / 40, few, np.zeros((2, length))):
+        values, columns = engine_of("test", x=torch.zeros(1)).largest(torch.tensor(weights), k)
+        expected, first_ones = engine_of("test", x=weights).largest(weights, k)
+        assert ((columns >= 0) & (columns < length)).all()
+        np.testing.assert_array_equal(np.sort(values.numpy()), np.sort(expected))
+        for of_row, places, row in zip(columns.numpy(), first_ones, weights, strict=True):
+            assert set(of_row[row[of_row] > 0]) == set(places[row[places] > 0])
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("sizes", [(1, 3, 2, 6), (4, 4, 4), (2, 1) * 20, (5,) * 30], ids=len)
+def test_runs_of_any_sizes_are_those_of_numpy(sizes, axis, reduce):
+    drawn = np.random.default_rng(len(sizes)).random((2, sum(sizes), 7))
+    array = drawn if axis == -2 else drawn.swapaxes(-1, -2)
+    runs = np.split(array, np.cumsum(sizes)[:-1], axis)
+    expected = np.stack([getattr(run, reduce)(axis) for run in runs], axis)
+    for given in (array, torch.tensor(array)):
+        found = engine_of("test", x=given).segments(given, sizes, axis, reduce)
+        np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])

@@ -346,7 +346,11 @@ class AttentionMatrix(Reductions):
         if any(isinstance(each, Output) for each in chosen.values()):
             self._ran = made.ran
         self._rows = made.rows
-        return results | {name: self._lead_first(each) for name, each in made.results.items()}
+        results |= {name: self._lead_first(each) for name, each in made.results.items()}
+        outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
+        return results | {
+            name: results[name][..., 0] for name in outputs if np.ndim(outputs[name].value) == 1
+        }
 
     def _canonical_value(self, value: Any) -> tuple[Array, IntArray]:
         return self._canonical(value, "Output(value)", transposed=False)[:2]

@@ -96,7 +96,7 @@ def carry_out(
             for (name, each), (part, _), stop in zip(plan.called.items(), parts, stops, strict=True):
                 columns = output[..., int(stop) - part.shape[-1] : int(stop)]
                 results[name] = (
-                    engine.cast(columns, each.value.dtype)
+                    engine.cast(columns, part.dtype)
                     if isinstance(each, Output)
                     else each.from_columns(columns, lse, problem)
                 )
@@ -106,7 +106,8 @@ def carry_out(
         for each in plan.passed.values()
     ]
     found, known = stream(problem, measures, known)
-    results |= zip(plan.passed, found, strict=True)
+    for name, each, made in zip(plan.passed, measures, found, strict=True):
+        results[name] = engine.cast(made, each.array.dtype) if isinstance(each, Product) else made
     return Made(results, known, lse, ran)
 
 

@@ -86,6 +86,7 @@ class Product(Measure):
         assert self.problem is not None
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
         part = self.problem.engine.take(self.array, self.of, self.problem.engine.to_numpy(summed), self.dtype)
+        weights = self.problem.engine.cast(weights, self.dtype)  # the array may have more digits
         turn = xp.matrix_transpose if self.transposed else lambda tile: tile
         if self.finite:
             state[:, span(kept)] += turn(weights) @ part

@@ -42,7 +42,7 @@ class Entropy(Measure):
         engine, xp = problem.engine, problem.engine.xp
         query = engine.take(problem.query, problem.query_of, np.arange(problem.shape[1]), problem.dtype)
         entropy = lse - problem.scale * xp.vecdot(product, query)
-        return xp.where(lse == -xp.inf, 0.0, entropy)
+        return xp.where(lse == -xp.inf, 0.0, xp.clip(entropy, 0.0, None))  # a difference may round to below 0
 
     def step_logs(self, state: Any, weights: Array, logs: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         """`step` where the logarithms of the weights are at hand, finite for a weight of 0 too; it uses them up."""
