@@ -315,3 +315,7 @@ def test_the_kernel_says_when_it_could_not_be_used() -> None:
     assert A.kernel.startswith("torch: streaming tiles (")
     _ = A @ value
     assert A.kernel == "torch: flash on CPU, causal"
+    A.measure(Output(torch.where(torch.arange(40)[:, None] == 20, torch.nan, value)), Position())
+    assert A.kernel.startswith("torch: streaming tiles (")
+    A.measure(Output(value), Position())
+    assert A.kernel == "torch: flash on CPU, causal"

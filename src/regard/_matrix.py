@@ -245,10 +245,8 @@ class AttentionMatrix(Reductions):
             product = self._lead_first(self._keep(*fused))
             product = engine.cast(product, array.dtype)
             return product[..., 0] if as_vector else product
-        if not transposed and engine.fuses(problem):
-            self._ran = (
-                f"{engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
-            )
+        if not transposed:
+            self._ran = self._streamed
         finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         dtype = engine.working_dtype(problem.query, problem.key, array)
         measure = Product(array, of, transposed, finite, dtype)
@@ -344,7 +342,7 @@ class AttentionMatrix(Reductions):
         if made.lse is not None:
             self._fused_lse = made.lse
         if any(isinstance(each, Output) for each in chosen.values()):
-            self._ran = made.ran
+            self._ran = made.ran or self._streamed
         self._rows = made.rows
         results |= {name: self._lead_first(each) for name, each in made.results.items()}
         outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
@@ -427,6 +425,14 @@ class AttentionMatrix(Reductions):
             lse = self._fused_lse.detach().reshape(self._problem.shape[:2])
             self._rows = Rows(lse, None)
         return self._rows
+
+    @property
+    def _streamed(self) -> str:
+        """What ran where the block loop made a product, although a kernel might have."""
+        engine = self._problem.engine
+        if not engine.fuses(self._problem):
+            return engine.kernel(self._problem)
+        return f"{engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
 
     @cached_property
     def _rough(self) -> bool:

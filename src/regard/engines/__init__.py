@@ -76,7 +76,10 @@ class Engine(Protocol):
     def weights(
         self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
     ) -> tuple[Array, Array]:
-        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `room` is to use again."""
+        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `room` is to use again.
+
+        Asked only where the shift is the lse of a fused kernel.
+        """
 
     def exponentials(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
