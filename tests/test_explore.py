@@ -465,6 +465,7 @@ def test_heatmap_colours_follow_the_weights(show):
     seen = np.array(tab.evaluate(BRIGHTNESS, [5, 28]))
     fit = np.polyfit(weights.ravel(), seen.ravel(), 1)
     assert fit[0] < 0 and np.abs(np.polyval(fit, weights) - seen).max() <= 3  # linear, darker for more
+    tab = show(explore.heatmap())
     tab.get_by_label("colour each row by its own largest").check()
     seen = np.array(tab.evaluate(BRIGHTNESS, [5, 28]))
     assert np.ptp(seen.min(axis=1)) <= 3
