@@ -90,8 +90,7 @@ function resize() {
   const labelled = (room - LABEL_ROOM) / columnCount >= LABELS_FROM && rowCount <= 64;
   const left = labelled ? Math.min(LABEL_ROOM, widest(data.queries) + 12) : 0;
   const top = labelled ? (columnCount <= 8 ? 28 : Math.min(LABEL_ROOM, widest(data.tokens) + 12)) : 0;
-  const free = (room - left - 2) / columnCount;
-  const cell = Math.max(1, Math.min(free >= 2 ? Math.floor(free) : free, 96));
+  const cell = Math.max(1, Math.min(Math.floor((room - left - 2) / columnCount), 96)); // whole pixels, all alike
   layout = { cell, left, top, labelled };
   const ratio = window.devicePixelRatio || 1;
   const width = left + cell * columnCount + 2, height = top + cell * rowCount + 2;
@@ -178,7 +177,8 @@ function tell() {
     step("Scale", hidden ? "the mask hides this key" : `${raw} × ${number(data.scale)} = ${number(entry(scores))}`),
     hidden
       ? []
-      : step("Normalise", `exp(${number(entry(scores))} − ${number(shifts[at.row])}) / ${number(totals[at.row])}`),
+      : step("Normalise", `exp(${number(entry(scores))} − ${number(shifts[at.row])}) / ${number(totals[at.row])}`,
+          ` = ${number(entry(weights))}`),
   ];
   told.replaceChildren(...[
     el("p", { class: "pair" }, token(data.queries[at.row]), " → ", token(data.tokens[at.column])),
