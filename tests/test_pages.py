@@ -214,8 +214,9 @@ def faults(tab) -> list[str]:
 def test_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     tab = show(explore.pipeline(mask=regard.first(3)), **options)
-    for _ in range(4):
+    for _ in range(2):
         assert faults(tab) == []
+        tab.keyboard.press("ArrowRight")
         tab.keyboard.press("ArrowRight")
     tab = show(explore.heatmap(), **options)
     tab.get_by_text("As a table").click()

@@ -11,6 +11,7 @@ from regard._explain import Explanation
 from regard.explore._given import check_size, given
 from regard.masks import Mask, causal
 from regard.view.html import Page, page
+from regard.view.text import printable
 
 MOST_NUMBERS = 12_000  # keeps the page below 300 kB
 
@@ -55,6 +56,7 @@ def pipeline(
             "queries": it.queries,
             "shape": it.shape,
             "scale": shared.scale,
+            "masks": [printable(mask) for mask in shared.masks],
             "key": shared.key,
             "value": shared.value,
             "causal": _causal(steps) if q_len == kv_len else None,

@@ -41,5 +41,7 @@ export function numbers(nested) {
 
 // Many numbers travel as base64 of little-endian float32.
 export function unpacked(base64) {
-  return new Float32Array(Uint8Array.from(atob(base64), (char) => char.charCodeAt(0)).buffer);
+  const text = atob(base64), bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return new Float32Array(bytes.buffer);
 }

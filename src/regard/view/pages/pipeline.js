@@ -40,6 +40,7 @@ const hiddenCell = () => el("td", { class: "hidden-key" }, "hidden");
 function told(step, row) {
   const seen = (j) => row.scores[j] !== -Infinity;
   const factor = number(data.scale);
+  const masks = state.causal ? [...data.masks, "causal()"] : data.masks;
   if (step === 0) {
     return {
       says: "Multiply the query with each key, entry by entry, and add up. A large sum: they point the same way.",
@@ -57,7 +58,7 @@ function told(step, row) {
       says: state.scaled
         ? "Multiply every sum by one factor, so that scores do not grow with the number of entries."
         : "Scaling is off: the sums are the scores, and grow with the number of entries.",
-      formula: state.scaled ? `score = sum × ${factor}` : "score = sum",
+      formula: [state.scaled ? `score = sum × ${factor}` : "score = sum", ...masks].join(", then "),
       heads: ["sum", "factor", "score"],
       cells: (j) => [
         cell(number(row.raw_scores[j])),
