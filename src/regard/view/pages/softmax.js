@@ -7,6 +7,6 @@ export function softmax(scores) {
   const shift = largest === -Infinity ? 0 : largest;
   const exponentials = scores.map((score) => Math.exp(score - shift));
   const total = exponentials.reduce((sum, x) => sum + x, 0);
-  const weights = exponentials.map((x, j) => (scores[j] === -Infinity ? 0 : x / (total === 0 ? 1 : total)));
+  const weights = exponentials.map((x, j) => (scores[j] === -Infinity ? 0 : x / total));
   return { shift, exponentials, total, weights };
 }
