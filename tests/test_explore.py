@@ -138,6 +138,10 @@ def test_pipeline_of_ones_own(show):
     assert [row[3] for row in table(tab)] == ["0", "0", "0"]
     tab.get_by_role("button", name="Compare").click()
     assert table(tab)[0][1] == vector(key[0])
+    tab = show(explore.pipeline(query, key, key, mask=~regard.first(3)))
+    tab.get_by_role("button", name="Aggregate").click()
+    assert "sees no key" in tab.locator("#says").text_content()
+    assert tab.locator("#formula").text_content() == f"output = {vector([0] * 11)}"
 
 
 def test_pipeline_of_what_is_not_finite_and_hidden(show):
@@ -188,6 +192,7 @@ def test_pipeline_fits_a_phone(show, scheme):
     tab = show(explore.pipeline(), viewport={"width": 360, "height": 740}, color_scheme=scheme)
     for _ in range(4):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+        assert tab.locator(".scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
         tab.keyboard.press("ArrowRight")
     dark = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", dark))) < 200) == (scheme == "dark")

@@ -257,7 +257,7 @@ function legend() {
 }
 
 document.getElementById("app").append(
-  header("Who attends to whom", `${data.shape}. Rows are queries, columns are keys; point at a cell or use the arrow keys.`),
+  header("Who attends to whom", `${data.shape}. Queries down, keys across; point at a cell or use the arrow keys.`),
   el("div", { class: "beside" }, el("div", {}, box, legend()), told),
   ...asTable(),
 );

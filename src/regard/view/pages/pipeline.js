@@ -39,13 +39,14 @@ const hiddenCell = () => el("td", { class: "hidden-key" }, "hidden");
 // Each step: a sentence, the heads of the columns, the cells of one key, and what stands below.
 function told(step, row) {
   const seen = (j) => row.scores[j] !== -Infinity;
+  const seesAny = row.scores.some((_, j) => seen(j));
   const factor = number(data.scale);
   const masks = state.causal ? [...data.masks, "causal()"] : data.masks;
   if (step === 0) {
     return {
-      says: "Multiply the query with each key, entry by entry, and add up. A large sum: they point the same way.",
+      says: "Multiply query and key entry by entry and add up. The larger the sum, the better the match.",
       formula: `query = ${vector(row.query)}`,
-      heads: ["key", "query · key, term by term", "sum"],
+      heads: ["key", "query · key", "sum"],
       cells: (j) => [
         cell(vector(keys[j])),
         cell(sumOfProducts(row.query, keys[j])),
@@ -69,7 +70,7 @@ function told(step, row) {
   }
   if (step === 2) {
     return {
-      says: row.scores.some((_, j) => seen(j))
+      says: seesAny
         ? "Take the exponential of each score and divide by the sum of all: positive weights that add up to 1."
         : "This query sees no key: its weights are zeros.",
       formula: `weight = exp(score − ${number(row.shift)}) / ${number(row.total)}`,
@@ -83,7 +84,9 @@ function told(step, row) {
     };
   }
   return {
-    says: "Multiply each value by its weight and add up: the output is a mean of the values.",
+    says: seesAny
+      ? "Multiply each value by its weight and add up: the output is a mean of the values."
+      : "This query sees no key: its output is zeros.",
     formula: `output = ${vector(row.output)}`,
     heads: ["weight", "value", "weight · value"],
     cells: (j) => [
@@ -91,7 +94,7 @@ function told(step, row) {
       cell(vector(values[j])),
       cell(vector(row.contributions[j]), "result"),
     ],
-    foot: ["", "output", vector(row.output)],
+    foot: ["", "", vector(row.output)],
   };
 }
 
@@ -106,7 +109,7 @@ function table(says) {
     el("tr", {}, el("th", { scope: "row" }, token(name)), says.cells(j)),
   );
   const foot = says.foot
-    ? [el("tfoot", {}, el("tr", {}, el("th", { scope: "row" }, "sum"), says.foot.map((x) => cell(x, "result"))))]
+    ? [el("tfoot", {}, el("tr", {}, el("th", { scope: "row" }, "output"), says.foot.map((x) => cell(x, "result"))))]
     : [];
   return el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, body), foot);
 }
