@@ -1,6 +1,10 @@
-"""Options of the test run."""
+"""Options of the test run, and the browser that pages are worked in."""
 
 from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
 
 import pytest
 
@@ -10,3 +14,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases", type=int, default=7000, help="draws of the case matrix, each a case for every engine"
     )
     parser.addoption("--case-seed", type=int, default=20261114, help="the seed they are drawn with")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        assert os.environ.get("CI") != "true", "CI installs chromium"
+        pytest.skip("no chromium here")
+    sync = pytest.importorskip("playwright.sync_api")
+    with sync.sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
+        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens a page as a file; at the end nothing was said on the console, asked of anyone, or run that should not."""
+    events: list[str] = []
+    contexts = []
+
+    def dialog(opened):
+        events.append(f"dialog {opened.message}")
+        opened.dismiss()
+
+    def show(page: Any, **options):
+        path = tmp_path / f"page{len(contexts)}.html"
+        page.save(path)
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        contexts.append(context)
+        tab = context.new_page()
+        tab.set_default_timeout(5000)
+        tab.on("console", lambda message: events.append(f"console {message.text}"))
+        tab.on("pageerror", lambda error: events.append(f"error {error}"))
+        tab.on("dialog", dialog)
+        tab.on("request", lambda r: r.url == path.as_uri() or events.append(f"request {r.url}"))
+        tab.goto(path.as_uri())
+        return tab
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert events == []

@@ -1,0 +1,142 @@
+"""Pages: plain records in, one HTML file out that needs no network and no server.
+
+A page is the style, one script and the record. `pages/` holds the modules it is made of, which need no build step: an
+import is a line `import { … } from "./name.js";`, an export stands before the declaration. Put together, each module
+comes after those it imports, with these two words taken away; so all share one scope, and names at the top differ.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regard._types import Array
+
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILINE)
+
+
+@dataclass(frozen=True, repr=False)
+class Page:
+    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text."""
+
+    title: str
+    html: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page to a file that any browser opens."""
+        Path(path).write_text(self.html, encoding="utf-8", newline="\n")
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, which can run its script and reach nothing else."""
+        return (
+            f'<iframe title="{html.escape(self.title)}" sandbox="allow-scripts" width="100%" height="760" '
+            f'style="border: 0" srcdoc="{html.escape(self.html)}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f'<page "{self.title}", {len(self.html.encode()) / 1000:.0f} kB: save(path) writes it>'
+
+
+def page(title: str, module: str, record: dict[str, Any]) -> Page:
+    """A page that runs a module of `pages/` on a record of numbers, texts, lists and dicts.
+
+    >>> page("Nothing", "softmax.js", {})
+    <page "Nothing", ... kB: save(path) writes it>
+    """
+    script, style = bundle(module), source("page.css")
+    policy = (
+        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    text = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<main id="app"><noscript>This page is drawn by its own script. Allow scripts to see it.</noscript></main>
+<script type="application/json" id="record">{embedded(record)}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+    return Page(title, text)
+
+
+def embedded(record: Any) -> str:
+    r"""The record as JSON that can stand inside a script element: ASCII, without `<`, `>` and `&`.
+
+    What is not finite becomes the text that JavaScript's `Number` reads.
+
+    >>> print(embedded({"tokens": ["</script>", "\u2028"], "score": float("-inf")}))
+    {"tokens":["\u003c/script\u003e","\u2028"],"score":"-Infinity"}
+    """
+    text = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&"})
+
+
+def _finite(thing: Any) -> Any:
+    if isinstance(thing, np.ndarray):
+        return _finite(thing.tolist())
+    if isinstance(thing, dict):
+        return {name: _finite(each) for name, each in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [_finite(each) for each in thing]
+    if isinstance(thing, float) and not math.isfinite(thing):
+        return "NaN" if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
+    return thing
+
+
+def packed(numbers: Array | Sequence[Any]) -> str:
+    """Many numbers in few characters: base64 of little-endian float32, row after row.
+
+    >>> packed([1.0, 2.0])
+    'AACAPwAAAEA='
+    """
+    with np.errstate(over="ignore"):  # beyond float32 is beyond what is shown
+        return base64.b64encode(np.asarray(numbers).astype("<f4").tobytes()).decode("ascii")
+
+
+def source(name: str) -> str:
+    """The text of one file of `pages/`."""
+    return resources.files("regard.view").joinpath("pages", name).read_text(encoding="utf-8")
+
+
+def bundle(module: str) -> str:
+    """The module and all it imports as one script, each after what it needs.
+
+    >>> "import " in bundle("pipeline.js"), "function softmax" in bundle("pipeline.js")
+    (False, True)
+    """
+    done: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name not in done:
+            text = source(name)
+            for needed in IMPORT.findall(text):
+                add(needed)
+            done[name] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE)
+
+    add(module)
+    return "\n".join(done.values())
+
+
+def digest(text: str) -> str:
+    """The hash by which a content security policy knows a script or a style."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"

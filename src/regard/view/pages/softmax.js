@@ -1,0 +1,12 @@
+// The one softmax of the pages, step for step as `regard` does it: hidden scores are -Infinity and get the
+// weight 0, and a row that sees nothing is all zeros.
+
+export function softmax(scores) {
+  let largest = -Infinity;
+  for (const score of scores) largest = Math.max(largest, score); // a NaN stays
+  const shift = largest === -Infinity ? 0 : largest;
+  const exponentials = scores.map((score) => Math.exp(score - shift));
+  const total = exponentials.reduce((sum, x) => sum + x, 0);
+  const weights = exponentials.map((x, j) => (scores[j] === -Infinity ? 0 : x / total));
+  return { shift, exponentials, total, weights };
+}
