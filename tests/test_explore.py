@@ -30,6 +30,17 @@ HOSTILE = [
 ]
 
 
+LOADED = "performance.timing.domComplete - performance.timing.responseEnd"
+
+
+def pace(tab) -> float:
+    """Milliseconds that this browser takes for five million exponentials: what its times are compared with."""
+    return tab.evaluate(
+        "() => { const t = performance.now(); let x = 0; for (let i = 0; i < 5e6; i++) x += Math.exp(-i % 7);"
+        " return Math.max(performance.now() - t, 1 + x * 0); }"
+    )
+
+
 def table(tab) -> list[list[str]]:
     """The rows of the table on screen, heads left out."""
     return tab.locator("tbody tr").evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.textContent))")
@@ -301,7 +312,7 @@ def test_heatmap_of_512_by_512(show):
     query, key = rng.normal(size=(2, 512, 8))
     A = regard.attention(query, key, mask=regard.causal())
     tab = show(explore.heatmap(query, key, mask=regard.causal()))
-    assert tab.evaluate("performance.timing.domComplete - performance.timing.responseEnd") < 5000
+    assert tab.evaluate(LOADED) < 80 * pace(tab)
     assert tab.locator("table").count() == 0
     for i, j in [(0, 0), (511, 511), (511, 0), (300, 41), (41, 300)]:
         point_at(tab, i, j, 512, top=0)
@@ -314,7 +325,7 @@ def test_heatmap_of_512_by_512(show):
       canvas.getContext("2d").getImageData(0, 0, 1, 1); // waits until all is drawn
       return (performance.now() - start) / 60;
     }"""
-    assert tab.evaluate(moved) < 100  # milliseconds a move
+    assert tab.evaluate(moved) < 3 * pace(tab)
 
 
 def test_heatmap_shows_hostile_tokens_as_text(show):
@@ -342,9 +353,9 @@ def test_heatmap_fits_a_phone(show, scheme):
 
 
 @pytest.mark.parametrize("make", [explore.pipeline, explore.heatmap])
-def test_the_example_is_drawn_within_a_second(show, make):
+def test_the_example_is_drawn_at_once(show, make):
     tab = show(make())
-    assert tab.evaluate("performance.timing.domComplete - performance.timing.responseEnd") < 1000
+    assert tab.evaluate(LOADED) < 20 * pace(tab)
     assert tab.locator("h1").count() == 1
 
 
