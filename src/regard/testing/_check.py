@@ -80,6 +80,8 @@ def _define(case: Case, inputs: Inputs) -> Targets:
     naive = _worst_naive(inputs, value, exact, working)
     largest, summed = _magnitudes(inputs, exact)
     drift = 4 * epsilon(working) * (1 + largest)  # what a rounded score does to a weight, relative
+    # Four ulps of the lse itself, or of the scores it is made of: of few it may be near 0, of many larger than any.
+    own = np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0))
     common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
     block = max(1, min(*exact.weights.shape[-2:], 4))
     return Targets(
@@ -87,7 +89,7 @@ def _define(case: Case, inputs: Inputs) -> Targets:
             exact.output, naive.output, magnitude=summed, score_error=drift[..., None], dtype=case.dtype,
             ordinary=inputs.ordinary, what="output",
         ),
-        Target.of(exact.lse, naive.lse, magnitude=1 + largest, what="lse", **common),
+        Target.of(exact.lse, naive.lse, magnitude=np.maximum(own, 1 + largest), what="lse", **common),
         Target.of(exact.weights, naive.weights, score_error=drift[..., None], what="weights", **common),
         _define_measures(exact.weights, naive.weights, drift, block, working),
         block,
