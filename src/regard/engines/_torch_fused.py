@@ -236,6 +236,8 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
     if (len(watched) > 2 or pairs.key.shape[-2] < FEW_KEYS) and not _finite(*watched):
         return None
     width = max(pairs.query.shape[-1], value.shape[-1])
+    if width != min(pairs.query.shape[-1], value.shape[-1]):
+        width = -(-width // 16) * 16  # what is filled up anyway is filled up to whole vectors
     common = torch.promote_types(torch.promote_types(pairs.query.dtype, pairs.key.dtype), value.dtype)
     outputs, lses, calls = [], [], 0
     for group in _groups(pairs):
