@@ -58,3 +58,17 @@ def show(browser, tmp_path):
     for context in contexts:
         context.close()
     assert events == []
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and blocks so small that short sequences meet many."""
+    from regard import _stream
+    from regard.engines import _torch_fused
+    from regard.masks import _atoms, _base
+
+    monkeypatch.setattr(_stream, "ROWS", 3)
+    monkeypatch.setattr(_stream, "COLUMNS", 4)
+    monkeypatch.setattr(_torch_fused, "TESTED_ROWS", 4)
+    for module in (_base, _atoms):
+        monkeypatch.setattr(module, "STEP", 3)

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from test_pages import HOSTILE
 
 import regard
 from regard import explore
@@ -15,20 +16,6 @@ from regard.learn import cat
 from regard.view.text import number, printable, vector
 
 pytestmark = pytest.mark.slow  # the browser, not the library
-
-HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    "<!--<script>",
-    "a\u2028b",
-    "\"'`",
-    "\u200fx\u202e",
-    "nul\0",
-    "\ud800",
-    "&lt;b&gt;",
-    "${alert(1)}",
-]
-
 
 LOADED = "performance.timing.domComplete - performance.timing.responseEnd"
 

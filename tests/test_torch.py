@@ -30,10 +30,8 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard import _stream as stream_module
 from regard.engines import _torch_fused as fused
 from regard.engines import _torch_kernels as kernels
-from regard.masks import _atoms, _base
 
 
 def draw(
@@ -41,16 +39,6 @@ def draw(
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(count)]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles and blocks so small that short sequences meet many."""
-    monkeypatch.setattr(stream_module, "ROWS", 3)
-    monkeypatch.setattr(stream_module, "COLUMNS", 4)
-    monkeypatch.setattr(fused, "TESTED_ROWS", 4)
-    for module in (_base, _atoms):
-        monkeypatch.setattr(module, "STEP", 3)
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import test_torch
 import torch
 
 import regard
-from regard import _stream as stream_module
 from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap
 from regard.engines import _torch_fused as fused
 from regard.engines import _torch_kernels as kernels
@@ -18,23 +19,13 @@ from regard.engines import engine_of
 from regard.masks import _atoms, _base
 from regard.testing import Case, check, fill
 
-
-def draw(
-    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, count: int = 3
-) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(count)]
+draw = partial(test_torch.draw, dtype=torch.float64)
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles and blocks so small that short sequences meet many."""
-    monkeypatch.setattr(stream_module, "ROWS", 3)
-    monkeypatch.setattr(stream_module, "COLUMNS", 4)
-    monkeypatch.setattr(fused, "TESTED_ROWS", 4)
+def small(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And small pieces are not joined."""
     monkeypatch.setattr(fused, "JOINED_COLUMNS", 1)
-    for module in (_base, _atoms):
-        monkeypatch.setattr(module, "STEP", 3)
 
 
 # -- Calls of the kernel --------------------------------------------------------------------------------------
