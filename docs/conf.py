@@ -1,0 +1,97 @@
+"""The site: Sphinx with MyST-NB. Chapters are notebooks kept as text, run each time the site is built."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+
+import regard
+
+project = "regard"
+author = "The regard developers"
+copyright = "the regard developers"
+release = version = regard.__version__
+
+extensions = ["myst_nb", "sphinx_copybutton"]
+exclude_patterns = ["_build", "jupyter_execute"]
+templates_path = ["_templates"]
+nitpicky = True
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"  # every number is computed when the page is made; a cache would keep old ones
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+html_theme = "furo"
+html_title = "regard"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_math_renderer = "mathml"
+# The colours of the explorers (src/regard/view/pages/page.css), so that a frame looks like part of its page.
+html_theme_options = {
+    "light_css_variables": {
+        "color-background-primary": "#fcfbf8",
+        "color-background-secondary": "#f6f4ee",
+        "color-background-border": "#dcdad3",
+        "color-foreground-primary": "#1c2330",
+        "color-brand-primary": "#1f5aa8",
+        "color-brand-content": "#1f5aa8",
+        "color-brand-visited": "#1f5aa8",
+        "color-code-background": "#f4f2ec",
+    },
+    "dark_css_variables": {
+        "color-background-primary": "#14171c",
+        "color-background-secondary": "#1b1f26",
+        "color-background-border": "#343b46",
+        "color-foreground-primary": "#e8eaee",
+        "color-brand-primary": "#8db8f5",
+        "color-brand-content": "#8db8f5",
+        "color-brand-visited": "#8db8f5",
+        "color-code-background": "#1b1f26",
+    },
+}
+copybutton_prompt_text = ">>> |... "
+copybutton_prompt_is_regexp = True
+
+
+def mathml(visitor: Any, node: nodes.Element, block: bool) -> None:
+    """Formulas as MathML: browsers draw it themselves, so that a page fetches no script."""
+    visitor.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
+def notebook_of(docname: str, app: Sphinx) -> Path:
+    """Where MyST-NB leaves the notebook that it ran, if the page is one."""
+    return Path(app.outdir).parent / "jupyter_execute" / f"{docname}.ipynb"
+
+
+def offer(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Lets the template show a link to the page as a notebook, which lies beside it."""
+    if notebook_of(docname, app).exists():
+        context["notebook"] = Path(docname).name + ".ipynb"
+
+
+def copy_notebooks(app: Sphinx, failure: Exception | None) -> None:
+    if failure is None and app.builder.name == "html":
+        for docname in app.env.found_docs:
+            source = notebook_of(docname, app)
+            if source.exists():
+                shutil.copy(source, Path(app.outdir) / f"{docname}.ipynb")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_html_math_renderer(
+        "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
+    )
+    app.connect("html-page-context", offer)
+    app.connect("build-finished", copy_notebooks)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
