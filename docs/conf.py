@@ -8,6 +8,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from nbclient import NotebookClient
 from sphinx.application import Sphinx
 
 import regard
@@ -27,7 +28,9 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"  # every number is computed when the page is made; a cache would keep old ones
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
-nb_merge_streams = True
+# A line that the kernel sent in two pieces is one line again. MyST-NB's own merging would break it where it was cut,
+# and leave the pieces in the notebook a second time.
+NotebookClient.coalesce_streams = True
 
 html_theme = "furo"
 html_title = "regard"
