@@ -2,5 +2,6 @@
 
 from regard.explore._heatmap import heatmap
 from regard.explore._pipeline import pipeline
+from regard.explore._scaling import scaling
 
-__all__ = ["heatmap", "pipeline"]
+__all__ = ["heatmap", "pipeline", "scaling"]
