@@ -331,6 +331,12 @@ def test_the_moments_count_as_the_loops_do():
     assert set(COUNTED) == arithmetic
 
 
+def test_tensors_make_the_same_page():
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(np.array(x), requires_grad=True) for x in (Q, K, V)]
+    assert explore.cost(*tensors, tokens=three_by_three.tokens).html == explore.cost().html
+
+
 # -- What is refused --------------------------------------------------------------------------------------
 
 

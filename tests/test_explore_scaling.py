@@ -255,6 +255,12 @@ def test_the_largest_stays_below_300_kb():
     assert len(explore.scaling(x, x[:44]).html.encode()) <= 300_000
 
 
+def test_tensors_make_the_same_page():
+    torch = pytest.importorskip("torch")
+    query, key = (torch.tensor(np.array(x), requires_grad=True) for x in (cat.Q, cat.K))
+    assert explore.scaling(query, key).html == explore.scaling(cat.Q, cat.K).html
+
+
 # -- The measures in JavaScript ---------------------------------------------------------------------------
 
 
