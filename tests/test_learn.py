@@ -640,13 +640,13 @@ def test_examples_are_shared_and_cannot_be_written_to() -> None:
                 assert array.dtype == np.float64
                 with pytest.raises(ValueError, match="read-only"):
                     array[0, 0] = 1
-    assert found == 4 * 3 + 2 + 4
+    assert found == 5 * 3 + 2 + 4
     with pytest.raises(AttributeError):
         examples.cat.Q = np.ones((5, 4))  # type: ignore[misc]
 
 
 def test_examples_fit_together() -> None:
-    for name in ("cat", "tiny_head", "pronoun", "three_tokens"):
+    for name in ("cat", "tiny_head", "pronoun", "three_by_three", "three_tokens"):
         example = getattr(examples, name)
         assert getattr(learn, name) is example
         assert example.Q.shape[1] == example.K.shape[1]

@@ -535,6 +535,21 @@ def test_the_walk_makes_every_multiplication_once(n_q: int, n_k: int, d_k: int, 
     np.testing.assert_allclose(output, scaled_dot_product_attention(Q, K, V)[0], atol=1e-14)
 
 
+def test_the_walk_passes_over_what_a_mask_hides() -> None:
+    Q, K, V = draw(3, 2), draw(5, 2), draw(5, 7)
+    for mask in (create_causal_mask(5)[:3], np.array([[True] * 5, [False] * 5, [True, False] * 2 + [False]])):
+        steps = list(multiplications(Q, K, V, mask))
+        loops = attention_by_loops(Q, K, V, mask)
+        assert len(steps) == loops.counts.multiply_adds < 3 * 5 * (2 + 7)
+        output = np.zeros((3, 7))
+        for step in steps:
+            if step.table == "scores":
+                assert mask[step.row, step.column]
+            else:
+                output[step.row, step.column] = step.total
+        np.testing.assert_allclose(output, loops.output, rtol=1e-14)
+
+
 def test_the_kernel_view_is_attention() -> None:
     mask = create_causal_mask(5)
     for got, want in zip(

@@ -33,7 +33,7 @@ def pipeline(
 
     >>> pipeline()
     <page "How one query attends", ... kB: save(path) writes it>
-    >>> pipeline([[1, 0]], [[1, 0], [1, 1]], tokens=["left", "right"]).html.count("left")
+    >>> pipeline([[1, 0]], [[1, 0], [1, 1]], tokens=["north", "south"]).html.count("north")
     1
     """
     it = given("explore.pipeline", query, key, value, tokens, mask)

@@ -26,6 +26,7 @@ from regard.learn.examples import (
     magnitude,
     projection,
     pronoun,
+    three_by_three,
     three_tokens,
     tiny_head,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "softmax",
     "softmax_jacobian",
     "sparsemax",
+    "three_by_three",
     "three_tokens",
     "tiny_head",
     "unit_vectors",

@@ -87,6 +87,14 @@ three_tokens = Example(
     V=_array([[1, 0, 0, 0], [0, 1, 0, 0], [0.5, 0.5, 0, 0]]),
 )
 
+# Three tokens of three numbers, to be multiplied one number at a time.
+three_by_three = Example(
+    tokens=("cats", "like", "fish"),
+    Q=_array([[1, 0, 2], [0, 2, 1], [1, 1, 0]]),
+    K=_array([[1, 1, 0], [0, 1, 1], [2, 0, 1]]),
+    V=_array([[1, 0, 2], [0, 3, 1], [2, 1, 0]]),
+)
+
 # Two keys along the query and one across it: length counts in a dot product, not direction alone.
 magnitude = Comparison(
     tokens=("short aligned", "long aligned", "misaligned"),

@@ -78,6 +78,19 @@ class VarianceRow:
     scaled: Sharpness
 
 
+def variance_row(scores: Floats, d_k: int, predicted: float) -> VarianceRow:
+    """What is found in the dot products (samples, keys) of vectors of `d_k` numbers."""
+    scaled = scores / math.sqrt(d_k)
+    return VarianceRow(
+        d_k=d_k,
+        predicted=predicted,
+        variance=float(scores.var()),
+        scaled_variance=float(scaled.var()),
+        unscaled=sharpness(softmax(scores)),
+        scaled=sharpness(softmax(scaled)),
+    )
+
+
 @dataclass(frozen=True)
 class VarianceExperiment:
     """The rows of the experiment, one for each d_k, and what it was made with; prints as a table."""
@@ -144,15 +157,5 @@ def variance_experiment(
         if unit:
             query, key = unit_vectors(query), unit_vectors(key)
         scores = (query * key).sum(axis=-1)  # (samples, keys)
-        scaled = scores / math.sqrt(size)
-        rows.append(
-            VarianceRow(
-                d_k=size,
-                predicted=1 / size if unit else size * sigma**4,
-                variance=float(scores.var()),
-                scaled_variance=float(scaled.var()),
-                unscaled=sharpness(softmax(scores)),
-                scaled=sharpness(softmax(scaled)),
-            )
-        )
+        rows.append(variance_row(scores, size, predicted=1 / size if unit else size * sigma**4))
     return VarianceExperiment(tuple(rows), keys, samples, sigma, unit)

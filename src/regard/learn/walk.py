@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import numpy.typing as npt
 
 from regard._errors import ArgumentError
-from regard.learn._checks import as_floats
+from regard.learn._checks import Bools, as_floats, as_mask
 from regard.learn.attention import ScaledDotProductAttention
 
 
@@ -36,10 +37,13 @@ class Multiplication:
         )
 
 
-def multiplications(Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike) -> Iterator[Multiplication]:
+def multiplications(
+    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> Iterator[Multiplication]:
     """Each multiply-add in order: those of the scores before scaling, then those of the output.
 
     Q is (q_len, d_k), K is (kv_len, d_k), V is (kv_len, d_v). Scaling and softmax come in between and are not walked.
+    The mask, True = attend, broadcasts to (q_len, kv_len): a hidden pair is passed over, as in `attention_by_loops`.
 
     >>> for step in multiplications(Q=[[1, 2]], K=[[3, 4], [3, 4]], V=[[6], [8]]):
     ...     print(step)
@@ -60,16 +64,16 @@ def multiplications(Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike) -> Ite
             expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), one head of one sequence",
             cure="Take one head of one sequence, as in Q[0, 3].",
         )
-    weights, _ = ScaledDotProductAttention(d_k=Q.shape[-1])(
-        Q, K, V
-    )  # checks the shapes before the first step
-    return _walk(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist())
+    attention = ScaledDotProductAttention(d_k=Q.shape[-1])
+    weights, _ = attention(Q, K, V, mask)  # checks the shapes before the first step
+    seen = np.ones(weights.shape, bool) if mask is None else as_mask("multiplications", mask, weights.shape)
+    return _walk(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist(), seen)
 
 
 Rows = list[list[float]]
 
 
-def _walk(queries: Rows, keys: Rows, columns: Rows, weights: Rows) -> Iterator[Multiplication]:
+def _walk(queries: Rows, keys: Rows, columns: Rows, weights: Rows, seen: Bools) -> Iterator[Multiplication]:
     number = 0
     # Both tables are products of rows with rows: queries with keys, then weights with the columns of V.
     for table, lefts, rights in (("scores", queries, keys), ("output", weights, columns)):
@@ -77,6 +81,7 @@ def _walk(queries: Rows, keys: Rows, columns: Rows, weights: Rows) -> Iterator[M
             for column, right in enumerate(rights):
                 total = 0.0
                 for term, (a, b) in enumerate(zip(left, right, strict=True)):
-                    total += a * b
-                    number += 1
-                    yield Multiplication(number, table, row, column, term, a, b, total)
+                    if seen[row, column if table == "scores" else term]:
+                        total += a * b
+                        number += 1
+                        yield Multiplication(number, table, row, column, term, a, b, total)

@@ -1,4 +1,5 @@
 // One query's four steps. What the page opens with is the library's own; only a changed switch is computed here.
+import { bar, toggle } from "./controls.js";
 import { el, header, record, scrolling, token } from "./dom.js";
 import { number, numbers, sumOfProducts, vector } from "./numbers.js";
 import { softmax } from "./softmax.js";
@@ -25,12 +26,6 @@ function current() {
     result.output = values[0].map((_, i) => result.contributions.reduce((sum, c) => sum + c[i], 0));
   }
   return result;
-}
-
-function bar(weight) {
-  const fill = el("span", { class: "fill" });
-  fill.style.width = `${100 * (weight || 0)}%`;
-  return el("span", { class: "bar", "aria-hidden": "true" }, fill);
 }
 
 const cell = (text, kind = "") => el("td", { class: kind }, text);
@@ -143,11 +138,6 @@ function choice(name, i) {
   return el("label", { class: "chip" }, input, el("span", {}, token(name)));
 }
 
-function toggle(label, part, checked) {
-  const input = el("input", { type: "checkbox", id: part, checked, onchange: (e) => change({ [part]: e.target.checked }) });
-  return el("label", { class: "switch" }, input, label);
-}
-
 const stepButtons = steps.map((name, i) =>
   el("button", { type: "button", onclick: () => change({ step: i }) }, el("span", { class: "count" }, `${i + 1}`), name),
 );
@@ -171,8 +161,8 @@ document.getElementById("app").append(
   el("nav", { "aria-label": "Steps" }, el("ol", { class: "steps" }, stepButtons.map((b) => el("li", {}, b)))),
   panel,
   el("div", { class: "controls" }, previous, next, 
-    el("div", { class: "switches" }, toggle("scale", "scaled", true),
-      data.causal ? toggle("causal mask", "causal", false) : [])),
+    el("div", { class: "switches" }, toggle("scale", "scaled", true, (scaled) => change({ scaled })),
+      data.causal ? toggle("causal mask", "causal", false, (causal) => change({ causal })) : [])),
   announced,
 );
 draw();

@@ -1,0 +1,31 @@
+// What readers move: switches and sliders, and the bar that follows them.
+import { el } from "./dom.js";
+
+export function bar(weight) {
+  const fill = el("span", { class: "fill" });
+  fill.style.width = `${100 * (weight || 0)}%`;
+  return el("span", { class: "bar", "aria-hidden": "true" }, fill);
+}
+
+export function toggle(label, id, checked, changed) {
+  const input = el("input", { type: "checkbox", id, checked, onchange: (event) => changed(event.target.checked) });
+  return el("label", { class: "switch" }, input, label);
+}
+
+// Slides over the places of a list and shows, and says, the text of each. `set` moves it without a call of `changed`.
+export function slider(label, id, texts, start, changed) {
+  const shown = el("span", { class: "reading", "aria-hidden": "true" }); // a screen reader has the text of the slider
+  const input = el("input", { type: "range", id, min: "0", max: `${texts.length - 1}` });
+  const set = (place) => {
+    input.value = `${place}`;
+    input.setAttribute("aria-valuetext", texts[place]);
+    shown.textContent = texts[place];
+  };
+  input.addEventListener("input", () => {
+    set(Number(input.value));
+    changed(Number(input.value));
+  });
+  set(start);
+  const node = el("div", { class: "slider" }, el("label", { for: id }, label), shown, input);
+  return { node, input, set };
+}
