@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
@@ -25,6 +25,10 @@ from regard.view.text import number, vector
 CAT = json.loads((Path(__file__).parent / "data/worked_examples.json").read_text("utf-8"))["cat"]
 every_mechanism = pytest.mark.parametrize("mechanism", family.MECHANISMS, ids=lambda m: m.name)
 NAMED = {mechanism.name: mechanism for mechanism in family.MECHANISMS}
+
+
+# A loaded machine is no fault of the code: no deadline.
+drawn = settings(deadline=None, max_examples=60)
 
 
 def draw(*shape: int, seed: int = 0) -> Any:
@@ -195,6 +199,7 @@ def test_multi_head_is_as_the_book_splits_it():
 # -- Any order of work -------------------------------------------------------------------------------------
 
 
+@drawn
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 12), st.integers(0, 99), st.booleans())
 def test_any_tile_gives_the_plain_numbers(q_len, kv_len, tile, seed, masked):
     Q, K, V = 4 * draw(q_len, 3, seed=seed), draw(kv_len, 3, seed=seed + 1), draw(kv_len, 2, seed=seed + 2)
@@ -216,6 +221,7 @@ def test_tiles_of_large_scores_neither_overflow_nor_leak(tile):
     close(tiled[1], plain[1])
 
 
+@drawn
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 99))
 def test_any_chunking_gives_the_causal_numbers(chunks, seed):
     n = sum(chunks)
@@ -253,6 +259,7 @@ def test_linear_attention_needs_no_table():
 # -- What the words say ------------------------------------------------------------------------------------
 
 
+@drawn
 @given(st.integers(2, 9).map(lambda n: 4 * n), st.integers(10, 200))
 def test_buckets_are_the_librarys(size, max_distance):
     away = np.arange(-300, 301)
@@ -524,7 +531,7 @@ def test_the_table_has_all_fifteen():
         weights, output = mechanism.run()
         assert mechanism.title in line
         assert line.endswith(vector(output[0]))
-        assert " × ".join(map(str, weights.shape)) in line
+        assert "×".join(map(str, weights.shape)) in line
     rows = table._repr_markdown_().strip().split("\n")
     assert len(rows) == 17
     assert {row.count("|") for row in rows} == {6}
@@ -542,6 +549,13 @@ def test_the_code_that_is_shown_gives_the_numbers(mechanism):
     weights, output = mechanism.attend(kind(**mechanism.options), mechanism.given)
     close(weights, mechanism.run()[0])
     close(output, mechanism.run()[1])
+
+
+@every_mechanism
+def test_the_formula_can_be_set(mechanism):
+    # The site makes MathML of it with docutils, which knows fewer commands than TeX does.
+    latex2mathml = pytest.importorskip("docutils.utils.math.latex2mathml")
+    assert "<math" in latex2mathml.tex2mathml(mechanism.latex, as_block=True)
 
 
 @every_mechanism

@@ -94,7 +94,7 @@ def table() -> FamilyTable:
     """All fifteen side by side: what each changes, the shape of its weights, and the output of row 0.
 
     >>> print(str(table()).split(chr(10))[3])
-    3   Causal  ...  5 × 5  [1, 0, 0, 0]
+    3   Causal  ...  5×5  [1, 0, 0, 0]
     """
     runs = [mechanism.run() for mechanism in MECHANISMS]
     return FamilyTable(

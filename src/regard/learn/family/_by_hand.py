@@ -24,7 +24,7 @@ from regard.learn.family.orders import Cached, Flash, Linear
 from regard.learn.family.scores import ALiBi, Biased, RelativeBias, Rotary, Sink, Softcap
 from regard.view.text import columns, number, printable, vector
 
-WIDTH = 100
+WIDTH = 88  # what a page of the site shows without scrolling
 
 
 @dataclass(frozen=True)

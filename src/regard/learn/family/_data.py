@@ -57,7 +57,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "another. Several heads look at once, each through columns of its own.",
         changes="columns split before, joined after",
         formula="head h = attention(Qₕ, Kₕ, Vₕ)\noutput = [head 0, head 1, …]",
-        latex=r"O_h = \operatorname{attention}(Q_h, K_h, V_h), \qquad O = [\,O_0, O_1, \dots\,]",
+        latex=r"O_h = \operatorname{attention}(Q_h, K_h, V_h), \qquad O = [\,O_0, O_1, \ldots\,]",
         setting="Two heads of two: columns 0 and 1, columns 2 and 3. A layer projects before and after; here the "
         "columns are taken as they are.",
         used=(

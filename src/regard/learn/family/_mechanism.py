@@ -171,7 +171,7 @@ class FamilyTable:
     def _cells(self) -> list[list[str]]:
         headings = ["", "mechanism", "what changes", "weights", "output of row 0"]
         return [headings] + [
-            [f"{n}", m.title, m.changes, " × ".join(map(str, shape)), vector(output)]
+            [f"{n}", m.title, m.changes, "×".join(map(str, shape)), vector(output)]
             for n, m, shape, output in self.rows
         ]
 
