@@ -608,3 +608,10 @@ def test_a_refusal_says_what_to_do(call, says):
 def test_a_mask_of_numbers_is_refused():
     with pytest.raises(KindError, match="a boolean mask, True = attend"):
         family.Causal(d_k=4)(cat.Q, cat.K, cat.V, mask=np.ones((5, 5)))
+
+
+def test_the_chapter_has_a_section_for_each():
+    chapter = (Path(__file__).parents[1] / "docs/book/11-family.md").read_text("utf-8")
+    headings = re.findall(r"^## \d+\. (.+)$", chapter, re.MULTILINE)
+    assert headings == [mechanism.title for mechanism in family.MECHANISMS]
+    assert re.findall(r'^family\.show\("(\w+)"\)$', chapter, re.MULTILINE) == list(NAMED)
