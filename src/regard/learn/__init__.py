@@ -1,6 +1,6 @@
 """The teaching wing: attention to be read, on NumPy alone. Masks are boolean arrays, True = attend."""
 
-from regard.learn import examples, exercises
+from regard.learn import examples, exercises, family
 from regard.learn.additive import AdditiveAttention, AdditiveCounts, CountedScores
 from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
 from regard.learn.batches import pad_batch
@@ -97,6 +97,7 @@ __all__ = [
     "examples",
     "exercises",
     "exponential_kernel",
+    "family",
     "fitted_exponent",
     "gaussian_kernel",
     "gelu",
