@@ -1,6 +1,7 @@
 """Pages a reader works: each explorer returns a page that stands by itself, with the reader's own numbers in it."""
 
+from regard.explore._geometry import geometry
 from regard.explore._heatmap import heatmap
 from regard.explore._pipeline import pipeline
 
-__all__ = ["heatmap", "pipeline"]
+__all__ = ["geometry", "heatmap", "pipeline"]
