@@ -1,7 +1,8 @@
 """Pages a reader works: each explorer returns a page that stands by itself, with the reader's own numbers in it."""
 
+from regard.explore._code import code
 from regard.explore._geometry import geometry
 from regard.explore._heatmap import heatmap
 from regard.explore._pipeline import pipeline
 
-__all__ = ["geometry", "heatmap", "pipeline"]
+__all__ = ["code", "geometry", "heatmap", "pipeline"]
