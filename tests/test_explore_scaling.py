@@ -270,7 +270,7 @@ def test_sharpness_in_node():
         pytest.skip("no node here; the browser runs the same")
     rows = [row for row in rows_of_scores() if np.isfinite(row).any() and len(row) < 100]
     rows = [[x for x in row if np.isfinite(x)] for row in rows]
-    script = html.bundle("softmax.js") + html.bundle("sharpness.js")
+    script = html.bundle("softmax.js")[0] + html.bundle("sharpness.js")[0]
     script += f"const rows = {json.dumps(rows)}.map((row) => sharpness(softmax(row).weights));"
     script += "console.log(JSON.stringify(rows));"
     run = [node, "--input-type=module", "-e", script]

@@ -167,7 +167,7 @@ const answer = JSON.stringify({
 
 
 def in_javascript() -> str:
-    modules = html.bundle("softmax.js") + html.bundle("numbers.js")
+    modules = html.bundle("softmax.js")[0] + html.bundle("numbers.js")[0]
     data = html.embedded({"rows": rows_of_scores(), "shown": shown_numbers()})
     return modules + SCRIPT.replace("INPUT", json.dumps(data))
 

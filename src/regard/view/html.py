@@ -3,6 +3,7 @@
 A page is the style, one script and the record. `pages/` holds the modules it is made of, which need no build step: an
 import is a line `import { … } from "./name.js";`, an export stands before the declaration. Put together, each module
 comes after those it imports, with these two words taken away; so all share one scope, and names at the top differ.
+The style is `page.css` and, for each module that has one, the style of the same name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from regard._types import Array
 
-IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+\.js)";\n', re.MULTILINE)
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +56,7 @@ def page(title: str, module: str, record: dict[str, Any]) -> Page:
     >>> page("Nothing", "softmax.js", {})
     <page "Nothing", ... kB: save(path) writes it>
     """
-    script, style = bundle(module), source("page.css")
+    script, style = bundle(module)
     policy = (
         f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; "
         "base-uri 'none'; form-action 'none'"
@@ -113,28 +114,28 @@ def packed(numbers: Array | Sequence[Any]) -> str:
         return base64.b64encode(np.asarray(numbers).astype("<f4").tobytes()).decode("ascii")
 
 
-def source(name: str) -> str:
-    """The text of one file of `pages/`."""
-    return resources.files("regard.view").joinpath("pages", name).read_text(encoding="utf-8")
+def bundle(module: str) -> tuple[str, str]:
+    """The script, which is the module and all it imports, each after what it needs; and their style.
 
-
-def bundle(module: str) -> str:
-    """The module and all it imports as one script, each after what it needs.
-
-    >>> "import " in bundle("pipeline.js"), "function softmax" in bundle("pipeline.js")
-    (False, True)
+    >>> script, style = bundle("pipeline.js")
+    >>> "import " in script, "function softmax" in script, ":root" in style
+    (False, True, True)
     """
-    done: dict[str, str] = {}
+    pages = resources.files("regard.view").joinpath("pages")
+    scripts: dict[str, str] = {}
 
     def add(name: str) -> None:
-        if name not in done:
-            text = source(name)
+        if name not in scripts:
+            text = pages.joinpath(f"{name}.js").read_text(encoding="utf-8")
             for needed in IMPORT.findall(text):
                 add(needed)
-            done[name] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE)
+            scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE)
 
-    add(module)
-    return "\n".join(done.values())
+    add(module.removesuffix(".js"))
+    styles = [pages.joinpath(f"{name}.css") for name in ("page", *scripts)]
+    return "\n".join(scripts.values()), "".join(
+        style.read_text(encoding="utf-8") for style in styles if style.is_file()
+    )
 
 
 def digest(text: str) -> str:
