@@ -36,6 +36,7 @@ html_theme = "furo"
 html_title = "regard"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 html_copy_source = False
 html_math_renderer = "mathml"

@@ -27,3 +27,9 @@ export function scrolling(label, ...children) {
 export function header(title, subtitle) {
   return el("header", {}, el("h1", {}, title), el("p", { class: "lead" }, subtitle));
 }
+
+// In a frame, tell the page around it how tall this one is: it may make room, and does not have to.
+if (parent !== window) {
+  const tell = () => parent.postMessage({ regardHeight: document.body.offsetHeight }, "*");
+  new ResizeObserver(tell).observe(document.body);
+}

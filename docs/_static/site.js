@@ -1,0 +1,6 @@
+// Explorers tell how tall they are; their frames follow, and do not shrink again, so that the text below stays.
+addEventListener("message", ({ source, data }) => {
+  const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);
+  const height = Number(data?.regardHeight);
+  if (frame && height > frame.clientHeight && height < 4000) frame.style.height = `${Math.ceil(height)}px`;
+});
