@@ -151,7 +151,8 @@ def test_a_wrong_description_is_a_finding():
     assert [f.words for f in conformance(dropping).findings] == ["True drops instead of keeps"]
     (finding,) = conformance(F.scaled_dot_product_attention, causal="lower_right", without=NAN).findings
     assert finding.words == "causal is upper left where lower right was asked"
-    assert 'causal="upper_left"' in finding.cure
+    assert 'causal="upper_left"' in finding.meant
+    assert finding.cure in str(finding) and finding.meant in str(finding)
 
 
 def test_the_layout_is_found_where_none_is_said():

@@ -250,6 +250,7 @@ BROKEN = {
     "heads interleaved": (
         packed(lambda x, h: x.reshape(*x.shape[:2], x.shape[2] // h, h).transpose(0, 3, 1, 2), right_join), PACKED
     ),
+    "heads reversed": (packed(right_split, lambda x, batch: right_join(x[:, ::-1], batch)), PACKED),
     "positions and heads swapped": (attention, {"layout": "b n h d", "causal_argument": None}),
     "groups tiled": (grouped_by(lambda x, group: np.tile(x, (1, group, 1, 1))), {"grouped": True}),
     "first key head": (

@@ -266,3 +266,17 @@ def test_each_known_mistake_meets_its_own_hint_and_is_wrong(n):
         result = check(n, {**whole, **mistake.answer})
         assert not result.right, mistake.hint
         assert mistake.hint in result.hint
+
+
+def test_heads_in_reverse_order_have_a_name():
+    hint = check(8, packed(cut, lambda heads: side_by_side(heads[::-1]))).hint
+    assert hint.startswith("many_heads: heads are joined in reverse order")
+
+
+def test_a_learner_is_not_told_to_describe_the_function():
+    def of_one_query(query, key, value, mask=None):
+        return solved["attention"](query[:1], key, value, mask) if len(query) == 1 else 1 / 0
+
+    for answer in (loops(seen=lambda m: not m), of_one_query):
+        hint = check(8, answer).hint
+        assert not any(word in hint for word in ("describe", "description", "without=", "layout"))

@@ -115,6 +115,26 @@ def test_some_parts_are_checked_so_far():
     assert result.hint.startswith("Still to come is weights")
 
 
+@pytest.mark.parametrize("n", NUMBERS)
+def test_dots_stand_for_what_is_still_to_come(n):
+    first, *others = [part.name for part in EXERCISES[n - 1].parts]
+    assert check(n, dict.fromkeys([first, *others], ...)).hint.startswith(f"Still to come is {first}")
+    result = check(n, {**dict.fromkeys(others, ...), first: right(n)[first]})
+    assert f"Right so far: {first}." in result.message
+    assert result.hint.startswith(f"Still to come is {others[0]}")
+
+
+@pytest.mark.parametrize("n", [5, 6, 7, 8])
+def test_a_function_with_an_empty_body_is_told_to_return(n):
+    def to_fill_in(query, key, value, mask=None): ...
+
+    for body in (to_fill_in,) if n == 8 else (lambda *args: None, lambda *args: ...):
+        assert (
+            "nothing yet: end the function with return."
+            in check(n, {EXERCISES[n - 1].parts[0].name: body}).hint
+        )
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [(W, "Right so far: weights."), (cat.Q @ cat.K[2], 'the column of "sat"'), ([1, 2], "Its shape is (2,)")],
@@ -166,6 +186,15 @@ def test_a_task_says_what_is_asked(n):
         for part in EXERCISES[n - 1].parts:
             assert part.name in face and part.form.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
     assert max(map(len, str(task).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_in_a_notebook_nothing_is_a_heading_and_lines_stay_apart(n):
+    faces = [show(n)._repr_markdown_(), solution(n)._repr_markdown_()]
+    outside = [re.sub(r"```.*?```", "", face, flags=re.DOTALL) for face in faces]  # a comment is no heading
+    assert not any(line.startswith("#") for face in outside for line in face.splitlines())
+    for line in EXERCISES[n - 1].task.split("\n")[:-1]:
+        assert f"{line}  \n" in faces[0]
 
 
 @pytest.mark.parametrize("n", NUMBERS)

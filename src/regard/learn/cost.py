@@ -245,15 +245,18 @@ def _peak_bytes(call: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The published size of a model's attention: `layers` of `heads` over `length` tokens.
+    """The published size of a model's attention: `layers` of `heads` over `length` tokens, and the `source` of these.
 
     >>> published_models["GPT-3"].entries
     38654705664
+    >>> published_models["GPT-3"].source
+    'Brown et al. 2020, arXiv:2005.14165'
     """
 
     layers: int
     heads: int
     length: int
+    source: str = ""
 
     @property
     def entries(self) -> int:
@@ -262,10 +265,12 @@ class PublishedModel:
 
 
 published_models = {
-    "GPT-3": PublishedModel(layers=96, heads=96, length=2048),
-    "LLaMA-2-70B": PublishedModel(layers=80, heads=64, length=4096),
-    "ViT-Large": PublishedModel(layers=24, heads=16, length=197),
-    "AlphaFold2": PublishedModel(layers=48, heads=8, length=500),
+    "GPT-3": PublishedModel(96, 96, 2048, "Brown et al. 2020, arXiv:2005.14165"),
+    "LLaMA-2-70B": PublishedModel(
+        80, 64, 4096, "Touvron et al. 2023, arXiv:2307.09288, and its configuration"
+    ),
+    "ViT-Large": PublishedModel(24, 16, 197, "Dosovitskiy et al. 2020, arXiv:2010.11929"),
+    "AlphaFold2": PublishedModel(48, 8, 500, "Jumper et al. 2021, Nature 596, 583; for 500 residues"),
 }
 
 

@@ -23,7 +23,10 @@ PROMISING = 6  # faults then tried on every question
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """One cause in words, where it shows, and the smallest input that shows it."""
+    """One cause in words, what to change, where it shows, and the smallest input that shows it.
+
+    `meant` is what to tell the kit, rather, if the function is so on purpose.
+    """
 
     name: str
     words: str
@@ -33,6 +36,7 @@ class Finding:
     call: Call
     came: Answer | str
     expected: Answer
+    meant: str = ""
 
     def __str__(self) -> str:
         from regard.testing._report import told
@@ -136,7 +140,7 @@ def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[
         shown = [o for o in outcomes if shows(o)]
         clear = alone if any(map(alone, shown)) else shows
         fault, _ = choice
-        found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear))
+        found.append(_finding(fault.name, fault.words, fault.cure, shown, fn, convention, clear, fault.meant))
     failing = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
     left = [o for o in failing if not disturbs(o, diagnosis.steps)]
     found += _refusals([o for o in left if o.raised], len(outcomes), fn, convention)
@@ -187,11 +191,11 @@ def _refusals(
             return outcome.raised.split(":")[0] == kind
 
         yield _finding(
-            "refused", f"for {where}: {group[0].raised}",
+            "refused", f"for {where}: {group[0].raised}", "Call it with the smallest input below.",
+            group, fn, convention, shows,
             f"If that is meant, say so: without={names!r}."
             if len(names) <= 4
             else "Check the description of the function: its layout, library, and the names of its arguments.",
-            group, fn, convention, shows,
         )  # fmt: skip
 
 
@@ -232,7 +236,7 @@ def _capabilities(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 def _finding(
     name: str, words: str, cure: str, outcomes: list[Outcome], fn: Callable[..., Any], convention: Convention,
-    shows: Callable[[Outcome], bool],
+    shows: Callable[[Outcome], bool], meant: str = "",
 ) -> Finding:  # fmt: skip
     smallest = min(filter(shows, outcomes), key=_simplicity)
     question = shrink(smallest.question, lambda q: shows(ask(fn, convention, q)))
@@ -241,10 +245,10 @@ def _finding(
     other = "upper_left" if asked == "lower_right" else "lower_right"
     corner = {"asked": asked.replace("_", " "), "other": other.replace("_", " "), "other_name": other}
     if name == "causal corner":
-        words, cure = words.format(**corner), cure.format(**corner)
+        words, meant = words.format(**corner), meant.format(**corner)
     return Finding(
         name, words, cure, _capabilities(outcomes), len(outcomes), question.call,
-        outcome.raised if outcome.answer is None else outcome.answer, expected(question, DEFINITION).exact,
+        outcome.raised if outcome.answer is None else outcome.answer, expected(question, DEFINITION).exact, meant,
     )  # fmt: skip
 
 

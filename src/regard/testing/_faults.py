@@ -13,12 +13,16 @@ from regard.testing._steps import Steps, scale_of
 
 @dataclass(frozen=True, eq=False)
 class Fault:
-    """A cause: its name for scripts, its words, what to change, and the ways in which functions have it."""
+    """A cause: its name for scripts, its words, what to change, and the ways in which functions have it.
+
+    `meant` is how to describe a function that is so on purpose.
+    """
 
     name: str
     words: str
     cure: str
     variants: tuple[dict[str, Any], ...]
+    meant: str = ""
 
     def applied_to(self, steps: Steps, variant: int) -> Steps | None:
         """The steps with this fault too; None where another fault has already replaced one of them."""
@@ -27,8 +31,10 @@ class Fault:
         return None if taken else replace(steps, **changes)
 
 
-def _fault(name: str, words: str, cure: str, *variants: dict[str, Any], **steps: Any) -> Fault:
-    return Fault(name, words, cure, variants or (steps,))
+def _fault(
+    name: str, words: str, cure: str, *variants: dict[str, Any], meant: str = "", **steps: Any
+) -> Fault:
+    return Fault(name, words, cure, variants or (steps,), meant)
 
 
 TILES = (8, 16, 32, 64, 128)
@@ -84,7 +90,8 @@ FAULTS: tuple[Fault, ...] = (
     # -- the mask --
     _fault(
         "mask inverted", "True drops instead of keeps",
-        "Hide a key where the mask is False; or describe the function by mask=\"drop\" if that is its convention.",
+        "Hide a key where the mask is False.",
+        meant="Or describe the function by mask=\"drop\" if that is its convention.",
         mask=wrong.of_mask(np.logical_not),
     ),
     _fault("mask ignored", "the mask is ignored", "Hide the masked scores.", mask=lambda call: np.True_),
@@ -114,7 +121,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "mask added", "the boolean mask is added to the scores as 0 and 1",
-        "A boolean mask says where to put −inf; or describe the function by mask=\"additive\" if 0 and −inf are meant.",
+        "A boolean mask says where to put −inf.",
+        meant="Or describe the function by mask=\"additive\" if 0 and −inf are meant.",
         hide=lambda scores, allowed: (scores + allowed, wrong.all_live(scores)),
     ),
     _fault(
@@ -126,8 +134,8 @@ FAULTS: tuple[Fault, ...] = (
     # -- causal --
     _fault(
         "causal corner", "causal is {other} where {asked} was asked",
-        "Query i sees key j where j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right); or describe the "
-        "function by causal=\"{other_name}\".",
+        "Query i sees key j where j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right).",
+        meant="Or describe the function by causal=\"{other_name}\".",
         causal=wrong.where_causal(wrong.other_corner),
     ),
     _fault(
@@ -234,10 +242,16 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": wrong.interleaved},
     ),
     _fault(
+        "heads reversed", "heads are joined in reverse order", "Head 0 comes first in the packed axis.",
+        {"finish": wrong.reversed_heads},
+        {"arrange": wrong.on_each(wrong.reversed_heads)},
+    ),
+    _fault(
         "positions and heads swapped", "attention runs over heads: positions and heads are exchanged",
-        "Check the layout; (batch, heads, n, head_dim) is layout=\"b h n d\", PyTorch's inputs to "
-        "flash-attn are \"b n h d\".",
+        "Exchange the axes of positions and heads first, so that scores compare positions.",
         {"arrange": wrong.on_each(wrong.swap_positions_and_heads), "finish": wrong.swap_positions_and_heads},
+        meant="Or check the layout; (batch, heads, n, head_dim) is layout=\"b h n d\", PyTorch's inputs to "
+        "flash-attn are \"b n h d\".",
     ),
     _fault(
         "groups tiled", "grouped heads are tiled: head h reads key head h mod kv_heads",
@@ -262,7 +276,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "pair swapped", "the weights come first in what is returned",
-        "Return (output, weights), or describe it: returns=\"weights, output\".",
+        "Return (output, weights).", meant="Or describe it: returns=\"weights, output\".",
         returned=lambda output, weights: (weights, output),
     ),
     _fault(

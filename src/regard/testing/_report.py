@@ -17,7 +17,7 @@ from regard.testing._diagnose import Finding
 from regard.testing._steps import Answer
 from regard.view.text import columns, number
 
-WIDTH = 100
+WIDTH = 88
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Report:
 def _record(finding: Finding) -> dict[str, Any]:
     came = finding.came if isinstance(finding.came, str) else _plain(finding.came.output)
     return {
-        "name": finding.name, "words": finding.words, "cure": finding.cure,
+        "name": finding.name, "words": finding.words, "cure": finding.cure, "meant": finding.meant,
         "capabilities": list(finding.capabilities), "calls": finding.count,
         "input": {**{name: _plain(value) for name, value in _arguments(finding.call)}, **finding.call.sizes},
         "came": came, "expected": _plain(finding.expected.output),
@@ -130,7 +130,7 @@ def _arguments(call: Call) -> list[tuple[str, Any]]:
 def told(finding: Finding, number: str = "") -> list[str]:
     """A finding as lines."""
     lines = _wrapped(f"{number}{finding.words}", "   ", first="")
-    lines += _wrapped(finding.cure, "   ")
+    lines += _wrapped(f"{finding.cure} {finding.meant}", "   ")
     calls = "one call" if finding.count == 1 else f"{finding.count} calls"
     lines += _wrapped(f"Seen in {calls}: {'; '.join(finding.capabilities)}.", "   ")
     call = finding.call

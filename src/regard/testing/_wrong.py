@@ -46,6 +46,10 @@ def packed_back(array: Any) -> Any:
     return packed.swapaxes(1, 2)
 
 
+def reversed_heads(array: Any) -> Any:
+    return array[:, ::-1]
+
+
 def on_each(change: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda query, key, value: (change(query), change(key), change(value))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from regard._types import check_count
 from regard.learn.exercises._check import judge
-from regard.learn.exercises._exercise import Exercise, Result, Solution, Task
+from regard.learn.exercises._exercise import Exercise, Result, Solution, Task, wrapped
 from regard.learn.exercises.four_steps import FOUR_STEPS
 from regard.learn.exercises.heads import SPLIT_HEADS
 from regard.learn.exercises.keys import KEYS_EQUAL_QUERIES, ORTHOGONAL_KEYS
@@ -53,7 +53,8 @@ def show(n: int) -> Task:
 def check(n: int, answer: Any) -> Result:
     """Whether an answer to exercise `n` is `right`, and if not the `hint` that fits the mistake.
 
-    The answer is a dict of the parts that `show` names; some of them will do, to have them checked so far.
+    The answer is a dict of the parts that `show` names; some of them will do, to have them checked so far,
+    and `...` stands for one that is still to come.
 
     >>> check(3, {"itself": True}).hint
     'itself: Look at row t2: with itself it scores 8, with t1 10. A longer key can win.'
@@ -70,7 +71,7 @@ def solution(n: int) -> Solution:
     True
     """
     exercise = _exercise("solution", n)
-    return Solution(exercise.title, exercise.explain(), exercise.code)
+    return Solution(exercise.title, "\n".join(wrapped(exercise.explain())), exercise.code)
 
 
 def _exercise(operation: str, n: int) -> Exercise:

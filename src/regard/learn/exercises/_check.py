@@ -35,7 +35,10 @@ def judge(exercise: Exercise, answer: Any) -> Result:
 
 
 def _read(exercise: Exercise, answer: Any, right: Mapping[str, Any]) -> Read:
-    """The parts that were given, read; a tuple has all of them in order, anything else is one of them."""
+    """The parts that were given, read; a tuple has all of them in order, anything else is one of them.
+
+    A part that is ... is still to come.
+    """
     parts = {part.name: part for part in exercise.parts}
     if isinstance(answer, tuple) and len(answer) == len(parts) > 1:
         answer = dict(zip(parts, answer, strict=True))
@@ -47,7 +50,7 @@ def _read(exercise: Exercise, answer: Any, right: Mapping[str, Any]) -> Read:
         raise Unreadable(f"{came}; the parts are {', '.join(parts)}.")
     read: Read = {}
     for name, part in parts.items():
-        if name in answer:
+        if answer.get(name, ...) is not ...:
             try:
                 read[name] = part.read(answer[name])
             except Unreadable as refusal:

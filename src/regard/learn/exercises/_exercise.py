@@ -17,7 +17,7 @@ from regard.learn.exercises._kinds import Kind, Unreadable
 from regard.view.text import number
 
 Answer = Mapping[str, Any]
-WIDTH = 100
+WIDTH = 88
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Part:
                 returned = value(*deepcopy(args))  # a function may write into what it gets
             except Exception as error:  # a learner's function may raise anything; it is news, not a crash
                 raise Unreadable(f"{call} raised {type(error).__name__}: {error}") from None
+            if returned is None or returned is ...:
+                raise Unreadable(f"{call} returned nothing yet: end the function with return.")
             try:
                 read.append(self.kind.read(returned))
             except Unreadable as refusal:
@@ -117,7 +119,9 @@ class Task:
         given = "\n".join(line for item in self.given.items() for line in _shown(*item, indent=""))
         asked = "\n".join(f"- `{name}`: {asks} *({form})*" for name, asks, form in self.asked)
         block = f"\n\n```text\n{given}\n```" if given else ""
-        return f"### {self.title}\n\n{self.text}{block}\n\nAnswer with a dict:\n\n{asked}\n"
+        number = self.title.partition(". ")[0]  # no heading: it may stand under any
+        text = self.text.replace("\n", "  \n")  # line ends stay
+        return f"**{number}.** {text}{block}\n\nAnswer with a dict:\n\n{asked}\n"
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +138,7 @@ class Solution:
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        return f"### {self.title}\n\n```text\n{self.text}\n```\n\n```python\n{self.code}\n```\n"
+        return f"**{self.title}**\n\n```text\n{self.text}\n```\n\n```python\n{self.code}\n```\n"
 
 
 @dataclass(frozen=True, repr=False)
