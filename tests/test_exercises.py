@@ -9,6 +9,7 @@ import pytest
 
 from regard.learn import cat, three_tokens
 from regard.learn.exercises import EXERCISES, check
+from regard.testing import _questions
 
 NUMBERS = range(1, 9)
 
@@ -280,3 +281,15 @@ def test_a_learner_is_not_told_to_describe_the_function():
     for answer in (loops(seen=lambda m: not m), of_one_query):
         hint = check(8, answer).hint
         assert not any(word in hint for word in ("describe", "description", "without=", "layout"))
+
+
+def test_what_has_no_name_is_told_in_the_same_words_whatever_the_order_of_a_set(monkeypatch):
+    def negative(query, key, value, num_heads, mask=None):
+        return solved["many_heads"](query, key, value, num_heads, mask) * (1 if num_heads == 1 else -1)
+
+    uses, hints = _questions._uses, set()
+    for order in (sorted, lambda names: sorted(names, reverse=True)):
+        monkeypatch.setattr(_questions, "_uses", lambda *call, order=order: tuple(order(uses(*call))))
+        hints.add(check(8, {"many_heads": negative}).hint)
+    assert len(hints) == 1
+    assert "differs from the definition for heads and batch" in hints.pop()

@@ -216,7 +216,8 @@ def _unexplained(
     telling = [o for o in telling if o.answer is not None and np.isfinite(o.answer.output).all()]
     passing = [o.question.uses for o in telling if o.answer is not None and o.answer.output.size]
     while left:
-        common = {use: [o for o in left if use in o.question.uses] for o in left for use in o.question.uses}
+        uses = sorted({use for o in left for use in o.question.uses})  # the same words in every process
+        common = {use: [o for o in left if use in o.question.uses] for use in uses}
         clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}
         choice = clean or {left[0].question.capability: common[left[0].question.capability]}
         what, group = max(choice.items(), key=lambda item: (len(item[1]), item[0] == "every call"))
