@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ nb_execution_timeout = 120
 # A line that the kernel sent in two pieces is one line again. MyST-NB's own merging would break it where it was cut,
 # and leave the pieces in the notebook a second time.
 NotebookClient.coalesce_streams = True
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # not a line for each notebook
 
 html_theme = "furo"
 html_title = "regard"
@@ -82,6 +84,9 @@ def offer(app: Sphinx, docname: str, template: str, context: dict[str, Any], doc
     """Lets the template show a link to the page as a notebook, which lies beside it."""
     if notebook_of(docname, app).exists():
         context["notebook"] = Path(docname).name + ".ipynb"
+    # Captions are headings to a screen reader, which asks of which level.
+    tree = context["furo_navigation_tree"]
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
 
 
 def copy_notebooks(app: Sphinx, failure: Exception | None) -> None:
@@ -96,6 +101,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
     )
-    app.connect("html-page-context", offer)
+    app.connect("html-page-context", offer, priority=900)  # after the theme has made its navigation
     app.connect("build-finished", copy_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
