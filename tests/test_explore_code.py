@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import linecache
 import re
 import sys
@@ -474,11 +475,10 @@ def commented(n):
 
 
 def notes_of(page) -> dict[str, str]:
-    import json
-
     data = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
     lines = {(i, n): text.strip() for i, (_, every) in enumerate(data["listings"]) for n, text in every}
-    return {lines[step["place"], step["line"]]: step["note"] for step in data["steps"]}
+    functions = [(data["functions"][i], line) for _, i, line, *_ in data["steps"]]
+    return {lines[each["place"], line]: each["notes"].get(str(line)) for each, line in functions}
 
 
 def test_comments_and_docstrings_explain():
@@ -589,7 +589,7 @@ def test_the_class_walked_with_every_number(show):
     exponentials = np.exp(scores / 2 - (scores / 2).max(axis=1, keepdims=True))
     assert inner["exponentials"] == cells(exponentials)
     assert inner["total"] == cells(exponentials.sum(axis=1, keepdims=True))
-    assert seen[-1]["other"] == ["self", "Q", "K", "V", "mask", "scores", "scaled", "weights", "output"]
+    assert seen[-1]["other"] == ["mask", "self", "Q", "K", "V", "scores", "scaled", "weights", "output"]
 
 
 @slow
