@@ -300,6 +300,7 @@ def test_an_iterator_that_ends_is_no_exception():
 
     run = walked(through, Two())
     assert run.steps[-1].kind == "return" and run.steps[-1].frame == 0
+    assert run.steps[-1].rounds == ()  # the loop is over
 
 
 def test_a_statement_is_one_step_however_many_lines():
