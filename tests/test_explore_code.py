@@ -196,6 +196,7 @@ def test_a_function_inside_another_is_shown_once():
 
     run = walked(outer, 2)
     assert [listing.name.split(".")[-1] for listing in run.listings] == ["outer", "inner"]
+    assert run.name.endswith("outer")
     page = explore.code(outer, 2).html
     assert page.count("return k + n") == 1 and "One more." in page
 
@@ -265,6 +266,16 @@ def test_an_exception_ends_the_walk_at_its_line():
     run = walked(caller, 0)
     assert story(run)[-1] == "raise y = 1 / x [] ! ZeroDivisionError: division by zero"
     assert [step.kind for step in run.steps].count("raise") == 1
+
+
+def deeper(n):
+    return deeper(n + 1)
+
+
+def test_calls_without_end_are_told():
+    run = walked(deeper, 0)
+    last = story(run)[-1]
+    assert "RecursionError" in (run.cut or last)
 
 
 def test_an_exception_that_is_caught_goes_on():

@@ -53,7 +53,7 @@ def code(
         "Line by line",
         "code.js",
         {
-            "name": printable(run.listings[0].name),
+            "name": printable(run.name),
             "listings": [[printable(each.name), _lines(each)] for each in shown],
             "functions": [
                 {"name": printable(each.name), "place": place[i], "ends": each.ends, "notes": said[i]}
