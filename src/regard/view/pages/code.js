@@ -72,8 +72,8 @@ function mark(step) {
   }
   if (!marked.length) return;
   marked[0].setAttribute("aria-current", "step");
-  const top = marked[0].offsetTop, height = listing.clientHeight;
-  if (top < listing.scrollTop + 40 || top > listing.scrollTop + height - 80) listing.scrollTop = top - height / 3;
+  const top = marked[0].offsetTop, bottom = marked.at(-1).offsetTop, height = listing.clientHeight;
+  if (top < listing.scrollTop + 40 || bottom > listing.scrollTop + height - 60) listing.scrollTop = top - height / 3;
 }
 
 // What is marked, without its indentation and comments.
@@ -125,9 +125,9 @@ function draw() {
     ...step.open.map((call, i) => [i ? " › " : "", el("span", { class: "call" }, token(called(call)))]).flat(),
     ...step.rounds.map((each) => [" › ", round(each, step)]).flat(),
   );
-  const isLarge = (name) => Boolean(data.values[step.now.get(name)].cells || data.values[step.now.get(name)].parts);
-  const others = [...step.now.keys()].filter((name) => !step.produced.includes(name))
-    .sort((a, b) => isLarge(a) - isLarge(b)); // numbers first, in few lines
+  const size = (name) => (({ cells, parts }) => (parts ? 2 : cells ? 1 : 0))(data.values[step.now.get(name)]);
+  const names = [...step.now.keys()].sort((a, b) => size(a) - size(b)); // the smallest first, in few lines
+  const [fresh, others] = [true, false].map((isNew) => names.filter((name) => step.produced.includes(name) === isNew));
   const result = step.result === null ? [] : el("div", { class: "variable fresh", id: "result" },
     el("p", { class: "title" }, el("strong", {}, says), " ", el("span", { class: "kind" }, kindOf(data.values[step.result]))),
     shown(data.values[step.result]));
@@ -138,7 +138,7 @@ function draw() {
       step.note ? el("p", { id: "note" }, token(step.note)) : [],
       says && step.result === null ? el("p", { id: "says", class: step.kind === "raise" ? "raised" : "" }, token(says)) : [],
       result,
-      step.produced.map((name) => variable(name, step, true)),
+      fresh.map((name) => variable(name, step, true)),
       others.length ? el("h3", {}, "As before") : [],
       el("div", { class: "others" }, others.map((name) => variable(name, step, false))),
       at === steps.length - 1 && data.cut ? el("p", { id: "cut" }, data.cut) : [],
