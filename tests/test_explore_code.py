@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import linecache
 import re
 import sys
@@ -195,6 +196,7 @@ def test_a_function_inside_another_is_shown_once():
 
     run = walked(outer, 2)
     assert [listing.name.split(".")[-1] for listing in run.listings] == ["outer", "inner"]
+    assert run.name.endswith("outer")
     page = explore.code(outer, 2).html
     assert page.count("return k + n") == 1 and "One more." in page
 
@@ -266,6 +268,16 @@ def test_an_exception_ends_the_walk_at_its_line():
     assert [step.kind for step in run.steps].count("raise") == 1
 
 
+def deeper(n):
+    return deeper(n + 1)
+
+
+def test_calls_without_end_are_told():
+    run = walked(deeper, 0)
+    last = story(run)[-1]
+    assert "RecursionError" in (run.cut or last)
+
+
 def test_an_exception_that_is_caught_goes_on():
     def careful(row):
         try:
@@ -299,6 +311,7 @@ def test_an_iterator_that_ends_is_no_exception():
 
     run = walked(through, Two())
     assert run.steps[-1].kind == "return" and run.steps[-1].frame == 0
+    assert run.steps[-1].rounds == ()  # the loop is over
 
 
 def test_a_statement_is_one_step_however_many_lines():
@@ -474,11 +487,10 @@ def commented(n):
 
 
 def notes_of(page) -> dict[str, str]:
-    import json
-
     data = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
     lines = {(i, n): text.strip() for i, (_, every) in enumerate(data["listings"]) for n, text in every}
-    return {lines[step["place"], step["line"]]: step["note"] for step in data["steps"]}
+    functions = [(data["functions"][i], line) for _, i, line, *_ in data["steps"]]
+    return {lines[each["place"], line]: each["notes"].get(str(line)) for each, line in functions}
 
 
 def test_comments_and_docstrings_explain():
@@ -589,7 +601,7 @@ def test_the_class_walked_with_every_number(show):
     exponentials = np.exp(scores / 2 - (scores / 2).max(axis=1, keepdims=True))
     assert inner["exponentials"] == cells(exponentials)
     assert inner["total"] == cells(exponentials.sum(axis=1, keepdims=True))
-    assert seen[-1]["other"] == ["self", "Q", "K", "V", "mask", "scores", "scaled", "weights", "output"]
+    assert seen[-1]["other"] == ["mask", "Q", "K", "V", "scores", "scaled", "weights", "output", "self"]
 
 
 @slow

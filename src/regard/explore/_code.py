@@ -53,28 +53,18 @@ def code(
         "Line by line",
         "code.js",
         {
-            "name": printable(run.listings[0].name),
+            "name": printable(run.name),
             "listings": [[printable(each.name), _lines(each)] for each in shown],
-            "names": [printable(each.name) for each in run.listings],
+            "functions": [
+                {"name": printable(each.name), "place": place[i], "ends": each.ends, "notes": said[i]}
+                for i, each in enumerate(run.listings)
+            ],
             "values": run.values,
             "loops": run.loops,
             "cut": run.cut,
             "steps": [
-                {
-                    "kind": step.kind,
-                    "place": place[step.listing],
-                    "function": step.listing,
-                    "line": step.line,
-                    "end": run.listings[step.listing].ends.get(step.line, step.line),
-                    "note": said[step.listing].get(step.line),
-                    "frame": step.frame,
-                    "depth": step.depth,
-                    "changed": step.changed,
-                    "produced": step.produced,
-                    "rounds": step.rounds,
-                    "result": step.result,
-                    "says": step.says,
-                }
+                [step.kind, step.listing, step.line, step.frame, step.depth]
+                + [step.changed, step.produced, step.rounds, step.result, step.says]
                 for step in run.steps
             ],
         },

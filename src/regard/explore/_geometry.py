@@ -17,6 +17,7 @@ from regard.masks import Mask
 from regard.view.html import Page, page
 
 MOST_ARROWS = 40  # more cover each other
+LARGEST_ENTRY = 1e100  # its square is still a number
 
 
 def geometry(
@@ -101,10 +102,10 @@ def _check_entries(name: str, array: Any) -> None:
 
 
 def _check_finite(name: str, array: Array) -> None:
-    if not np.isfinite(array).all():
+    if not (np.abs(array) <= LARGEST_ENTRY).all():
         raise ArgumentError(
             "explore.geometry",
-            received=f"{name} with entries that are not finite",
-            expected="finite numbers",
+            received=f"{name} with entries that are not finite, or all but",
+            expected=f"numbers up to {LARGEST_ENTRY:g}",
             cure="A plane has no place for inf and NaN; explore.pipeline shows them.",
         )

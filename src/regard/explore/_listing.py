@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import io
 import linecache
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -48,13 +48,13 @@ class Listing:
 
 def listing(code: CodeType, module: dict[str, Any]) -> Listing | None:
     """The listing of a code object; None where its source is nowhere to be had."""
-    every = linecache.getlines(code.co_filename, module)
+    every = tuple(linecache.getlines(code.co_filename, module))
     first = code.co_firstlineno
     if first > len(every):
         return None
     node = _node(every, code)
     if node is None:
-        block = inspect.getblock(every[first - 1 :])
+        block = every[first - 1 : max(line or first for *_, line in code.co_lines())]
         return Listing(
             code.co_filename, code.co_qualname, first, dict(enumerate(map(str.rstrip, block), first))
         )
@@ -89,12 +89,18 @@ def listing(code: CodeType, module: dict[str, Any]) -> Listing | None:
     return found
 
 
-def _node(every: list[str], code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
+@lru_cache(maxsize=4)
+def _tree(every: tuple[str, ...]) -> ast.Module:
     try:
-        tree = ast.parse("".join(every))
-    except SyntaxError:  # a cell with a line that is not Python
-        return None
-    for node in ast.walk(tree):
+        return ast.parse("".join(every))
+    except (SyntaxError, ValueError):  # a cell with a line that is not Python
+        return ast.Module([], [])
+
+
+def _node(
+    every: tuple[str, ...], code: CodeType
+) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
+    for node in ast.walk(_tree(every)):
         if isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
             return node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
@@ -138,7 +144,8 @@ def _loops(node: ast.AST) -> Iterator[Loop]:
             yield from _loops(child)
 
 
-def _comments(every: list[str]) -> dict[int, str]:
+@lru_cache(maxsize=4)
+def _comments(every: tuple[str, ...]) -> dict[int, str]:
     found = {}
     try:
         for token in tokenize.generate_tokens(io.StringIO("".join(every)).readline):
@@ -150,7 +157,7 @@ def _comments(every: list[str]) -> dict[int, str]:
     return found
 
 
-def _note(line: int, end: int, comments: dict[int, str], every: list[str]) -> str | None:
+def _note(line: int, end: int, comments: dict[int, str], every: tuple[str, ...]) -> str | None:
     """The comment beside a statement, or else the lines of comment right above it."""
     beside = [comments[i] for i in range(line, end + 1) if i in comments]
     above: list[str] = []

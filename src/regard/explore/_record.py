@@ -51,6 +51,7 @@ class Run:
     `cut` says in words why the steps end before the run did, if they do.
     """
 
+    name: str
     listings: list[Listing] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +78,7 @@ class Recorder:
     """
 
     def __init__(self, root: CodeType, module: dict[str, Any]) -> None:
-        self.run, self._root, self._module = Run(), root, module
+        self.run, self._root, self._module = Run(root.co_qualname), root, module
         self._listings: dict[CodeType, int | None] = {}
         self._frames: dict[FrameType, _Frame] = {}
         self._open: list[FrameType] = []
@@ -88,6 +89,7 @@ class Recorder:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """What the interpreter calls: at the start of every function, then at each event of those followed."""
         if self.run.cut:
+            frame.f_trace = None  # at full speed from here
             return None
         if event == "call":
             return self._enter(frame)
@@ -100,6 +102,7 @@ class Recorder:
             self._leave(frame, state, arg)
         if len(self.run.steps) >= MOST_STEPS or self._characters >= MOST_CHARACTERS:
             self.run.cut = f"The walk ends here, after {len(self.run.steps)} steps; the run went on."
+            sys.settrace(None)
         return self
 
     # -- Events --
@@ -242,9 +245,12 @@ def record(operation: str, function: Callable[..., Any], args: Any, kwargs: Any)
                 for _ in result:
                     if recorder.run.cut:
                         break
-    except Exception:  # the last step tells of it
-        if not recorder.run.steps:  # not the function's own: it was never entered
+    except Exception as error:
+        run = recorder.run
+        if not run.steps:  # not the function's own: it was never entered
             raise
+        if run.steps[-1].kind != "raise" and not run.cut:  # calls so deep that none could be followed
+            run.cut = f"The walk ends here: {_told(error)}"
     if not recorder.run.steps:
         raise ArgumentError(
             operation,

@@ -67,20 +67,21 @@ def _array(array: np.ndarray, kind: str) -> dict[str, Any]:
         first = first[0]
     rows = np.atleast_2d(first)
     down, across = _ends(rows.shape[0], ROWS), _ends(rows.shape[1], COLUMNS)
-    cells = [
-        ["…"] * len(across) if i is None else ["…" if j is None else _entry(rows[i, j]) for j in across]
-        for i in down
-    ]
+    cells = [[_entry(x) for x in row] for row in rows[np.ix_(down, across)].tolist()]
+    if len(across) < rows.shape[1]:
+        cells = [[*row[:-1], "…", row[-1]] for row in cells]
+    if len(down) < rows.shape[0]:
+        cells.insert(-1, ["…"] * len(cells[0]))
     return {"type": kind, "shape": list(array.shape), "cells": cells}
 
 
 def _entry(x: Any) -> Any:
-    x = x.item() if isinstance(x, np.generic) else x
     return _scalar(x) if isinstance(x, bool | int | float | complex | str | bytes) else _name(type(x))
 
 
-def _ends(size: int, most: int) -> list[int | None]:
-    return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
+def _ends(size: int, most: int) -> list[int]:
+    """The places shown of so many: all, or the first and the last, with room for the ellipsis between."""
+    return list(range(size)) if size <= most else [*range(most - 2), size - 1]
 
 
 def _scalar(value: Any) -> Any:

@@ -6,7 +6,11 @@ const WORDS =
   /(#.*$)|([rbf]?"[^"]*"|[rbf]?'[^']*')|\b(and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|nonlocal|not|or|pass|raise|return|try|while|with|yield|None|True|False)\b/g;
 
 const data = record();
-const steps = unfolded(data.steps);
+const steps = unfolded(data.steps.map(([kind, place, line, frame, depth, changed, produced, rounds, result, says]) => {
+  const { name, notes, ends, place: listed } = data.functions[place];
+  const note = notes[line], end = ends[line] || line;
+  return { kind, name, note, line, end, place: listed, frame, depth, changed, produced, rounds, result, says };
+}));
 let at = 0;
 
 // For each step what the frame holds and which calls are open, told by the steps before it.
@@ -68,8 +72,8 @@ function mark(step) {
   }
   if (!marked.length) return;
   marked[0].setAttribute("aria-current", "step");
-  const top = marked[0].offsetTop, height = listing.clientHeight;
-  if (top < listing.scrollTop + 40 || top > listing.scrollTop + height - 80) listing.scrollTop = top - height / 3;
+  const top = marked[0].offsetTop, bottom = marked.at(-1).offsetTop, height = listing.clientHeight;
+  if (top < listing.scrollTop + 40 || bottom > listing.scrollTop + height - 60) listing.scrollTop = top - height / 3;
 }
 
 // What is marked, without its indentation and comments.
@@ -87,7 +91,7 @@ const where = el("p", { id: "where" });
 const told = el("section", { id: "told", class: "card told", tabindex: "0", "aria-label": "What this line did" });
 const announced = el("p", { class: "visually-hidden", role: "status" });
 
-const calledName = (i) => data.names[i].split(".").at(-1);
+const called = (step) => step.name.split(".").at(-1);
 
 // "i = 2 (3 of 5)" for each loop around the line.
 function round([run, time], step) {
@@ -97,8 +101,8 @@ function round([run, time], step) {
 }
 
 function happened(step, next) {
-  if (step.kind === "enter") return `${calledName(step.function)} is called`;
-  if (step.kind === "call") return next ? `calls ${calledName(next.function)}` : "calls";
+  if (step.kind === "enter") return `${called(step)} is called`;
+  if (step.kind === "call") return next ? `calls ${called(next)}` : "calls";
   if (step.kind === "raise") return `raises ${step.says}`;
   if (step.kind === "yield") return "yields";
   if (step.kind === "return") return "returns";
@@ -118,10 +122,12 @@ function draw() {
   const step = steps[at], says = happened(step, steps[at + 1]);
   mark(step);
   where.replaceChildren(
-    ...step.open.map((call, i) => [i ? " › " : "", el("span", { class: "call" }, token(calledName(call.function)))]).flat(),
+    ...step.open.map((call, i) => [i ? " › " : "", el("span", { class: "call" }, token(called(call)))]).flat(),
     ...step.rounds.map((each) => [" › ", round(each, step)]).flat(),
   );
-  const others = [...step.now.keys()].filter((name) => !step.produced.includes(name));
+  const size = (name) => (({ cells, parts }) => (parts ? 2 : cells ? 1 : 0))(data.values[step.now.get(name)]);
+  const names = [...step.now.keys()].sort((a, b) => size(a) - size(b)); // the smallest first, in few lines
+  const [fresh, others] = [true, false].map((isNew) => names.filter((name) => step.produced.includes(name) === isNew));
   const result = step.result === null ? [] : el("div", { class: "variable fresh", id: "result" },
     el("p", { class: "title" }, el("strong", {}, says), " ", el("span", { class: "kind" }, kindOf(data.values[step.result]))),
     shown(data.values[step.result]));
@@ -132,7 +138,7 @@ function draw() {
       step.note ? el("p", { id: "note" }, token(step.note)) : [],
       says && step.result === null ? el("p", { id: "says", class: step.kind === "raise" ? "raised" : "" }, token(says)) : [],
       result,
-      step.produced.map((name) => variable(name, step, true)),
+      fresh.map((name) => variable(name, step, true)),
       others.length ? el("h3", {}, "As before") : [],
       el("div", { class: "others" }, others.map((name) => variable(name, step, false))),
       at === steps.length - 1 && data.cut ? el("p", { id: "cut" }, data.cut) : [],

@@ -18,7 +18,7 @@ const length = ([x, y]) => Math.hypot(x, y);
 const product = (a, b) => a[0] * b[0] + a[1] * b[1];
 const times = (factor, [x, y]) => [factor * x, factor * y];
 const plus = (a, b) => [a[0] + b[0], a[1] + b[1]];
-const unit = (a) => (length(a) === 0 ? a : times(1 / length(a), a));
+const unit = (a) => (length(a) === 0 ? a : a.map((x) => x / length(a)));
 const replaced = (list, i, item) => list.map((old, j) => (j === i ? item : old));
 const radius = (weight) => Math.max(3.5, LARGEST_DOT * Math.sqrt(weight || 0));
 
@@ -47,7 +47,8 @@ function current() {
 // -- The plane of query and keys --
 
 const compare = plane({ id: "compare", role: "group", "aria-label": "Query and keys: arrow keys move the one in focus" });
-const reach = 1.25 * Math.max(...[...given.keys, ...given.queries].flat().map(Math.abs)) || 1;
+const largest = Math.max(...[...given.keys, ...given.queries].flat().map(Math.abs));
+const reach = largest > 1e-100 ? 1.25 * largest : 1; // less is nothing
 
 // With lengths of one, moving an arrow turns it; it keeps its length for when that is switched off.
 function moved(old, to) {
@@ -146,7 +147,8 @@ if (mix) {
   const points = [[0, 0], ...values], most = (axis) => Math.max(...points.map((p) => p[axis]));
   const least = (axis) => Math.min(...points.map((p) => p[axis]));
   mix.centre = [0, 1].map((axis) => (least(axis) + most(axis)) / 2);
-  mix.look(mix.centre, 0.8 * Math.max(most(0) - least(0), most(1) - least(1)) || 1);
+  const span = Math.max(most(0) - least(0), most(1) - least(1));
+  mix.look(mix.centre, span > 1e-100 ? 0.8 * span : 1);
 }
 
 // -- The numbers, and the page --

@@ -129,6 +129,7 @@ export function handle(where, name, moved) {
   let at = [0, 0], held = null;
   const to = (target) => moved(where.inside(target).map(tidy));
   node.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
     event.preventDefault();
     node.focus();
     node.setPointerCapture(event.pointerId);
