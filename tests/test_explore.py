@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from test_pages import HOSTILE
+from test_pages import EXPLORERS, HOSTILE
 
 import regard
 from regard import explore
@@ -339,7 +339,7 @@ def test_heatmap_fits_a_phone(show, scheme):
     assert tab.locator("#cell .pair").text_content() == "on → on"
 
 
-@pytest.mark.parametrize("make", [explore.pipeline, explore.heatmap])
+@pytest.mark.parametrize("make", EXPLORERS)
 def test_the_example_is_drawn_at_once(show, make):
     tab = show(make())
     assert tab.evaluate(LOADED) < 20 * pace(tab)

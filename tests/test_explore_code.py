@@ -11,7 +11,6 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
-import test_pages
 from test_explore import LOADED, pace
 from test_pages import HOSTILE, faults
 
@@ -549,10 +548,6 @@ def test_arguments_that_do_not_fit_are_the_caller_s_error():
 
 
 # -- The page ---------------------------------------------------------------------------------------------
-
-
-def test_the_page_is_small_and_has_a_policy(tmp_path):
-    test_pages.test_a_page_is_small_and_has_a_policy(explore.code, tmp_path)
 
 
 # Goes through the whole walk in the page itself, one call instead of hundreds.

@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-import test_pages
 from test_explore import LOADED, pace, table
 from test_pages import HOSTILE, faults
 
@@ -241,10 +240,6 @@ def test_touch_moves_the_query_and_not_the_page(show):
 
 
 # -- What needs no browser --------------------------------------------------------------------------------
-
-
-def test_the_page_is_small_and_has_a_policy(tmp_path):
-    test_pages.test_a_page_is_small_and_has_a_policy(explore.geometry, tmp_path)
 
 
 def test_tensors_are_taken():

@@ -30,12 +30,13 @@ HOSTILE = [
     "&lt;b&gt;",
     "${alert(1)}",
 ]
+EXPLORERS = [getattr(explore, name) for name in explore.__all__]
 
 
 # -- The shell --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [explore.pipeline, explore.heatmap])
+@pytest.mark.parametrize("make", EXPLORERS)
 def test_a_page_is_small_and_has_a_policy(make, tmp_path):
     page = make()
     page.save(tmp_path / "page.html")

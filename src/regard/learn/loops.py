@@ -107,7 +107,7 @@ def attention_by_loops(
         may_see &= as_mask("attention_by_loops", mask, (n_q, n_k))
 
     counts = Counts()
-    scores, weights, output = np.empty((n_q, n_k)), np.empty((n_q, n_k)), np.empty((n_q, d_v))
+    scores, weights, output = np.zeros((n_q, n_k)), np.zeros((n_q, n_k)), np.zeros((n_q, d_v))
     q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python numbers from here on
     root = math.sqrt(d_k)
 

@@ -1,4 +1,4 @@
-// What readers move: switches and sliders, and the bar that follows them.
+// What readers move: switches, choices and sliders, and the bar that follows them.
 import { el } from "./dom.js";
 
 export function bar(weight) {
@@ -10,6 +10,15 @@ export function bar(weight) {
 export function toggle(label, id, checked, changed) {
   const input = el("input", { type: "checkbox", id, checked, onchange: (event) => changed(event.target.checked) });
   return el("label", { class: "switch" }, input, label);
+}
+
+// One of several, the first to begin with; `changed` is told its number.
+export function choices(name, legend, labels, changed, hidden = false) {
+  const chips = labels.map((label, i) => {
+    const input = el("input", { type: "radio", name, checked: i === 0, onchange: () => changed(i) });
+    return el("label", { class: "chip" }, input, el("span", {}, label));
+  });
+  return el("fieldset", { class: "chips" }, el("legend", { class: hidden ? "visually-hidden" : null }, legend), chips);
 }
 
 // Slides over the places of a list and shows, and says, the text of each. `set` moves it without a call of `changed`.

@@ -1,5 +1,6 @@
 // One query among its keys, as arrows. What the page opens with is the library's own; once the reader has moved an
 // arrow or a switch, the same is computed here.
+import { bar, choices, toggle } from "./controls.js";
 import { el, header, record, scrolling, token } from "./dom.js";
 import { number, numbers, vector } from "./numbers.js";
 import { apart, arrow, dot, handle, label, plane, segment, svg } from "./plane.js";
@@ -158,12 +159,6 @@ const queryLine = el("p", { class: "formula", id: "query" });
 const outputLine = el("p", { class: "formula", id: "output" });
 const announced = el("p", { class: "visually-hidden", role: "status" });
 
-function bar(weight) {
-  const fill = el("span", { class: "fill" });
-  fill.style.width = `${100 * (weight || 0)}%`;
-  return el("span", { class: "bar", "aria-hidden": "true" }, fill);
-}
-
 function table(row) {
   const heads = ["key", "length", "cosine", "score", "weight"].map((head) => el("th", { scope: "col" }, head));
   const body = data.tokens.map((name, j) => {
@@ -203,23 +198,13 @@ function change(part) {
   reset.disabled = state.keys === given.keys && state.queries === given.queries;
 }
 
-function toggle(text, part, checked) {
-  const input = el("input", { type: "checkbox", id: part, checked, onchange: (e) => change({ [part]: e.target.checked }) });
-  return el("label", { class: "switch" }, input, text);
-}
-
-function choice(name, i) {
-  const input = el("input", { type: "radio", name: "query", checked: i === 0, onchange: () => change({ query: i }) });
-  return el("label", { class: "chip" }, input, el("span", {}, token(name)));
-}
-
 const reset = el("button", { type: "button", id: "reset", disabled: true, onclick: () => change({ ...given }) }, "Put back");
 const caption = (title, text) => el("figcaption", {}, el("strong", {}, title), " ", text);
 
 document.getElementById("app").append(
   header("Attention in the plane", `${data.shape}. Drag an arrow’s tip, or use Tab and the arrow keys.`),
   ...(data.queries.length > 1
-    ? [el("fieldset", { class: "chips" }, el("legend", {}, "Query"), data.queries.map(choice))]
+    ? [choices("query", "Query", data.queries.map(token), (query) => change({ query }))]
     : []),
   el("div", { class: mix ? "planes" : "planes alone" },
     el("figure", { class: "card" }, compare.root, queryLine,
@@ -227,7 +212,8 @@ document.getElementById("app").append(
     mix ? el("figure", { class: "card" }, mix.root, outputLine,
       caption("Values.", "The path adds up weight · value. It ends at the output, a mean of the values, so never outside the shape they span.")) : []),
   el("div", { class: "controls" }, reset,
-    el("div", { class: "switches" }, toggle("scale", "scaled", true), toggle("normalise", "normalised", false))),
+    el("div", { class: "switches" }, toggle("scale", "scaled", true, (scaled) => change({ scaled })),
+      toggle("normalise", "normalised", false, (normalised) => change({ normalised })))),
   numbersBox,
   announced,
 );

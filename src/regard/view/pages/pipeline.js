@@ -1,5 +1,5 @@
 // One query's four steps. What the page opens with is the library's own; only a changed switch is computed here.
-import { bar, toggle } from "./controls.js";
+import { bar, choices, toggle } from "./controls.js";
 import { el, header, record, scrolling, token } from "./dom.js";
 import { number, numbers, sumOfProducts, vector } from "./numbers.js";
 import { softmax } from "./softmax.js";
@@ -133,11 +133,6 @@ function change(part) {
   draw();
 }
 
-function choice(name, i) {
-  const input = el("input", { type: "radio", name: "query", checked: i === 0, onchange: () => change({ query: i }) });
-  return el("label", { class: "chip" }, input, el("span", {}, token(name)));
-}
-
 const stepButtons = steps.map((name, i) =>
   el("button", { type: "button", onclick: () => change({ step: i }) }, el("span", { class: "count" }, `${i + 1}`), name),
 );
@@ -157,7 +152,7 @@ document.addEventListener("keydown", (event) => {
 
 document.getElementById("app").append(
   header("How one query attends", `${data.shape}. Choose a query, then go through the steps; ← and → do it too.`),
-  el("fieldset", { class: "chips" }, el("legend", {}, "Query"), data.queries.map(choice)),
+  choices("query", "Query", data.queries.map(token), (query) => change({ query })),
   el("nav", { "aria-label": "Steps" }, el("ol", { class: "steps" }, stepButtons.map((b) => el("li", {}, b)))),
   panel,
   el("div", { class: "controls" }, previous, next, 

@@ -1,7 +1,7 @@
 // What d_k does to the weights, scaled and not. What the page opens with is the library's own; what a slider changes
 // is computed here, from the dot products that the library made.
 import { chart } from "./chart.js";
-import { bar, slider, toggle } from "./controls.js";
+import { bar, choices, slider, toggle } from "./controls.js";
 import { el, header, record, scrolling, token } from "./dom.js";
 import { number, numbers, unpacked } from "./numbers.js";
 import { deviation, mean, sharpness } from "./sharpness.js";
@@ -177,10 +177,9 @@ const picture = chart("curves", data.sizes, powers, (place) => {
   change({ place });
 });
 const legend = el("div", { class: "keys" });
-const measures = Object.entries(MEASURES).map(([name, { name: text }]) => {
-  const input = el("input", { type: "radio", name: "measure", checked: name === state.measure, onchange: () => change({ measure: name }) });
-  return el("label", { class: "chip" }, input, el("span", {}, text));
-});
+const names = Object.keys(MEASURES);
+const texts = names.map((name) => MEASURES[name].name);
+const measures = choices("measure", "Measure", texts, (i) => change({ measure: names[i] }), true);
 
 const about = data.drawn
   ? `${queryCount} random queries, ${keyCount} random keys for each.`
@@ -194,8 +193,7 @@ document.getElementById("app").append(
   el("div", { class: "beside" }, panel, facts),
   el("section", { class: "card", "aria-labelledby": "curves-title" },
     el("h2", { id: "curves-title" }, "The mean over all queries"),
-    el("fieldset", { class: "chips" }, el("legend", { class: "visually-hidden" }, "Measure"), measures),
-    picture.node, el("p", { class: "axis" }, dk()), legend),
+    measures, picture.node, el("p", { class: "axis" }, dk()), legend),
   announced,
 );
 draw();
