@@ -7,7 +7,7 @@ only where the mask cuts through a chunk is a tile multiplied out. Everything el
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -160,15 +160,12 @@ class Linear(Problem):
         chunks, every = self._chunks(), np.arange(self.query.shape[-1])
         # Pairs that share both key and value share their sums.
         own, which = np.unique(np.stack([self.key_of, value_of]), axis=1, return_inverse=True)
-        sums_of = Sums([]) if not any(band.runs for band in bands) else Sums(
-            [
-                xp.matrix_transpose(engine.take(self.key, own[0], chunk, dtype))
-                @ engine.take(value, own[1], chunk, dtype)
-                for chunk in chunks
-            ]
-        )  # fmt: skip
-        kept: dict[Any, Array] = {}
-        found = []
+        sums_of = Sums(
+            xp.matrix_transpose(engine.take(self.key, own[0], chunk, dtype))
+            @ engine.take(value, own[1], chunk, dtype)
+            for chunk in (chunks if any(band.runs for band in bands) else ())
+        )
+        found, kept = [], {}  # type: list[Array], dict[Any, Array]
         for band in bands:
             query = engine.take(self.query, self.query_of, band.rows, dtype)
             part = xp.zeros((self.shape[0], len(band.rows), value.shape[-1]), dtype=dtype)
@@ -177,22 +174,14 @@ class Linear(Problem):
             for i in band.tested:
                 key = engine.take(self.key, self.key_of, chunks[i], dtype)
                 seen = engine.take(value, value_of, chunks[i], dtype)
-                tile = partial(self._multiplied_out, band.rows, chunks[i], kept)
+                tile = partial(self._multiplied_out, (band.rows, chunks[i], kept))
                 part = part + engine.again(tile, query, key, seen)
             found.append(part)
         return xp.concat(found, axis=1)
 
-    def _multiplied_out(
-        self,
-        rows: IntArray,
-        columns: IntArray,
-        kept: dict[Any, Array],
-        query: Array,
-        key: Array,
-        value: Array,
-    ) -> Array:
-        """The part of the sums that a tile makes."""
-        return (query @ self.engine.xp.matrix_transpose(key) * self.allowed(rows, columns, kept)) @ value
+    def _multiplied_out(self, tile: tuple[Any, ...], query: Array, key: Array, value: Array) -> Array:
+        """The part of the sums that a tile makes, given its rows, its columns, and tests that may serve again."""
+        return (query @ self.engine.xp.matrix_transpose(key) * self.allowed(*tile)) @ value
 
     def bands(self) -> list[Band]:
         """Chunks of rows, and what of the keys each sees."""
@@ -236,7 +225,8 @@ class Linear(Problem):
 class Sums:
     """Sums over runs of blocks, each of few additions and no subtraction: blocks, sums of two, of four, and so on."""
 
-    def __init__(self, blocks: list[Array]) -> None:
+    def __init__(self, each: Iterable[Array]) -> None:
+        blocks = list(each)
         self.levels = [blocks]
         while len(blocks) > 1:
             blocks = [a + b for a, b in zip(blocks[::2], blocks[1::2], strict=False)]

@@ -121,7 +121,10 @@ def settle(feature_map: Any) -> tuple[FeatureMap, str]:
             expected="a feature map",
             cure="Call it: random_features().",
         )
-    return feature_map, getattr(feature_map, "__name__", None) or repr(feature_map)
+    called = getattr(feature_map, "__name__", None) or repr(feature_map)
+    return feature_map, type(
+        feature_map
+    ).__name__ if "\n" in called else called  # modules print over many lines
 
 
 def features_of(array: Array, feature_map: FeatureMap, called: str, engine: Engine, name: str) -> Array:
