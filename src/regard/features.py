@@ -34,7 +34,8 @@ def elu(x: Array) -> Array:
     array([0.3679, 1.    , 3.    ])
     """
     xp = engine_of("elu", x=x).xp
-    return xp.where(x > 0, x + 1.0, xp.exp(xp.clip(x, None, 0.0)))
+    zero = xp.asarray(0.0, dtype=x.dtype)
+    return xp.maximum(x, zero) + xp.exp(xp.minimum(x, zero))  # at 0 each half has half the gradient
 
 
 def relu(x: Array) -> Array:
@@ -144,7 +145,7 @@ def features_of(array: Array, feature_map: FeatureMap, called: str, engine: Engi
         if bool(engine.xp.any(made < 0)):
             raise ArgumentError(
                 "linear_attention",
-                received=f"{called} of {name} with features down to {float(made.min()):g}",
+                received=f"{called} of {name} with features down to {engine.to_numpy(made).min():g}",
                 expected="features that are never negative, so that weights are shares",
                 cure='Take what it has above 0, its exponential, or "elu".',
             )
