@@ -238,6 +238,14 @@ def test_what_is_masked_cannot_matter(mask, bad, engine):
         assert np.allclose(A.to_dense(), clean.to_dense(), rtol=1e-12)
 
 
+def test_chunks_that_nobody_sees_are_not_touched():
+    query, key, value = draw(7)
+    key[:, 20:], value[:, 20:] = np.nan, np.inf
+    A = linear_attention(query, key, mask=padding(20))  # five features make chunks of five
+    output = linear_attention(query, key[:, :20]) @ value[:, :20]
+    assert np.allclose(A @ value, output, rtol=1e-13) and "linear attention" in A.kernel
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_live_nan_reaches_exactly_the_rows_that_see_it(engine):
     query, key, value = draw(8, lead=())

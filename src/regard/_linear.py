@@ -132,9 +132,9 @@ class Linear(Problem):
     def product(self, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
         engine, xp = self.engine, self.engine.xp
         dtype = engine.working_dtype(self.query, self.key, value)
+        if not self.fuses:
+            return None
         with engine.quiet():
-            if not self.fuses or not _finite(xp, self.query, self.key, value):
-                return None
             ones = xp.full((*value.shape[:-1], 1), 1.0, dtype=dtype)
             value = xp.concat([engine.cast(value, dtype), ones], axis=-1)
             groups = list(self._groups())
@@ -147,7 +147,8 @@ class Linear(Problem):
             )
             total = sums[..., -1:]
             output = sums[..., :-1] / xp.where(total == 0, 1.0, total)
-            if not _finite(xp, output, total):
+            # NaN or inf in what was touched shows here; then the block loop sees to it who may see it.
+            if not all(bool(xp.isfinite(xp.sum(each))) for each in (output, total)):
                 return None
             with engine.detached():
                 lse = xp.log(total) + self._log.offsets(self.frame, self.positions)
@@ -247,8 +248,3 @@ class Sums:
         for part in parts[1:]:
             total = total + part
         return total
-
-
-def _finite(xp: Namespace, *arrays: Array) -> bool:
-    """One sum tells whether anything is not finite; one that overflows only sends the work to the block loop."""
-    return all(bool(xp.isfinite(xp.sum(array))) for array in arrays)
