@@ -79,6 +79,16 @@ def test_gradients_through_the_rest_agree_also_where_a_product_is_zero(what):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_live_nan_is_where_it_is_seen_while_learning_too():
+    query, key, _ = learnt(*draw(27, lead=()))
+    with torch.no_grad():
+        key[9, 2] = math.nan
+    weights = linear_attention(query, key, mask=causal())[...]
+    assert weights.requires_grad
+    lower = np.tril(np.ones((N, N), bool)) & (np.arange(N) >= 9)[:, None]
+    assert np.array_equal(weights.detach().isnan().numpy(), lower)
+
+
 def test_an_empty_row_has_no_gradient():
     query, key, value = learnt(*draw(16, 9, 4, lead=()))
     A = linear_attention(query, key, mask=causal("lower_right"))
