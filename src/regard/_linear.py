@@ -75,7 +75,6 @@ class Band(NamedTuple):
     tested: list[int]
 
 
-@dataclass(frozen=True)
 class Linear(Problem):
     """A problem over the features of query and key, whose only score modification is `Log`."""
 
