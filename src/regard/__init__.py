@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard._attention import attention
+from regard._attention import attention, linear_attention
 from regard._errors import ArgumentError, KindError, OutOfRange, RegardError, TooLarge
 from regard._explain import Explanation
 from regard._matrix import AttentionMatrix
-from regard._stream import merge
+from regard._products import merge
 from regard.masks import (
     Mask,
     causal,
@@ -51,6 +51,7 @@ __all__ = [
     "dense",
     "document",
     "first",
+    "linear_attention",
     "merge",
     "padding",
     "prefix",

@@ -1,20 +1,22 @@
-"""`attention`, which makes the matrix: everything it is given is checked here, once."""
+"""`attention` and `linear_attention`, which make the matrix: everything they are given is checked here, once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from regard._errors import KindError, kind_of
+from regard._errors import ArgumentError, KindError, kind_of
+from regard._linear import Linear, Log, near_one
 from regard._matrix import AttentionMatrix
 from regard._shapes import lead_of, settle_scale
 from regard._stream import Spec
 from regard._types import Frame
 from regard.engines import engine_of
+from regard.features import FeatureMap, features_of, settle
 from regard.masks import Mask
 from regard.scores import ScoreMod
 
-__all__ = ["attention"]
+__all__ = ["attention", "linear_attention"]
 
 
 def attention(
@@ -55,6 +57,58 @@ def attention(
     scale = settle_scale(scale, query.shape[-1])
     spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
     if mask is not None or score_mods or sink is not None:
+        _check_fit(spec)
+    return AttentionMatrix(spec)
+
+
+def linear_attention(
+    query: Any,
+    key: Any,
+    *,
+    feature_map: str | FeatureMap = "elu",
+    mask: Mask | None = None,
+    enable_gqa: bool = False,
+) -> AttentionMatrix:
+    """The matrix of linear attention, lazy: weights φ(query) · φ(key), each row divided by its sum.
+
+    `query`, `key`, `mask` and `enable_gqa` are as in `attention`; so is what can be asked of the matrix. A score is
+    log(φ(query) · φ(key)), so that the lse is the logarithm of a row's sum. `feature_map` is φ: "elu" (elu(x) + 1),
+    "relu", `regard.features.random_features()`, or a function of one array (…, length, head_dim) that returns
+    features (…, length, features), none negative. Where a product is exactly 0 the key is hidden, as by a mask.
+
+    `A @ value` takes time and memory in proportion to the length where the mask leaves few chunks of keys cut:
+    none, causal, windows, padding, documents in one piece each. Only what it cuts through is multiplied out, and
+    `A.kernel` says how much that is. Entries and measures go over the tiles as those of `attention` do.
+
+    >>> A = linear_attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
+    >>> A
+    AttentionMatrix(q_len 2, kv_len 3) float64, linear attention (elu)
+    [0.3333 0.4000 0.2667]
+    [0.2667 0.4000 0.3333]
+    >>> A @ [[1, 0], [0, 2], [1, 1]]
+    array([[0.6       , 1.06666667],
+           [0.6       , 1.13333333]])
+    """
+    operation = "linear_attention"
+    engine = engine_of(operation, query=query, key=key)
+    query, key = engine.floats(query, operation, "query"), engine.floats(key, operation, "key")
+    lead, groups = lead_of(query, key, enable_gqa, operation)
+    function, called = settle(feature_map)
+    dtype = engine.working_dtype(query, key)
+    query, key = (
+        engine.cast(features_of(engine.cast(array, dtype), function, called, engine, name), dtype)
+        for name, array in (("query", query), ("key", key))
+    )
+    if query.shape[-1] != key.shape[-1]:
+        raise ArgumentError(
+            operation,
+            received=f"{called} with {query.shape[-1]} features of query and {key.shape[-1]} of key",
+            expected="as many features of each",
+            cure="Features are compared one by one; their number may not depend on the length.",
+        )
+    query, offset = near_one(query, engine)
+    spec = Spec(engine, query, key, mask, (Log(called, offset),), 1.0, None, lead, groups, kind=Linear)
+    if mask is not None:
         _check_fit(spec)
     return AttentionMatrix(spec)
 

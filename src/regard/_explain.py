@@ -107,7 +107,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
         )
         row_scores, value = engine.to_numpy(scores[0, 0]), None if value is None else engine.to_numpy(value)
         return Explanation(
-            title=f"How {label} attends",
+            title=f"How {label} attends{problem.manner}",
             key_tokens=[str(t) for t in tokens]
             if tokens is not None
             else [f"key {j}" for j in range(kv_len)],

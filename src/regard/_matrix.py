@@ -35,10 +35,10 @@ CONVERSION_LIMIT = 1 << 28
 
 
 class AttentionMatrix(Reductions):
-    """The attention matrix, made by `regard.attention`: it can be multiplied, sliced, measured and explained.
+    """The attention matrix: it can be multiplied, sliced, measured and explained.
 
-    Nothing of size q_len × kv_len is stored, except by `to_dense()`. Weights, lse and measures come in float32
-    at least; `A @ value` comes in the dtype of the value.
+    `regard.attention` and `regard.linear_attention` make it. Nothing of size q_len × kv_len is stored, except by
+    `to_dense()`. Weights, lse and measures come in float32 at least; `A @ value` comes in the dtype of the value.
     """
 
     # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.
@@ -92,7 +92,7 @@ class AttentionMatrix(Reductions):
         >>> regard.attention([[1.0]], [[1.0]]).kernel
         'numpy: streaming tiles'
         """
-        return self._ran or self._spec.engine.kernel(self._problem)
+        return self._ran or self._problem.kernel
 
     # Entries
 
@@ -240,13 +240,13 @@ class AttentionMatrix(Reductions):
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         engine, problem = self._problem.engine, self._problem
         array, of, as_vector = self._canonical(array, operation, transposed=transposed)
-        fused = None if transposed else engine.product(problem, array, of)
+        fused = None if transposed else problem.product(array, of)
         if fused is not None:
             product = self._lead_first(self._keep(*fused))
             product = engine.cast(product, array.dtype)
             return product[..., 0] if as_vector else product
         if not transposed:
-            self._ran = self._streamed
+            self._ran = problem.streamed
         finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         dtype = engine.working_dtype(problem.query, problem.key, array)
         measure = Product(array, of, transposed, finite, dtype)
@@ -307,10 +307,10 @@ class AttentionMatrix(Reductions):
         """
         names = [*map(name_of, measures), *named]
         chosen = dict(zip(names, (*measures, *named.values()), strict=True))
-        known, kernel = self._if_known() is not None, self._spec.engine.kernel(self._problem)
+        known = self._if_known() is not None
         apart, together = self._apart(chosen)
-        lines = [f"one product ({kernel}): {name}" for name in apart]
-        return "\n".join([*lines, self._plan(together, known).text(kernel, known)])
+        lines = [f"one product ({self._problem.kernel}): {name}" for name in apart]
+        return "\n".join([*lines, self._plan(together, known).text(self._problem, known)])
 
     def _apart(self, chosen: dict[str, Measure]) -> tuple[dict[str, Output], dict[str, Measure]]:
         """Outputs that are products of their own, since they have a gradient or are at half precision; the rest."""
@@ -322,7 +322,7 @@ class AttentionMatrix(Reductions):
         return outputs, {name: each for name, each in chosen.items() if name not in outputs}
 
     def _plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
-        fused = self._problem.engine.fuses(self._problem) and not self._rough
+        fused = self._problem.fuses and not self._rough
         return plan_of(raised(self._problem), chosen, known, fused)
 
     def _measured(self, chosen: dict[str, Measure]) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class AttentionMatrix(Reductions):
         if made.lse is not None:
             self._fused_lse = made.lse
         if any(isinstance(each, Output) for each in chosen.values()):
-            self._ran = made.ran or self._streamed
+            self._ran = made.ran or problem.streamed
         self._rows = made.rows
         results |= {name: self._lead_first(each) for name, each in made.results.items()}
         outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
@@ -403,8 +403,7 @@ class AttentionMatrix(Reductions):
 
     def __repr__(self) -> str:
         name = f"AttentionMatrix{named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
-        parts = [name, f"scale {text.number(self.scale)}"]
-        parts += [repr(each) for each in self._problem.score_mods]
+        parts = [name, *self._problem.words]
         parts += [f"mask {self.mask}"] if self.mask is not None else []
         parts += ["sink"] if self._problem.sink is not None else []
         first = ", ".join(parts)
@@ -422,22 +421,13 @@ class AttentionMatrix(Reductions):
 
     def _if_known(self) -> Rows | None:
         if self._rows is None and self._fused_lse is not None and not self._rough:
-            lse = self._fused_lse.detach().reshape(self._problem.shape[:2])
-            self._rows = Rows(lse, None)
+            with self._problem.engine.detached():
+                self._rows = Rows(self._fused_lse.reshape(self._problem.shape[:2]), None)
         return self._rows
-
-    @property
-    def _streamed(self) -> str:
-        """What ran where the block loop made a product, although a kernel might have."""
-        engine = self._problem.engine
-        if not engine.fuses(self._problem):
-            return engine.kernel(self._problem)
-        return f"{engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
 
     @cached_property
     def _rough(self) -> bool:
-        """Whether a weight takes its digits only from scores and sum of one and the same computation."""
-        return self._problem.engine.is_rough(self._problem)
+        return self._problem.is_rough
 
     def _lead_first(self, result: Any) -> Any:
         """The axis of pairs as (…, heads) again."""

@@ -25,14 +25,14 @@ class Plan(NamedTuple):
     called: Mapping[str, Measure]
     passed: Mapping[str, Measure]
 
-    def text(self, kernel: str, known: bool) -> str:
+    def text(self, problem: Problem, known: bool) -> str:
         """What will be done, in a line or two."""
         lines = []
         if self.calls:
             riders = [name for name, each in self.called.items() if not isinstance(each, Output)]
             outputs = [name for name in self.called if name not in riders]
             what = [*outputs, *([f"{', '.join(riders)} as columns of the value"] if riders else []), "lse"]
-            lines.append(f"one fused call ({kernel}): {'; '.join(what)}")
+            lines.append(f"{problem.call} ({problem.kernel}): {'; '.join(what)}")
         if self.passed:
             rows = f"tiles of {_stream.ROWS} × {_stream.COLUMNS}"
             lse = (
@@ -86,9 +86,9 @@ def carry_out(
             canonical(each.value) if isinstance(each, Output) else each.columns(problem)
             for each in plan.called.values()
         ]
-        value, of = _side_by_side(parts or [(problem.key, problem.key_of)], xp)
+        value, of = _side_by_side(parts or [problem.least_value], xp)
         with engine.quiet(), engine.detached():
-            product = engine.product(problem, value, of)
+            product = problem.product(value, of)
             if product is None:
                 return None
             output, lse, ran = product

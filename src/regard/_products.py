@@ -1,12 +1,17 @@
-"""What is stored or multiplied, in the form of measures: the whole matrix, its product, its transpose's product."""
+"""What is stored or multiplied, in the form of measures: the whole matrix, its products; and how outputs merge."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from regard._stream import Problem
+import numpy as np
+
+from regard._errors import ArgumentError, kind_of
+from regard._stream import Problem, finite_shift
 from regard._types import Array, IntArray
+from regard.engines import engine_of
 from regard.measures import Measure, span
 
 
@@ -44,7 +49,8 @@ class LogSumExp(Measure):
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         live = weights > 0
         each = xp.where(live, scores, 0.0) - xp.log(xp.where(live, weights, 1.0))
-        state[:, q_idx] += xp.stack([xp.sum(weights * each, axis=-1), xp.sum(weights, axis=-1)], axis=-1)
+        sums = (xp.sum(xp.where(live, x, 0.0), axis=-1) for x in (weights * each, weights))
+        state[:, q_idx] += xp.stack(list(sums), axis=-1)
         return state
 
     def finish(self, state: Array) -> Array:
@@ -107,3 +113,42 @@ def _literal_product(weights: Array, scores: Array, part: Array, xp: Any) -> Arr
     for infinity in (xp.inf, -xp.inf):
         product = product + xp.where(reached(weights > 0, part == infinity), infinity, 0.0)
     return xp.where(lost, xp.nan, product)
+
+
+def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty.
+
+    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len). A sink goes to one shard
+    only: its share is in that shard's lse.
+
+    >>> import regard
+    >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
+    >>> shards = [(A @ value[j : j + 1], A.lse) for j in (0, 1) for A in [regard.attention(query, key[j : j + 1])]]
+    >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
+    True
+    """
+    if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
+        engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+        shapes = [tuple(np.shape(each)) for part in parts for each in part]
+    else:
+        shapes = []
+    if len(set(shapes[::2])) != 1 or set(shapes[1::2]) != {shapes[0][:-1]}:
+        raise ArgumentError(
+            "merge",
+            received=f"parts of shapes {shapes}" if shapes else kind_of(parts),
+            expected="a list of (output, lse), at least one, of shapes (…, q_len, value_dim) and (…, q_len)",
+            cure="Give (A @ value, A.lse) of each shard of the keys, for the same queries.",
+        )
+    xp = engine.xp
+    with engine.quiet():
+        shift = parts[0][1]
+        for _, lse in parts[1:]:
+            shift = xp.maximum(shift, lse)
+        shares = [xp.exp(lse - finite_shift(shift, xp)) for _, lse in parts]
+        total = sum(shares)
+        # Rows that no shard sees have no shares to divide.
+        safe = xp.where(total == 0, 1.0, total)
+        output = sum(
+            (share / safe)[..., None] * output for share, (output, _) in zip(shares, parts, strict=True)
+        )
+        return output, shift + xp.log(total)

@@ -34,7 +34,9 @@ def serves(array: Array, lead: tuple[int, ...], groups: int, operation: str = ""
         ) from None
 
 
-def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...], int]:
+def lead_of(
+    query: Array, key: Array, enable_gqa: bool, operation: str = "attention"
+) -> tuple[tuple[int, ...], int]:
     """The leading axes of the matrix, and how many query heads share a key head."""
     if (
         not enable_gqa
@@ -46,7 +48,7 @@ def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...]
     for name, array in (("query", query), ("key", key)):
         if array.ndim < 2:
             raise ArgumentError(
-                "attention",
+                operation,
                 received=f"{name} of shape {tuple(array.shape)}",
                 expected="(…, heads, length, head_dim), two axes at least",
                 cure=f"A single token is a length of one: {name}[None, :].",
@@ -57,7 +59,7 @@ def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...]
     )
     if query.shape[-1] != key.shape[-1]:
         raise ArgumentError(
-            "attention",
+            operation,
             received=shapes,
             expected="the same head_dim",
             cure="Query and key are compared entry by entry; project them to one head_dim, or check for a transpose.",
@@ -67,7 +69,7 @@ def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...]
         heads, kv_heads = (lead[-1] if lead else 1 for lead in (q_lead, kv_lead))
         if not (q_lead and kv_lead) or kv_heads == 0 or heads % kv_heads:
             raise ArgumentError(
-                "attention",
+                operation,
                 received=f"{shapes} with enable_gqa=True",
                 expected="heads that are a multiple of kv_heads",
                 cure="Each key head serves heads / kv_heads query heads in a row.",
@@ -78,7 +80,7 @@ def lead_of(query: Array, key: Array, enable_gqa: bool) -> tuple[tuple[int, ...]
         return np.broadcast_shapes(q_lead, kv_lead), groups
     except ValueError:
         raise ArgumentError(
-            "attention",
+            operation,
             received=shapes,
             expected="leading axes that broadcast",
             cure="For fewer key heads than query heads set enable_gqa=True.",

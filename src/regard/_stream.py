@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from regard._errors import ArgumentError, kind_of
 from regard._shapes import pairs_of, serves
 from regard._types import Array, Frame, IntArray, is_run
-from regard.engines import Engine, engine_of
+from regard.engines import Engine
 from regard.masks import Mask
 from regard.scores import ScoreMod
+from regard.view import text
 
 # Rows and columns of a tile, and entries of a tile over all its pairs: what stays in the cores' caches.
 ROWS, COLUMNS, TILE = 512, 512, 1 << 19
@@ -59,6 +59,7 @@ class Spec:
     lead: tuple[int, ...]
     groups: int
     q_len: int | None = None
+    kind: type[Problem] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +70,7 @@ class Spec:
     def problem(self) -> Problem:
         """The same in canonical form."""
         frame = Frame.whole(self.shape)
-        return Problem(
+        return (self.kind or Problem)(
             engine=self.engine,
             query=self.query.reshape((pairs_of(self.query), *self.query.shape[-2:])),
             key=self.key.reshape((pairs_of(self.key), *self.key.shape[-2:])),
@@ -109,10 +110,60 @@ class Problem:
     sink: Array | None
     dtype: Any
 
+    # What `product` is, in a plan.
+    call: ClassVar[str] = "one fused call"
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(pairs, rows, kv_len)"""
         return len(self.query_of), len(self.positions), self.frame.kv_len
+
+    # How products are made: by the engine's fused kernel, unless a kind of matrix knows another road.
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a product may be made without the block loop."""
+        return self.engine.fuses(self)
+
+    @property
+    def kernel(self) -> str:
+        """What runs for a product."""
+        return self.engine.kernel(self)
+
+    @property
+    def streamed(self) -> str:
+        """What ran where the block loop made a product, although a kernel might have."""
+        if not self.fuses:
+            return self.kernel
+        return f"{self.engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
+
+    def product(self, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+        """Output, lse and what ran, without the block loop; None where that must do it."""
+        return self.engine.product(self, value, value_of)
+
+    @property
+    def least_value(self) -> tuple[Array, IntArray]:
+        """A value for a product that is made for its lse alone."""
+        return self.key, self.key_of
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether a weight takes its digits only from scores and sum of one and the same computation."""
+        return self.engine.is_rough(self)
+
+    def shares(self, rows: IntArray, columns: IntArray, full: bool) -> Array | None:
+        """What weights are shares of, where that is not the exponential of the scores."""
+        return None
+
+    @property
+    def manner(self) -> str:
+        """What an explanation adds to "How query 0 attends"."""
+        return ""
+
+    @property
+    def words(self) -> list[str]:
+        """What is done to the products of query and key, for a reader."""
+        return [f"scale {text.number(self.scale)}", *map(repr, self.score_mods)]
 
     def pairs(self, which: IntArray) -> Problem:
         """The same for some pairs of (batch, head)."""
@@ -334,42 +385,3 @@ def _join(parts: list[Any], join: Any) -> Any:
     if isinstance(parts[0], tuple):
         return type(parts[0])(*(_join(list(column), join) for column in zip(*parts, strict=True)))
     return parts[0] if len(parts) == 1 else join(parts)
-
-
-def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty.
-
-    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len). A sink goes to one shard
-    only: its share is in that shard's lse.
-
-    >>> import regard
-    >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
-    >>> shards = [(A @ value[j : j + 1], A.lse) for j in (0, 1) for A in [regard.attention(query, key[j : j + 1])]]
-    >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
-    True
-    """
-    if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
-        engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
-        shapes = [tuple(np.shape(each)) for part in parts for each in part]
-    else:
-        shapes = []
-    if len(set(shapes[::2])) != 1 or set(shapes[1::2]) != {shapes[0][:-1]}:
-        raise ArgumentError(
-            "merge",
-            received=f"parts of shapes {shapes}" if shapes else kind_of(parts),
-            expected="a list of (output, lse), at least one, of shapes (…, q_len, value_dim) and (…, q_len)",
-            cure="Give (A @ value, A.lse) of each shard of the keys, for the same queries.",
-        )
-    xp = engine.xp
-    with engine.quiet():
-        shift = parts[0][1]
-        for _, lse in parts[1:]:
-            shift = xp.maximum(shift, lse)
-        shares = [xp.exp(lse - finite_shift(shift, xp)) for _, lse in parts]
-        total = sum(shares)
-        # Rows that no shard sees have no shares to divide.
-        safe = xp.where(total == 0, 1.0, total)
-        output = sum(
-            (share / safe)[..., None] * output for share, (output, _) in zip(shares, parts, strict=True)
-        )
-        return output, shift + xp.log(total)

@@ -38,7 +38,27 @@ def attention(
         for bias in biases:
             scores = np.where(np.asarray(bias) == -np.inf, -np.inf, scores + bias)
         scores = np.where(mask, scores, -np.inf)
-        extra = np.broadcast_to(-np.inf if sink is None else np.asarray(sink)[..., None], scores.shape[:-1])
+        return _normalised(scores, -np.inf if sink is None else np.asarray(sink)[..., None], value, query)
+
+
+def linear_attention(
+    query: Any, key: Any, value: Any = None, *, feature_map: Any, mask: Any = True, dtype: Any = np.float64
+) -> Definition:
+    """Linear attention by its definition: weights φ(query) · φ(key) over the sum of the row, scores their logs.
+
+    >>> linear_attention([[1, 0]], [[1, 0], [1, 1], [0, 1]], feature_map=lambda x: x + 1).weights.round(4)
+    array([[0.3333, 0.4   , 0.2667]])
+    """
+    query, key = np.asarray(query).astype(dtype), np.asarray(key).astype(dtype)
+    with np.errstate(all="ignore"):
+        products = feature_map(query) @ repeat_heads(feature_map(key), query).swapaxes(-1, -2)
+        return _normalised(np.where(mask, np.log(products), -np.inf), -np.inf, value, query)
+
+
+def _normalised(scores: Any, extra: Any, value: Any, query: Any) -> Definition:
+    """Everything from the scores; `extra` is that of the sink."""
+    with np.errstate(all="ignore"):
+        extra = np.broadcast_to(extra, scores.shape[:-1])
         shift = np.maximum(np.max(scores, axis=-1, initial=-np.inf), extra)
         base = np.where(shift == -np.inf, 0, shift)
         exponentials = np.exp(scores - base[..., None])
@@ -47,7 +67,7 @@ def attention(
         weights = np.where(live, exponentials / np.where(total == 0, 1, total)[..., None], 0)
         output = None
         if value is not None:
-            value = repeat_heads(np.asarray(value).astype(dtype), query)
+            value = repeat_heads(np.asarray(value).astype(query.dtype), query)
             if np.isfinite(value).all():
                 output = weights @ value
             else:  # 0 · NaN is NaN, so what is hidden is left out before the sum

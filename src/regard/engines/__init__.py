@@ -43,6 +43,9 @@ class Engine(Protocol):
     def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
         """The results of measures, with gradients."""
 
+    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        """function(*arrays), for a gradient computed again on the way back rather than kept."""
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         """Output and lse of the plainest call, without settling anything; None where it is not so plain."""
 

@@ -53,6 +53,9 @@ class NumpyEngine:
     def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
         raise TypeError("NumPy has no gradients")
 
+    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        return function(*arrays)
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> None:
         return None
 

@@ -86,6 +86,13 @@ class TorchEngine:
 
         return differentiate(problem, measures, bands)
 
+    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        if not any(map(fused.is_learnt, arrays)):
+            return function(*arrays)
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
+
     def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         return fused.quick(query, key, value, mask, scale)
 

@@ -39,7 +39,10 @@ def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArra
         blocks = problem.live_blocks(band)
         tiles = [problem.scores(band, columns, full) for columns, full in blocks]
         found = [measure.init(problem.shape, xp) for measure in bound]
-        for (columns, _), tile, weights in zip(blocks, tiles, _softmax(tiles, problem), strict=True):
+        shares = [problem.shares(band, columns, full) for columns, full in blocks]
+        exponential = not shares or shares[0] is None
+        normalised = _softmax(tiles, problem) if exponential else _divided(shares)
+        for (columns, _), tile, weights in zip(blocks, tiles, normalised, strict=True):
             q_idx, kv_idx = xp.asarray(band), xp.asarray(columns)
             found = [
                 measure.step(state, weights, tile, q_idx, kv_idx, xp)
@@ -74,6 +77,19 @@ def _softmax(tiles: list[Tensor], problem: Any) -> list[Tensor]:
         torch.where(tile == -math.inf, 0.0, each / total)
         for tile, each in zip(tiles, exponentials, strict=True)
     ]
+
+
+def _divided(shares: list[Tensor]) -> list[Tensor]:
+    """The weights of a band's tiles from what they are shares of; by way of a logarithm, 0 would have no gradient."""
+    if not shares:
+        return []
+    zero = [share == 0 for share in shares]
+    peak = torch.cat([share.detach().amax(-1, keepdim=True) for share in shares], -1).amax(-1, keepdim=True)
+    shares = [share / torch.where(peak == 0, 1.0, peak) for share in shares]
+    total = sum(share.sum(-1, keepdim=True) for share in shares)
+    lost, total = total.isnan(), torch.where(total == 0, 1.0, total)
+    # A NaN row is NaN where it is live only.
+    return [torch.where(lost & none, 0.0, share / total) for share, none in zip(shares, zero, strict=True)]
 
 
 def _cleaned(problem: Any, array: Tensor, of: IntArray, bands: Sequence[IntArray]) -> Tensor:
