@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from test_pages import faults
 
 import regard
 from regard.learn import cat
@@ -150,6 +151,8 @@ def test_pages_in_a_browser_are_quiet_and_fit_a_phone(site, browser):
             tab.goto(page.as_uri())
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 events.append(f"{page.name} is wider than {width}")
+            if page.parent == site:  # one of each kind will do: the theme is the same
+                events.extend(faults(tab))
         context.close()
     assert events == []
 

@@ -4,3 +4,8 @@ addEventListener("message", ({ source, data }) => {
   const height = Number(data?.regardHeight);
   if (frame && height > frame.clientHeight && height < 4000) frame.style.height = `${Math.ceil(height)}px`;
 });
+
+// A block wider than the page scrolls, which the keyboard must be able to do too.
+addEventListener("load", () => {
+  for (const block of document.querySelectorAll("pre")) if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
+});
