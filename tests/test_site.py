@@ -151,10 +151,18 @@ def test_pages_in_a_browser_are_quiet_and_fit_a_phone(site, browser):
             tab.goto(page.as_uri())
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 events.append(f"{page.name} is wider than {width}")
-            if page.parent == site:  # one of each kind will do: the theme is the same
-                events.extend(faults(tab))
         context.close()
     assert events == []
+
+
+def test_axe_finds_no_serious_fault(site, browser):
+    for width, scheme in ((1300, "light"), (390, "dark")):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab = context.new_page()
+        for name in ("index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries"):
+            tab.goto((site / f"{name}.html").as_uri())
+            assert faults(tab) == []
+        context.close()
 
 
 def test_an_explorer_in_a_chapter_is_worked(site, browser):
