@@ -1,0 +1,325 @@
+"""Multi-head attention as a layer: four projections around one attention matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from regard._attention import attention, check_kinds, listed
+from regard._errors import ArgumentError, KindError, kind_of, shape_of
+from regard._matrix import AttentionMatrix
+from regard._types import is_run
+from regard.masks import Mask, dense
+from regard.nn._cache import KVCache
+from regard.nn._places import Places
+from regard.nn._rope import Rope
+from regard.scores import ScoreMod
+
+Tensor = Any  # the types of torch are not followed
+
+
+class MultiHeadAttention(nn.Module):  # type: ignore[misc]
+    """Attention of several heads between projections: (batch, n, embed_dim) in and out, or (n, embed_dim).
+
+    - `num_kv_heads` below `num_heads` is grouped-query attention, 1 is multi-query; `head_dim` is embed_dim / num_heads
+      unless given; `kdim` and `vdim` are the widths of key and value where they are not embed_dim.
+    - `bias` is that of the projections of query, key and value, `out_bias` that of the output, the same unless given.
+    - `scale` is 1/√head_dim unless given.
+    - `rope` turns queries and keys by their positions: `"halves"`, `"neighbours"` (see `regard.rope`), or a `Rope`.
+    - `sink` takes a share of every row and gives it to no key: `"learned"` is a score for each head, a number is fixed.
+    - `qk_norm` makes a norm of width head_dim for queries and one for keys, as `torch.nn.RMSNorm` does.
+    - `bias_kv` is one more key and value, learnt, that everybody sees (`add_bias_kv` of torch).
+    - `dropout` drops weights while training. No fused kernel on the CPU does that, so the weights are then stored.
+
+    >>> layer = MultiHeadAttention(64, num_heads=8, num_kv_heads=2, rope="halves")
+    >>> layer(torch.ones(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        rope: Literal["halves", "neighbours"] | Rope | None = None,
+        sink: Literal["learned"] | float | None = None,
+        qk_norm: Callable[[int], Any] | None = None,
+        bias_kv: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.dropout, self.scale = dropout, scale
+        made = {"device": device, "dtype": dtype}
+        width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(embed_dim, width, bias, **made)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, kv_width, bias, **made)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, kv_width, bias, **made)
+        self.out_proj = nn.Linear(width, embed_dim, bias if out_bias is None else out_bias, **made)
+        self.rope = Rope(head_dim, pairing=rope) if isinstance(rope, str) else rope
+        self.q_norm: Any = None if qk_norm is None else qk_norm(head_dim)
+        self.k_norm: Any = None if qk_norm is None else qk_norm(head_dim)
+        self.bias_k = self.bias_v = None
+        if bias_kv:
+            self.bias_k, self.bias_v = (nn.Parameter(torch.empty(kv_width, **made)) for _ in range(2))
+        if sink == "learned":
+            self.sink = nn.Parameter(torch.empty(num_heads, **made))
+        else:
+            fixed = None if sink is None else torch.full((num_heads,), float(sink), **made)
+            self.register_buffer("sink", fixed, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights by Xavier's rule, biases and learned sinks 0."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.normal_(extra, std=self.head_dim**-0.5)
+        if isinstance(self.sink, nn.Parameter):
+            nn.init.zeros_(self.sink)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor = None,
+        value: Tensor = None,
+        *,
+        mask: Mask | None = None,
+        score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+        padding: Any = None,
+        positions: Any = None,
+        cache: KVCache | None = None,
+        need_matrix: bool = False,
+    ) -> Any:
+        """The output, (batch, q_len, embed_dim); with `need_matrix=True` (output, AttentionMatrix).
+
+        `key` left out is the query, `value` left out is the key; a key may be what `remember` returned. `mask` and
+        `score_mod` are those of `regard.attention`. `padding` says which of the keys given are real:
+        `regard.padding(lengths)`, or booleans (batch, kv_len), True = real. `positions`, for `rope`, are those of the
+        query, (n,) or (batch, n); left out, real tokens are counted from 0.
+
+        With a `cache` the tokens come after those it holds, and mask and score modifications are those of the whole
+        sequence: `causal()` needs no `align`. Padding is not kept, so each batch entry counts its own tokens.
+
+        The matrix, (batch, heads, q_len, kv_len), is the one whose product the output is; nothing is computed for it.
+        Where weights are dropped it is the matrix before that.
+        """
+        self._check_inputs(query, key, value, positions, cache)
+        changes = listed(score_mod)
+        check_kinds(mask, changes)
+        batched, alone = query.ndim == 3, key is None
+        if not batched:
+            query, key, value = (x[None] if isinstance(x, torch.Tensor) else x for x in (query, key, value))
+        q = self._split(self.q_proj(query), self.q_norm)  # (batch, heads, q_len, head_dim)
+        q_len, places = q.shape[2], None
+        if isinstance(key, KVCache):
+            q = self._turn(q, positions)
+            k, v = key.key, key.value
+            places = Places(np.arange(q_len)[None], key.positions, (q_len, len(key)))
+        else:
+            k, v = self._project(query if alone else key, value)  # (batch, kv_heads, kv_len, head_dim)
+            real = _booleans(padding, k)
+            if cache is not None:
+                at = cache.upcoming(q_len, real)
+                q, k = self._turn(q, at), self._turn(k, at)
+                k, v = cache.append(k, v, real)
+                places, padding = cache.places(at), cache.mask
+            else:
+                counted = _counted(real)
+                at = positions if positions is not None else counted
+                q, k = self._turn(q, at if alone else positions), self._turn(k, at if alone else counted)
+                padding = padding if real is None or isinstance(padding, Mask) else dense(real[:, None, None])
+            mask = padding if mask is None else mask if padding is None else mask & padding
+        if self.bias_k is not None:
+            places = places or Places(
+                np.arange(q_len)[None], np.arange(k.shape[2])[None], (q_len, k.shape[2])
+            )
+            k, v, places = self._one_more(k, self.bias_k), self._one_more(v, self.bias_v), places.one_more()
+        if places is not None:
+            mask, changes = places.mask(mask), tuple(map(places.score_mod, changes))
+
+        if not batched:
+            q, k, v = q[0], k[0], v[0]
+        matrix = attention(
+            q, k, mask=mask, score_mod=changes, scale=self.scale, sink=self.sink, enable_gqa=self.grouped
+        )
+        output = self._dropped(matrix, v) if self.training and self.dropout else matrix @ v
+        output = self.out_proj(
+            output.transpose(-3, -2).flatten(-2)
+        )  # (batch, q_len, heads · head_dim) → embed_dim
+        if not need_matrix:
+            return output
+        for held in (cache, key):
+            if isinstance(held, KVCache):
+                held.lend()
+        return output, matrix
+
+    def remember(self, key: Tensor, value: Tensor = None, *, padding: Any = None) -> KVCache:
+        """The keys and values of what is attended to again and again, projected once: `layer(query, remembered)`.
+
+        >>> layer = MultiHeadAttention(8, num_heads=2)
+        >>> memory = layer.remember(torch.ones(1, 100, 8))
+        >>> [layer(token, memory).shape for token in torch.ones(2, 1, 1, 8)]
+        [torch.Size([1, 1, 8]), torch.Size([1, 1, 8])]
+        """
+        if key.ndim == 2:
+            key, value = key[None], None if value is None else value[None]
+        k, v = self._project(key, value)
+        cache, real = KVCache(), _booleans(padding, k)
+        cache.append(self._turn(k, _counted(real)), v, real)
+        return cache
+
+    @staticmethod
+    def from_torch(module: Any) -> MultiHeadAttention:
+        """A layer with the weights of a `torch.nn.MultiheadAttention`, copied; batch-first, whatever the module was.
+
+        `regard.nn.torch_masks` turns the masks that go with it. A row that sees nothing gives zeros here, NaN there.
+
+        >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.ones(1, 3, 8)
+        >>> torch.allclose(MultiHeadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
+        True
+        """
+        from regard.nn._torch import from_torch
+
+        return from_torch(module)
+
+    def to_torch(self, *, batch_first: bool = True) -> Any:
+        """A `torch.nn.MultiheadAttention` with the layer's weights, copied; what torch has no place for is refused."""
+        from regard.nn._torch import to_torch
+
+        return to_torch(self, batch_first=batch_first)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several heads share a key head."""
+        return self.num_kv_heads != self.num_heads
+
+    def _project(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        value = key if value is None else value
+        return self._split(self.k_proj(key), self.k_norm), self._split(self.v_proj(value))
+
+    def _split(self, x: Tensor, norm: Any = None) -> Tensor:
+        """(batch, n, heads · head_dim) as (batch, heads, n, head_dim)."""
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    def _turn(self, x: Tensor, at: Any) -> Tensor:
+        if self.rope is None:
+            return x
+        if isinstance(at, np.ndarray) and len(at) == 1 and is_run(at[0]):
+            at = int(at[0, 0])  # then a slice of the tables is enough
+        return self.rope(x, at)
+
+    def _one_more(self, x: Tensor, extra: Tensor) -> Tensor:
+        """x with one more token, the same for every batch entry, after the last."""
+        token = extra.to(x.dtype).reshape(1, -1, 1, self.head_dim).expand(len(x), -1, -1, -1)
+        return torch.cat([x, token], -2)
+
+    def _dropped(self, matrix: AttentionMatrix, v: Tensor) -> Tensor:
+        """The output of weights of which some were dropped, the rest made larger."""
+        weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
+        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
+
+    def _check_inputs(
+        self, query: Tensor, key: Any, value: Any, positions: Any, cache: KVCache | None
+    ) -> None:
+        """Refuse, in words, what a projection would refuse in numbers."""
+        given = {"query": (query, self.q_proj), "key": (key, self.k_proj), "value": (value, self.v_proj)}
+        ndim = getattr(query, "ndim", 0)
+        for name, (x, projection) in given.items():
+            if x is None or (name == "key" and isinstance(x, KVCache)):
+                continue
+            if (
+                not isinstance(x, torch.Tensor)
+                or x.ndim != ndim
+                or ndim not in (2, 3)
+                or x.shape[-1] != projection.in_features
+            ):
+                raise ArgumentError(
+                    "MultiHeadAttention",
+                    received=f"{name} as {kind_of(x)}",
+                    expected=f"a tensor (batch, n, {projection.in_features}), or all of them without the batch",
+                    cure="kdim and vdim are the widths of key and value where they are not embed_dim.",
+                )
+        if value is not None and not isinstance(key, torch.Tensor):
+            received, cure = "a value and no key", "Give the key too, or leave both out for self-attention."
+        elif cache is not None and key is not None:
+            received, cure = "a cache and a key", "For cross-attention, pass layer.remember(key) as the key."
+        elif cache is not None and positions is not None:
+            received, cure = "a cache and positions", "The cache counts positions; leave them out."
+        else:
+            return
+        raise ArgumentError("MultiHeadAttention", received=received, expected="one or the other", cure=cure)
+
+    def extra_repr(self) -> str:
+        kv = f", num_kv_heads={self.num_kv_heads}" if self.grouped else ""
+        sink = ", sink" if self.sink is not None else ""
+        drop = f", dropout={self.dropout}" if self.dropout else ""
+        return f"{self.embed_dim}, {self.num_heads}{kv}, head_dim={self.head_dim}{sink}{drop}"
+
+
+def _booleans(padding: Any, k: Tensor) -> Any:
+    """Which keys are real: NumPy (batch, kv_len), from a mask by key or from booleans."""
+    if padding is None:
+        return None
+    batch, _, length, _ = k.shape
+    if isinstance(padding, Mask) and padding.by_key:
+        return padding.to_dense(batch, 1, 1, length).reshape(batch, length)
+    real = np.asarray(padding.cpu() if isinstance(padding, torch.Tensor) else padding)
+    if isinstance(padding, Mask) or real.dtype != bool or real.shape not in ((length,), (batch, length)):
+        raise KindError(
+            "MultiHeadAttention",
+            received=f"padding as {padding if isinstance(padding, Mask) else kind_of(padding)}",
+            expected=f"regard.padding(lengths), or booleans of shape {shape_of(batch=batch, kv_len=length)}",
+            cure="True = a real token; for 1 and 0 write padding != 0. What depends on the query is a mask.",
+        )
+    return np.broadcast_to(real, (batch, length))
+
+
+def _counted(real: Any) -> Any:
+    """The position of each token where padding is not counted: (batch, n)."""
+    return None if real is None else np.maximum(np.cumsum(real, 1) - 1, 0)
+
+
+def _check_sizes(
+    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, dropout: float
+) -> None:
+    received = (
+        f"embed_dim {embed_dim}, num_heads {num_heads}, num_kv_heads {num_kv_heads}, head_dim {head_dim}"
+    )
+    sizes = (embed_dim, num_heads, num_kv_heads, 1 if head_dim is None else head_dim)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
+        expected, cure = "whole numbers above 0", "They are sizes."
+    elif head_dim is None and embed_dim % num_heads:
+        expected = "an embed_dim that num_heads divides"
+        cure = f"Choose num_heads among the divisors of {embed_dim}, or say head_dim."
+    elif num_heads % num_kv_heads:
+        expected = "heads that are a multiple of kv_heads"
+        cure = "Each key head serves num_heads / num_kv_heads query heads in a row."
+    elif not 0 <= dropout < 1:
+        received, expected = f"dropout={dropout!r}", "a share from 0 up to but not 1"
+        cure = "It is the chance that a weight is dropped while training; 0.0 leaves all."
+    else:
+        return
+    raise ArgumentError("MultiHeadAttention", received=received, expected=expected, cure=cure)
