@@ -10,7 +10,7 @@ import torch
 from regard._errors import ArgumentError, shape_of
 from regard._types import IntArray
 from regard.masks import Mask, first, sliding_window
-from regard.nn._places import NOBODY, Places
+from regard.nn._places import NOBODY
 
 Tensor = Any  # the types of torch are not followed
 
@@ -156,10 +156,6 @@ class KVCache:
     def lend(self) -> None:
         """Say that a matrix was made of what is held: it will not be written over."""
         self._lent = True
-
-    def places(self, rows: IntArray) -> Places:
-        """Where these rows and the columns held are in the sequence."""
-        return Places(rows, self.positions, (len(self), len(self)))
 
     def _drop(self) -> None:
         """Let go of what nobody will see, when it is as much as the window: so a token is moved once at most."""

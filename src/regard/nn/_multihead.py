@@ -124,55 +124,73 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         The matrix, (batch, heads, q_len, kv_len), is the one whose product the output is; nothing is computed for it.
         Where weights are dropped it is the matrix before that.
         """
-        self._check_inputs(query, key, value, positions, cache)
-        changes = listed(score_mod)
-        check_kinds(mask, changes)
-        batched, alone = query.ndim == 3, key is None
+        self._check_inputs(query, key, value, padding, positions, cache)
+        check_kinds(mask, listed(score_mod))
+        batched, alone = query.ndim == 3, key is None or key is query
         if not batched:
             query, key, value = (x[None] if isinstance(x, torch.Tensor) else x for x in (query, key, value))
         q = self._split(self.q_proj(query), self.q_norm)  # (batch, heads, q_len, head_dim)
-        q_len, places = q.shape[2], None
-        if isinstance(key, KVCache):
-            q = self._turn(q, positions)
-            k, v = key.key, key.value
-            places = Places(np.arange(q_len)[None], key.positions, (q_len, len(key)))
-        else:
-            k, v = self._project(query if alone else key, value)  # (batch, kv_heads, kv_len, head_dim)
-            real = _booleans(padding, k)
-            if cache is not None:
-                at = cache.upcoming(q_len, real)
-                q, k = self._turn(q, at), self._turn(k, at)
-                k, v = cache.append(k, v, real)
-                places, padding = cache.places(at), cache.mask
-            else:
-                counted = _counted(real)
-                at = positions if positions is not None else counted
-                q, k = self._turn(q, at if alone else positions), self._turn(k, at if alone else counted)
-                padding = padding if real is None or isinstance(padding, Mask) else dense(real[:, None, None])
-            mask = padding if mask is None else mask if padding is None else mask & padding
-        if self.bias_k is not None:
-            places = places or Places(
-                np.arange(q_len)[None], np.arange(k.shape[2])[None], (q_len, k.shape[2])
-            )
-            k, v, places = self._one_more(k, self.bias_k), self._one_more(v, self.bias_v), places.one_more()
-        if places is not None:
-            mask, changes = places.mask(mask), tuple(map(places.score_mod, changes))
+        k, v = self._project(query if key is None else key, value)  # (batch, kv_heads, kv_len, head_dim)
+        held = key if isinstance(key, KVCache) else cache
+        arguments = (self, q, k, v, mask, listed(score_mod), padding, positions, held, alone)
+        if torch.compiler.is_compiling():
+            from regard.nn._apart import (
+                attend,
+            )  # masks and matrices are not traced: the graph goes on after it
 
-        if not batched:
-            q, k, v = q[0], k[0], v[0]
-        matrix = attention(
-            q, k, mask=mask, score_mod=changes, scale=self.scale, sink=self.sink, enable_gqa=self.grouped
-        )
-        output = self._dropped(matrix, v) if self.training and self.dropout else matrix @ v
-        output = self.out_proj(
-            output.transpose(-3, -2).flatten(-2)
-        )  # (batch, q_len, heads · head_dim) → embed_dim
+            output, matrix = attend(*arguments)
+        else:
+            output, matrix = MultiHeadAttention._attend(*arguments)
+        output = self.out_proj(output.transpose(1, 2).flatten(2))  # (batch, q_len, embed_dim)
+        output = output if batched else output[0]
         if not need_matrix:
             return output
-        for held in (cache, key):
-            if isinstance(held, KVCache):
-                held.lend()
-        return output, matrix
+        if held is not None:
+            held.lend()
+        return output, matrix if batched else matrix.lazy[0]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        score_mods: tuple[ScoreMod, ...],
+        padding: Any,
+        positions: Any,
+        cache: KVCache | None,
+        alone: bool,
+    ) -> tuple[Tensor, AttentionMatrix]:
+        """The output of all heads, (batch, heads, q_len, head_dim), and the matrix it is the product of."""
+        real = _booleans(padding, k)
+        q_len, places = q.shape[2], None  # where rows and columns are, if not where they are counted
+        if cache is None:
+            counted = _counted(real)
+            own = counted if positions is None and alone else positions
+            q, k = self._turn(q, own), self._turn(k, own if alone else counted)
+            if real is not None:
+                mask = _both(mask, padding if isinstance(padding, Mask) else dense(real[:, None, None]))
+        elif alone:
+            at = cache.upcoming(q_len, real)
+            q, k = self._turn(q, at), self._turn(k, at)
+            k, v = cache.append(k, v, real)
+            mask, places = _both(mask, cache.mask), Places(at, cache.positions, (len(cache), len(cache)))
+        else:
+            q = self._turn(q, positions)
+            places = Places(np.arange(q_len)[None], cache.positions, (q_len, len(cache)))
+        if self.bias_k is not None:
+            kv_len = k.shape[2]
+            places = places or Places(np.arange(q_len)[None], np.arange(kv_len)[None], (q_len, kv_len))
+            k, v, places = self._one_more(k, self.bias_k), self._one_more(v, self.bias_v), places.one_more()
+        if places is not None:
+            mask, score_mods = places.mask(mask), tuple(map(places.score_mod, score_mods))
+        matrix = attention(
+            q, k, mask=mask, score_mod=score_mods, scale=self.scale, sink=self.sink, enable_gqa=self.grouped
+        )
+        if not (self.training and self.dropout):
+            return matrix @ v, matrix
+        weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
+        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1), matrix
 
     def remember(self, key: Tensor, value: Tensor = None, *, padding: Any = None) -> KVCache:
         """The keys and values of what is attended to again and again, projected once: `layer(query, remembered)`.
@@ -215,7 +233,9 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         """Whether several heads share a key head."""
         return self.num_kv_heads != self.num_heads
 
-    def _project(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, key: Any, value: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(key, KVCache):
+            return key.key, key.value
         value = key if value is None else value
         return self._split(self.k_proj(key), self.k_norm), self._split(self.v_proj(value))
 
@@ -236,13 +256,8 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         token = extra.to(x.dtype).reshape(1, -1, 1, self.head_dim).expand(len(x), -1, -1, -1)
         return torch.cat([x, token], -2)
 
-    def _dropped(self, matrix: AttentionMatrix, v: Tensor) -> Tensor:
-        """The output of weights of which some were dropped, the rest made larger."""
-        weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
-        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
-
     def _check_inputs(
-        self, query: Tensor, key: Any, value: Any, positions: Any, cache: KVCache | None
+        self, query: Tensor, key: Any, value: Any, padding: Any, positions: Any, cache: KVCache | None
     ) -> None:
         """Refuse, in words, what a projection would refuse in numbers."""
         given = {"query": (query, self.q_proj), "key": (key, self.k_proj), "value": (value, self.v_proj)}
@@ -264,7 +279,12 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
                 )
         if value is not None and not isinstance(key, torch.Tensor):
             received, cure = "a value and no key", "Give the key too, or leave both out for self-attention."
-        elif cache is not None and key is not None:
+        elif padding is not None and isinstance(key, KVCache):
+            received, cure = (
+                "remembered keys and padding",
+                "Say it once: layer.remember(key, padding=padding).",
+            )
+        elif cache is not None and key is not None and key is not query:
             received, cure = "a cache and a key", "For cross-attention, pass layer.remember(key) as the key."
         elif cache is not None and positions is not None:
             received, cure = "a cache and positions", "The cache counts positions; leave them out."
@@ -295,6 +315,10 @@ def _booleans(padding: Any, k: Tensor) -> Any:
             cure="True = a real token; for 1 and 0 write padding != 0. What depends on the query is a mask.",
         )
     return np.broadcast_to(real, (batch, length))
+
+
+def _both(mask: Mask | None, other: Mask | None) -> Mask | None:
+    return other if mask is None else mask if other is None else mask & other
 
 
 def _counted(real: Any) -> Any:
