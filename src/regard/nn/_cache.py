@@ -47,6 +47,9 @@ class KVCache:
                 cure="KVCache() keeps every token; KVCache(window=512, keep_first=4) the last 512 and the first 4.",
             )
         self.window, self.keep_first = window, keep_first
+        self.mask: Mask | None = None  # what the window lets through, by position
+        if window is not None:
+            self.mask = sliding_window(window) | first(keep_first) if keep_first else sliding_window(window)
         self._key: Tensor = None  # (batch, kv_heads, room, head_dim)
         self._value: Tensor = None
         self._lengths: IntArray = np.zeros(1, np.int64)
@@ -83,14 +86,6 @@ class KVCache:
         column = np.arange(self.columns)
         position = column + np.where(column < self.keep_first, 0, dropped[:, None])
         return np.where(position < lengths[:, None], position, NOBODY)
-
-    @property
-    def mask(self) -> Mask | None:
-        """What the window lets through, for queries at any position."""
-        if self.window is None:
-            return None
-        recent = sliding_window(self.window)
-        return recent | first(self.keep_first) if self.keep_first else recent
 
     def upcoming(self, count: int, real: Any = None) -> IntArray:
         """The positions of the next `count` tokens: (batch, count), or (1, count) where all entries agree.
