@@ -347,6 +347,10 @@ REFUSED = {
         lambda: filled().append(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
         r"batch 3, kv_heads 1.*held, \(batch 2, kv_heads 1, n 40, head_dim 4\).*cache of its own",
     ),
+    "padding of another length": (
+        lambda: filled().append(*torch.ones(2, 2, 1, 3, 4), real=np.ones((2, 2), bool)),
+        r"real of shape \(2, 2\).*\(batch 2, n 3\).*or padding",
+    ),
     "another dtype": (
         lambda: filled().append(torch.ones(2, 1, 1, 4).double(), torch.ones(2, 1, 1, 4)),
         "key .*float64 on cpu.*float32 on cpu",

@@ -176,13 +176,12 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
             at, before = cache.upcoming(q_len, real), cache.lengths
             q, k = self._turn(q, at), self._turn(k, at)
             k, v = cache.append(k, v, real)
-            mask, places = _both(mask, cache.mask), Places(at, cache.positions, (len(cache), len(cache)))
+            mask, places = _both(mask, cache.mask), cache.places(at)
         else:
             q = self._turn(q, positions)
-            places = Places(np.arange(q_len)[None], cache.positions, (q_len, len(cache)))
+            places = cache.places(np.arange(q_len)[None], q_len)
         if self.bias_k is not None:
-            kv_len = k.shape[2]
-            places = places or Places(np.arange(q_len)[None], np.arange(kv_len)[None], (q_len, kv_len))
+            places = places or Places(np.arange(q_len)[None], None, (q_len, k.shape[2]))
             k, v, places = self._one_more(k, self.bias_k), self._one_more(v, self.bias_v), places.one_more()
         if places is not None:
             mask, score_mods = places.mask(mask), tuple(map(places.score_mod, score_mods))
@@ -224,13 +223,13 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         >>> torch.allclose(MultiHeadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
         True
         """
-        from regard.nn._torch import from_torch
+        from regard.nn._convert import from_torch
 
         return from_torch(module)
 
     def to_torch(self, *, batch_first: bool = True) -> Any:
         """A `torch.nn.MultiheadAttention` with the layer's weights, copied; what torch has no place for is refused."""
-        from regard.nn._torch import to_torch
+        from regard.nn._convert import to_torch
 
         return to_torch(self, batch_first=batch_first)
 
@@ -266,11 +265,11 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         self, query: Tensor, key: Any, value: Any, padding: Any, positions: Any, cache: KVCache | None
     ) -> None:
         """Refuse, in words, what a projection would refuse in numbers."""
-        given = {"query": (query, self.q_proj), "key": (key, self.k_proj), "value": (value, self.v_proj)}
         ndim = getattr(query, "ndim", 0)
-        for name, (x, projection) in given.items():
+        for name, x in (("query", query), ("key", key), ("value", value)):
             if x is None or (name == "key" and isinstance(x, KVCache)):
                 continue
+            projection = getattr(self, f"{name[0]}_proj")
             if (
                 not isinstance(x, torch.Tensor)
                 or x.ndim != ndim

@@ -86,8 +86,10 @@ class Rope(nn.Module):  # type: ignore[misc]
             if at.ndim > 1:
                 cos, sin = cos[:, None], sin[:, None]  # the same for every head
         width = cos.shape[-1]
+        if width == x.shape[-1]:
+            return turn(x.to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
         turned = turn(x[..., :width].to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
-        return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
+        return torch.cat([turned, x[..., width:]], -1)
 
     def _reach(self, length: int, x: Tensor) -> None:
         """Tables of at least this length, as wide as x, on its device."""
