@@ -175,6 +175,16 @@ def test_padding_hides_keys_and_is_not_counted(side):
         torch.testing.assert_close(found, made(x[i, :n], mask=causal()), atol=1e-5, rtol=1e-5)
 
 
+def test_padding_between_tokens_is_not_counted_either():
+    # Turned positions are relative, so padding at an end moves nothing; a hole would.
+    made, x = layer(24, 4, rope="neighbours"), draw(2, 9, 24)
+    real = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 0, 1]]).bool()
+    output = made(x, mask=causal(), padding=real)
+    for i in range(2):
+        right = made(x[i, real[i]], mask=causal())
+        torch.testing.assert_close(output[i, real[i]], right, atol=1e-5, rtol=1e-5)
+
+
 def test_remembered_keys_are_projected_once():
     made, query, memory = layer(24, 4, num_kv_heads=2, kdim=7, vdim=7), draw(3, 5, 24), draw(3, 9, 7, seed=1)
     lengths = padding([9, 4, 1])
