@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     """Rooms that are opened when somebody asks for them, and the version."""
     import importlib
 
-    if name in ("explore", "learn", "testing"):
+    if name in ("explore", "learn", "nn", "testing"):
         return importlib.import_module(f"regard.{name}")
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")

@@ -49,9 +49,7 @@ def attention(
     engine = engine_of("attention", query=query, key=key)
     query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
     lead, groups = lead_of(query, key, enable_gqa)
-    score_mods = tuple(score_mod) if isinstance(score_mod, list | tuple) else (score_mod,)
-    if score_mod is None:
-        score_mods = ()
+    score_mods = listed(score_mod)
     if sink is not None:
         sink = engine.floats(sink, "attention", "sink")
     scale = settle_scale(scale, query.shape[-1])
@@ -113,19 +111,32 @@ def linear_attention(
     return AttentionMatrix(spec)
 
 
+def listed(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
+    """None, one or several score modifications, as several."""
+    if isinstance(score_mod, list | tuple):
+        return tuple(score_mod)
+    return () if score_mod is None else (score_mod,)  # type: ignore[return-value]
+
+
 def _check_fit(spec: Spec) -> None:
     """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
     frame = Frame.whole(spec.shape)
-    if spec.mask is not None:
-        cure = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
-        _check_kind(spec.mask, Mask, "mask", "a mask such as regard.causal()", cure)
-        spec.mask.check(frame)
-    for each in spec.score_mods:
-        names = "regard.softcap, alibi, bias or relative_bias"
-        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
-        each.check(frame)
+    check_kinds(spec.mask, spec.score_mods)
+    for each in (spec.mask, *spec.score_mods):
+        if each is not None:
+            each.check(frame)
     if spec.sink is not None:
         frame.per_head(spec.sink, "attention: sink")
+
+
+def check_kinds(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
+    """Refuse a mask or a score modification that is none."""
+    if mask is not None:
+        cure = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
+        _check_kind(mask, Mask, "mask", "a mask such as regard.causal()", cure)
+    for each in score_mods:
+        names = "regard.softcap, alibi, bias or relative_bias"
+        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
 
 
 def _check_kind(thing: Any, kind: type, operation: str, expected: str, cure: str) -> None:

@@ -1,6 +1,7 @@
 """Positions: attention does not see order, so order is put into the vectors.
 
-Both functions are plain NumPy, compute in float64 and return the dtype they were given.
+Angles, sines and cosines are computed in float64; what comes back has the dtype that came. `rope` turns tensors as well
+as NumPy arrays, and its gradient is that of the product it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy as np
 from regard._errors import ArgumentError, kind_of
 from regard._types import Array, as_array, check_count
 
-__all__ = ["rope", "sinusoidal"]
+__all__ = ["frequencies", "rope", "sinusoidal"]
+
+Pairing = Literal["halves", "neighbours"]
 
 
 def sinusoidal(length: int, dim: int, *, base: float = 10_000.0) -> Array:
@@ -26,7 +29,7 @@ def sinusoidal(length: int, dim: int, *, base: float = 10_000.0) -> Array:
     """
     check_count(length, 0, 2**31, "sinusoidal", "length", "", "It counts tokens.")
     _even(dim, "sinusoidal")
-    angles = np.arange(length)[:, None] * _frequencies(dim, base)
+    angles = np.arange(length)[:, None] * frequencies(dim, base)
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim)
 
 
@@ -34,10 +37,10 @@ def rope(
     x: Any,
     positions: Any = None,
     *,
-    pairing: Literal["halves", "neighbours"],
+    pairing: Pairing,
     base: float = 10_000.0,
 ) -> Array:
-    """Queries or keys turned by their position, shape (…, length, head_dim) as they came.
+    """Queries or keys turned by their position, shape (…, length, head_dim) as they came; arrays or tensors.
 
     Pair i is turned by the angle position · base^(−2i/head_dim) (Su et al., 2104.09864). Which entries make a
     pair differs between models and must be said: `"halves"` pairs entry i with i + head_dim/2 (Llama, GPT-NeoX
@@ -48,25 +51,25 @@ def rope(
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    x = as_array(x, "rope", "x")
-    if x.ndim < 2 or (x.dtype.kind not in "iuf" and x.dtype.name != "bfloat16"):
+    tensor = hasattr(x, "new_tensor")
+    x = x if tensor else as_array(x, "rope", "x")
+    numbers = x.is_floating_point() if tensor else x.dtype.kind in "iuf" or x.dtype.name == "bfloat16"
+    if x.ndim < 2 or not numbers:
         raise ArgumentError(
             "rope",
             received=kind_of(x),
             expected="numbers of shape (…, length, head_dim)",
-            cure="A single token is a length of one: x[None, :].",
+            cure="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
         )
-    if pairing not in ("halves", "neighbours"):
-        raise ArgumentError(
-            "rope",
-            received=f"pairing={pairing!r}",
-            expected='"halves" or "neighbours"',
-            cure='Models of transformers that call rotate_half are "halves"; GPT-J is "neighbours".',
-        )
+    check_pairing(pairing, "rope")
     length, dim = x.shape[-2:]
     _even(dim, "rope")
-    positions = np.arange(length) if positions is None else np.asarray(positions)
-    lead = x.shape[:-1]
+    if positions is None:
+        positions = np.arange(length)
+    elif hasattr(positions, "new_tensor"):
+        positions = positions.cpu()
+    positions = np.asarray(positions)
+    lead = tuple(x.shape[:-1])
     if positions.ndim == 0 or not _broadcasts(positions.shape, lead):
         raise ArgumentError(
             "rope",
@@ -74,15 +77,51 @@ def rope(
             expected=f"one position for each of {length} tokens, or what broadcasts to {lead}",
             cure="Left out, positions count from 0; with a cache pass arange(start, start + length).",
         )
-    angles = positions[..., None] * _frequencies(dim, base)  # (…, length, dim / 2)
+    cos, sin = tables(positions, frequencies(dim, base), pairing)
+    if tensor:
+        wide = x if x.dtype.itemsize > 2 else x.float()
+        return turn(wide, wide.new_tensor(cos), wide.new_tensor(sin), pairing).to(x.dtype)
+    return turn(x, cos, sin, pairing).astype(x.dtype if x.dtype.kind not in "iu" else np.float64)
+
+
+def frequencies(dim: int, base: float = 10_000.0) -> Array:
+    """The angle by which each pair is turned from one position to the next, shape (dim / 2,): base^(−2i/dim).
+
+    >>> frequencies(4)
+    array([1.  , 0.01])
+    """
+    return base ** (-np.arange(0, dim, 2) / dim)
+
+
+def tables(positions: Array, frequencies: Array, pairing: Pairing) -> tuple[Array, Array]:
+    """Cosines, and sines with their signs, for `turn`: (…, dim) each for positions (…)."""
+    angles = positions[..., None] * frequencies  # (…, dim / 2)
     cos, sin = np.cos(angles), np.sin(angles)
     if pairing == "halves":
-        a, b = x[..., : dim // 2], x[..., dim // 2 :]
-        turned = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)
+    return np.repeat(cos, 2, -1), np.stack([-sin, sin], -1).reshape(*angles.shape[:-1], -1)
+
+
+def turn(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
+    """x turned by the angles of `tables`: x · cos + (each entry's partner) · sin."""
+    if pairing == "halves":
+        half = x.shape[-1] // 2
+        partner = np.roll(x, half, -1) if isinstance(x, np.ndarray) else x.roll(half, -1)
     else:
-        a, b = x[..., 0::2], x[..., 1::2]
-        turned = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-    return turned.astype(x.dtype if x.dtype.kind not in "iu" else np.float64)
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        partner = pairs[..., [1, 0]].reshape(x.shape)
+    return x * cos + partner * sin
+
+
+def check_pairing(pairing: object, operation: str) -> None:
+    """Refuse a pairing that is none."""
+    if pairing not in ("halves", "neighbours"):
+        raise ArgumentError(
+            operation,
+            received=f"pairing={pairing!r}",
+            expected='"halves" or "neighbours"',
+            cure='Models of transformers that call rotate_half are "halves"; GPT-J is "neighbours".',
+        )
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -90,10 +129,6 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return np.broadcast_shapes(shape, to) == to
     except ValueError:
         return False
-
-
-def _frequencies(dim: int, base: float) -> Array:
-    return base ** (-np.arange(0, dim, 2) / dim)
 
 
 def _even(dim: int, operation: str) -> None:

@@ -1,0 +1,24 @@
+"""Layers of PyTorch whose attention can be looked at: `layer(x, need_matrix=True)` gives the matrix beside the output.
+
+>>> import torch
+>>> from regard import causal
+>>> layer = MultiHeadAttention(64, num_heads=8, rope="halves")
+>>> output, A = layer(torch.ones(1, 5, 64), mask=causal(), need_matrix=True)
+>>> A.shape, A.kernel
+((1, 8, 5, 5), 'torch: flash on CPU, causal')
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch_is_there  # noqa: F401
+except ImportError as error:
+    raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
+
+from regard.nn._cache import KVCache
+from regard.nn._convert import torch_masks
+from regard.nn._multihead import MultiHeadAttention
+from regard.nn._plain import ScaledDotProductAttention
+from regard.nn._rope import Rope
+
+__all__ = ["KVCache", "MultiHeadAttention", "Rope", "ScaledDotProductAttention", "torch_masks"]
