@@ -65,7 +65,7 @@ def by_hand(made, query, key=None, value=None, *, allowed=None, added=0.0, dtype
     scores = scores if allowed is None else np.where(allowed, scores, -np.inf)
     shift = scores.max(-1, keepdims=True)
     if made.sink is not None:
-        sink = made.sink.detach().numpy().astype(dtype)[:, None, None]
+        sink = torch.as_tensor(made.sink).detach().numpy().astype(dtype).reshape(-1, 1, 1)
         shift = np.maximum(shift, sink)
     weights = np.exp(scores - shift)
     total = weights.sum(-1, keepdims=True)
@@ -432,6 +432,19 @@ REFUSED = {
     "all dropped": (lambda: MultiHeadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
     "pairing": (lambda: MultiHeadAttention(24, 4, rope="half"), "pairing='half'.*halves.*rotate_half"),
     "odd heads": (lambda: MultiHeadAttention(20, 4, rope="halves"), "head_dim 5.*even.*in pairs"),
+    "another rope": (
+        lambda: MultiHeadAttention(24, 4, rope=Rope(8, pairing="halves")),
+        r"rope of head_dim 8.*the layer's.*Rope\(6, pairing='halves'\)",
+    ),
+    "sinks of no kind": (lambda: MultiHeadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
+    "positions below 0": (
+        lambda: layer(24, 4, rope="halves")(x, positions=torch.arange(-1, 4)),
+        r"some below 0; expected whole numbers from 0, of shape \(5,\) or \(2, 5\)",
+    ),
+    "too few positions": (
+        lambda: layer(24, 4, rope="halves")(x, positions=[[1, 2]]),
+        r"\(1, 2\).*each token",
+    ),
     "width": (lambda: layer(24, 4)(x[..., :7]), r"query as an array .*\(2, 5, 7\).*\(batch, n, 24\).*kdim"),
     "key without batch": (lambda: layer(24, 4)(x, x[0]), "key as an array.*batch"),
     "an array": (lambda: layer(24, 4)(x.numpy()), "a tensor"),
@@ -440,7 +453,7 @@ REFUSED = {
     "cache and positions": (lambda: layer(24, 4)(x, positions=[1], cache=KVCache()), "counts positions"),
     "remembered and padding": (
         lambda: layer(24, 4)(x, layer(24, 4).remember(x), padding=padding([1, 2])),
-        r"remember\(key, padding=padding\)",
+        r"remember\(key, padding=…\)",
     ),
     "padding of numbers": (
         lambda: layer(24, 4)(x, padding=[[1, 0, 0, 0, 0]] * 2),

@@ -268,6 +268,19 @@ def test_gradients_reach_back_through_the_cache():
             torch.testing.assert_close(mine, theirs)
 
 
+def test_a_call_that_was_refused_leaves_the_cache_as_it_was():
+    x = draw(2, TOKENS, EMBED)
+    for cache in (KVCache(), KVCache(window=3, keep_first=1)):
+        ROTARY(x[:, :12], mask=causal(), cache=cache)
+        for _ in range(2):
+            with pytest.raises(regard.ArgumentError, match="dense"):
+                ROTARY(x[:, 12:14], mask=causal() & dense(torch.ones(3, 3).bool()), cache=cache)
+        assert len(cache) == 12
+        mask = causal() if cache.mask is None else cache.mask
+        found = ROTARY(x[:, 12:], mask=causal(), cache=cache)
+        torch.testing.assert_close(found, ROTARY(x, mask=mask)[:, 12:], atol=2e-6, rtol=1e-5)
+
+
 # -- What it costs --------------------------------------------------------------------------------------------
 
 
@@ -333,6 +346,10 @@ REFUSED = {
     "another batch": (
         lambda: filled().append(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
         r"batch 3, kv_heads 1.*held, \(batch 2, kv_heads 1, n 40, head_dim 4\).*cache of its own",
+    ),
+    "padding of another length": (
+        lambda: filled().append(*torch.ones(2, 2, 1, 3, 4), real=np.ones((2, 2), bool)),
+        r"real of shape \(2, 2\).*\(batch 2, n 3\).*or padding",
     ),
     "another dtype": (
         lambda: filled().append(torch.ones(2, 1, 1, 4).double(), torch.ones(2, 1, 1, 4)),

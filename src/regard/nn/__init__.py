@@ -16,10 +16,10 @@ except ImportError as error:
     raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard.nn._cache import KVCache
+from regard.nn._convert import torch_masks
 from regard.nn._multihead import MultiHeadAttention
 from regard.nn._plain import ScaledDotProductAttention
 from regard.nn._rope import Rope
-from regard.nn._torch import torch_masks
 from regard.nn._transformers import from_transformers
 
 __all__ = [

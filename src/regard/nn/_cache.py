@@ -10,7 +10,7 @@ import torch
 from regard._errors import ArgumentError, shape_of
 from regard._types import IntArray
 from regard.masks import Mask, first, sliding_window
-from regard.nn._places import NOBODY
+from regard.nn._places import NOBODY, Places
 
 Tensor = Any  # the types of torch are not followed
 
@@ -47,10 +47,14 @@ class KVCache:
                 cure="KVCache() keeps every token; KVCache(window=512, keep_first=4) the last 512 and the first 4.",
             )
         self.window, self.keep_first = window, keep_first
+        self.mask: Mask | None = None  # what the window lets through, by position
+        if window is not None:
+            self.mask = sliding_window(window) | first(keep_first) if keep_first else sliding_window(window)
         self._key: Tensor = None  # (batch, kv_heads, room, head_dim)
         self._value: Tensor = None
         self._lengths: IntArray = np.zeros(1, np.int64)
         self._dropped: IntArray = np.zeros(1, np.int64)  # tokens after the first ones that are no longer held
+        self._alike = True  # whether all batch entries have the same two
         self._lent = False  # whether a matrix looks at what is held, so that it must not be written over
 
     @property
@@ -79,18 +83,10 @@ class KVCache:
     @property
     def positions(self) -> IntArray:
         """The position of each column: (batch, columns), or (1, columns) where all entries agree; −1 for none."""
-        lengths, dropped = self._alike(self._lengths, self._dropped)
+        lengths, dropped = (x[:1] if self._alike else x for x in (self._lengths, self._dropped))
         column = np.arange(self.columns)
         position = column + np.where(column < self.keep_first, 0, dropped[:, None])
         return np.where(position < lengths[:, None], position, NOBODY)
-
-    @property
-    def mask(self) -> Mask | None:
-        """What the window lets through, for queries at any position."""
-        if self.window is None:
-            return None
-        recent = sliding_window(self.window)
-        return recent | first(self.keep_first) if self.keep_first else recent
 
     def upcoming(self, count: int, real: Any = None) -> IntArray:
         """The positions of the next `count` tokens: (batch, count), or (1, count) where all entries agree.
@@ -98,7 +94,7 @@ class KVCache:
         `real` is (batch, count), True for tokens and False for padding.
         """
         if real is None:
-            (lengths,) = self._alike(self._lengths)
+            lengths = self._lengths[:1] if self._alike else self._lengths
             return lengths[:, None] + np.arange(count)
         counted: IntArray = np.maximum(np.cumsum(real, 1) - 1, 0)
         return self._lengths[:, None] + counted
@@ -108,24 +104,25 @@ class KVCache:
 
         `real` is (batch, n), True for tokens; padding, on whichever side, is not kept.
         """
-        self._check(key, value)
+        self._check(key, value, real)
         self._drop()
         count = key.shape[2]
-        came = np.full(len(self._lengths), count) if real is None else np.asarray(real).sum(1)
-        held = self._lengths - self._dropped
-        self._make_room(int((held + came).max(initial=0)), key, value)
-        if (held == held[:1]).all() and (came == count).all():
-            start = int(held.max(initial=0))
+        if self._alike and (real is None or np.all(real)):
+            start = self.columns
+            self._make_room(start + count, key, value)
             self._key[:, :, start : start + count] = key
             self._value[:, :, start : start + count] = value
-        else:
-            kept = np.ones((len(held), count), bool) if real is None else np.asarray(real)
-            entry, source = np.nonzero(kept)
-            target = held[entry] + (np.cumsum(kept, 1) - 1)[entry, source]
-            entry, source, target = (torch.tensor(x, device=key.device) for x in (entry, source, target))
-            self._key[entry, :, target] = key[entry, :, source]
-            self._value[entry, :, target] = value[entry, :, source]
-        self._lengths = self._lengths + came
+            self._lengths = self._lengths + count
+            return self.key, self.value
+        kept = np.ones((len(self._lengths), count), bool) if real is None else np.asarray(real)
+        held, came = self._lengths - self._dropped, kept.sum(1)
+        self._make_room(int((held + came).max(initial=0)), key, value)
+        entry, source = np.nonzero(kept)
+        target = held[entry] + (np.cumsum(kept, 1) - 1)[entry, source]
+        entry, source, target = (torch.tensor(x, device=key.device) for x in (entry, source, target))
+        self._key[entry, :, target] = key[entry, :, source]
+        self._value[entry, :, target] = value[entry, :, source]
+        self._settle(self._lengths + came, self._dropped)
         return self.key, self.value
 
     def rewind(self, length: Any) -> None:
@@ -151,11 +148,17 @@ class KVCache:
             )
         if self._lent:
             self._key, self._value, self._lent = self._key.clone(), self._value.clone(), False
-        self._lengths = lengths.copy()
+        self._settle(lengths.copy(), self._dropped)
 
     def lend(self) -> None:
         """Say that a matrix was made of what is held: it will not be written over."""
         self._lent = True
+
+    def places(self, rows: IntArray, q_len: int | None = None) -> Places:
+        """Where these rows and what is held are in the sequence, or in a matrix of q_len rows."""
+        in_order = self._alike and not self._dropped.any()
+        shape = (len(self) if q_len is None else q_len, len(self))
+        return Places(rows, None if in_order else self.positions, shape)
 
     def _drop(self) -> None:
         """Let go of what nobody will see, when it is as much as the window: so a token is moved once at most."""
@@ -176,7 +179,7 @@ class KVCache:
             room[:, :, :kept] = moved
             setattr(self, name, room)
         self._lent = False
-        self._dropped = self._dropped + away
+        self._settle(self._lengths, self._dropped + away)
 
     def _make_room(self, columns: int, key: Tensor, value: Tensor) -> None:
         """Room for so many columns: doubled when used up, so that copying adds up to no more than what is kept."""
@@ -193,10 +196,17 @@ class KVCache:
                 # Written over, what an earlier call kept for its gradient would be lost.
                 setattr(self, name, held.clone())
 
-    def _check(self, key: Tensor, value: Tensor) -> None:
+    def _check(self, key: Tensor, value: Tensor, real: Any) -> None:
+        if real is not None and np.shape(real) != (key.shape[0], key.shape[2]):
+            raise ArgumentError(
+                "KVCache.append",
+                received=f"real of shape {np.shape(real)}",
+                expected=shape_of(batch=key.shape[0], n=key.shape[2]),
+                cure="It says of each token of the key whether it is one, True, or padding.",
+            )
         if self._key is None:
             batch = key.shape[0]
-            self._lengths, self._dropped = (np.zeros(batch, np.int64) for _ in range(2))
+            self._settle(*(np.zeros(batch, np.int64) for _ in range(2)))
             return
         for name, held, new in (("key", self._key, key), ("value", self._value, value)):
             same = held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3]
@@ -208,14 +218,12 @@ class KVCache:
                     cure="Each layer and each batch has a cache of its own: KVCache().",
                 )
 
-    def _alike(self, *counts: IntArray) -> list[IntArray]:
-        """Counts of every batch entry, as one where they all agree."""
-        alike = all((x == x[:1]).all() for x in (self._lengths, self._dropped))
-        return [x[:1] if alike else x for x in counts]
+    def _settle(self, lengths: IntArray, dropped: IntArray) -> None:
+        self._lengths, self._dropped = lengths, dropped
+        self._alike = all(bool((x == x[:1]).all()) for x in (lengths, dropped))
 
     def __repr__(self) -> str:
-        lengths = self._alike(self._lengths)[0].tolist()
-        tokens = lengths[0] if len(lengths) == 1 else lengths
+        tokens = len(self) if self._alike else self._lengths.tolist()
         window = "" if self.window is None else f", window={self.window}, keep_first={self.keep_first}"
         held = "" if self.window is None else f", {self.columns} of them held"
         return f"KVCache({tokens} tokens{held}{window})"

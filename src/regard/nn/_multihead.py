@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from regard._attention import attention, check_kinds, listed
-from regard._errors import ArgumentError, KindError, kind_of, shape_of
+from regard._errors import ArgumentError, KindError, RegardError, kind_of, shape_of
 from regard._matrix import AttentionMatrix
 from regard._types import is_run
 from regard.masks import Mask, dense
@@ -63,7 +63,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
+        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, dropout, sink)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.dropout, self.scale = dropout, scale
@@ -74,16 +74,19 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, kv_width, bias, **made)
         self.out_proj = nn.Linear(width, embed_dim, bias if out_bias is None else out_bias, **made)
         self.rope = Rope(head_dim, pairing=rope) if isinstance(rope, str) else rope
-        self.q_norm: Any = None if qk_norm is None else qk_norm(head_dim)
-        self.k_norm: Any = None if qk_norm is None else qk_norm(head_dim)
+        if self.rope is not None and self.rope.head_dim != head_dim:
+            raise ArgumentError(
+                "MultiHeadAttention",
+                received=f"rope of head_dim {self.rope.head_dim}",
+                expected=f"head_dim {head_dim}, the layer's",
+                cure=f"Make it for the layer: Rope({head_dim}, pairing={self.rope.pairing!r}).",
+            )
+        self.q_norm: Any = None if qk_norm is None else qk_norm(head_dim).to(**made)
+        self.k_norm: Any = None if qk_norm is None else qk_norm(head_dim).to(**made)
         self.bias_k = self.bias_v = None
         if bias_kv:
             self.bias_k, self.bias_v = (nn.Parameter(torch.empty(kv_width, **made)) for _ in range(2))
-        if sink == "learned":
-            self.sink = nn.Parameter(torch.empty(num_heads, **made))
-        else:
-            fixed = None if sink is None else torch.full((num_heads,), float(sink), **made)
-            self.register_buffer("sink", fixed, persistent=False)
+        self.sink: Any = nn.Parameter(torch.empty(num_heads, **made)) if sink == "learned" else sink
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -134,9 +137,8 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         held = key if isinstance(key, KVCache) else cache
         arguments = (self, q, k, v, mask, listed(score_mod), padding, positions, held, alone)
         if torch.compiler.is_compiling():
-            from regard.nn._apart import (
-                attend,
-            )  # masks and matrices are not traced: the graph goes on after it
+            # Masks and matrices are not traced: the graph ends here, and goes on after it.
+            from regard.nn._apart import attend
 
             output, matrix = attend(*arguments)
         else:
@@ -171,22 +173,25 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
             if real is not None:
                 mask = _both(mask, padding if isinstance(padding, Mask) else dense(real[:, None, None]))
         elif alone:
-            at = cache.upcoming(q_len, real)
+            at, before = cache.upcoming(q_len, real), cache.lengths
             q, k = self._turn(q, at), self._turn(k, at)
             k, v = cache.append(k, v, real)
-            mask, places = _both(mask, cache.mask), Places(at, cache.positions, (len(cache), len(cache)))
+            mask, places = _both(mask, cache.mask), cache.places(at)
         else:
             q = self._turn(q, positions)
-            places = Places(np.arange(q_len)[None], cache.positions, (q_len, len(cache)))
+            places = cache.places(np.arange(q_len)[None], q_len)
         if self.bias_k is not None:
-            kv_len = k.shape[2]
-            places = places or Places(np.arange(q_len)[None], np.arange(kv_len)[None], (q_len, kv_len))
+            places = places or Places(np.arange(q_len)[None], None, (q_len, k.shape[2]))
             k, v, places = self._one_more(k, self.bias_k), self._one_more(v, self.bias_v), places.one_more()
         if places is not None:
             mask, score_mods = places.mask(mask), tuple(map(places.score_mod, score_mods))
-        matrix = attention(
-            q, k, mask=mask, score_mod=score_mods, scale=self.scale, sink=self.sink, enable_gqa=self.grouped
-        )
+        options = {"scale": self.scale, "sink": self.sink, "enable_gqa": self.grouped}
+        try:
+            matrix = attention(q, k, mask=mask, score_mod=score_mods, **options)
+        except RegardError:
+            if cache is not None and alone:
+                cache.rewind(before)  # so that the call can be made again
+            raise
         if not (self.training and self.dropout):
             return matrix @ v, matrix
         weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
@@ -218,13 +223,13 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         >>> torch.allclose(MultiHeadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
         True
         """
-        from regard.nn._torch import from_torch
+        from regard.nn._convert import from_torch
 
         return from_torch(module)
 
     def to_torch(self, *, batch_first: bool = True) -> Any:
         """A `torch.nn.MultiheadAttention` with the layer's weights, copied; what torch has no place for is refused."""
-        from regard.nn._torch import to_torch
+        from regard.nn._convert import to_torch
 
         return to_torch(self, batch_first=batch_first)
 
@@ -260,11 +265,11 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         self, query: Tensor, key: Any, value: Any, padding: Any, positions: Any, cache: KVCache | None
     ) -> None:
         """Refuse, in words, what a projection would refuse in numbers."""
-        given = {"query": (query, self.q_proj), "key": (key, self.k_proj), "value": (value, self.v_proj)}
         ndim = getattr(query, "ndim", 0)
-        for name, (x, projection) in given.items():
+        for name, x in (("query", query), ("key", key), ("value", value)):
             if x is None or (name == "key" and isinstance(x, KVCache)):
                 continue
+            projection = getattr(self, f"{name[0]}_proj")
             if (
                 not isinstance(x, torch.Tensor)
                 or x.ndim != ndim
@@ -280,10 +285,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         if value is not None and not isinstance(key, torch.Tensor):
             received, cure = "a value and no key", "Give the key too, or leave both out for self-attention."
         elif padding is not None and isinstance(key, KVCache):
-            received, cure = (
-                "remembered keys and padding",
-                "Say it once: layer.remember(key, padding=padding).",
-            )
+            received, cure = "remembered keys and padding", "Say it once: layer.remember(key, padding=…)."
         elif cache is not None and key is not None and key is not query:
             received, cure = "a cache and a key", "For cross-attention, pass layer.remember(key) as the key."
         elif cache is not None and positions is not None:
@@ -327,7 +329,7 @@ def _counted(real: Any) -> Any:
 
 
 def _check_sizes(
-    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, dropout: float
+    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, dropout: float, sink: Any
 ) -> None:
     received = (
         f"embed_dim {embed_dim}, num_heads {num_heads}, num_kv_heads {num_kv_heads}, head_dim {head_dim}"
@@ -344,6 +346,9 @@ def _check_sizes(
     elif not 0 <= dropout < 1:
         received, expected = f"dropout={dropout!r}", "a share from 0 up to but not 1"
         cure = "It is the chance that a weight is dropped while training; 0.0 leaves all."
+    elif sink not in (None, "learned") and (isinstance(sink, bool) or not isinstance(sink, int | float)):
+        received, expected = f"sink={sink!r}", '"learned", a number or None'
+        cure = '"learned" is a score for each head, a number is fixed for all.'
     else:
         return
     raise ArgumentError("MultiHeadAttention", received=received, expected=expected, cure=cure)

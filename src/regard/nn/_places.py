@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,29 @@ NOBODY, EVERYBODY = -1, -2
 class Places:
     """Rows and columns of a part by their positions in the whole: (batch or 1, q_len) and (batch or 1, kv_len).
 
-    `shape` is that of the whole, (q_len, kv_len).
+    `shape` is that of the whole, (q_len, kv_len); `some` is None where its columns are all there, in order.
     """
 
     rows: IntArray
-    columns: IntArray
+    some: IntArray | None
     shape: tuple[int, int]
+
+    @cached_property
+    def columns(self) -> IntArray:
+        """The position of each column."""
+        return np.arange(self.shape[1])[None] if self.some is None else self.some
 
     def one_more(self) -> Places:
         """With a last column that everybody sees."""
-        return replace(self, columns=np.pad(self.columns, ((0, 0), (0, 1)), constant_values=EVERYBODY))
+        return replace(self, some=np.pad(self.columns, ((0, 0), (0, 1)), constant_values=EVERYBODY))
 
-    @property
+    @cached_property
     def at_the_end(self) -> bool:
         """Whether the columns are all of a sequence, and the rows its last tokens."""
-        if len(self.rows) > 1 or len(self.columns) > 1 or self.shape != 2 * self.columns.shape[1:]:
+        if len(self.rows) > 1 or self.some is not None or self.shape[0] != self.shape[1]:
             return False
-        (rows,), (columns,) = self.rows, self.columns
-        n, first = len(columns), len(columns) - len(rows)
-        return (
-            first >= 0 and np.array_equal(columns, np.arange(n)) and np.array_equal(rows, np.arange(first, n))
-        )
+        end = self.shape[1]
+        return bool((self.rows[0] == np.arange(end - self.rows.shape[1], end)).all())
 
     def mask(self, mask: Mask | None) -> Mask | None:
         """The mask of the part."""

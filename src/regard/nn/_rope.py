@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from regard._errors import ArgumentError
+from regard._errors import ArgumentError, kind_of
 from regard.positions import Pairing, check_pairing, tables, turn
 from regard.positions import frequencies as paper_frequencies
 
@@ -71,13 +71,25 @@ class Rope(nn.Module):  # type: ignore[misc]
             cos, sin = self.cos[start : start + x.shape[-2]], self.sin[start : start + x.shape[-2]]
         else:
             at = torch.as_tensor(positions, device=x.device)
+            fits = at.shape[-1:] == x.shape[-2:-1] and (
+                at.ndim == 1 or (at.ndim == 2 and len(at) in (1, len(x)))
+            )
+            if not fits or at.is_floating_point() or (at < 0).any():
+                raise ArgumentError(
+                    "Rope",
+                    received=f"positions as {kind_of(at)}" + (", some below 0" if (at < 0).any() else ""),
+                    expected=f"whole numbers from 0, of shape ({x.shape[-2]},) or ({len(x)}, {x.shape[-2]})",
+                    cure="One position for each token; a number is where the first one stands.",
+                )
             self._reach(int(at.max()) + 1 if at.numel() else 0, x)
             cos, sin = self.cos[at], self.sin[at]  # (batch, n, pairs · 2)
             if at.ndim > 1:
                 cos, sin = cos[:, None], sin[:, None]  # the same for every head
         width = cos.shape[-1]
+        if width == x.shape[-1]:
+            return turn(x.to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
         turned = turn(x[..., :width].to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
-        return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
+        return torch.cat([turned, x[..., width:]], -1)
 
     def _reach(self, length: int, x: Tensor) -> None:
         """Tables of at least this length, as wide as x, on its device."""

@@ -46,7 +46,7 @@ def from_torch(module: Any) -> MultiHeadAttention:
 
 def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> Any:
     """See `MultiHeadAttention.to_torch`."""
-    zero = not isinstance(layer.sink, nn.Parameter) and layer.sink is not None and not layer.sink.any()
+    zero = isinstance(layer.sink, int | float) and layer.sink == 0
     biases = {x.bias is not None for x in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)}
     without_a_place = {
         "grouped heads": layer.grouped,
