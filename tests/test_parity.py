@@ -25,12 +25,17 @@ ALL = [*own.comparisons(), *models.comparisons()]
 BY_NAME = {str(comparison): comparison for comparison in ALL}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+QUICK = re.compile("one pass|cross-attention|attn_mask$")
+
+
+@pytest.mark.parametrize(
+    "name", [name if QUICK.search(name) else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
+)
 def test_parity(name):
     row = judge(BY_NAME[name])
     assert row.ok, row
-    # A share of 0 everywhere would be two names for one computation.
-    assert any(share > 0 for pair in row.shares.values() for share in pair)
+    # No error at all would be two names for one computation.
+    assert row.largest > 0
 
 
 def test_what_the_table_holds():

@@ -64,17 +64,22 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """The largest errors of a comparison as shares of what is allowed, (output, weights) by dtype."""
+    """The largest errors of a comparison, (output, weights) by dtype."""
 
     module: str
     situation: str
-    shares: dict[str, tuple[float, float]]
-    error: float  # the largest of the output in float32
+    errors: dict[str, tuple[float, float]]
+    shares: dict[str, tuple[float, float]]  # of what is allowed
 
     @property
     def ok(self) -> bool:
         """Whether all of it is within the error rule."""
-        return all(share <= 1 for pair in self.shares.values() for share in pair)  # NaN is not
+        return self.largest <= 1  # NaN is not
+
+    @property
+    def largest(self) -> float:
+        """The largest share."""
+        return float(np.max([share for pair in self.shares.values() for share in pair]))
 
 
 def judge(comparison: Comparison) -> Row:
@@ -82,30 +87,33 @@ def judge(comparison: Comparison) -> Row:
 
     In float64 there is nothing wider to be held against: there the two may differ by the bound of ordinary inputs.
     """
-    shares, error = {}, 0.0
+    errors, shares = {}, {}
     with torch.no_grad():
         for dtype in DTYPES:
             exact, wide = (run(dtype, torch.float64) for run in (comparison.theirs, comparison.ours))
             naive, ours = (run(dtype, dtype) for run in (comparison.theirs, comparison.ours))
             # Halves are raised to float32 before they are scored.
             drift = 4 * epsilon(torch.float32) * (1 + np.asarray(wide.largest))
-            shares[name_of(dtype)] = (
-                _share(ours.output, Target.of(exact.output, naive.output, dtype=dtype)),
-                _share(ours.weights, Target.of(exact.weights, naive.weights, dtype=dtype, score_error=drift)),
+            output = Target.of(exact.output, naive.output, dtype=dtype)
+            weights = Target.of(exact.weights, naive.weights, dtype=dtype, score_error=drift)
+            name = name_of(dtype)
+            errors[name] = (_largest(ours.output, exact.output), _largest(ours.weights, exact.weights))
+            shares[name] = (
+                _largest(ours.output, exact.output, output.limit),
+                _largest(ours.weights, exact.weights, weights.limit),
             )
             if dtype is torch.float32:
-                error = float(np.abs(ours.output - exact.output).max())
-                apart = [np.abs(x - y).max() for x, y in zip(wide[:2], exact[:2], strict=True)]
-                output, weights = (float(x) / ORDINARY["float64"] for x in apart)
-                shares["float64"] = (output, weights)
-    return Row(comparison.module, comparison.situation, shares, error)
+                apart = (_largest(wide.output, exact.output), _largest(wide.weights, exact.weights))
+                errors["float64"] = apart
+                shares["float64"] = (apart[0] / ORDINARY["float64"], apart[1] / ORDINARY["float64"])
+    return Row(comparison.module, comparison.situation, errors, shares)
 
 
-def _share(actual: Array, target: Target) -> float:
-    """The largest error as a share of what is allowed; NaN where there is something to be said beside that."""
-    if actual.shape != target.definition.shape or not np.isfinite(target.definition).all():
+def _largest(actual: Array, definition: Array, limit: Any = 1.0) -> float:
+    """The largest error, in limits; NaN where the two cannot be compared."""
+    if actual.shape != definition.shape:
         return float("nan")
-    return float((np.abs(actual - target.definition) / target.limit).max())
+    return float((np.abs(actual - definition) / limit).max())
 
 
 def largest_scores(A: AttentionMatrix) -> Array:
@@ -129,12 +137,10 @@ def scatter(parameters: Iterator[Tensor] | Sequence[Tensor], seed: int = 0) -> N
 
 def table(rows: Sequence[Row]) -> str:
     """Rows as Markdown."""
-    dtypes = ["float64", *map(name_of, DTYPES)]
-    lines = [
-        "| module | situation | " + " | ".join(dtypes) + " | error in float32 |",
-        "| --- | --- |" + " --- |" * (len(dtypes) + 1),
-    ]
+    titles = ("module", "situation", "float32", "bfloat16", "error, float32", "difference, float64")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for row in rows:
-        cells = ["{:.2g} · {:.2g}".format(*row.shares[dtype]) for dtype in dtypes]
-        lines.append(f"| {row.module} | {row.situation} | " + " | ".join(cells) + f" | {row.error:.0e} |")
+        shares = ["{:.2f} · {:.2f}".format(*row.shares[name_of(dtype)]) for dtype in DTYPES]
+        errors = ["{:.0e} · {:.0e}".format(*row.errors[name]) for name in ("float32", "float64")]
+        lines.append(f"| {' | '.join((row.module, row.situation, *shares, *errors))} |")
     return "\n".join(lines)

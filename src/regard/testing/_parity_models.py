@@ -22,8 +22,8 @@ from regard.testing._parity import Answer, Comparison, Wide, largest_scores, num
 
 Tensor = Any  # the types of torch are not followed
 
-TOKENS = 13
-LENGTHS = (13, 8, 5)  # of the batch entries, where they are padded
+TOKENS, MANY = 13, 150
+LENGTHS, MANY_LENGTHS = (13, 8, 5), (150, 33, 97)  # of the batch entries, where they are padded
 CHUNKS = (6, 1, 3, 1, 2)
 MEMORY, MEMORY_LENGTHS = 9, (9, 4, 6)  # what cross-attention looks at
 WIDTH, HEADS = 32, 4
@@ -87,12 +87,12 @@ SUBJECTS = (
     Subject("GPT-NeoX: a quarter turned, fused by head", "GPTNeoX", "layers.0.attention",
             _llama_like(num_key_value_heads=None, num_attention_heads=2)),
     Subject("GPT-2: fused, scale by layer", "GPT2", "h.1.attn",
-            {"n_embd": WIDTH, "n_head": HEADS, "n_layer": 2, "vocab_size": 50, "n_positions": 32,
+            {"n_embd": WIDTH, "n_head": HEADS, "n_layer": 2, "vocab_size": 50, "n_positions": MANY,
              "bos_token_id": 0, "eos_token_id": 0, "scale_attn_by_inverse_layer_idx": True}),
     Subject("BLOOM: ALiBi", "Bloom", "h.0.self_attention",
             {"hidden_size": WIDTH, "n_head": HEADS, "n_layer": 1, "vocab_size": 50}, output="dense"),
     Subject("MPT: ALiBi, six heads", "Mpt", "blocks.0.attn",
-            {"d_model": 24, "n_heads": 6, "n_layers": 1, "vocab_size": 50, "max_seq_len": 32}),
+            {"d_model": 24, "n_heads": 6, "n_layers": 1, "vocab_size": 50, "max_seq_len": MANY}),
     Subject("T5 encoder: relative bias", "T5", f"encoder.block.0.{_SELF}", _T5, decodes=False),
     Subject("T5 decoder: relative bias", "T5", f"decoder.block.0.{_SELF}", _T5),
     Subject("T5 decoder, second layer", "T5", f"decoder.block.1.{_SELF}", _T5,
@@ -128,7 +128,7 @@ class Situation:
     """Which tokens are real, and how they come."""
 
     name: str
-    real: Array  # (batch, TOKENS)
+    real: Array  # (batch, tokens)
     chunks: tuple[int, ...] = ()  # with a cache
 
 
@@ -142,6 +142,7 @@ ONE_PASS = (
     Situation("one pass", _WHOLE),
     Situation("padded right", _real("right", LENGTHS, TOKENS)),
     Situation("padded left", _real("left", LENGTHS, TOKENS)),
+    Situation(f"{MANY} tokens, padded left", _real("left", MANY_LENGTHS, MANY)),
 )
 DECODING = (
     Situation("cache, token by token", _WHOLE, (1,) * TOKENS),
@@ -177,7 +178,7 @@ class _Run:
             for seed, real in ((100, self.real), (101, self.memory_real))
         )
         # (start, stop) of each call; without a cache there is one.
-        edges = np.cumsum([0, *(situation.chunks or (TOKENS,))])
+        edges = np.cumsum([0, *(situation.chunks or (self.real.shape[1],))])
         self.calls = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
         self.outputs: list[Tensor] = []
         self.weights: Any = None
@@ -189,12 +190,12 @@ class _Run:
         """Keep the answer of a call; `columns` are the keys of its weights, counted from `first`, (batch or 1, …)."""
         batch, heads, _, _ = weights.shape
         if self.weights is None:
-            self.weights = np.zeros((batch, heads, TOKENS, MEMORY if self.subject.crosses else TOKENS))
+            tokens = self.real.shape[1]
+            self.weights = np.zeros((batch, heads, tokens, MEMORY if self.subject.crosses else tokens))
         first, columns = np.broadcast_to(first, batch), np.broadcast_to(columns, (batch, columns.shape[-1]))
         for entry, (found, at) in enumerate(zip(weights.double().numpy(), columns, strict=True)):
-            self.weights[entry, :, start:stop, first[entry] + at[at >= 0]] = found[..., at >= 0].transpose(
-                2, 0, 1
-            )
+            held = at >= 0
+            self.weights[entry, :, start:stop][..., first[entry] + at[held]] = found[..., held]
         self.outputs.append(output)
 
     def answer(self) -> Answer:

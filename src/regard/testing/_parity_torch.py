@@ -16,13 +16,13 @@ Tensor = Any  # the types of torch are not followed
 BATCH, Q_LEN, KV_LEN, WIDTH, HEADS = 3, 7, 11, 24, 4
 
 MODULES: dict[str, dict[str, Any]] = {
-    "MultiheadAttention": {},
-    "MultiheadAttention, bias=False": {"bias": False},
-    "MultiheadAttention, add_bias_kv": {"add_bias_kv": True},
-    "MultiheadAttention, add_zero_attn": {"add_zero_attn": True},
-    "MultiheadAttention, both": {"add_bias_kv": True, "add_zero_attn": True},
-    "MultiheadAttention, kdim, vdim": {"kdim": 10, "vdim": 14},
-    "MultiheadAttention, batch_first=False": {"batch_first": False},
+    "torch.nn.MultiheadAttention": {},
+    "torch.nn.MultiheadAttention, bias=False": {"bias": False},
+    "torch.nn.MultiheadAttention, add_bias_kv": {"add_bias_kv": True},
+    "torch.nn.MultiheadAttention, add_zero_attn": {"add_zero_attn": True},
+    "torch.nn.MultiheadAttention, both": {"add_bias_kv": True, "add_zero_attn": True},
+    "torch.nn.MultiheadAttention, kdim, vdim": {"kdim": 10, "vdim": 14},
+    "torch.nn.MultiheadAttention, batch_first=False": {"batch_first": False},
 }
 
 _HIDDEN = numbers(7, BATCH * HEADS, Q_LEN, KV_LEN) > 0.5  # True = ignore
