@@ -7,6 +7,7 @@ the narrow one. The naive computation of the error rule is the module as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,9 @@ class Answer(NamedTuple):
 
     output: Array  # (…, embed_dim)
     weights: Array  # (…, kv_len)
-    largest: Array | None = None  # the largest |score| of each row, (…, 1): asked of the layer only
+    # Asked of the layer only:
+    largest: Array | None = None  # the largest |score| of each row, (…, 1)
+    summed: Array | None = None  # what each output is the sum of, terms counted without signs
 
 
 class Wide(TorchFunctionMode):  # type: ignore[misc]
@@ -94,7 +97,7 @@ def judge(comparison: Comparison) -> Row:
             naive, ours = (run(dtype, dtype) for run in (comparison.theirs, comparison.ours))
             # Halves are raised to float32 before they are scored.
             drift = 4 * epsilon(torch.float32) * (1 + np.asarray(wide.largest))
-            output = Target.of(exact.output, naive.output, dtype=dtype)
+            output = Target.of(exact.output, naive.output, dtype=dtype, magnitude=wide.summed)
             weights = Target.of(exact.weights, naive.weights, dtype=dtype, score_error=drift)
             name = name_of(dtype)
             errors[name] = (_largest(ours.output, exact.output), _largest(ours.weights, exact.weights))
@@ -114,6 +117,23 @@ def _largest(actual: Array, definition: Array, limit: Any = 1.0) -> float:
     if actual.shape != definition.shape:
         return float("nan")
     return float((np.abs(actual - definition) / limit).max())
+
+
+@contextmanager
+def sums(layer: Any) -> Iterator[list[Array]]:
+    """What the outputs of a layer's calls are the sums of: Σ |weight · input| + |bias| of its last projection."""
+    found = []
+
+    def before(projection: Any, inputs: Any) -> None:
+        bias = None if projection.bias is None else projection.bias.abs()
+        terms = torch.nn.functional.linear(inputs[0].abs(), projection.weight.abs(), bias)
+        found.append(terms.double().numpy())
+
+    hook = layer.out_proj.register_forward_pre_hook(before)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def largest_scores(A: AttentionMatrix) -> Array:

@@ -18,7 +18,7 @@ import torch
 from regard._types import Array
 from regard.nn import KVCache, from_transformers
 from regard.nn._transformers import _window
-from regard.testing._parity import Answer, Comparison, Wide, largest_scores, numbers, scatter
+from regard.testing._parity import Answer, Comparison, Wide, largest_scores, numbers, scatter, sums
 
 Tensor = Any  # the types of torch are not followed
 
@@ -183,6 +183,7 @@ class _Run:
         self.outputs: list[Tensor] = []
         self.weights: Any = None
         self.largest: list[Array] = []
+        self.summed: list[Array] = []
 
     def see(
         self, start: int, stop: int, output: Tensor, weights: Tensor, columns: Array, first: Any = 0
@@ -201,8 +202,11 @@ class _Run:
     def answer(self) -> Answer:
         """Output and weights of the real tokens: what a model makes of a row of padding is nobody's business."""
         output = torch.cat(self.outputs, 1).double().numpy()
-        largest = np.concatenate(self.largest, 2).swapaxes(1, 2)[self.real] if self.largest else None
-        return Answer(output[self.real], self.weights.swapaxes(1, 2)[self.real], largest)
+        answer = Answer(output[self.real], self.weights.swapaxes(1, 2)[self.real])
+        if not self.largest:
+            return answer
+        largest, summed = np.concatenate(self.largest, 2), np.concatenate(self.summed, 1)
+        return answer._replace(largest=largest.swapaxes(1, 2)[self.real], summed=summed[self.real])
 
 
 def _padded(x: Tensor, real: Array) -> Tensor:
@@ -300,8 +304,10 @@ def _ours(subject: Subject, situation: Situation, given: torch.dtype, dtype: tor
         else:
             part = real if subject.crosses else real[:, start:stop]
             where = {"key": key, "cache": cache, "padding": None if part.all() else torch.tensor(part)}
-        output, A = layer(run.x[:, start:stop], **where, **options, need_matrix=True)
+        with sums(layer) as summed:
+            output, A = layer(run.x[:, start:stop], **where, **options, need_matrix=True)
         columns = np.arange(A.shape[-1]) if cache is None else cache.positions
         run.see(start, stop, output, A.to_dense(), columns, first)
         run.largest.append(largest_scores(A))
+        run.summed += summed
     return run.answer()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from regard.nn import MultiHeadAttention, torch_masks
-from regard.testing._parity import Answer, Comparison, largest_scores, numbers, scatter
+from regard.testing._parity import Answer, Comparison, largest_scores, numbers, scatter, sums
 
 Tensor = Any  # the types of torch are not followed
 
-BATCH, Q_LEN, KV_LEN, WIDTH, HEADS = 3, 7, 11, 24, 4
+BATCH, Q_LEN, KV_LEN, WIDTH, HEADS = 6, 7, 11, 24, 4
 
 MODULES: dict[str, dict[str, Any]] = {
     "torch.nn.MultiheadAttention": {},
@@ -27,7 +27,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 _HIDDEN = numbers(7, BATCH * HEADS, Q_LEN, KV_LEN) > 0.5  # True = ignore
 _HIDDEN[..., 2] = False  # no row without a key: those are NaN there, zeros here
-_PADDING = torch.arange(KV_LEN) >= torch.tensor([[11], [4], [7]])
+_PADDING = torch.arange(KV_LEN) >= torch.tensor([[11], [4], [7], [3], [10], [5]])
 _ADDED = numbers(8, Q_LEN, KV_LEN)
 SITUATIONS: dict[str, dict[str, Tensor]] = {
     "cross-attention": {},
@@ -85,5 +85,7 @@ def _theirs(options: dict[str, Any], situation: str, given: torch.dtype, dtype: 
 def _ours(options: dict[str, Any], situation: str, given: torch.dtype, dtype: torch.dtype) -> Answer:
     module, x, masks = _given(options, situation, given, dtype)
     layer = MultiHeadAttention.from_torch(module)
-    output, A = layer(*x, **torch_masks(HEADS, **masks), need_matrix=True)
-    return Answer(output.double().numpy(), A.to_dense().double().numpy(), largest_scores(A))
+    with sums(layer) as summed:
+        output, A = layer(*x, **torch_masks(HEADS, **masks), need_matrix=True)
+    output, weights = output.double().numpy(), A.to_dense().double().numpy()
+    return Answer(output, weights, largest_scores(A), summed[0].reshape(output.shape))
