@@ -13,7 +13,7 @@ import numpy as np
 from regard._errors import ArgumentError, kind_of
 from regard._types import Array, as_array, check_count
 
-__all__ = ["frequencies", "rope", "sinusoidal", "turn"]
+__all__ = ["frequencies", "rope", "sinusoidal"]
 
 Pairing = Literal["halves", "neighbours"]
 
@@ -59,9 +59,7 @@ def rope(
             "rope",
             received=kind_of(x),
             expected="numbers of shape (…, length, head_dim)",
-            cure="Convert it first: x.float()."
-            if not numbers
-            else "A single token is a length of one: x[None, :].",
+            cure="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
         )
     check_pairing(pairing, "rope")
     length, dim = x.shape[-2:]

@@ -13,7 +13,6 @@ from torch import nn
 from regard._attention import attention, check_kinds, listed
 from regard._errors import ArgumentError, KindError, RegardError, kind_of, shape_of
 from regard._matrix import AttentionMatrix
-from regard._types import is_run
 from regard.masks import Mask, dense
 from regard.nn._cache import KVCache
 from regard.nn._places import Places
@@ -174,7 +173,9 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
                 mask = _both(mask, padding if isinstance(padding, Mask) else dense(real[:, None, None]))
         elif alone:
             at, before = cache.upcoming(q_len, real), cache.lengths
-            q, k = self._turn(q, at), self._turn(k, at)
+            # Where all entries go on from one place, a slice of the tables is enough.
+            start = int(at[0, 0]) if real is None and at.shape[0] == 1 and q_len else at
+            q, k = self._turn(q, start), self._turn(k, start)
             k, v = cache.append(k, v, real)
             mask, places = _both(mask, cache.mask), cache.places(at)
         else:
@@ -250,11 +251,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def _turn(self, x: Tensor, at: Any) -> Tensor:
-        if self.rope is None:
-            return x
-        if isinstance(at, np.ndarray) and len(at) == 1 and is_run(at[0]):
-            at = int(at[0, 0])  # then a slice of the tables is enough
-        return self.rope(x, at)
+        return x if self.rope is None else self.rope(x, at)
 
     def _one_more(self, x: Tensor, extra: Tensor) -> Tensor:
         """x with one more token, the same for every batch entry, after the last."""
