@@ -20,5 +20,13 @@ from regard.nn._convert import torch_masks
 from regard.nn._multihead import MultiHeadAttention
 from regard.nn._plain import ScaledDotProductAttention
 from regard.nn._rope import Rope
+from regard.nn._transformers import from_transformers
 
-__all__ = ["KVCache", "MultiHeadAttention", "Rope", "ScaledDotProductAttention", "torch_masks"]
+__all__ = [
+    "KVCache",
+    "MultiHeadAttention",
+    "Rope",
+    "ScaledDotProductAttention",
+    "from_transformers",
+    "torch_masks",
+]
