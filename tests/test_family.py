@@ -77,15 +77,6 @@ def turned(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
     return product(regard.attention(Q, K), V)
 
 
-def linear(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
-    def phi(x: float) -> float:
-        return x + 1 if x > 0 else np.exp(x)
-
-    weights = np.array([[sum(phi(a) * phi(b) for a, b in zip(q, k, strict=True)) for k in K] for q in Q])
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return weights, weights @ V
-
-
 def blocks(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
     place = np.arange(len(K))
     ids, everywhere = place // 2, place == 4
@@ -110,7 +101,7 @@ LIBRARY: dict[str, Callable[..., tuple[Any, Any]]] = {
     ),
     "rotary": turned,
     "alibi": lambda *qkv: one_head(*qkv, score_mod=regard.alibi([0.5], **LOWER)),
-    "linear": linear,
+    "linear": lambda Q, K, V: product(regard.linear_attention(Q, K), V),
     "sliding_window": lambda *qkv: one_head(*qkv, mask=regard.sliding_window(3, **LOWER)),
     "block_sparse": blocks,
     "flash": one_head,
