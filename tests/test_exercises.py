@@ -114,6 +114,7 @@ FIVE = [
     ({"variance": 72}, "the standard deviation; the variance is its square"),
     ({"variance": 64}, "That is for variance 1"),
     ({"variance": 64 * 64 * 81}, "d_k times, not d_k² times"),
+    ({"variance": lambda d_k, sigma2: d_k * sigma2**4}, "its second power, not its fourth"),
     ({"variance": 5184, "scale": 1 / 8}, "the scale for entries of variance 1"),
     ({"variance": 5184, "scale": 1 / 5184}, "scale: You divided by the variance"),
     ({"variance": 5184, "scale": 72}, "That is the divisor"),
@@ -247,8 +248,8 @@ WRONG = [
 ]
 
 
-def test_there_are_ten_wrong_answers_for_each():
-    assert [sum(case.values[0] == n for case in WRONG) for n in NUMBERS] == [10] * 8
+def test_there_are_ten_wrong_answers_or_more_for_each():
+    assert min(sum(case.values[0] == n for case in WRONG) for n in NUMBERS) >= 10
 
 
 @pytest.mark.parametrize(("n", "answer", "words"), WRONG)

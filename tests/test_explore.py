@@ -294,6 +294,19 @@ def test_heatmap_colours_follow_the_weights(show):
     assert tab.locator("#top").text_content() == "largest of the row"
 
 
+def test_heatmap_writes_a_small_weight_so_that_it_reads_small(show):
+    tab = show(explore.heatmap(8 * np.eye(3), np.eye(3) * 3))
+    tab.evaluate(
+        "() => { const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];"
+        " CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+        " window.written.push(text); write.call(this, text, ...at); }; }"
+    )
+    tab.locator("#picture").press("ArrowRight")  # paints again
+    tab.wait_for_function("window.written.length > 0")
+    assert tab.evaluate("window.written").count("<0.001") == 6
+    assert float(tab.locator("#cell .weight").inner_text()) < 1e-3  # in full beside the picture
+
+
 def test_heatmap_of_512_by_512(show):
     rng = np.random.default_rng(11)
     query, key = rng.normal(size=(2, 512, 8))

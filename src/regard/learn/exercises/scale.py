@@ -182,6 +182,13 @@ def _variance_mistakes() -> list[Mistake]:
         ),
         Mistake("That is for variance 1: the entries have σ².", {"variance": lambda d_k, s2: d_k}),
         Mistake(
+            "σ⁴ is the square of σ², and it is σ² that is given: take its second power, not its fourth.",
+            {
+                "variance": lambda d_k, s2: d_k * s2**4,
+                "scale": lambda d_k, s2: 1 / np.sqrt(d_k * s2**4),
+            },
+        ),
+        Mistake(
             "d_k independent products are added, and their variances add up: d_k times, not d_k² times.",
             {"variance": lambda d_k, s2: d_k**2 * s2**2},
         ),

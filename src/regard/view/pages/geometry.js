@@ -188,7 +188,7 @@ function draw() {
       `score = ${number(row.length)} × length × cosine${state.scaled ? ` × ${number(data.scale)}` : ""}`),
     scrolling("Numbers for each key", table(row)),
   );
-  return `Query ${data.queries[state.query]}: ${most}${mix ? `; output ${vector(row.output)}` : ""}`;
+  return `${data.queries[state.query]}: ${most}${mix ? `; output ${vector(row.output)}` : ""}`;
 }
 
 function change(part) {

@@ -135,7 +135,9 @@ function cellNumbers(context, style) {
       const hidden = scores[i * columnCount + j] === -Infinity;
       const ink = hidden ? "--soft" : strength(i, j) > 0.6 ? "--card" : "--ink";
       context.fillStyle = style.getPropertyValue(ink);
-      const text = hidden ? "hidden" : number(weights[i * columnCount + j]);
+      const weight = weights[i * columnCount + j];
+      // Cut to the cell, 1.288e-04 would read as 1.288.
+      const text = hidden ? "hidden" : weight > 0 && weight < 1e-3 ? "<0.001" : number(weight);
       context.fillText(fitted(context, text, cell - 4), left + (j + 0.5) * cell, top + (i + 0.5) * cell);
     }
   }
