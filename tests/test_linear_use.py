@@ -245,7 +245,7 @@ def test_causal_asks_for_an_alignment():
 # -- Feature maps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [elu, relu, random_features(16)], ids=str)
+@pytest.mark.parametrize("given", [elu, relu, random_features(16)], ids=["elu", "relu", "random"])
 def test_a_feature_map_is_the_same_on_both_engines(given):
     x = np.random.default_rng(22).normal(size=(2, 7, 5))
     made = given(x)
