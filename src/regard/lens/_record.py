@@ -1,0 +1,250 @@
+"""From what went through a call to its record: held once, recognised, and held against what the function returned."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard._errors import RegardError
+from regard.lens._call import Call
+from regard.lens._capture import Passed
+from regard.lens._recognise import Rules, read
+from regard.measures import Measure
+from regard.scores import ScoreMod, softcap
+
+Tensor = Any  # the types of torch are not followed
+
+
+@dataclass
+class Keep:
+    """What is kept of a call."""
+
+    device: Any
+    dtype: Any
+    copy: bool
+    values: bool
+    measures: Mapping[str, Measure] | None
+
+    def __post_init__(self) -> None:
+        # Layers pass the same mask on: it is read once, as long as it lives.
+        self._last: tuple[Any, Any, Rules] | None = None
+
+
+def call_of(
+    module: nn.Module, name: str, passed: Passed, keep: Keep, biases: Sequence[ScoreMod]
+) -> Call | tuple[str, str]:
+    """The record of a call; or why there is none, and the cure."""
+    query, key = passed.query.detach(), passed.key.detach()
+    if query.is_nested or key.is_nested:
+        return "nested tensors", "Pad the batch instead: torch.nested.to_padded_tensor, with a mask."
+    if passed.attn_mask is not None and not isinstance(passed.attn_mask, torch.Tensor):
+        kind = type(passed.attn_mask).__name__
+        return f"a {kind} for a mask ({passed.kernel})", _EAGER
+    key = _once(key, query)
+    try:
+        call = _recognised(module, name, passed, query, key, keep, biases)
+    except RegardError as error:
+        return f"{passed.kernel}, of which no matrix can be made ({error})", _EAGER
+    if passed.kernel.startswith("transformers") or passed.weights is not None:
+        found = _held_against(call, passed, module)
+        if found is None:
+            why = f"{passed.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
+            return why, _EAGER
+        call = found
+    if keep.measures is not None:
+        results = call.matrix.measure(**keep.measures)._asdict()
+        return replace(call, query=None, key=None, lse=None, versions=(), measured=results, extent=call.shape)
+    return _held(call, passed, keep)
+
+
+_EAGER = "Load the model with attn_implementation='sdpa', or 'eager' where it has no other."
+
+
+def _once(key: Tensor, query: Tensor) -> Tensor:
+    """The key without the repetitions that make every head of a group one of its own."""
+    heads = key.shape[-3] if key.ndim > 2 else 1
+    if heads == 1 or key.shape[-3] != query.shape[-3] or not key.numel():
+        return key
+    edge = key[..., [0, -1], :]
+    alike = (edge[..., 1:, :, :] == edge[..., :-1, :, :]).movedim(-3, 0).flatten(1).all(1).tolist()
+    size = alike.index(False) + 1 if False in alike else heads
+    if size == 1 or heads % size or alike != [(i + 1) % size != 0 for i in range(heads - 1)]:
+        return key
+    grouped = key.unflatten(-3, (heads // size, size))
+    one = grouped.select(-3, 0)
+    if not all(torch.equal(one, grouped.select(-3, i)) for i in range(1, size)):
+        return key
+    return one.clone(memory_format=torch.contiguous_format)
+
+
+def _recognised(
+    module: nn.Module, name: str, passed: Passed, query: Tensor, key: Tensor, keep: Keep, biases: Any
+) -> Call:
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    mask = _whole_mask(passed, query, kv_len)
+    rules = _read(mask, passed, q_len, kv_len, tuple(query.shape[:-2]), keep, biases)
+    if kv_len > q_len and rules.kept is None and _written(key):
+        used = (
+            int(rules.high.max(initial=0)) if rules.flat is None else kv_len
+        )  # a cache with room to spare: what nobody sees is not there yet
+        if 0 < used < kv_len:
+            key, kv_len = key[..., :used, :], used
+            mask = None if mask is None else mask[..., :used] if mask.shape[-1] > 1 else mask
+            rules = _read(mask, passed, q_len, kv_len, tuple(query.shape[:-2]), keep, biases)
+    scale = passed.scale
+    return Call(
+        name=name,
+        layer=type(module).__name__,
+        query=query,
+        key=key,
+        rules=rules,
+        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        kernel=passed.kernel,
+        lse=None if passed.lse is None else passed.lse.detach(),
+        softcap=None if passed.softcap is None else softcap(passed.softcap),
+        sink=None if passed.sink is None else passed.sink.detach().reshape(-1),
+        dropout_p=float(passed.dropout_p),
+        is_causal=bool(passed.is_causal),
+        training=module.training,
+    )
+
+
+def _whole_mask(passed: Passed, query: Tensor, kv_len: int) -> Tensor | None:
+    """Mask and position bias as one tensor, cut to the keys that there are."""
+    mask, added = passed.attn_mask, passed.position_bias
+    if mask is not None and mask.ndim == 2 and passed.kernel.startswith("transformers"):
+        mask = mask[:, None, None, :].to(torch.bool)  # padding, as flash kernels take it
+    mask, added = (
+        each[..., :kv_len] if each is not None and each.shape[-1] > kv_len else each for each in (mask, added)
+    )
+    if mask is None or added is None:
+        return added if mask is None else mask
+    if mask.dtype == torch.bool:
+        return torch.where(mask, added, torch.finfo(added.dtype).min)
+    return added + mask
+
+
+def _read(
+    mask: Tensor | None,
+    passed: Passed,
+    q_len: int,
+    kv_len: int,
+    lead: tuple[int, ...],
+    keep: Keep,
+    biases: Any,
+) -> Rules:
+    if mask is None:
+        return read(None, is_causal=passed.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
+    known = (_version(mask), q_len, kv_len, lead)
+    last = keep._last
+    if last is not None and last[0]() is mask and last[1] == known:
+        return last[2]
+    rules = read(
+        mask,
+        is_causal=passed.is_causal,
+        q_len=q_len,
+        kv_len=kv_len,
+        lead=lead,
+        biases=biases,
+        sinks=passed.sink is not None,
+    )
+    keep._last = (weakref.ref(mask), known, rules)
+    return rules
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else int(tensor._version)
+
+
+def _written(tensor: Tensor) -> bool:
+    """Whether a tensor has been written into, as a cache with room to spare is, and may be again."""
+    version = _version(tensor)
+    if version is None:
+        return bool(tensor.untyped_storage().nbytes() > tensor.nbytes)
+    return version > 0
+
+
+def _held(call: Call, passed: Passed, keep: Keep) -> Call:
+    """The call with its tensors as they are to be kept."""
+
+    def hold(tensor: Tensor) -> Tensor:
+        copy = keep.copy or _written(tensor)
+        moved = tensor.to(device=keep.device or tensor.device, dtype=keep.dtype or tensor.dtype)
+        return tensor.clone() if copy and moved is tensor else moved
+
+    query, key = hold(call.query), hold(call.key)
+    held = [(new, _version(new)) for new, old in ((query, call.query), (key, call.key)) if new is old]
+    lse = call.lse
+    if lse is not None:
+        lse = None if query.dtype != call.query.dtype else lse.to(query.device)
+    return replace(
+        call,
+        query=query,
+        key=key,
+        lse=lse,
+        sink=None if call.sink is None else call.sink.to(query.device),
+        value=hold(_once(passed.value.detach(), call.query)) if keep.values else None,
+        output=hold(passed.output.detach()) if keep.values and passed.output is not None else None,
+        versions=tuple((tensor, version) for tensor, version in held if version is not None),
+    )
+
+
+# Held against what came back
+
+_ROUNDINGS = 64
+
+
+def _held_against(call: Call, passed: Passed, module: nn.Module) -> Call | None:
+    """The call, or the same with causality that its function adds by itself, whichever gives what came back."""
+    tries = [call]
+    if passed.attn_mask is None and not passed.is_causal and getattr(module, "is_causal", False):
+        shape = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
+        tries.append(replace(call, rules=read(None, is_causal=True, lead=(), **shape), is_causal=True))
+    for each in tries:
+        if _agrees(each, passed, module):
+            return each
+    return None
+
+
+def _agrees(call: Call, passed: Passed, module: nn.Module) -> bool:
+    """Whether some rows are what the function returned, up to rounding."""
+    count = call.query.shape[-2]
+    rows = sorted({0, count // 3, count // 2, count - 1})
+    part = call.matrix.lazy[..., rows, :]
+    ours = part.to_dense()
+    if passed.weights is None:
+        return _outputs_agree(call, passed, rows, ours)
+    theirs = passed.weights.detach()[..., rows, :].to(ours.dtype)
+    if theirs.ndim < ours.ndim and theirs.shape[-3:-2] != ours.shape[-3:-2]:
+        ours, theirs = ours.mean(-3), theirs.reshape(ours.mean(-3).shape)
+    elif theirs.shape != ours.shape:
+        if theirs.numel() != ours.numel():
+            return False
+        theirs = theirs.reshape(ours.shape)
+    most = part.scores[...].abs()
+    most = float(torch.where(most.isfinite(), most, 0.0).amax())
+    near = _ROUNDINGS * torch.finfo(passed.query.dtype).eps * (1 + most) * ours.amax(-1, keepdim=True)
+    dropped = passed.dropout_p if module.training else 0.0
+    fits = (theirs * (1 - dropped) - ours).abs() <= near
+    if dropped:
+        fits |= theirs == 0
+    return bool((fits | theirs.isnan()).all())
+
+
+def _outputs_agree(call: Call, passed: Passed, rows: list[int], ours: Tensor) -> bool:
+    if passed.output is None or passed.dropout_p:
+        return False
+    value = _once(passed.value.detach(), call.query).to(ours.dtype)
+    groups = ours.shape[-3] // value.shape[-3]
+    expected = ours @ value.repeat_interleave(groups, -3)
+    theirs = passed.output.detach().transpose(-2, -3)[..., rows, :].to(ours.dtype)
+    if theirs.shape != expected.shape:
+        return False
+    near = _ROUNDINGS * torch.finfo(passed.query.dtype).eps * (1 + float(value.abs().amax()))
+    return bool(((theirs - expected).abs() <= near).all())
