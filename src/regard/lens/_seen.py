@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from regard._errors import ArgumentError, RegardError, named_shape
 from regard._matrix import AttentionMatrix
+from regard.lens._asked import Asked
 from regard.lens._call import Call
 from regard.lens._join import Run
 
@@ -21,7 +22,7 @@ class NotSeen(RegardError, KeyError):
     __str__ = Exception.__str__  # that of KeyError would show the message in quotes
 
 
-class Seen(Mapping[str, AttentionMatrix]):
+class Seen(Asked, Mapping[str, AttentionMatrix]):
     """The attention matrices of a model's layers by module name, in the order in which the layers ran.
 
     `seen[name]` is an `AttentionMatrix`, lazy. Where a layer was called several times, calls whose keys extend the last

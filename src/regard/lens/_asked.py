@@ -1,0 +1,60 @@
+"""What can be asked of what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from regard.lens._call import Call
+from regard.lens._table import Table
+
+
+class Asked:
+    """The questions; `Seen` answers them from its calls."""
+
+    def _each(self) -> list[tuple[int, str, int, Call]]:
+        """Every call: the number of its layer, its name, which of the layer's calls it is, and the call."""
+        return [
+            (number, name, which, call)
+            for number, name in enumerate(self)
+            for which, call in enumerate(self.calls(name))
+        ]
+
+    def calls(self, name: str) -> tuple[Call, ...]:
+        """The record of each call of a layer."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
+        """A table with one row for each layer and head: what the head does, in numbers, from one pass for each layer.
+
+        Rows have `module`, `layer` and `head`, counted from 0, `call` (of a layer that ran several times), and means
+        over the tokens of all batch entries, padding left out:
+
+        - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: near 0 a head has collapsed).
+        - `first`: Aᵢₖ at the first token k, the sink (α₁ of Gu et al., 2410.10781; above 0.3 they call it one).
+        - `previous`: Aᵢ,ᵢ₋₁, over i ≥ 1 (the previous-token heads of Olsson et al., 2209.11895).
+        - `distance`: Σⱼ Aᵢⱼ |i − j| (Vig & Belinkov, 1906.04284).
+        - `within_16`, `within_128`: the share on keys less than so far away; `windows` chooses others.
+        - `heavy`: the share of Σᵢ Aᵢⱼ that the tenth of the keys with most of it has (H2O, 2306.14048).
+        - with `tokens`: `duplicate`, the share on earlier copies of the token itself, and `induction`, on what came
+          after earlier copies (prefix matching, Olsson et al.), over the tokens that have one. On s random tokens,
+          repeated, these are the scores at offset s and s − 1. `tokens` are ids or text, (n,) or (batch, n).
+
+        What asks for positions is NaN in cross-attention. `pandas.DataFrame(table)` and `polars.DataFrame(table)`
+        take it.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as seen:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> print(seen.heads(windows=[2]))
+        module     layer  call  head  entropy  first  previous  distance  within_2  heavy
+        self_attn      0     0     0    1.386  0.250     0.250     1.250     0.625  0.250
+        self_attn      0     0     1    1.386  0.250     0.250     1.250     0.625  0.250
+        """
+        from regard.lens._heads import heads
+
+        return heads(self._each(), tokens, windows)
