@@ -52,6 +52,10 @@ class Call:
     measured: dict[str, Any] | None = None
     extent: tuple[int, ...] = ()  # the shape of the matrix, where query and key are gone
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    trying: str = ""  # how generate() tried tokens out that it may have taken back
+    origin: Any = field(
+        default=None, repr=False
+    )  # the key that was passed, as a weak reference, and its version
 
     @property
     def shape(self) -> tuple[int, ...]:

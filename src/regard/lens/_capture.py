@@ -68,6 +68,20 @@ def captured() -> int:
     return getattr(_thread, "captured", 0)
 
 
+# Ways of generating that try tokens out, by the name of what runs them in transformers.
+_TRYING = {"_beam_search": "beam search", "_assisted_decoding": "speculative decoding"}
+
+
+def trying() -> str:
+    """Whether the caller tries tokens out that it may take back, and how: "" where it does not."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _TRYING:
+            return _TRYING[frame.f_code.co_name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
 def _running() -> nn.Module | None:
     """The module of a watched model that is running: the nearest one on the stack."""
     frame = sys._getframe(2)

@@ -5,8 +5,8 @@ Only the newest keys are held, and what a rolling cache let go; each call adds i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,158 +21,193 @@ Tensor = Any  # the types of torch are not followed
 COMPARED, NEWEST, SAMPLE = 1 << 18, 512, 64
 
 
-@dataclass
+class Rows(NamedTuple):
+    """The rows that one call added."""
+
+    query: Tensor
+    lse: Tensor | None
+    output: Tensor | None
+    rules: Rules
+
+    def first(self, count: int) -> Rows:
+        """The first of them."""
+        rules = self.rules
+        flat = None if rules.flat is None else rules.flat[..., :count]
+        return Rows(
+            self.query[..., :count, :],
+            None if self.lse is None else self.lse[..., :count],
+            None if self.output is None else self.output[..., :count, :],
+            replace(rules, low=rules.low[..., :count], high=rules.high[..., :count], flat=flat),
+        )
+
+
 class Run:
-    """Calls of one layer that one cache joins. `column` is where the newest call's keys begin among all keys."""
+    """Calls of one layer that one cache joins, as one: all their rows, and the keys of the last."""
 
-    calls: list[Call]
-    let_go: list[Tensor] = field(default_factory=list)
-    column: int = 0
-    crossing: bool | None = None  # whether every call looks at the same keys; None while there is one
-    _joined: Call | None = None
+    def __init__(self, call: Call) -> None:
+        self.last = call
+        self.steps: list[Rows] = []
+        self.rows = 0
+        self.let_go: list[Tensor] = []  # keys that a rolling cache holds no more
+        self.column = 0  # where the newest call's keys begin among all keys
+        self.crossing = False  # whether every call looks at the same keys
+        self._joined: Call | None = None
+        if call.measured is None:
+            call.first = max(0, _seen_up_to(call) - call.query.shape[-2])
+            self._add(call)
+        self._begin = call.first
 
-    @classmethod
-    def begin(cls, call: Call) -> Run:
-        """The run of a first call."""
-        if call.measured is not None:
-            return cls([call])
-        return cls([replace(call, first=max(0, call.key.shape[-2] - call.query.shape[-2]))])
+    def _add(self, call: Call) -> None:
+        self.last, self._joined = call, None
+        self.steps.append(Rows(call.query, call.lse, call.output, call.rules))
+        self.rows += call.query.shape[-2]
 
     @property
-    def rows(self) -> int:
-        """How many rows there are so far."""
-        return sum(call.query.shape[-2] for call in self.calls)
+    def trying(self) -> str:
+        """How `generate()` tried out tokens that it may have taken back; "" where it did not."""
+        return self.last.trying if len(self.steps) > 1 else ""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(…, heads, q_len, kv_len)"""
-        last = self.calls[-1]
-        if last.measured is not None:
-            return last.extent
-        return (*last.query.shape[:-2], self.rows, self.column + last.key.shape[-2])
+        *lead, _, kv_len = self.last.shape
+        return self.last.shape if self.last.measured is not None else (*lead, self.rows, self.column + kv_len)
 
     def takes(self, call: Call) -> bool:
         """Whether a call goes on where this run ends; it then belongs to it."""
-        last = self.calls[-1]
+        last = self.last
         if not _alike(last, call):
             return False
-        new, held = call.query.shape[-2], last.key.shape[-2]
-        same = call.key.shape[-2] == held and _same_tensor(call.key, last.key)
-        if same or (self.crossing is not False and call.key.shape[-2] == held and self._looks_across(call)):
-            return self._cross(call)
-        past = call.key.shape[-2] - new  # the keys that were there before this call
-        if self.crossing or past <= 0:
+        if _same_tensor(call.origin, last.origin):
+            if not _agree(last.rules.keys, call.rules.keys, call.key.shape[-2]):
+                return False
+            self.crossing = True
+            self._add(call)
+            return True
+        if self.crossing:
             return False
-        if past <= held and _equal(call.key[..., :past, :], last.key[..., :past, :]):
-            return self._extend(call, past)
-        holes = last.rules.keys is not None or call.rules.keys is not None
-        if past < held and not holes and _equal(call.key[..., :past, :], last.key[..., held - past :, :]):
-            self.let_go.append(last.key[..., : held - past, :].clone())
-            self.column += held - past
-            return self._extend(call, past)
-        return False
+        if self._extend(call, last.key, call.key):
+            return True
+        # A cache with room to spare hides what is not there yet from everybody: it ends where the last one is seen.
+        held, length = last.key[..., : _seen_up_to(last), :], call.key[..., : _seen_up_to(call), :]
+        return any(
+            self._extend(call, a, b) for a, b in ((last.key, length), (held, call.key), (held, length))
+        )
 
-    def _looks_across(self, call: Call) -> bool:
-        """Whether the same keys stand for another sequence: they do not grow with the rows."""
-        square = self.calls[0].first + self.rows == self.column + self.calls[-1].key.shape[-2]
-        square = square and self.calls[0].first == 0
-        return not square and _equal(call.key, self.calls[-1].key)
-
-    def _cross(self, call: Call) -> bool:
-        if not _agree(self.calls[0].rules.keys, call.rules.keys, call.key.shape[-2]):
+    def _extend(self, call: Call, old: Tensor, new: Tensor) -> bool:
+        """Take a call whose keys are the `new` ones, the last one's being the `old`, if they go on."""
+        past = new.shape[-2] - call.query.shape[-2]  # the keys that were there before this call
+        dropped = _dropped(old, new, past) if past > 0 else None
+        if dropped is None:
             return False
-        self.crossing, self._joined = True, None
-        self._append(call)
-        return True
-
-    def _extend(self, call: Call, past: int) -> bool:
-        begin = self.calls[0].first
-        keep = self.column + past - begin  # rows that stand: a speculative step may take some back
-        if keep <= 0 or not _agree(self.calls[-1].rules.keys, call.rules.keys, past):
+        column = self.column + dropped
+        stand = column + past - self._begin  # rows that stand: a speculative step may take some back
+        keys = self.last.rules.keys, call.rules.keys
+        holes = keys[0] is not None or keys[1] is not None
+        if stand <= 0 or (holes and (dropped or not _agree(*keys, past))):
             return False
-        excess = self.rows - keep
-        while excess > 0:
-            last = self.calls.pop()
-            count = last.query.shape[-2] - excess
-            excess = -min(count, 0)
-            if count > 0:
-                self.calls.append(_first_rows(last, count))
-        shift = self.column
+        if dropped:
+            self.let_go.append(old[..., :dropped, :].clone())
+        while self.rows > stand:
+            step = self.steps.pop()
+            count = step.query.shape[-2]
+            self.rows -= count
+            if self.rows < stand:
+                self.steps.append(step.first(stand - self.rows))
+                self.rows = stand
         rules = call.rules
-        if shift:
-            rules = replace(rules, low=rules.low + shift, high=rules.high + shift)
-        self.crossing, self._joined = False, None
-        self._append(replace(call, rules=rules, first=shift + past))
+        if holes and keys[1] is not None:
+            rules = replace(rules, keys=keys[1][..., : new.shape[-2]])
+        if column:
+            rules = replace(rules, low=rules.low + column, high=rules.high + column)
+        self.column, call.first, call.key, call.rules = column, column + past, new, rules
+        self._add(call)
         return True
-
-    def _append(self, call: Call) -> None:
-        # Only the newest keys are held. A copy: the caller may have been given the call itself.
-        self.calls[-1] = replace(self.calls[-1], key=None, value=None, versions=())
-        self.calls.append(call)
 
     @property
     def call(self) -> Call:
         """The run as one call."""
-        if len(self.calls) == 1 and not self.let_go:
-            return self.calls[0]
+        if len(self.steps) <= 1 and not self.let_go:
+            return self.last
         if self._joined is None:
             self._joined = self._join()
         return self._joined
 
     def _join(self) -> Call:
-        first, last = self.calls[0], self.calls[-1]
+        last, steps = self.last, self.steps
         key = torch.cat([*self.let_go, last.key], -2) if self.let_go else last.key
-        lses = [call.lse for call in self.calls]
-        whole = all(lse is not None for lse in lses)
-        outputs = [call.output for call in self.calls]
+        lses, outputs = [step.lse for step in steps], [step.output for step in steps]
         return replace(
-            first,
-            query=torch.cat([call.query for call in self.calls], -2),
+            last,
+            query=torch.cat([step.query for step in steps], -2),
             key=key,
             value=last.value if not self.let_go else None,
             output=None if any(each is None for each in outputs) else torch.cat(outputs, -2),
-            lse=torch.cat(lses, -1) if whole else None,
-            rules=_joined_rules([call.rules for call in self.calls]),
-            steps=len(self.calls),
-            kernel=last.kernel if len({call.kernel for call in self.calls}) == 1 else first.kernel,
-            versions=last.versions,
+            lse=None if any(each is None for each in lses) else torch.cat(lses, -1),
+            rules=_joined([step.rules for step in steps]),
+            steps=len(steps),
+            first=self._begin,
         )
 
     @property
     def nbytes(self) -> int:
-        """The bytes of queries, keys and lse."""
-        if self.calls[-1].measured is not None:
-            return 0
-        rows = sum(call.query.nbytes + (0 if call.lse is None else call.lse.nbytes) for call in self.calls)
-        return int(rows + self.calls[-1].key.nbytes + sum(each.nbytes for each in self.let_go))
+        """The bytes of what is held, masks of q_len × kv_len left out."""
+        held = [self.last.key, self.last.value, *self.let_go]
+        held += [tensor for step in self.steps for tensor in step[:3]]
+        return sum(int(tensor.nbytes) for tensor in held if tensor is not None)
 
 
 def _alike(a: Call, b: Call) -> bool:
     """Whether all that does not grow is the same."""
-    shapes = all(x.shape[:-2] == y.shape[:-2] for x, y in ((a.query, b.query), (a.key, b.key)))
+    if a.query.shape[:-2] != b.query.shape[:-2] or a.key.shape[:-2] != b.key.shape[:-2]:
+        return False
+    if (
+        a.scale != b.scale
+        or a.softcap != b.softcap
+        or a.rules.added != b.rules.added
+        or a.query.dtype != b.query.dtype
+    ):
+        return False
+    if a.rules.nbytes or b.rules.nbytes:
+        return False
     same_sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
-    plain = all(x.rules.kept is None and x.rules.nbytes == 0 for x in (a, b))
-    return bool(
-        shapes
-        and plain
-        and same_sink
-        and a.query.dtype == b.query.dtype
-        and (a.scale, a.softcap, a.rules.added) == (b.scale, b.softcap, b.rules.added)
-    )
+    return bool(same_sink)
 
 
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    return bool(a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+def _same_tensor(a: Any, b: Any) -> bool:
+    """Whether two calls were given one and the same key, which nobody wrote into between them."""
+    if a is None or b is None:
+        return False
+    (tensor, version), (other, other_version) = a, b
+    return tensor() is not None and tensor() is other() and version == other_version
+
+
+def _seen_up_to(call: Call) -> int:
+    """How many keys there are up to the last one that somebody sees; all of them where nobody sees any."""
+    return int(call.rules.high.max(initial=0)) or int(call.key.shape[-2])
+
+
+def _dropped(old: Tensor, new: Tensor, past: int) -> int | None:
+    """How many of the old keys a cache let go of so that `past` of the new ones are old; None where it did not."""
+    held = old.shape[-2]
+    if past > held:
+        return None
+    if _equal(new[..., :past, :], old if past == held else old[..., :past, :]):
+        again = min(held, new.shape[-2])
+        # Keys taken back are replaced by others; the same ones again are no sequence that grows.
+        same = past < again and _equal(new[..., past:again, :], old[..., past:again, :])
+        return None if same else 0
+    return held - past if past < held and _equal(new[..., :past, :], old[..., held - past :, :]) else None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Whether keys are the same: all of them where they are few, else the newest and a sample."""
     if a.numel() > COMPARED:
         length = a.shape[-2]
-        sample = torch.linspace(0, length - 1, SAMPLE, device=a.device).long()
-        if not torch.equal(a[..., sample, :], b[..., sample, :]):
+        step = max(1, length // SAMPLE)
+        if not torch.equal(a[..., ::step, :], b[..., ::step, :]):
             return False
         a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
     return bool(torch.equal(a, b))
@@ -186,24 +221,7 @@ def _agree(a: Any, b: Any, past: int) -> bool:
     return bool((a == b).all())
 
 
-def _first_rows(call: Call, count: int) -> Call:
-    """The first rows of a call."""
-    rules = replace(
-        call.rules,
-        low=call.rules.low[..., :count],
-        high=call.rules.high[..., :count],
-        flat=None if call.rules.flat is None else call.rules.flat[..., :count],
-    )
-    return replace(
-        call,
-        query=call.query[..., :count, :],
-        lse=None if call.lse is None else call.lse[..., :count],
-        output=None if call.output is None else call.output[..., :count, :],
-        rules=rules,
-    )
-
-
-def _joined_rules(rules: list[Rules]) -> Rules:
+def _joined(rules: list[Rules]) -> Rules:
     low, high = (_stacked([getattr(each, name) for each in rules]) for name in ("low", "high"))
     flat = None
     if any(each.flat is not None for each in rules):

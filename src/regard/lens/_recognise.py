@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ class Rules:
     """Which keys each row sees, and what is added: as the ends of runs, or as the array itself where it is no run.
 
     `low`, `high` broadcast to (…, heads, q_len), keys low ≤ kv_idx < high; `keys` (…, kv_len) are those not hidden from
-    everybody, None for all. A row with `flat` above 0 sees nothing, and weighs its first `flat` keys alike. `kept` is a
-    boolean array, True = attend, that nothing shorter says, `added` what is added to the scores.
+    everybody, None for all. A row with `flat` above 0 sees nothing, and weighs alike its first `flat` keys, or as many
+    as there are. `kept` is a boolean array, True = attend, that nothing shorter says, `added` what is added to the
+    scores.
     """
 
     low: IntArray
@@ -45,14 +47,16 @@ class Rules:
     @property
     def nbytes(self) -> int:
         """The bytes of arrays of q_len × kv_len that had to be kept."""
+        if self.kept is None and self.added is None:
+            return 0
         arrays = (self.kept, getattr(self.added, "array", None))
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def mask(self, q_len: int, kv_len: int) -> Mask | None:
         """The mask by its name."""
         found = _named(self.low, self.high, q_len, kv_len)
         if self.flat is not None and found is not None:
-            found |= Span(np.zeros_like(self.flat), self.flat, "rows without a live key")
+            found |= Span(np.zeros_like(self.flat), np.minimum(self.flat, kv_len), "rows without a live key")
         for array in (None if self.keys is None else torch.as_tensor(self.keys)[..., None, :], self.kept):
             if array is not None:
                 found = dense(array) if found is None else found & dense(array)
@@ -88,9 +92,7 @@ def read(
     With `sinks` a row without a live key has a weight on nothing: the sink takes it all.
     """
     if mask is None:
-        rows = np.arange(q_len)
-        high = np.minimum(rows + 1, kv_len) if is_causal else np.full(q_len, kv_len)
-        return Rules(np.zeros(q_len, np.int64), high)
+        return _unmasked(is_causal, q_len, kv_len)
     mask = mask.detach()
     while mask.ndim < 2:
         mask = mask[None]
@@ -98,6 +100,19 @@ def read(
         rules = _runs(lambda rows: _some(mask, rows), mask, q_len, kv_len)
         return rules if rules is not None else Rules(*_all(q_len, kv_len), kept=mask)
     return _read_added(mask, q_len, kv_len, lead, biases, sinks)
+
+
+@lru_cache(maxsize=8)
+def _unmasked(is_causal: bool, q_len: int, kv_len: int) -> Rules:
+    high = np.minimum(np.arange(1, q_len + 1), kv_len) if is_causal else np.full(q_len, kv_len)
+    return Rules(np.zeros(q_len, np.int64), high)
+
+
+def seen_up_to(mask: Tensor) -> int:
+    """How many keys there are up to the last one that somebody sees."""
+    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+    seen = (~hidden).flatten(0, -2).any(0).nonzero()
+    return int(seen.max()) + 1 if len(seen) else 0
 
 
 def _read_added(

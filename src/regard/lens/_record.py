@@ -14,7 +14,7 @@ from torch import nn
 from regard._errors import RegardError
 from regard.lens._call import Call
 from regard.lens._capture import Passed
-from regard.lens._recognise import Rules, read
+from regard.lens._recognise import Rules, read, seen_up_to
 from regard.measures import Measure
 from regard.scores import ScoreMod, softcap
 
@@ -52,15 +52,17 @@ def call_of(
     except RegardError as error:
         return f"{passed.kernel}, of which no matrix can be made ({error})", _EAGER
     if passed.kernel.startswith("transformers") or passed.weights is not None:
-        found = _held_against(call, passed, module)
+        with torch.no_grad():
+            found = _held_against(call, passed, module)
         if found is None:
             why = f"{passed.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
             return why, _EAGER
         call = found
     if keep.measures is not None:
-        results = call.matrix.measure(**keep.measures)._asdict()
+        with torch.no_grad():
+            results = call.matrix.measure(**keep.measures)._asdict()
         return replace(call, query=None, key=None, lse=None, versions=(), measured=results, extent=call.shape)
-    return _held(call, passed, keep)
+    return _hold(call, passed, keep)
 
 
 _EAGER = "Load the model with attn_implementation='sdpa', or 'eager' where it has no other."
@@ -89,14 +91,12 @@ def _recognised(
     q_len, kv_len = query.shape[-2], key.shape[-2]
     mask = _whole_mask(passed, query, kv_len)
     rules = _read(mask, passed, q_len, kv_len, tuple(query.shape[:-2]), keep, biases)
-    if kv_len > q_len and rules.kept is None and _written(key):
-        used = (
-            int(rules.high.max(initial=0)) if rules.flat is None else kv_len
-        )  # a cache with room to spare: what nobody sees is not there yet
-        if 0 < used < kv_len:
-            key, kv_len = key[..., :used, :], used
-            mask = None if mask is None else mask[..., :used] if mask.shape[-1] > 1 else mask
-            rules = _read(mask, passed, q_len, kv_len, tuple(query.shape[:-2]), keep, biases)
+    if biases and rules.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
+        # A cache with room to spare: the bias is told from the keys that are there.
+        used = seen_up_to(mask)
+        shorter = _read(mask[..., :used], passed, q_len, used, tuple(query.shape[:-2]), keep, biases)
+        if not shorter.nbytes:
+            key, rules = key[..., :used, :], shorter
     scale = passed.scale
     return Call(
         name=name,
@@ -112,6 +112,7 @@ def _recognised(
         dropout_p=float(passed.dropout_p),
         is_causal=bool(passed.is_causal),
         training=module.training,
+        origin=(weakref.ref(passed.key), _version(passed.key)),
     )
 
 
@@ -170,29 +171,27 @@ def _written(tensor: Tensor) -> bool:
     return version > 0
 
 
-def _held(call: Call, passed: Passed, keep: Keep) -> Call:
-    """The call with its tensors as they are to be kept."""
+def _hold(call: Call, passed: Passed, keep: Keep) -> Call:
+    """The call, its tensors as they are to be kept."""
 
     def hold(tensor: Tensor) -> Tensor:
-        copy = keep.copy or _written(tensor)
-        moved = tensor.to(device=keep.device or tensor.device, dtype=keep.dtype or tensor.dtype)
-        return tensor.clone() if copy and moved is tensor else moved
+        if keep.device is None and keep.dtype is None:
+            return tensor.clone() if keep.copy or _written(tensor) else tensor
+        return tensor.to(device=keep.device or tensor.device, dtype=keep.dtype or tensor.dtype, copy=True)
 
-    query, key = hold(call.query), hold(call.key)
-    held = [(new, _version(new)) for new, old in ((query, call.query), (key, call.key)) if new is old]
-    lse = call.lse
-    if lse is not None:
-        lse = None if query.dtype != call.query.dtype else lse.to(query.device)
-    return replace(
-        call,
-        query=query,
-        key=key,
-        lse=lse,
-        sink=None if call.sink is None else call.sink.to(query.device),
-        value=hold(_once(passed.value.detach(), call.query)) if keep.values else None,
-        output=hold(passed.output.detach()) if keep.values and passed.output is not None else None,
-        versions=tuple((tensor, version) for tensor, version in held if version is not None),
-    )
+    query, key = call.query, call.key
+    call.query, call.key = hold(query), hold(key)
+    kept = [tensor for tensor, old in ((call.query, query), (call.key, key)) if tensor is old]
+    call.versions = tuple((tensor, tensor._version) for tensor in kept if not tensor.is_inference())
+    if keep.dtype is not None or keep.device is not None:
+        call.lse = (
+            None if call.query.dtype != query.dtype or call.lse is None else call.lse.to(call.query.device)
+        )
+        call.sink = None if call.sink is None else call.sink.to(call.query.device)
+    if keep.values:
+        call.value = hold(_once(passed.value.detach(), query))
+        call.output = None if passed.output is None else hold(passed.output.detach())
+    return call
 
 
 # Held against what came back
@@ -221,6 +220,8 @@ def _agrees(call: Call, passed: Passed, module: nn.Module) -> bool:
     if passed.weights is None:
         return _outputs_agree(call, passed, rows, ours)
     theirs = passed.weights.detach()[..., rows, :].to(ours.dtype)
+    if theirs.shape[-1] > ours.shape[-1] and not theirs[..., ours.shape[-1] :].any():
+        theirs = theirs[..., : ours.shape[-1]]
     if theirs.ndim < ours.ndim and theirs.shape[-3:-2] != ours.shape[-3:-2]:
         ours, theirs = ours.mean(-3), theirs.reshape(ours.mean(-3).shape)
     elif theirs.shape != ours.shape:

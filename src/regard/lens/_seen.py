@@ -51,7 +51,7 @@ class Seen(Asked, Mapping[str, AttentionMatrix]):
                 for run in reversed(runs):
                     if run.takes(call):
                         return
-            runs.append(Run.begin(call))
+            runs.append(Run(call))
 
     def __getitem__(self, name: str) -> AttentionMatrix:
         runs = self._runs.get(name)
@@ -62,10 +62,20 @@ class Seen(Asked, Mapping[str, AttentionMatrix]):
                 f"seen[{name!r}]",
                 received=f"{len(runs)} calls whose keys do not extend one another's: " + _shapes(runs),
                 expected="one call, or the steps of one cache",
-                cure=f"Take one: seen.calls({name!r})[0].matrix. Beam search reorders its cache, and some caches "
-                "change old keys: then run the model once, watched, on the sequence that was generated.",
+                cure=f"Take one: seen.calls({name!r})[0].matrix. Where steps do not join (beam search "
+                "reorders its cache, some caches change old keys), run the model once, watched, on the sequence "
+                "that was generated.",
             )
-        return runs[0].call.matrix
+        run = runs[0]
+        if run.trying:
+            raise ArgumentError(
+                f"seen[{name!r}]",
+                received=f"{len(run.steps)} calls of {run.trying}, which takes back tokens that it tried",
+                expected="calls whose rows are the tokens that were generated",
+                cure="Run the model once, watched, on the sequence that was generated; "
+                f"seen.calls({name!r}) has the rows as they were tried.",
+            )
+        return run.call.matrix
 
     def calls(self, name: str) -> tuple[Call, ...]:
         """The record of each call of a layer, calls that one cache joins as one; see `regard.lens.Call`."""
@@ -104,10 +114,10 @@ class Seen(Asked, Mapping[str, AttentionMatrix]):
         arrays = {}
         for runs in self._runs.values():
             for run in runs:
-                for call in run.calls:
-                    for array in (call.rules.kept, getattr(call.rules.added, "array", None)):
-                        if array is not None:
-                            arrays[array.data_ptr()] = array.nbytes
+                rules = run.last.rules
+                for array in (rules.kept, getattr(rules.added, "array", None)):
+                    if array is not None:
+                        arrays[array.data_ptr()] = int(array.nbytes)
         return sum(arrays.values())
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from regard._errors import ArgumentError, KindError, kind_of
 from regard.lens import _capture as capture
+from regard.lens._call import Call
 from regard.lens._patch import unwrap, wrap
 from regard.lens._record import Keep, call_of
 from regard.lens._seen import NotSeen, Seen
@@ -77,6 +78,7 @@ class watch:  # noqa: N801 - used as a function
         self._hooks: list[Any] = []
         self._owned: list[int] = []
         self._began: dict[tuple[int, int], int] = {}
+        self._trying: dict[int, str] = {}
 
     def __enter__(self) -> Seen:
         if self._owned:
@@ -125,17 +127,18 @@ class watch:  # noqa: N801 - used as a function
                 del capture.owners[key]
         self._owned.clear()
         self._began.clear()
+        self._trying.clear()
 
     # What the wrappers tell
 
     def record(self, module: nn.Module, name: str, passed: capture.Passed) -> None:
         """A call went through a module."""
-        with torch.no_grad():
-            found = call_of(module, name, passed, self._keep, self._biases)
-        if isinstance(found, tuple):
-            self.miss(name, *found)
-        else:
+        found = call_of(module, name, passed, self._keep, self._biases)
+        if isinstance(found, Call):
+            found.trying = self._trying.get(capture.thread(), "")
             self._seen._add(found)
+        else:
+            self.miss(name, *found)
 
     def miss(self, name: str, why: str, cure: str) -> None:
         """A call that cannot be told went through."""
@@ -155,6 +158,8 @@ class watch:  # noqa: N801 - used as a function
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         self._began[capture.thread(), id(module)] = capture.captured()
+        if module is self._model:
+            self._trying[capture.thread()] = capture.trying()
 
     def _end(self, name: str) -> Callable[..., None]:
         def end(module: nn.Module, *_: Any) -> None:
@@ -254,7 +259,9 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
-        for name in tuple(interface._global_mapping):
+        for name, function in tuple(interface._global_mapping.items()):
+            if _original(function) is getattr(modeling, "sdpa_attention_forward", None):
+                continue  # it ends in the function above
             yield interface._global_mapping, name, capture.wrap_function
     files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     for file in sorted(files):
