@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from regard._matrix import AttentionMatrix
 from regard.lens._call import Call
 from regard.lens._table import Table
 
@@ -14,11 +15,18 @@ class Asked:
 
     def _each(self) -> list[tuple[int, str, int, Call]]:
         """Every call: the number of its layer, its name, which of the layer's calls it is, and the call."""
-        return [
-            (number, name, which, call)
-            for number, name in enumerate(self)
-            for which, call in enumerate(self.calls(name))
-        ]
+        each = []
+        for number, name in enumerate(self):
+            for which, call in enumerate(self.calls(name)):
+                if call.trying and call.steps > 1:
+                    self[
+                        name
+                    ]  # raises, and says why: rows of tokens that were taken back are no rows of the text
+                each.append((number, name, which, call))
+        return each
+
+    def __getitem__(self, name: str) -> AttentionMatrix:
+        raise NotImplementedError
 
     def calls(self, name: str) -> tuple[Call, ...]:
         """The record of each call of a layer."""

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from regard._attention import attention
 from regard._errors import ArgumentError, KindError, kind_of
 from regard.lens import _capture as capture
 from regard.lens._call import Call
+from regard.lens._own import wrap_attention
 from regard.lens._patch import unwrap, wrap
 from regard.lens._record import Keep, call_of
 from regard.lens._seen import NotSeen, Seen
@@ -274,6 +276,8 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
                 yield names, name, capture.wrap_sdpa
             elif original is multi_head:
                 yield names, name, capture.wrap_multi_head
+            elif original is attention:
+                yield names, name, wrap_attention
             elif _is_attention_function(original):
                 yield names, name, capture.wrap_function
             elif interface is not None and isinstance(thing, interface):
