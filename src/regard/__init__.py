@@ -69,8 +69,8 @@ def __getattr__(name: str) -> Any:
 
     if name in ("explore", "learn", "lens", "nn", "testing"):
         return importlib.import_module(f"regard.{name}")
-    if name == "watch":
-        return importlib.import_module("regard.lens").watch
+    if name in ("load", "watch"):
+        return getattr(importlib.import_module("regard.lens"), name)
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

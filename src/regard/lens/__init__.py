@@ -18,6 +18,8 @@ except ImportError as error:
 
 from regard.lens._call import Call
 from regard.lens._seen import NotSeen, Seen
+from regard.lens._store import load
+from regard.lens._table import Table
 from regard.lens._watch import watch
 
-__all__ = ["Call", "NotSeen", "Seen", "watch"]
+__all__ = ["Call", "NotSeen", "Seen", "Table", "load", "watch"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from regard._matrix import AttentionMatrix
+from regard._types import Array
 from regard.lens._call import Call
 from regard.lens._table import Table
 
@@ -66,3 +68,58 @@ class Asked:
         from regard.lens._heads import heads
 
         return heads(self._each(), tokens, windows)
+
+    def find(
+        self, query: Any, key: Any, tokens: Any = None, *, key_tokens: Any = None, batch: int = 0
+    ) -> Table:
+        """How much each head lets one token look at another: a table, the largest `weight` first.
+
+        `query` and `key` are texts of tokens, looked up in `tokens`, or positions. One row for each layer and head:
+        `module`, `layer`, `call`, `head`, `query`, `key` (positions) and `weight`. Where a text occurs several times,
+        every pair of its occurrences is looked at, and a head's row is the pair with the largest weight; positions ask
+        for one pair. A mark of tokenizers that a word begins (Ġ, ▁) may be left out. For attention from one sequence to
+        another give the tokens of both, `tokens` for the queries and `key_tokens` for the keys.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as seen:
+        ...     _ = layer(torch.zeros(1, 3, 8))
+        >>> print(seen.find("it", "cat", tokens=["the", "cat", "it"]))
+        module     layer  call  head  query  key  weight
+        self_attn      0     0     0      2    1   0.333
+        self_attn      0     0     1      2    1   0.333
+        """
+        from regard.lens._find import find
+
+        return find(self._each(), query, key, tokens, key_tokens, batch)
+
+    def rollout(
+        self, token: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None
+    ) -> Array:
+        """How much of each input token reaches one token through all layers: NumPy, (n,), float64; it sums to 1.
+
+        Attention rollout (Abnar & Zuidema, 2005.00928): the row of ∏ (½ A + ½ I), A the mean of the heads, from the
+        last layer down to the first. It is made as a chain of products with a vector, in O(n) memory. `token` is a
+        position, or a text that occurs once in `tokens`. `layers` are names or patterns with `*`, all by default; of a
+        model with encoder and decoder choose one. It follows the weights, not what the values carry. What a head puts
+        on a learnt sink is lost on the way, and the sum is then below 1.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as seen:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> seen.rollout(-1)
+        array([0.125, 0.125, 0.125, 0.625])
+        """
+        from regard.lens._find import rollout
+
+        return rollout(self._each(), token, tokens, batch, layers)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything that was seen to one file: safetensors, with the rest as JSON in its header; no pickle.
+
+        `regard.load(path)` reads it. Masks and score modifications are written as what they are.
+        """
+        from regard.lens._store import save
+
+        save(self._each(), path)

@@ -11,9 +11,9 @@ import numpy as np
 from regard._errors import ArgumentError
 from regard.lens._call import Call
 from regard.lens._live import Place, fitting, listed, misfit
-from regard.lens._measures import At, Collected, Copies, Near
+from regard.lens._measures import At, Away, Collected, Copies, Near
 from regard.lens._table import Table
-from regard.measures import Distance, Entropy, Measure
+from regard.measures import Entropy, Measure
 
 # The share of the keys that count as heavy hitters.
 HEAVY = 0.1
@@ -64,7 +64,7 @@ def measured(call: Call, tokens: list[list[Any]] | None, windows: Sequence[int])
         before = place.own - 1
         has = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
         asked["previous"], counted["previous"] = At(np.where(has, before, -1)), has
-        asked["distance"], counted["distance"] = Distance("lower_right"), place.rows
+        asked["distance"], counted["distance"] = Away(first=place.first), place.rows
         for window in windows:
             name = f"within_{window}"
             asked[name], counted[name] = Near(int(window), place.first), place.rows

@@ -47,15 +47,31 @@ class Place:
     def of(cls, call: Call) -> Place:
         """That of a call."""
         *lead, q_len, kv_len = call.shape
-        first = call.first if call.first + q_len == kv_len and not _is_across(call.name) else None
         shape = (*lead[:-1], 1)
         if call.query is None:  # measured as it ran: nothing is known of its mask
             rows, keys = np.ones((*shape, q_len), bool), np.ones((*shape, kv_len), bool)
         else:
             rows, keys = (_over_heads(each, tuple(lead)) for each in visible(call.rules, q_len, kv_len))
+        first = None if _is_across(call, keys) else call.first
         if first is not None:
-            rows = rows & keys[..., first:]
+            rows = rows & keys[..., first : first + q_len]
         return cls(tuple(lead), first, keys, rows)
+
+
+def _is_across(call: Call, keys: Any) -> bool:
+    """Whether the keys are another sequence's: by the layer's name, or since they do not end with the last row's own.
+
+    So do the keys of a chunk that follows others, but its first row does not see past its own.
+    """
+    *_, q_len, kv_len = call.shape
+    if any(word in call.name.lower() for word in _ACROSS):
+        return True
+    live = np.flatnonzero(keys.any(tuple(range(keys.ndim - 1))))
+    stop = call.first + q_len
+    if stop != kv_len and (not len(live) or stop != live[-1] + 1):
+        return True
+    ahead = int(call.rules.high[..., 0].max(initial=0)) > call.first + 1
+    return bool(call.first and q_len > 1 and ahead)
 
 
 def visible(rules: Rules, q_len: int, kv_len: int) -> tuple[Any, Any]:
@@ -88,10 +104,6 @@ def _over_heads(array: Any, lead: tuple[int, ...]) -> Any:
     array = array.reshape((1,) * max(0, 1 + len(lead) - array.ndim) + array.shape)
     array = np.broadcast_to(array, (*lead[:-1], *array.shape[-2:]))
     return array.any(-2, keepdims=True)
-
-
-def _is_across(name: str) -> bool:
-    return any(word in name.lower() for word in _ACROSS)
 
 
 def listed(tokens: Any, operation: str) -> list[list[Any]]:

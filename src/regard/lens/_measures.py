@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard._stream import Problem
-from regard._types import Array, IntArray
-from regard.measures import Measure, span
+from regard._types import Align, Array, IntArray
+from regard.measures import Distance, Measure, span
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,22 @@ class At(Measure):
             found = xp.take_along_axis(weights, local[..., None], axis=-1)[..., 0]
             state[:, rows] += xp.where(xp.asarray(inside), found, 0.0)
         return state
+
+
+@dataclass(frozen=True)
+class Away(Distance):
+    """The mean distance of each row from its own key, Σ w · |place − kv_idx|: (…, q_len). Row 0 stands at key `first`.
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((1, 2)), np.zeros((5, 2))).measure(Away(first=4)).away
+    array([2.])
+    """
+
+    align: Align | None = "upper_left"
+    first: int = 0
+
+    def bind(self, problem: Problem) -> Measure:
+        return super().bind(replace(problem, positions=problem.positions + self.first))
 
 
 @dataclass(frozen=True)
