@@ -83,6 +83,7 @@ def test_the_head_that_resolves_it_is_found(minilm):
     )
     assert table[0]["weight"] == pytest.approx(0.71, abs=0.005)
     assert table[1]["weight"] < 0.5
+    assert seen.diagnose(tokens).of("error") == []
     assert (
         [f.severity for f in seen.diagnose(tokens).of("error")] == [] if hasattr(seen, "diagnose") else True
     )

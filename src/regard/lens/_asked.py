@@ -9,11 +9,17 @@ from typing import Any
 from regard._matrix import AttentionMatrix
 from regard._types import Array
 from regard.lens._call import Call
+from regard.lens._finding import Findings
+from regard.lens._hints import Hints
 from regard.lens._table import Table
 
 
 class Asked:
     """The questions; `Seen` answers them from its calls."""
+
+    _hints: Hints
+    _runs: dict[str, list[Any]]
+    _missed: dict[str, tuple[str, str]]
 
     def _each(self) -> list[tuple[int, str, int, Call]]:
         """Every call: the number of its layer, its name, which of the layer's calls it is, and the call."""
@@ -123,3 +129,28 @@ class Asked:
         from regard.lens._store import save
 
         save(self._each(), path)
+
+    def diagnose(
+        self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
+    ) -> Findings:
+        """What looks wrong: findings with severity, place, evidence in numbers, and the cure; `print` shows them.
+
+        `attention_mask` is what the model was given, (batch, n), 1 = token; without it, padding is known from `tokens`
+        such as "[PAD]". `causal=True` says that no token may see later ones; without it, a layer should be causal if
+        its module says so (`is_causal`), or if most layers of its stack are.
+
+        Errors: weight on the future, weight on padding, tokens that see nothing, NaN or inf (and where they began), an
+        inverted mask, `is_causal` at the wrong corner, dropout while evaluating, positions of cached steps that do not
+        go on. Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that gave nothing.
+        Notes: uniform heads, sinks. Heads that are extreme may be meant; errors hardly ever are.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as seen:
+        ...     _ = layer(torch.randn(1, 3, 8))
+        >>> seen.diagnose()
+        Nothing found in 1 layer, 2 heads.
+        """
+        from regard.lens._diagnose import diagnose
+
+        return diagnose(self._each(), self._hints, self._runs, self._missed, tokens, attention_mask, causal)

@@ -11,7 +11,7 @@ import numpy as np
 from regard._errors import ArgumentError
 from regard.lens._call import Call
 from regard.lens._live import Place, fitting, listed, misfit
-from regard.lens._measures import At, Away, Collected, Copies, Near
+from regard.lens._measures import At, Away, Between, Collected, Copies
 from regard.lens._table import Table
 from regard.measures import Entropy, Measure
 
@@ -67,7 +67,7 @@ def measured(call: Call, tokens: list[list[Any]] | None, windows: Sequence[int])
         asked["distance"], counted["distance"] = Away(first=place.first), place.rows
         for window in windows:
             name = f"within_{window}"
-            asked[name], counted[name] = Near(int(window), place.first), place.rows
+            asked[name], counted[name] = Between(1 - int(window), int(window) - 1, place.first), place.rows
         if tokens is not None:
             asked["copies"], again = _copies(place, tokens)
     made = call.matrix.measure(**asked)

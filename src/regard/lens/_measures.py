@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -60,18 +61,21 @@ class Away(Distance):
 
 
 @dataclass(frozen=True)
-class Near(Measure):
-    """The share of each row on keys less than `reach` away, on either side: (…, q_len). Row 0 stands at key `first`.
+class Between(Measure):
+    """The share of each row on keys from `least` to `most` after its own, which is negative before it: (…, q_len).
+
+    Row 0 stands at key `first`; a bound left out is none.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Near(2)).near.round(4)
+    >>> A.measure(Between(-1, 1)).between.round(4)
     array([1.    , 1.    , 0.6667])
     """
 
-    reach: int
+    least: float = -math.inf
+    most: float = math.inf
     first: int = 0
-    alike: dict[Any, Array] | None = None  # tiles along a diagonal share what is near in them
+    alike: dict[Any, Array] | None = None  # tiles along a diagonal share what lies between in them
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
@@ -83,18 +87,17 @@ class Near(Measure):
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         assert self.alike is not None
         rows, columns = span(q_idx), span(kv_idx)
-        least = self.first + rows.start - (columns.stop - 1)
-        most = self.first + rows.stop - 1 - columns.start
-        if least >= self.reach or most <= -self.reach:
+        low = columns.start - (self.first + rows.stop - 1)
+        high = columns.stop - 1 - (self.first + rows.start)
+        if high < self.least or low > self.most:
             return state
-        if max(-least, most) < self.reach:
+        if low >= self.least and high <= self.most:
             state[:, rows] += xp.sum(weights, axis=-1)
             return state
-        tile = (least, most, len(q_idx))
+        tile = (low, high, len(q_idx))
         if tile not in self.alike:
-            away = (q_idx + self.first)[:, None] - kv_idx[None, :]
-            near = (away < self.reach) & (away > -self.reach)
-            self.alike[tile] = xp.astype(near, weights.dtype)[None]
+            after = kv_idx[None, :] - (q_idx + self.first)[:, None]
+            self.alike[tile] = xp.astype((after >= self.least) & (after <= self.most), weights.dtype)[None]
         state[:, rows] += xp.vecdot(weights, self.alike[tile])
         return state
 

@@ -11,6 +11,7 @@ from regard._errors import ArgumentError, RegardError, named_shape
 from regard._matrix import AttentionMatrix
 from regard.lens._asked import Asked
 from regard.lens._call import Call
+from regard.lens._hints import Hints
 from regard.lens._join import Run
 
 __all__ = ["NotSeen", "Seen"]
@@ -40,6 +41,7 @@ class Seen(Asked, Mapping[str, AttentionMatrix]):
     def __init__(self) -> None:
         self._runs: dict[str, list[Run]] = {}
         self._missed: dict[str, tuple[str, str]] = {}
+        self._hints = Hints()
         self._lock = threading.Lock()
 
     def _add(self, call: Call) -> None:

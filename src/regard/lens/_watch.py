@@ -96,6 +96,7 @@ class watch:  # noqa: N801 - used as a function
                 capture.owners.setdefault(id(module), []).append((self, chosen))
                 self._owned.append(id(module))
             self._hang_hooks()
+            self._hooks.extend(self._seen._hints.watch(self._model))
             for names, name, make in _places(self._model):
                 self._places.append(wrap(names, name, make))
         except BaseException:
