@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -242,12 +243,13 @@ def _named(low: IntArray, high: IntArray, q_len: int, kv_len: int) -> Mask | Non
         return None
     shape = np.broadcast_shapes(low.shape, high.shape)
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
+    named = []
     if len(shape) < 2 or shape[-2] == 1:
-        for offset in dict.fromkeys((kv_len - q_len, 0)):
-            found = _banded(low, high, q_len, kv_len, offset)
-            if found is not None:
-                return found
-    return Span(low, high)
+        offsets = dict.fromkeys((kv_len - q_len, 0))
+        named = [
+            mask for offset in offsets if (mask := _banded(low, high, q_len, kv_len, offset)) is not None
+        ]
+    return min(named, key=lambda mask: len(repr(mask))) if named else Span(low, high)
 
 
 def _banded(low: IntArray, high: IntArray, q_len: int, kv_len: int, offset: int) -> Mask | None:
@@ -257,42 +259,38 @@ def _banded(low: IntArray, high: IntArray, q_len: int, kv_len: int, offset: int)
     start = np.where(live, low, kv_len).min(-1, keepdims=True)
     stop = np.where(live, high, 0).max(-1, keepdims=True)
     start = np.minimum(start, stop)
-    left = np.broadcast_to(place - low, low.shape)[live & (low > start)]
-    right = np.broadcast_to(high - 1 - place, low.shape)[live & (high < stop)]
-    first, last = start, stop
-    if left.size:
-        if left.min() < 0:
-            return None
-        first = np.maximum(start, place - left.flat[0])
-    if right.size:
-        if right.min() < 0:
-            return None
-        last = np.minimum(stop, place + 1 + right.flat[0])
-    if not (np.where(live, (first == low) & (last == high), first >= last)).all():
+    lefts = np.broadcast_to(place - low, low.shape)[live & (low > start)]
+    rights = np.broadcast_to(high - 1 - place, low.shape)[live & (high < stop)]
+    left, right = (int(each.flat[0]) if each.size else None for each in (lefts, rights))
+    if min(left or 0, right or 0) < 0:
+        return None
+    # Without padding first: the band alone may hide the first and the last keys.
+    for before, after in product((False, True), repeat=2):
+        first, last = start if before else 0, stop if after else kv_len
+        first = first if left is None else np.maximum(first, place - left)
+        last = last if right is None else np.minimum(last, place + 1 + right)
+        if np.where(live, (first == low) & (last == high), first >= last).all():
+            break
+    else:
         return None
     align: Align | None = None if q_len == kv_len else "lower_right" if offset else "upper_left"
     parts: list[Mask] = []
-    if left.size and right.size and right.flat[0]:
-        parts.append(sliding_window(left=int(left.flat[0]), right=int(right.flat[0]), align=align))
-    elif left.size and right.size:
-        parts.append(sliding_window(int(left.flat[0]) + 1, align=align))
-    elif left.size:
-        parts.append(sliding_window(left=int(left.flat[0]), align=align))
-    elif right.size and right.flat[0]:
-        parts.append(sliding_window(right=int(right.flat[0]), align=align))
-    elif right.size:
+    if left is None and right == 0:
         parts.append(causal(align))
-    reach = min(kv_len, q_len + offset + int(right.flat[0])) if right.size else kv_len
+    elif right == 0 and left is not None:
+        parts.append(sliding_window(left + 1, align=align))
+    elif (left, right) != (None, None):
+        parts.append(sliding_window(left=left, right=right, align=align))
     batch = low.shape[:-2]
-    if (stop < reach).any():
-        parts.append(padding(_lengths(stop, batch)))
-    if (start > 0).any():
-        parts.append(padding(_lengths(kv_len - start, batch), side="left"))
+    if after:
+        parts.append(padding(_numbers(stop, batch)))
+    if before:
+        parts.append(padding(_numbers(kv_len - start, batch), side="left"))
     mask = parts[0] if parts else None
     for part in parts[1:]:
         mask = part if mask is None else mask & part
     return mask
 
 
-def _lengths(lengths: IntArray, batch: tuple[int, ...]) -> Any:
+def _numbers(lengths: IntArray, batch: tuple[int, ...]) -> Any:
     return int(lengths.item()) if lengths.size == 1 else lengths.reshape(batch)
