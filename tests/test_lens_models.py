@@ -233,3 +233,23 @@ def test_models_of_half_precision(dtype):
     rows = (inputs["attention_mask"].cumsum(1)[:, None] > 0).expand(A.shape[:-1])
     name = str(dtype).removeprefix("torch.")
     assert_matches(A.to_dense()[rows], exact[rows], rough.float()[rows], dtype=name)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_dropout_draws_what_it_drew(implementation):
+    tiny = TINY["Llama"]
+    model, inputs = tiny.build(implementation), tiny.inputs("right")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.4
+    model.train()
+    torch.manual_seed(7)
+    plain = model(**inputs).logits
+    torch.manual_seed(7)
+    with regard.watch(model) as seen:
+        assert torch.equal(model(**inputs).logits, plain)
+    call = seen.calls("model.layers.0.self_attn")[0]
+    assert (call.dropout_p, call.training) == (0.4, True)
+    with regard.watch(model.eval()) as still:
+        model(**inputs)
+    # Dropout is not in the matrix: it is what the layer would weigh without.
+    torch.testing.assert_close(call.matrix.to_dense(), still["model.layers.0.self_attn"].to_dense())
