@@ -108,14 +108,18 @@ class Call:
             enable_gqa=self.groups > 1,
         )
         if self.lse is not None and self.lse.dtype == self.key.dtype:
-            empty = self.rules.empty
-            # The kernel gives a row that sees nothing an lse of 0.
-            matrix._fused_lse = (
-                self.lse
-                if empty is None
-                else self.lse.masked_fill(torch.as_tensor(empty, device=self.lse.device), -torch.inf)
-            )
+            matrix._fused_lse = self._settled(self.lse)
         return matrix
+
+    def _settled(self, lse: Tensor) -> Tensor:
+        """The kernel's lse, with what it gives rows that see nothing: 0, or one that a lowest number swallowed."""
+        empty, flat = self.rules.empty, self.rules.flat
+        if empty is not None:
+            lse = lse.masked_fill(torch.tensor(empty, device=lse.device), -torch.inf)
+        if flat is not None:
+            keys = torch.tensor(flat, device=lse.device).clamp(max=self.key.shape[-2])
+            lse = torch.where(keys > 0, keys.log().to(lse.dtype), lse)
+        return lse
 
     def _check_unchanged(self) -> None:
         for tensor, version in self.versions:

@@ -280,22 +280,23 @@ def heads(layer: Layer, usual: float | None) -> list[Finding]:
             f"Pass scale=None, or {usual if unlike else proper:.4g}; scale once only, before or in the call."
         )
         found.append(layer.finding("scale", "warning", what, where, evidence, cure))
-    asked: dict[str, Any] = {"entropy": Entropy()}
-    asked["first"] = At(np.where(layer.place.rows, layer.place.keys.argmax(-1)[..., None], -1))
-    made = call.matrix.measure(**asked)
-    entropy, first = layer.spread_out(made.entropy), layer.spread_out(made.first)
+    made = call.matrix.measure(entropy=Entropy(), **_resting(layer))
+    entropy = layer.spread_out(made.entropy)
     most = np.log(np.maximum(np.broadcast_to(_seen_keys(layer), entropy.shape), 1))
     counts = layer.rows[:, None] & (most >= math.log(4))
     if counts.any(axis=(0, 2)).all():
         over = np.where(counts, 1.0, 0.0)
         total = over.sum((0, 2))
         share = (np.where(counts, entropy / np.maximum(most, 1e-9), 0.0)).sum((0, 2)) / total
-        sink = (first * over).sum((0, 2)) / total
         mean = (entropy * over).sum((0, 2)) / total
         collapsed = (share < SATURATED) & ~(hot if found else np.zeros_like(hot))
-        for chosen, is_sink in ((collapsed & (sink <= 0.9), False), (collapsed & (sink > 0.9), True)):
-            if chosen.any():
-                found.append(_saturated(layer, chosen, is_sink, mean, sink, deviation))
+        for word in _resting(layer):
+            rest = (layer.spread_out(getattr(made, word)) * over).sum((0, 2)) / total
+            if (collapsed & (rest > 0.9)).any():
+                found.append(_saturated(layer, collapsed & (rest > 0.9), mean, deviation, word, rest))
+            collapsed &= rest <= 0.9
+        if collapsed.any():
+            found.append(_saturated(layer, collapsed, mean, deviation))
         if (share > UNIFORM).any():
             where = np.broadcast_to((share > UNIFORM)[None, :, None], (batch, count, 1))
             numbers = {"entropy / ln(keys)": float(share[share > UNIFORM].min())}
@@ -306,14 +307,26 @@ def heads(layer: Layer, usual: float | None) -> list[Finding]:
     return found
 
 
-def _saturated(layer: Layer, chosen: Any, is_sink: bool, mean: Any, sink: Any, deviation: Any) -> Finding:
+def _resting(layer: Layer) -> dict[str, At]:
+    """The weight on keys that heads of healthy models may rest on altogether, by what they are."""
+    place = layer.place
+    keys = {"first": place.keys.argmax(-1)[..., None]}
+    if place.first is not None:
+        own = place.own
+        keys |= {"previous": own - 1, "own": own, "next": np.where(own + 1 < layer.shape[3], own + 1, -1)}
+    return {word: At(np.where(place.rows, key, -1)) for word, key in keys.items()}
+
+
+def _saturated(
+    layer: Layer, chosen: Any, mean: Any, deviation: Any, word: str = "", rest: Any = None
+) -> Finding:
     where = np.broadcast_to(chosen[None, :, None], (layer.shape[0], len(chosen), 1))
     evidence = {"mean entropy": float(mean[chosen].max()), "scores spread by": float(deviation[chosen].max())}
-    evidence["share of the first token"] = float(sink[chosen].mean())
-    if is_sink:
+    if word:
+        evidence[f"share of the {word} token"] = float(rest[chosen].min())
         text, cure = (
-            "The heads rest on the first token.",
-            "An attention sink; common in trained models, no fault.",
+            f"The heads rest on the {word} token.",
+            "Common in trained models, and no fault by itself.",
         )
         return layer.finding("saturated heads", "note", text, where, evidence, cure)
     cure = "No gradient flows through a row of one key. Normalise queries and keys, or lower their learning rate."

@@ -5,6 +5,7 @@ A name is wrapped once however many watch, and put back when the last one leaves
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ _lock = threading.RLock()
 _wrapped: dict[tuple[int, str], _Wrapped] = {}
 
 
-def is_wrapper(function: Any) -> bool:
-    """Whether a function is one of ours, standing for another."""
-    return hasattr(function, "_regard_original")
+def opaque(function: Function) -> Function:
+    """The function, which torch.compile leaves as it is: whoever compiles meanwhile does not trace into the lens."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    hidden: Function = sys.modules["torch"].compiler.disable(function)
+    return hidden
 
 
 def wrap(names: MutableMapping[str, Any], name: str, make: Callable[[Function], Function]) -> tuple[int, str]:
@@ -37,7 +41,7 @@ def wrap(names: MutableMapping[str, Any], name: str, make: Callable[[Function], 
         place = (id(names), name)
         if place not in _wrapped:
             original = names[name]
-            wrapper = make(original)
+            wrapper = opaque(make(original))
             wrapper._regard_original = original  # type: ignore[attr-defined]
             _wrapped[place] = _Wrapped(names, name, original, wrapper)
             names[name] = wrapper

@@ -7,9 +7,10 @@ several calls are then put together by their ends, and the name is found at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def read(
     while mask.ndim < 2:
         mask = mask[None]
     if mask.dtype == torch.bool:
-        rules = _runs(lambda rows: _some(mask, rows), mask, q_len, kv_len)
+        rules = _runs(mask, q_len, kv_len)
         return rules if rules is not None else Rules(*_all(q_len, kv_len), kept=mask)
     return _read_added(mask, q_len, kv_len, lead, biases, sinks)
 
@@ -110,8 +111,7 @@ def _unmasked(is_causal: bool, q_len: int, kv_len: int) -> Rules:
 
 def seen_up_to(mask: Tensor) -> int:
     """How many keys there are up to the last one that somebody sees."""
-    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
-    seen = (~hidden).flatten(0, -2).any(0).nonzero()
+    seen = _visible(mask).flatten(0, -2).any(0).nonzero()
     return int(seen.max()) + 1 if len(seen) else 0
 
 
@@ -120,10 +120,8 @@ def _read_added(
 ) -> Rules:
     lowest = torch.finfo(mask.dtype).min
     literal = Rules(*_all(q_len, kv_len), added=bias(mask))
-    rules = _runs(lambda rows: _some(mask, rows) > lowest, mask, q_len, kv_len)
-    if rules is None:
-        return literal
-    if not sinks:
+    rules = _runs(mask, q_len, kv_len)
+    if rules is not None and not sinks:
         rules = _flattened(rules, mask, lowest, q_len, kv_len)
     if rules is None:
         return literal
@@ -136,7 +134,7 @@ def _read_added(
 
 
 def _flattened(rules: Rules, mask: Tensor, lowest: float, q_len: int, kv_len: int) -> Rules | None:
-    """Rows in which everything is the lowest number weigh all keys alike; None where some are −inf besides."""
+    """Rows in which everything is the lowest number weigh all keys alike; None where that cannot be said so."""
     empty = rules.empty
     if empty is None:
         return rules
@@ -146,25 +144,25 @@ def _flattened(rules: Rules, mask: Tensor, lowest: float, q_len: int, kv_len: in
     swallowed = (most == lowest).cpu().numpy() & empty
     if not swallowed.any():
         return rules
-    if ((least != lowest).cpu().numpy() & swallowed).any():
+    mixed = ((least != lowest).cpu().numpy() & swallowed).any()
+    # The lowest number of float16 is not so low that it swallows what is added to it.
+    if mixed or rules.keys is not None or mask.dtype == torch.float16:
         return None
-    return None if rules.keys is not None else replace(rules, flat=_alike(np.where(swallowed, kv_len, 0)))
+    return replace(rules, flat=_alike(np.where(swallowed, kv_len, 0)))
 
 
 def _explains(
     added: ScoreMod | None, mask: Tensor, lowest: float, lead: tuple[int, ...], q_len: int, kv_len: int
 ) -> bool:
     """Whether a mask adds exactly this where it hides nothing; None for nothing."""
-    frame = Frame((*lead, 1)[: max(len(lead), 1)], q_len, kv_len)
-    for rows in _bands(mask, q_len):
-        here = _some(mask, rows)
-        expected: Any = 0.0
+    if added is not None and (mask.ndim < 3 or mask.shape[-3:-1] != (lead[-1], q_len)):
+        return False
+    expected: Any = 0.0
+    for rows in _bands(mask):
+        here = mask[..., rows, :]
         if added is not None:
-            if mask.ndim < 3 or mask.shape[-3] != lead[-1]:
-                return False
-            q_idx = np.arange(q_len)[rows] if mask.shape[-2] > 1 else np.arange(q_len)
-            part = replace(frame, lead=(lead[-1],))
-            expected = added.added(part, q_idx, np.arange(kv_len), _Xp(mask.device), mask.dtype)
+            frame, q_idx = Frame(lead[-1:], q_len, kv_len), np.arange(q_len)[rows]
+            expected = added.added(frame, q_idx, np.arange(kv_len), _Xp(mask.device), mask.dtype)
         if not bool(((here == expected) | (here <= lowest)).all()):
             return False
     return True
@@ -180,13 +178,18 @@ class _Xp:
         return torch.as_tensor(array, device=self._device, dtype=dtype)
 
 
-def _runs(visible: Callable[[slice], Tensor], mask: Tensor, q_len: int, kv_len: int) -> Rules | None:
+def _visible(mask: Tensor) -> Tensor:
+    """True where a mask, boolean or added to the scores, hides nothing."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def _runs(mask: Tensor, q_len: int, kv_len: int) -> Rules | None:
     """Each row's run of keys, and the keys that somebody sees; None where the rows are no runs of those."""
     if kv_len == 0 or q_len == 0:
         return Rules(*_all(q_len, kv_len))
     lows, highs, counts, keys = [], [], [], None
-    for rows in _bands(mask, q_len):
-        seen = visible(rows)
+    for rows in _bands(mask):
+        seen = _visible(mask[..., rows, :])
         seen = seen.expand(*seen.shape[:-1], kv_len)
         flags = seen.to(torch.uint8)
         count = flags.sum(-1, dtype=torch.int64)
@@ -207,14 +210,11 @@ def _runs(visible: Callable[[slice], Tensor], mask: Tensor, q_len: int, kv_len: 
     return Rules(_ends(low, q_len), _ends(high, q_len), keys=_alike(keys))
 
 
-def _bands(mask: Tensor, q_len: int) -> list[slice]:
+def _bands(mask: Tensor) -> list[slice]:
+    """Rows that are looked at together."""
     rows = mask.shape[-2]
     step = max(1, CHUNK * rows // max(1, mask.numel()))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def _some(mask: Tensor, rows: slice) -> Tensor:
-    return mask[..., rows, :]
 
 
 def _all(q_len: int, kv_len: int) -> tuple[IntArray, IntArray]:
@@ -242,12 +242,13 @@ def _named(low: IntArray, high: IntArray, q_len: int, kv_len: int) -> Mask | Non
         return None
     shape = np.broadcast_shapes(low.shape, high.shape)
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
+    named = []
     if len(shape) < 2 or shape[-2] == 1:
-        for offset in dict.fromkeys((kv_len - q_len, 0)):
-            found = _banded(low, high, q_len, kv_len, offset)
-            if found is not None:
-                return found
-    return Span(low, high)
+        offsets = dict.fromkeys((kv_len - q_len, 0))
+        named = [
+            mask for offset in offsets if (mask := _banded(low, high, q_len, kv_len, offset)) is not None
+        ]
+    return min(named, key=lambda mask: len(repr(mask))) if named else Span(low, high)
 
 
 def _banded(low: IntArray, high: IntArray, q_len: int, kv_len: int, offset: int) -> Mask | None:
@@ -257,42 +258,38 @@ def _banded(low: IntArray, high: IntArray, q_len: int, kv_len: int, offset: int)
     start = np.where(live, low, kv_len).min(-1, keepdims=True)
     stop = np.where(live, high, 0).max(-1, keepdims=True)
     start = np.minimum(start, stop)
-    left = np.broadcast_to(place - low, low.shape)[live & (low > start)]
-    right = np.broadcast_to(high - 1 - place, low.shape)[live & (high < stop)]
-    first, last = start, stop
-    if left.size:
-        if left.min() < 0:
-            return None
-        first = np.maximum(start, place - left.flat[0])
-    if right.size:
-        if right.min() < 0:
-            return None
-        last = np.minimum(stop, place + 1 + right.flat[0])
-    if not (np.where(live, (first == low) & (last == high), first >= last)).all():
+    lefts = np.broadcast_to(place - low, low.shape)[live & (low > start)]
+    rights = np.broadcast_to(high - 1 - place, low.shape)[live & (high < stop)]
+    left, right = (int(each.flat[0]) if each.size else None for each in (lefts, rights))
+    if min(left or 0, right or 0) < 0:
+        return None
+    # Without padding first: the band alone may hide the first and the last keys.
+    for before, after in product((False, True), repeat=2):
+        first, last = start if before else 0, stop if after else kv_len
+        first = first if left is None else np.maximum(first, place - left)
+        last = last if right is None else np.minimum(last, place + 1 + right)
+        if np.where(live, (first == low) & (last == high), first >= last).all():
+            break
+    else:
         return None
     align: Align | None = None if q_len == kv_len else "lower_right" if offset else "upper_left"
     parts: list[Mask] = []
-    if left.size and right.size and right.flat[0]:
-        parts.append(sliding_window(left=int(left.flat[0]), right=int(right.flat[0]), align=align))
-    elif left.size and right.size:
-        parts.append(sliding_window(int(left.flat[0]) + 1, align=align))
-    elif left.size:
-        parts.append(sliding_window(left=int(left.flat[0]), align=align))
-    elif right.size and right.flat[0]:
-        parts.append(sliding_window(right=int(right.flat[0]), align=align))
-    elif right.size:
+    if left is None and right == 0:
         parts.append(causal(align))
-    reach = min(kv_len, q_len + offset + int(right.flat[0])) if right.size else kv_len
+    elif right == 0 and left is not None:
+        parts.append(sliding_window(left + 1, align=align))
+    elif (left, right) != (None, None):
+        parts.append(sliding_window(left=left, right=right, align=align))
     batch = low.shape[:-2]
-    if (stop < reach).any():
-        parts.append(padding(_lengths(stop, batch)))
-    if (start > 0).any():
-        parts.append(padding(_lengths(kv_len - start, batch), side="left"))
+    if after:
+        parts.append(padding(_numbers(stop, batch)))
+    if before:
+        parts.append(padding(_numbers(kv_len - start, batch), side="left"))
     mask = parts[0] if parts else None
     for part in parts[1:]:
         mask = part if mask is None else mask & part
     return mask
 
 
-def _lengths(lengths: IntArray, batch: tuple[int, ...]) -> Any:
+def _numbers(lengths: IntArray, batch: tuple[int, ...]) -> Any:
     return int(lengths.item()) if lengths.size == 1 else lengths.reshape(batch)

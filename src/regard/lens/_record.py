@@ -61,7 +61,7 @@ def call_of(
     if keep.measures is not None:
         with torch.no_grad():
             results = call.matrix.measure(**keep.measures)._asdict()
-        return replace(call, query=None, key=None, lse=None, versions=(), measured=results, extent=call.shape)
+        return replace(call, query=None, key=None, lse=None, measured=results, extent=call.shape)
     return _hold(call, passed, keep)
 
 
@@ -142,18 +142,13 @@ def _read(
 ) -> Rules:
     if mask is None:
         return read(None, is_causal=passed.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
-    known = (_version(mask), q_len, kv_len, lead)
+    sinks = passed.sink is not None
+    known = (_version(mask), q_len, kv_len, lead, sinks)
     last = keep._last
     if last is not None and last[0]() is mask and last[1] == known:
         return last[2]
     rules = read(
-        mask,
-        is_causal=passed.is_causal,
-        q_len=q_len,
-        kv_len=kv_len,
-        lead=lead,
-        biases=biases,
-        sinks=passed.sink is not None,
+        mask, is_causal=passed.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
     )
     keep._last = (weakref.ref(mask), known, rules)
     return rules
@@ -206,7 +201,9 @@ def _held_against(call: Call, passed: Passed, module: nn.Module) -> Call | None:
         shape = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
         tries.append(replace(call, rules=read(None, is_causal=True, lead=(), **shape), is_causal=True))
     for each in tries:
-        if _agrees(each, passed, module):
+        if _agrees(
+            replace(each), passed, module
+        ):  # a copy: its matrix is made before it is known what is kept
             return each
     return None
 
@@ -235,7 +232,9 @@ def _agrees(call: Call, passed: Passed, module: nn.Module) -> bool:
     fits = (theirs * (1 - dropped) - ours).abs() <= near
     if dropped:
         fits |= theirs == 0
-    return bool((fits | theirs.isnan()).all())
+    # NaN is right where ours is NaN too, and is what eager attention makes of a row that sees nothing.
+    fits |= theirs.isnan() & (ours.isnan() | (ours == 0).all(-1, keepdim=True))
+    return bool(fits.all())
 
 
 def _outputs_agree(call: Call, passed: Passed, rows: list[int], ours: Tensor) -> bool:

@@ -17,7 +17,7 @@ from regard._errors import ArgumentError, KindError, kind_of
 from regard.lens import _capture as capture
 from regard.lens._call import Call
 from regard.lens._own import wrap_attention
-from regard.lens._patch import unwrap, wrap
+from regard.lens._patch import opaque, unwrap, wrap
 from regard.lens._record import Keep, call_of
 from regard.lens._seen import NotSeen, Seen
 from regard.masks import first
@@ -156,8 +156,8 @@ class watch:  # noqa: N801 - used as a function
             known = "attention" in type(module).__name__.lower() or "attn" in type(module).__name__.lower()
             known = known and name in self._selected and any(True for _ in module.parameters())
             if id(module) not in apart and (known or module is self._model):
-                self._hooks.append(module.register_forward_pre_hook(self._begin))
-                self._hooks.append(module.register_forward_hook(self._end(name)))
+                self._hooks.append(module.register_forward_pre_hook(opaque(self._begin)))
+                self._hooks.append(module.register_forward_hook(opaque(self._end(name))))
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         self._began[capture.thread(), id(module)] = capture.captured()
@@ -193,7 +193,7 @@ def _check_model(model: Any) -> None:
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             cure = "Watch what was compiled, which shares its weights: regard.watch(model._orig_mod)."
             if not hasattr(module, "_orig_mod"):
-                cure = "Watch before model.compile(), or make a second one that is not compiled: model.state_dict()."
+                cure = "Watch before model.compile(), or build the model again and load_state_dict(model.state_dict())."
             raise ArgumentError(
                 "watch",
                 received=f"a model that torch.compile has compiled{where}",
