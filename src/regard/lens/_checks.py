@@ -14,7 +14,7 @@ import torch
 from regard.lens._call import Call
 from regard.lens._finding import Finding, Severity
 from regard.lens._live import Place, visible
-from regard.lens._measures import At, Between
+from regard.lens._measures import At, Bands
 from regard.masks import dense
 from regard.measures import Entropy, Mass
 
@@ -151,7 +151,7 @@ def future(layer: Layer) -> Finding | None:
     unknown = rules.kept is not None or getattr(rules.added, "array", None) is not None
     if not unknown and not (rules.high > place.own + 1).any():
         return None
-    share = layer.spread_out(layer.call.matrix.measure(Between(least=1, first=place.first)).between)
+    share = layer.spread_out(layer.call.matrix.measure(Bands([(1, math.inf)], place.first)).bands[..., 1])
     share = np.where(layer.rows[:, None] & np.broadcast_to(layer.sees, share.shape), share, 0.0)
     if not share.max() > ROUNDING:
         return None

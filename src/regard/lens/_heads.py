@@ -11,7 +11,7 @@ import numpy as np
 from regard._errors import ArgumentError
 from regard.lens._call import Call
 from regard.lens._live import Place, fitting, listed, misfit
-from regard.lens._measures import At, Away, Between, Collected, Copies
+from regard.lens._measures import At, Bands, Collected, Copies
 from regard.lens._table import Table
 from regard.measures import Entropy, Measure
 
@@ -24,6 +24,7 @@ def heads(
 ) -> Table:
     """The rows of `Seen.heads`, for layers as (number, name, which call, the call)."""
     rows, fits, lengths = Table(), tokens is None, set()
+    copies: dict[Any, Any] = {}  # where they are is the same for every layer
     given = None if tokens is None else listed(tokens, "seen.heads")
     for number, name, which, call in layers:
         if call.query is None:
@@ -38,10 +39,10 @@ def heads(
         lengths.add(kv_len)
         own = None if given is None else fitting(given, math.prod(lead[:-1]), kv_len)
         fits = fits or own is not None
-        columns = measured(call, own, windows)
-        if given is not None:
-            columns.setdefault("duplicate", np.full(len(columns["entropy"]), np.nan))
-            columns.setdefault("induction", np.full(len(columns["entropy"]), np.nan))
+        columns = measured(call, own, windows, copies)
+        if given is not None and own is None:
+            nothing = np.full(len(columns["entropy"]), np.nan)
+            columns |= {"duplicate": nothing, "induction": nothing}
         for head in range(len(columns["entropy"])):
             numbers = {key: float(column[head]) for key, column in columns.items()}
             rows.append({"module": name, "layer": number, "call": which, "head": head, **numbers})
@@ -50,7 +51,9 @@ def heads(
     return rows
 
 
-def measured(call: Call, tokens: list[list[Any]] | None, windows: Sequence[int]) -> dict[str, Any]:
+def measured(
+    call: Call, tokens: list[list[Any]] | None, windows: Sequence[int], copies: dict[Any, Any]
+) -> dict[str, Any]:
     """Columns of one number for each head, means over the rows of all batch entries that are no padding."""
     place = Place.of(call)
     first = np.where(place.rows, place.keys.argmax(-1)[..., None], -1)
@@ -60,29 +63,31 @@ def measured(call: Call, tokens: list[list[Any]] | None, windows: Sequence[int])
         "received": Collected(place.rows),
     }
     counted = {"entropy": place.rows, "first": place.rows}
+    positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
     if place.first is not None:
+        near = [(1 - int(window), int(window) - 1) for window in windows]
+        asked["bands"] = Bands([(-1, -1), *near], place.first)
         before = place.own - 1
-        has = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
-        asked["previous"], counted["previous"] = At(np.where(has, before, -1)), has
-        asked["distance"], counted["distance"] = Away(first=place.first), place.rows
-        for window in windows:
-            name = f"within_{window}"
-            asked[name], counted[name] = Between(1 - int(window), int(window) - 1, place.first), place.rows
+        counted |= dict.fromkeys(positional, place.rows)
+        counted["previous"] = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
         if tokens is not None:
-            asked["copies"], again = _copies(place, tokens)
+            asked["copies"], again = _copies(place, tokens, copies)
     made = call.matrix.measure(**asked)
-    columns = {name: _mean(_numpy(getattr(made, name)), which) for name, which in counted.items()}
+    results = {"entropy": made.entropy, "first": made.first}
+    if place.first is not None:
+        results |= {name: made.bands[..., i] for i, name in enumerate(positional)}
     if "copies" in asked:
-        for kind, name in enumerate(("duplicate", "induction")):
-            columns[name] = _mean(_numpy(made.copies[..., kind]), again)
-    for name in ("previous", "distance", *(f"within_{window}" for window in windows)):
-        columns.setdefault(name, np.full(len(columns["entropy"]), np.nan))
+        results |= {"duplicate": made.copies[..., 0], "induction": made.copies[..., 1]}
+        counted |= dict.fromkeys(("duplicate", "induction"), again)
+    columns = {name: _mean(_numpy(result), counted[name]) for name, result in results.items()}
     columns["heavy"] = _heavy(_numpy(made.received), place)
-    order = ["entropy", "first", "previous", "distance", *(f"within_{window}" for window in windows), "heavy"]
-    return {name: columns[name] for name in [*order, *(name for name in columns if name not in order)]}
+    order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
+    order += [] if tokens is None else ["duplicate", "induction"]
+    nothing = np.full(len(columns["entropy"]), np.nan)
+    return {name: columns.get(name, nothing) for name in order}
 
 
-def _copies(place: Place, tokens: list[list[Any]]) -> tuple[Measure, Any]:
+def _copies(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tuple[Measure, Any]:
     """The measure that looks at tokens, and the rows whose token came before."""
     numbers: dict[Any, int] = {}
     ids = np.array([[numbers.setdefault(token, len(numbers)) for token in row] for row in tokens])
@@ -94,7 +99,7 @@ def _copies(place: Place, tokens: list[list[Any]]) -> tuple[Measure, Any]:
         known.append(where[which] < np.arange(len(row)))
     again = np.reshape(known, ids.shape)[..., place.own] & place.rows
     assert place.first is not None
-    return Copies(of_query, ids, place.first), again
+    return Copies(of_query, ids, place.first, alike=found), again
 
 
 def _mean(values: Any, which: Any) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from regard._stream import Problem
-from regard._types import Align, Array, IntArray
-from regard.measures import Distance, Measure, span
+from regard._types import Array, IntArray
+from regard.measures import Measure, span
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +24,23 @@ class At(Measure):
     """
 
     keys: IntArray
+    ends: tuple[int, int] = (0, 0)  # the lowest key and the highest
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
-        return replace(self, keys=problem.frame.pick(self.keys, 1, "at"))
+        keys = problem.frame.pick(self.keys, 1, "at")
+        live = keys[keys >= 0]
+        ends = (int(live.min()), int(live.max())) if live.size else (1, 0)
+        return replace(self, keys=keys, ends=ends)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        rows, columns = span(q_idx), span(kv_idx)
+        columns = span(kv_idx)
+        if columns.stop <= self.ends[0] or columns.start > self.ends[1]:
+            return state
+        rows = span(q_idx)
         keys = self.keys[:, rows]
         inside = (keys >= columns.start) & (keys < columns.stop)
         if inside.any():
@@ -45,60 +52,60 @@ class At(Measure):
 
 
 @dataclass(frozen=True)
-class Away(Distance):
-    """The mean distance of each row from its own key, Σ w · |place − kv_idx|: (…, q_len). Row 0 stands at key `first`.
+class Bands(Measure):
+    """The mean distance of each row from its own key, and its share in each band: (…, q_len, 1 + bands).
 
-    >>> import numpy as np, regard
-    >>> regard.attention(np.zeros((1, 2)), np.zeros((5, 2))).measure(Away(first=4)).away
-    array([2.])
-    """
-
-    align: Align | None = "upper_left"
-    first: int = 0
-
-    def bind(self, problem: Problem) -> Measure:
-        return super().bind(replace(problem, positions=problem.positions + self.first))
-
-
-@dataclass(frozen=True)
-class Between(Measure):
-    """The share of each row on keys from `least` to `most` after its own, which is negative before it: (…, q_len).
-
-    Row 0 stands at key `first`; a bound left out is none.
+    A band is (least, most), how far after a row's own key a key may be, negative before it. Row 0 stands at key
+    `first`.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Between(-1, 1)).between.round(4)
-    array([1.    , 1.    , 0.6667])
+    >>> A.measure(Bands([(-1, -1), (-1, 1)])).bands.round(4)
+    array([[0.    , 0.    , 1.    ],
+           [0.5   , 0.5   , 1.    ],
+           [1.    , 0.3333, 0.6667]])
     """
 
-    least: float = -math.inf
-    most: float = math.inf
+    bands: Sequence[tuple[float, float]]
     first: int = 0
-    alike: dict[Any, Array] | None = None  # tiles along a diagonal share what lies between in them
+    alike: dict[Any, Array] = field(default_factory=dict)  # tiles along a diagonal share their factors
     reads_scores: ClassVar[bool] = False
 
-    def bind(self, problem: Problem) -> Measure:
-        return replace(self, alike={})
-
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        return xp.zeros(shape[:2])
+        return xp.zeros((*shape[:2], 1 + len(self.bands)))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.alike is not None
         rows, columns = span(q_idx), span(kv_idx)
         low = columns.start - (self.first + rows.stop - 1)
         high = columns.stop - 1 - (self.first + rows.start)
-        if high < self.least or low > self.most:
-            return state
-        if low >= self.least and high <= self.most:
-            state[:, rows] += xp.sum(weights, axis=-1)
-            return state
-        tile = (low, high, len(q_idx))
-        if tile not in self.alike:
+        whole = [low >= least and high <= most for least, most in self.bands]
+        empty = [high < least or low > most for least, most in self.bands]
+        if low <= 0 <= high or not all(map(max, whole, empty)):
+            return self._cut(state, weights, q_idx, kv_idx, xp, (low, high, rows, columns))
+        # From a row to the nearest key of the tile, and on from there to each key: nothing cancels.
+        width, before = len(kv_idx), high < 0
+        if (width, before) not in self.alike:
+            on = xp.flip(xp.arange(width)) if before else xp.arange(width)
+            self.alike[width, before] = xp.astype(xp.stack([on, xp.ones_like(on)], axis=-1), weights.dtype)
+        product = weights @ self.alike[width, before]
+        place = q_idx + self.first
+        gap = place - (columns.stop - 1) if before else columns.start - place
+        state[:, rows, 0] += product[..., 0] + gap * product[..., 1]
+        for band in range(len(whole)):
+            if whole[band]:
+                state[:, rows, 1 + band] += product[..., 1]
+        return state
+
+    def _cut(self, state: Any, weights: Array, q_idx: Array, kv_idx: Array, xp: Any, tile: Any) -> Any:
+        """The same for a tile that a band's edge or the diagonal cuts."""
+        low, high, rows, _ = tile
+        if (low, high, len(q_idx)) not in self.alike:
             after = kv_idx[None, :] - (q_idx + self.first)[:, None]
-            self.alike[tile] = xp.astype((after >= self.least) & (after <= self.most), weights.dtype)[None]
-        state[:, rows] += xp.vecdot(weights, self.alike[tile])
+            parts = [xp.abs(after), *((after >= least) & (after <= most) for least, most in self.bands)]
+            found = xp.stack([xp.astype(part, weights.dtype) for part in parts], axis=-1)
+            self.alike[low, high, len(q_idx)] = found
+        product = xp.permute_dims(weights, (1, 0, 2)) @ self.alike[low, high, len(q_idx)]
+        state[:, rows] += xp.permute_dims(product, (1, 0, 2))
         return state
 
 
@@ -118,8 +125,11 @@ class Copies(Measure):
     of_query: IntArray
     of_key: IntArray
     first: int = 0
-    sorted: IntArray | None = None  # the keys by token, then by position, as one number each
+    in_order: IntArray | None = None  # the keys by token, then by position, as one number each
+    names: tuple[int, ...] = ()  # of the tokens of each batch entry
+    alike: dict[Any, Any] = field(default_factory=dict)  # what a tile has: other heads look there too
     reads_scores: ClassVar[bool] = False
+    KEPT: ClassVar[int] = 1 << 20
 
     def bind(self, problem: Problem) -> Measure:
         ids = [problem.frame.pick(each, 1, "copies") for each in (self.of_query, self.of_key)]
@@ -129,33 +139,59 @@ class Copies(Measure):
         of_query, of_key = (np.broadcast_to(each, (most, each.shape[1])) for each in ids)
         length = of_key.shape[1]
         found = np.sort(of_key * length + np.arange(length), -1)
-        return replace(self, of_query=of_query * length, of_key=of_key, sorted=found)
+        names = tuple(
+            hash((*(each.tobytes() for each in ids), self.first)) for ids in zip(of_query, found, strict=True)
+        )
+        return replace(self, of_query=of_query * length, of_key=of_key, in_order=found, names=names)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.sorted is not None
         rows, columns = span(q_idx), span(kv_idx)
-        place = np.arange(rows.start, rows.stop) + self.first
-        if columns.start > place[-1]:
+        if columns.start > self.first + rows.stop - 1:
             return state
-        for one, (own, keys) in enumerate(zip(self.of_query, self.sorted, strict=True)):
-            pairs = slice(None) if len(self.of_query) == 1 else slice(one, one + 1)
-            for kind in (0, 1):  # the copy itself, and the key after it
-                ends = own[rows] + np.minimum(columns.stop - kind, place)
-                start = own[rows] + max(columns.start - kind, 0)
-                low, high = np.searchsorted(keys, start), np.searchsorted(keys, ends)
-                count = np.maximum(high - low, 0)
-                if not count.any():
-                    continue
-                row = np.repeat(np.arange(len(count)), count)
-                before = np.cumsum(count) - count
-                copy = keys[low[row] + np.arange(len(row)) - before[row]] - own[rows][row]
-                taken = weights[pairs][:, xp.asarray(row), xp.asarray(copy + kind - columns.start)]
-                sums = xp.cumulative_sum(xp.astype(taken, xp.float64), axis=-1, include_initial=True)
-                state[pairs, rows, kind] += sums[:, xp.asarray(before + count)] - sums[:, xp.asarray(before)]
+        for one in range(len(self.of_query)):
+            found = self._found(one, rows, columns, xp)
+            if found is not None:
+                row, column, start, stop = found
+                pairs = slice(None) if len(self.of_query) == 1 else slice(one, one + 1)
+                sums = xp.astype(weights[pairs][:, row, column], xp.float64)
+                sums = xp.cumulative_sum(sums, axis=-1, include_initial=True)
+                state[pairs, rows] += sums[:, stop] - sums[:, start]
         return state
+
+    def _found(self, one: int, rows: slice, columns: slice, xp: Any) -> Any:
+        """Rows and columns, in a tile, of each row's copies and then of the keys after them; where each row's begin."""
+        assert self.in_order is not None
+        tile = (self.names[one], rows.start, columns.start)
+        if tile in self.alike:
+            return self.alike[tile]
+        keys, own = self.in_order[one], self.of_query[one, rows]
+        place = np.arange(rows.start, rows.stop) + self.first
+        ends = [
+            (
+                np.searchsorted(keys, own + max(columns.start - kind, 0)),
+                np.searchsorted(keys, own + np.minimum(columns.stop - kind, place)),
+            )
+            for kind in (0, 1)
+        ]
+        low, high = np.moveaxis(np.array(ends), 0, -1)  # (rows, 2) each
+        count = np.maximum(high - low, 0)
+        total, found = int(count.sum()), None
+        if total:
+            before = np.cumsum(count).reshape(count.shape) - count
+            which = np.repeat(np.arange(count.size), count.ravel())
+            copy = keys[low.ravel()[which] + np.arange(total) - before.ravel()[which]] - own[which // 2]
+            column = copy + which % 2 - columns.start
+            found = tuple(xp.asarray(each) for each in (which // 2, column, before, before + count))
+        self._keep(tile, found, total)
+        return found
+
+    def _keep(self, tile: Any, found: Any, size: int) -> None:
+        size += self.alike.get("size", 0) + 1
+        if size <= self.KEPT:
+            self.alike[tile], self.alike["size"] = found, size
 
 
 @dataclass(frozen=True, eq=False)
