@@ -295,6 +295,19 @@ def test_fault_6_a_saturated_head():
     assert finding.evidence["mean entropy"] < 0.05 and finding.evidence["scores spread by"] > 100
 
 
+@pytest.mark.parametrize(
+    ("word", "to"), [("first", [0] * 9), ("previous", [0, *range(8)]), ("own", range(9))]
+)
+def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
+    class Resting(torch.nn.Module):
+        def forward(self, q, k):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    at = torch.eye(9)
+    finding = only(watched(Resting(), 1e3 * at[list(to)][None, None], at[None, None]), "saturated heads")
+    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+
+
 def test_fault_7_a_uniform_head():
     model = llama()
     with torch.no_grad():

@@ -285,6 +285,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
         plain = ("layer", "scale", "kernel", "first", "steps", "is_causal", "training", "dropout_p")
         assert [getattr(new, each) for each in plain] == [getattr(old, each) for each in plain]
     assert str(again.heads()) == str(seen.heads())
+    assert str(again.diagnose()) == str(seen.diagnose())
 
 
 def test_generated_and_measured_are_saved_too(tmp_path):

@@ -128,7 +128,8 @@ class Asked:
         """
         from regard.lens._store import save
 
-        save(self._each(), path)
+        named = {name: causal for name, causal in self._hints.causal.items() if name in self._runs}
+        save(self._each(), named, path)
 
     def diagnose(
         self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None

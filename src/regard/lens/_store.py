@@ -117,15 +117,17 @@ def _refuse(what: str, cure: str) -> ArgumentError:
     )
 
 
-def save(layers: list[tuple[int, str, int, Call]], path: Any) -> None:
-    """Write calls to a file."""
+def save(layers: list[tuple[int, str, int, Call]], causal: dict[str, bool], path: Any) -> None:
+    """Write calls to a file, and which modules said that they are causal."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("seen.save: safetensors is not installed. pip install 'regard[hf]'") from error
     writer = _Writer()
     calls = [writer.call(call, str(i)) for i, (_, _, _, call) in enumerate(layers)]
-    about = json.dumps({"format": FORMAT, "calls": calls}, ensure_ascii=False, allow_nan=False)
+    about = json.dumps(
+        {"format": FORMAT, "causal": causal, "calls": calls}, ensure_ascii=False, allow_nan=False
+    )
     save_file(writer.arrays, str(path), metadata={"regard": about})
 
 
@@ -203,6 +205,7 @@ def load(path: str | Path) -> Any:
     if about.get("format") != FORMAT:
         raise _unread(path, f"a file of format {about.get('format')!r}")
     seen, reader = Seen(), _Reader(arrays)
+    seen._hints.causal = about["causal"]
     for written in about["calls"]:
         call = reader.call(written)
         seen._runs.setdefault(call.name, []).append(Run(call))
