@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tiny_models import TINY  # noqa: E402
+
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 
@@ -47,43 +49,6 @@ def gpt2():
         vocab_size=50, n_positions=64, n_embd=32, n_layer=4, n_head=4, initializer_range=0.3
     )
     return transformers.GPT2LMHeadModel(config).eval()
-
-
-def mistral():
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        **SIZES, intermediate_size=32, num_key_value_heads=2, sliding_window=5
-    )
-    return transformers.MistralForCausalLM(config).eval()
-
-
-def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config).eval()
-
-
-def vit():
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        image_size=16,
-        patch_size=4,
-    )
-    return transformers.ViTModel(config).eval()
-
-
-def gemma2():
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        **SIZES, intermediate_size=32, num_key_value_heads=2, head_dim=8, sliding_window=5
-    )
-    return transformers.Gemma2ForCausalLM(config).eval()
 
 
 class Plain(torch.nn.Module):
@@ -124,48 +89,41 @@ def watched(model, *args, **kwargs):
 # -- Healthy models ---------------------------------------------------------------------------------------
 
 
-def generated(model):
-    with torch.no_grad(), regard.watch(model) as seen:
-        model.generate(
-            ids(), attention_mask=padded("left"), max_new_tokens=4, do_sample=False, pad_token_id=0
-        )
-    return seen
+WAYS = [
+    (name, side)
+    for name, tiny in TINY.items()
+    for side in ("none", *(["left", "right"] if tiny.pads else []), *(["generate"] if tiny.generates else []))
+]
 
 
-HEALTHY = {
-    "llama, padded left": lambda: watched(llama(), ids(), attention_mask=padded("left")),
-    "llama, generating": lambda: generated(llama()),
-    "gpt2, padded right": lambda: watched(gpt2(), ids(), attention_mask=padded("right")),
-    "gpt2, generating": lambda: generated(gpt2()),
-    "bert, padded right": lambda: watched(bert(), ids(), attention_mask=padded("right")),
-    "bert, padded left, eager": lambda: watched(
-        bert(attn_implementation="eager"), ids(), attention_mask=padded("left")
-    ),
-    "mistral, padded left": lambda: watched(mistral(), ids(), attention_mask=padded("left")),
-    "gemma 2, padded left": lambda: watched(gemma2(), ids(), attention_mask=padded("left")),
-    "t5, padded right": lambda: watched(
-        t5(), input_ids=ids(), attention_mask=padded("right"), decoder_input_ids=ids()
-    ),
-    "t5, generating": lambda: generated(t5()),
-    "vit": lambda: watched(vit(), torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))),
-    "written by hand": lambda: watched(Plain(), ids()),
-    "nn.TransformerEncoder": lambda: watched(
-        torch.nn.TransformerEncoder(
-            torch.nn.TransformerEncoderLayer(32, 4, 32, batch_first=True), 2, enable_nested_tensor=False
-        ).eval(),
-        torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0)),
-        src_key_padding_mask=padded("right") == 0,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_model_has_no_errors(name):
-    mask = (
-        padded("right" if "right" in name else "left") if "padded" in name or "generating" in name else None
-    )
-    found = HEALTHY[name]().diagnose(attention_mask=mask)
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_healthy_model_has_no_errors(name, way):
+    """Twelve architectures, padded on either side, and generating."""
+    tiny = TINY[name]
+    model, inputs = tiny.build(), tiny.inputs("left" if way == "generate" and tiny.pads else way)
+    if way != "generate":
+        found = watched(model, **inputs).diagnose(attention_mask=inputs.get("attention_mask"))
+    else:
+        inputs = {key: each for key, each in inputs.items() if not key.startswith("decoder")}
+        with torch.no_grad(), regard.watch(model) as seen:
+            model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        found = seen.diagnose(attention_mask=inputs.get("attention_mask"))
     assert found.of("error") == [], found
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 32, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+def test_healthy_models_of_other_makes_have_no_errors():
+    assert watched(Plain(), ids()).diagnose().of("error") == []
+    real, x = padded("right"), torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    assert (
+        watched(encoder(), x, src_key_padding_mask=real == 0).diagnose(attention_mask=real).of("error") == []
+    )
+    seen = watched(bert(attn_implementation="eager"), ids(), attention_mask=real)
+    assert seen.diagnose(attention_mask=real).of("error") == []
 
 
 def test_a_healthy_model_that_tells_tokens_apart_has_no_finding_at_all():
@@ -299,12 +257,8 @@ def test_fault_6_a_saturated_head():
     ("word", "to"), [("first", [0] * 9), ("previous", [0, *range(8)]), ("own", range(9))]
 )
 def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
-    class Resting(torch.nn.Module):
-        def forward(self, q, k):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-
-    at = torch.eye(9)
-    finding = only(watched(Resting(), 1e3 * at[list(to)][None, None], at[None, None]), "saturated heads")
+    at = torch.eye(9)[None, None]
+    finding = only(watched(Given(), 1e3 * at[:, :, list(to)], at, is_causal=True), "saturated heads")
     assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
 
 
@@ -394,13 +348,9 @@ def test_fault_12_cached_steps_at_wrong_positions(make, wrong):
 
 
 def test_fault_13_is_causal_at_the_wrong_corner():
-    class Cached(torch.nn.Module):
-        def forward(self, q, k):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 8))
-    finding = only(watched(Cached(), q, k), "causal alignment")
+    finding = only(watched(Given(), q, k, is_causal=True), "causal alignment")
     assert finding.severity == "error" and finding.evidence["keys that nobody sees"] == 5
 
 
@@ -420,6 +370,27 @@ def test_a_layer_that_gave_nothing_is_named():
         watch.__exit__(None, None, None)
     (finding,) = seen.diagnose()
     assert (finding.kind, finding.module, finding.severity) == ("not seen", "attention", "warning")
+
+
+class Given(torch.nn.Module):
+    def forward(self, query, key, **options):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, **options)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (2, 2, 3, 7, 4), (1, 2, 0, 4), (1, 2, 1, 4)])
+def test_any_shape_is_looked_at(shape):
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    seen = watched(Given(), query, query, is_causal=True)
+    assert seen.diagnose().of("error") == [] and len(seen.heads()) == (shape[-3] if len(shape) > 2 else 1)
+    if len(shape) != 4:
+        assert f"query of {len(shape)} axes" in only(seen, "slow kernel").cure
+
+
+def test_layers_that_were_measured_are_looked_at_as_far_as_they_go():
+    model = Given().eval()
+    with torch.no_grad(), regard.watch(model, keep="measures") as seen:
+        model(*[torch.randn(1, 2, 5, 4)] * 2, dropout_p=0.5)
+    assert {each.kind for each in seen.diagnose()} == {"dropout", "slow kernel"}
 
 
 def test_findings_print_one_to_a_block():

@@ -230,15 +230,21 @@ def kernel(layer: Layer) -> Finding | None:
     batch, heads, q_len, kv_len = layer.shape
     if layer.call.kernel != "torch: math" or q_len == 1:
         return None
-    stored = batch * heads * q_len * kv_len * layer.call.query.element_size()
-    why = "a mask that wants a gradient, dropout, value_dim ≠ head_dim, or a sdpa_kernel(…) context"
+    size = 4 if layer.call.query is None else layer.call.query.element_size()
+    stored = batch * heads * q_len * kv_len * size
+    if layer.call.dropout_p:
+        cure = "Dropout forces it on CPU. Train with dropout_p=0.0, or on a GPU, whose kernels have it."
+    elif len(layer.call.shape) != 4:
+        cure = f"A query of {len(layer.call.shape)} axes forces it. Give (batch, heads, n, head_dim)."
+    else:
+        cure = "A mask that wants a gradient forces it, value_dim ≠ head_dim, or a sdpa_kernel(…) context."
     return layer.finding(
         "slow kernel",
         "warning",
         "F.scaled_dot_product_attention took the kernel that stores the whole matrix.",
         np.ones((batch, 1, 1), bool),
         {"kernel": "math", "bytes stored": f"{stored:,}"},
-        f"What forces it: {why}. torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION) says which.",
+        cure,
     )
 
 

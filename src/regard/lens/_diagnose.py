@@ -34,7 +34,7 @@ def diagnose(
     found: list[Finding] = []
     real = _real(tokens, attention_mask)
     layers = [Layer(number, name, which, call, False) for number, name, which, call in each]
-    whole = [layer for layer in layers if layer.call.query is not None]
+    whole = [layer for layer in layers if layer.call.query is not None and min(layer.shape)]
     for layer in whole:
         layer.causal = _is_causal(layer, whole, hints, causal)
         layer.real = _fit(real, layer, whole)
@@ -43,7 +43,7 @@ def diagnose(
     usual = _usual_scales(whole)
     for layer in layers:
         found += _all(checks.REST, layer)
-        if layer.call.query is None:
+        if layer not in whole:
             continue
         wrong = checks.inverted(layer)
         if wrong is not None:

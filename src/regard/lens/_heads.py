@@ -55,6 +55,12 @@ def measured(
     call: Call, tokens: list[list[Any]] | None, windows: Sequence[int], copies: dict[Any, Any]
 ) -> dict[str, Any]:
     """Columns of one number for each head, means over the rows of all batch entries that are no padding."""
+    positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
+    order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
+    order += [] if tokens is None else ["duplicate", "induction"]
+    nothing = np.full(call.shape[-3] if len(call.shape) > 2 else 1, np.nan)
+    if not math.prod(call.shape):
+        return dict.fromkeys(order, nothing)
     place = Place.of(call)
     first = np.where(place.rows, place.keys.argmax(-1)[..., None], -1)
     asked: dict[str, Measure] = {
@@ -63,7 +69,6 @@ def measured(
         "received": Collected(place.rows),
     }
     counted = {"entropy": place.rows, "first": place.rows}
-    positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
     if place.first is not None:
         near = [(1 - int(window), int(window) - 1) for window in windows]
         asked["bands"] = Bands([(-1, -1), *near], place.first)
@@ -81,9 +86,6 @@ def measured(
         counted |= dict.fromkeys(("duplicate", "induction"), again)
     columns = {name: _mean(_numpy(result), counted[name]) for name, result in results.items()}
     columns["heavy"] = _heavy(_numpy(made.received), place)
-    order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
-    order += [] if tokens is None else ["duplicate", "induction"]
-    nothing = np.full(len(columns["entropy"]), np.nan)
     return {name: columns.get(name, nothing) for name in order}
 
 

@@ -76,6 +76,8 @@ def _is_across(call: Call, keys: Any) -> bool:
 
 def visible(rules: Rules, q_len: int, kv_len: int) -> tuple[Any, Any]:
     """Rows (…, q_len) that see a key by the rules, and keys (…, kv_len) that some row sees."""
+    if not q_len or not kv_len:
+        return np.zeros(q_len, bool), np.zeros(kv_len, bool)
     array = rules.kept if rules.kept is not None else getattr(rules.added, "array", None)
     if array is not None:
         lowest = None if rules.kept is not None else _lowest(array)
@@ -101,7 +103,7 @@ def _lowest(array: Any) -> float:
 
 def _over_heads(array: Any, lead: tuple[int, ...]) -> Any:
     """(…, 1, n): what holds for some head, for each batch entry."""
-    array = array.reshape((1,) * max(0, 1 + len(lead) - array.ndim) + array.shape)
+    array = array.reshape((1,) * max(0, max(1 + len(lead), 2) - array.ndim) + array.shape)
     array = np.broadcast_to(array, (*lead[:-1], *array.shape[-2:]))
     return array.any(-2, keepdims=True)
 
