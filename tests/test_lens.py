@@ -191,7 +191,7 @@ def test_a_layer_that_does_its_own_softmax_is_refused():
 
 def test_unread_attention_without_a_telling_name_is_refused_where_it_is_all_there_is():
     with (
-        pytest.raises(NotSeen, match="gave nothing: Sequential"),
+        pytest.raises(NotSeen, match="gave nothing: no attention of Sequential"),
         regard.watch(model := nn.Sequential(nn.Linear(32, 4))),
     ):
         model(X)

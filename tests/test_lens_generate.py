@@ -173,3 +173,21 @@ def test_two_passes_are_two_calls():
         seen["transformer.h.0.attn"]
     first, second = seen.calls("transformer.h.0.attn")
     assert torch.equal(first.matrix.to_dense(), second.matrix.to_dense())
+
+
+def test_the_same_keys_again_are_no_cache():
+    """Keys that were computed again, equal but not the same: nothing says that the rows go on."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    layer, key = Attention(), torch.randn(1, 2, 11, 8)
+    with regard.watch(layer) as seen:
+        layer(torch.randn(1, 2, 3, 8), key.clone())
+        layer(torch.randn(1, 2, 1, 8), key.clone())
+    assert [call.shape[-2:] for call in seen.calls("")] == [(3, 11), (1, 11)]
+    with regard.watch(layer) as seen:  # one and the same: queries of one decoder over one encoder
+        layer(torch.randn(1, 2, 3, 8), key)
+        layer(torch.randn(1, 2, 1, 8), key)
+    assert seen[""].shape == (1, 2, 4, 11)

@@ -146,6 +146,11 @@ def test_weights_are_those_of_the_mask_as_it_was_passed(kind):
     A = seen[""]
     torch.testing.assert_close(A.to_dense(), weights.detach())
     torch.testing.assert_close(A @ value.detach(), plain.detach())
+    lowest = kind == "lowest rows"  # whose lse counts from 0 in a dead row, not from the lowest number
+    scores = torch.where(added > -1e38, query @ key.mT / 2 + added, 0.0 if lowest else -torch.inf)
+    dead = ~(added > -1e38).any(-1, keepdim=True)
+    scores = torch.where((added > -1e38) | (dead & lowest), scores, -torch.inf)
+    torch.testing.assert_close(A.lse, scores.logsumexp(-1).detach())
     torch.testing.assert_close(A.entropy().float(), torch.special.entr(weights).sum(-1).detach())
     (call,) = seen.calls("")
     held = [each.nbytes for each in (call.query, call.key, call.lse) if each is not None]
@@ -180,3 +185,30 @@ def test_keys_repeated_by_hand_are_held_once():
     with torch.no_grad(), regard.watch(model) as seen:
         model(x, None)
     assert seen.calls("")[0].key.shape == (2, 2, 6, 4) and seen[""].shape == (2, 4, 6, 6)
+
+
+def test_heads_that_are_alike_at_the_ends_only_are_held_each():
+    class Nearly(Masked):
+        def forward(self, x, mask):
+            query, key, value = (
+                e.unflatten(-1, (4, -1)).transpose(1, 2) for e in self.project(x).chunk(3, -1)
+            )
+            key = key.clone()
+            key[:, :, [0, -1]] = key[:, :1, [0, -1]]
+            return F.scaled_dot_product_attention(query, key.clone(), value)
+
+    model, x = Nearly(), torch.randn(2, 6, 16)
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(x, None)
+    assert seen.calls("")[0].key.shape == (2, 4, 6, 4)
+
+
+def test_a_mask_that_was_written_into_is_read_again():
+    layers = nn.ModuleList([Masked(), Masked()])
+    mask = torch.tensor(causal().to_dense(6, 6))
+    with torch.no_grad(), regard.watch(layers) as seen:
+        layers[0](torch.randn(2, 6, 16), mask)
+        mask[:, :2] = True
+        layers[1](torch.randn(2, 6, 16), mask)
+    assert seen["0"].mask == causal()
+    assert np.array_equal(seen["1"].mask.to_dense(6, 6), prefix(2).to_dense(6, 6))

@@ -167,15 +167,15 @@ class watch:  # noqa: N801 - used as a function
     def _end(self, name: str) -> Callable[..., None]:
         def end(module: nn.Module, *_: Any) -> None:
             if self._began.pop((capture.thread(), id(module)), None) == capture.captured():
-                kind = type(module).__name__
-                whole = module is self._model
+                kind, whole = type(module).__name__, module is self._model
                 if whole and len(self._selected) < len(list(self._model.modules())):
-                    return
+                    return  # what was not asked for may have run
+                why = f"{kind} computes its weights by itself, past every name that is watched"
+                if whole:
+                    why = f"no attention of {kind} went through any name that is watched"
                 cure = "If it is a transformers model, load it with attn_implementation='sdpa' where it has that; "
                 cure += "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
-                self.miss(
-                    name, f"{kind} computes its weights by itself, past every name that is watched", cure
-                )
+                self.miss(name, why, cure)
 
         return end
 
