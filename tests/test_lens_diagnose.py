@@ -199,6 +199,18 @@ def test_fault_1_all_layers_see_the_future_and_only_the_modules_say_they_should_
     assert watched(model.model, ids(), attention_mask=mask).diagnose(causal=False).of("error") == []
 
 
+def test_a_prefix_that_sees_itself_may_be_meant():
+    model = Plain()
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    mask[:, :5] = True
+    for layer in model.layers:
+        layer.options = {"attn_mask": mask}
+    found = watched(model, ids()).diagnose(causal=True)
+    assert {(each.kind, each.severity, each.rows) for each in found} == {
+        ("weight on the future", "warning", (0, 1, 2, 3))
+    }
+
+
 def test_fault_2_a_layer_that_attends_to_padding():
     model = bert()
     with without_mask(model.encoder.layer[2].attention.self):

@@ -155,16 +155,25 @@ def future(layer: Layer) -> Finding | None:
     share = np.where(layer.rows[:, None] & np.broadcast_to(layer.sees, share.shape), share, 0.0)
     if not share.max() > ROUNDING:
         return None
-    evidence = _shares(share)
-    cure = "Pass is_causal=True or a causal mask to this layer. If later tokens may be seen: diagnose(causal=False)."
+    what, prefix = "Tokens see what comes after them.", not unknown and _is_prefix(layer)
+    if prefix:
+        what = "Tokens of a prefix see each other, later ones too, and the rest is causal: a prefix model, if meant."
     return layer.finding(
         "weight on the future",
-        "error" if share.max() > MATTERS else "warning",
-        "Tokens see what comes after them.",
+        "error" if share.max() > MATTERS and not prefix else "warning",
+        what,
         share > ROUNDING,
-        evidence,
-        cure,
+        _shares(share),
+        "Pass is_causal=True or a causal mask to this layer. If later tokens may be seen: diagnose(causal=False).",
     )
+
+
+def _is_prefix(layer: Layer) -> bool:
+    """Whether all that is seen of the future lies in a prefix that all of its own tokens see, short of everything."""
+    own, high = layer.place.own, _four(layer.call.rules.high)
+    ends = np.where(high > own + 1, high, 0).max(-1, keepdims=True)
+    inside = np.where(own < ends, high == ends, high <= own + 1)
+    return bool((ends < layer.shape[3]).all() and inside.all())
 
 
 def padded(layer: Layer) -> Finding | None:
