@@ -342,7 +342,17 @@ def test_fault_11_a_slow_kernel_taken_silently():
     assert finding.evidence == {"kernel": "math", "bytes stored": f"{2 * 4 * 12 * 12 * 4:,}"}
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+def gemma3():
+    """It looks positions up twice: for layers with a window, and for those without."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        **SIZES, intermediate_size=32, num_key_value_heads=2, head_dim=8, sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"] * 2, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, gemma3])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_fault_12_cached_steps_at_wrong_positions(make, wrong):
     model, tokens = make(), ids()

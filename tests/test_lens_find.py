@@ -288,6 +288,24 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
     assert str(again.diagnose()) == str(seen.diagnose())
 
 
+def test_calls_that_look_across_are_saved_where_they_began(tmp_path):
+    model = t5()
+    with torch.no_grad(), regard.watch(model) as seen:
+        out = model.encoder(torch.arange(1, 8)[None])
+        past = None
+        for token in range(4):
+            made = model.decoder(
+                torch.tensor([[token]]), encoder_hidden_states=out[0], past_key_values=past, use_cache=True
+            )
+            past = made.past_key_values
+    seen.save(tmp_path / "a")
+    again = regard.load(tmp_path / "a")
+    assert {name: again.calls(name)[0].first for name in again} == {
+        name: seen.calls(name)[0].first for name in seen
+    }
+    assert {call.steps for name in again for call in again.calls(name)} == {1, 4}
+
+
 def test_generated_and_measured_are_saved_too(tmp_path):
     model = llama()
     with torch.no_grad(), regard.watch(model) as seen:

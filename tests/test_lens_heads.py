@@ -155,6 +155,11 @@ def test_cross_attention_has_no_positions_and_tokens_may_fit_some_layers():
     assert not any(np.isnan(row["induction"]) for row in table if row not in across)
 
 
+def test_keys_of_another_length_that_the_first_row_sees_are_another_sequence():
+    row = seen_of(torch.randn(3, 4), torch.randn(9, 4), is_causal=False).heads()[0]
+    assert np.isnan([row["previous"], row["distance"]]).all() and not np.isnan(row["first"])
+
+
 def test_generated_tokens_are_rows_and_the_last_one_was_never_read():
     model = llama()
     prompt = torch.randint(1, 50, (1, 6), generator=torch.Generator().manual_seed(0))
@@ -232,6 +237,8 @@ def test_layers_of_regard_nn_are_watched():
         with regard.watch(layer, values=True) as seen:
             assert torch.equal(layer(x, mask=regard.causal(), padding=padding), plain)
         whole = layer(x[:1], mask=regard.causal(), need_matrix=True)[1]
+        with regard.watch(layer) as alone:
+            layer(x[:1], mask=regard.causal())
         cache = regard.nn.KVCache()
         with regard.watch(layer) as steps:
             for part in x[:1].split([5, 1, 3], 1):
@@ -241,3 +248,4 @@ def test_layers_of_regard_nn_are_watched():
     torch.testing.assert_close(call.matrix @ call.value, A @ call.value)
     assert call.mask == regard.causal() & padding
     torch.testing.assert_close(steps[""].to_dense(), whole.to_dense())
+    torch.testing.assert_close(alone[""].to_dense(), whole.to_dense())

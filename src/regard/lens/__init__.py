@@ -17,9 +17,10 @@ except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard.lens._call import Call
+from regard.lens._finding import Finding, Findings
 from regard.lens._seen import NotSeen, Seen
 from regard.lens._store import load
 from regard.lens._table import Table
 from regard.lens._watch import watch
 
-__all__ = ["Call", "NotSeen", "Seen", "Table", "load", "watch"]
+__all__ = ["Call", "Finding", "Findings", "NotSeen", "Seen", "Table", "load", "watch"]
