@@ -106,7 +106,7 @@ class watch:  # noqa: N801 - used as a function
         missed = self._seen._missed
         if kind is None and missed:
             name, (why, cure) = next(iter(missed.items()))
-            more = f" (and {len(missed) - 1} more layers)" if len(missed) > 1 else ""
+            more = "" if len(missed) < 2 else f" (and {len(missed) - 1} more)"
             raise NotSeen(
                 "watch",
                 received=f"a run in which {name!r}{more} gave nothing: {why}",
