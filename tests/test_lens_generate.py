@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from tiny_models import TINY  # noqa: E402
+from tiny_models import TINY, every_name  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
@@ -20,9 +20,12 @@ GENERATES = [name for name, tiny in TINY.items() if tiny.generates]
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
+def nothing_is_left_behind():
+    before = every_name()
     with torch.no_grad():
         yield
+    after = every_name()
+    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
 
 
 def generated(model, inputs, **options):
