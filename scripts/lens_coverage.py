@@ -8,6 +8,7 @@ where the model tells them; *refused* where the lens raised and said what to do;
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import os
 import sys
@@ -169,9 +170,7 @@ def compare(model: Any, kind: type, config: Any, inputs: dict[str, Any], seen: A
     count = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
     try:
         torch.manual_seed(0)
-        eager = kind._from_config(
-            type(config).from_dict(config.to_dict()), attn_implementation="eager"
-        ).eval()
+        eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
         eager.load_state_dict(model.state_dict())
         torch.manual_seed(1)
         output = eager(**inputs, output_attentions=True)
@@ -188,6 +187,7 @@ def compare(model: Any, kind: type, config: Any, inputs: dict[str, Any], seen: A
     dense += [
         each.mean(1, keepdim=True).expand_as(each) for each in dense if each.ndim == 4
     ]  # some tell the mean
+    dense += [each / each.sum(-1, keepdim=True) for each in dense]  # … or leave the sink out
     shapes = {tuple(each.shape) for each in dense}
     comparable = [each for each in weights if tuple(each.shape) in shapes]
     found = sum(
@@ -198,7 +198,7 @@ def compare(model: Any, kind: type, config: Any, inputs: dict[str, Any], seen: A
     if found < len(weights):
         return (
             "read",
-            f"{count}; {found} told by eager attention, all seen; {len(weights) - found} told in pieces",
+            f"{count}; {found} told by eager attention, all seen; {len(weights) - found} told in other shapes",
         )
     return "read", f"{count}; {found} told by eager attention, all seen" if weights else count
 
@@ -234,6 +234,23 @@ def page(rows: list[tuple[str, str, str, str]], counts: Counter[str]) -> str:
         f"`scripts/lens_coverage.py`: of {built} that ran, {counts['read']} are read, {counts['refused']} refused with",
         f"the cure, {counts['missed']} missed.",
         f"{counts['not built']} more could not be built tiny or run by general inputs, and are not counted.",
+        "",
+        "A model that is refused raises when the `with` block ends, and says which layers gave nothing; others may",
+        "still be watched by `layers=`:",
+        "",
+        "```python",
+        ">>> import torch, regard",
+        ">>> class Attention(torch.nn.Linear):",
+        "...     def forward(self, x):",
+        "...         return (x @ super().forward(x).mT).softmax(-1) @ x",
+        ">>> model = torch.nn.Sequential(Attention(8, 8))",
+        ">>> try:",
+        "...     with regard.watch(model):",
+        "...         _ = model(torch.ones(1, 3, 8))",
+        "... except regard.lens.NotSeen as error:",
+        "...     print(error.received.split(': ')[1])",
+        "Attention computes its weights by itself, past every name that is watched",
+        "```",
         "",
         "| model | | |",
         "| --- | --- | --- |",

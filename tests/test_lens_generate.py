@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from tiny_models import TINY  # noqa: E402
+from tiny_models import TINY, every_name  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
@@ -20,9 +20,12 @@ GENERATES = [name for name, tiny in TINY.items() if tiny.generates]
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
+def nothing_is_left_behind():
+    before = every_name()
     with torch.no_grad():
         yield
+    after = every_name()
+    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
 
 
 def generated(model, inputs, **options):
@@ -191,3 +194,18 @@ def test_the_same_keys_again_are_no_cache():
         layer(torch.randn(1, 2, 3, 8), key)
         layer(torch.randn(1, 2, 1, 8), key)
     assert seen[""].shape == (1, 2, 4, 11)
+
+
+def test_one_query_over_two_values_is_two_calls():
+    """As in differential attention."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key):
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return attend(query, key, key) - attend(query, key, 2 * key)
+
+    layer = Attention()
+    with regard.watch(layer) as seen:
+        layer(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    first, second = seen.calls("")
+    assert first.shape == second.shape == (1, 2, 5, 5)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from tiny_models import TINY, Tiny, tensors, told_weights  # noqa: E402
+from tiny_models import TINY, Tiny, every_name, tensors, told_weights  # noqa: E402
 
 import regard  # noqa: E402
 from regard.lens import NotSeen  # noqa: E402
@@ -22,9 +22,12 @@ SIDES = [
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
+def nothing_is_left_behind():
+    before = every_name()
     with torch.no_grad():
         yield
+    after = every_name()
+    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
 
 
 def live(real: object, weights: object, causal: bool) -> np.ndarray:

@@ -203,6 +203,21 @@ def test_heads_that_are_alike_at_the_ends_only_are_held_each():
     assert seen.calls("")[0].key.shape == (2, 4, 6, 4)
 
 
+def test_steps_under_a_mask_that_had_to_be_kept_are_not_joined():
+    class Attention(nn.Module):
+        def forward(self, query, key, mask):
+            return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+
+    layer, tokens = Attention(), torch.randn(1, 2, 7, 8)
+    kept = torch.tensor([[1, 0, 1, 0, 1, 0], [1, 1, 0, 1, 0, 1]] * 3).bool()
+    with regard.watch(layer) as seen:
+        layer(tokens[:, :, :6], tokens[:, :, :6], kept)
+        layer(tokens[:, :, 6:], tokens, torch.ones(1, 7, dtype=torch.bool))
+    with pytest.raises(regard.ArgumentError, match="2 calls whose masks had to be kept"):
+        seen[""]
+    assert [call.shape[-2:] for call in seen.calls("")] == [(6, 6), (1, 7)]
+
+
 def test_a_mask_that_was_written_into_is_read_again():
     layers = nn.ModuleList([Masked(), Masked()])
     mask = torch.tensor(causal().to_dense(6, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -139,3 +140,17 @@ def told_weights(output: Any) -> list[torch.Tensor]:
         return list(output.attentions)
     pairs = zip(output.decoder_attentions, output.cross_attentions, strict=True)
     return [*output.encoder_attentions, *(each for pair in pairs for each in pair)]
+
+
+def every_name() -> dict[str, Any]:
+    """Everything that a watch may touch: transformers' registry, each modelling file's functions, and torch's own."""
+    names = {f"registry {name}": each for name, each in hf.AttentionInterface._global_mapping.items()}
+    for file, module in tuple(sys.modules.items()):
+        if file.startswith("transformers.models.") and ".modeling_" in file:
+            names |= {f"{file}.{name}": each for name, each in vars(module).items() if callable(each)}
+    functional = torch.nn.functional
+    names["sdpa"], names["mha"] = (
+        functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+    )
+    return names

@@ -60,9 +60,12 @@ class Seen(Asked, Mapping[str, AttentionMatrix]):
         if not runs:
             self._refuse(name)
         if len(runs) > 1:
+            why = "keys do not extend one another's"
+            if any(run.last.measured is None and run.last.rules.nbytes for run in runs):
+                why = "masks had to be kept as they are, so that they are not joined"
             raise ArgumentError(
                 f"seen[{name!r}]",
-                received=f"{len(runs)} calls whose keys do not extend one another's: " + _shapes(runs),
+                received=f"{len(runs)} calls whose {why}: " + _shapes(runs),
                 expected="one call, or the steps of one cache",
                 cure=f"Take one: seen.calls({name!r})[0].matrix. Where steps do not join (beam search "
                 "reorders its cache, some caches change old keys), run the model once, watched, on the sequence "

@@ -35,7 +35,9 @@ class watch:  # noqa: N801 - used as a function
     """A context in which a model's attention is kept: `with regard.watch(model) as seen: model(**inputs)`.
 
     The model runs the kernels it always ran, and its outputs are bit for bit what they were. `seen` maps the names of
-    its attention layers to their matrices; see `regard.lens.Seen`.
+    its attention layers to their matrices; see `regard.lens.Seen`. Watches may be nested, and threads share them. An
+    attention layer that ran and gave nothing raises `NotSeen` when the block ends, and says what to do. Where somebody
+    compiles a function around the model, the graph breaks at each attention, and outputs agree up to rounding.
 
     `layers` are names of modules, or patterns with `*`, whose attention is kept; all of it by default. `keep="qk"`
     keeps references to queries and keys; `device` and `dtype` move them, `copy=True` copies them, `values=True` keeps
@@ -109,7 +111,7 @@ class watch:  # noqa: N801 - used as a function
         missed = self._seen._missed
         if kind is None and missed:
             name, (why, cure) = next(iter(missed.items()))
-            more = f" (and {len(missed) - 1} more layers)" if len(missed) > 1 else ""
+            more = "" if len(missed) < 2 else f" (and {len(missed) - 1} more)"
             raise NotSeen(
                 "watch",
                 received=f"a run in which {name!r}{more} gave nothing: {why}",
