@@ -68,8 +68,10 @@ def __getattr__(name: str) -> Any:
     """Rooms that are opened when somebody asks for them, and the version."""
     import importlib
 
-    if name in ("explore", "learn", "nn", "testing"):
+    if name in ("explore", "learn", "lens", "nn", "testing"):
         return importlib.import_module(f"regard.{name}")
+    if name in ("load", "watch"):
+        return getattr(importlib.import_module("regard.lens"), name)
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

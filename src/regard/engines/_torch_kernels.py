@@ -84,3 +84,46 @@ def kernel_on(device_type: str) -> Kernel | None:
         return kernel if right and torch.allclose(lse, scores.logsumexp(-1), atol=1e-5) else None
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+def flash_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Output and lse of a call of `F.scaled_dot_product_attention`, where the CPU's flash kernel is what it would run.
+
+    The output is bit for bit the same. None where something else would run.
+    """
+    plain = type(query) is type(key) is type(value) is torch.Tensor
+    if not plain or query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return None
+    if torch.is_autocast_enabled("cpu") or kernel_on("cpu") is None:
+        return None  # autocast acts on the public name
+    chosen = torch._fused_sdp_choice(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if chosen != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
+        return None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = torch.zeros(attn_mask.shape, dtype=query.dtype)
+        attn_mask = hidden.masked_fill_(attn_mask.logical_not(), -math.inf)
+    output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    return output, lse
+
+
+def choice(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> str:  # fmt: skip
+    """The name of the kernel that `F.scaled_dot_product_attention` takes: math, flash, efficient, cuDNN."""
+    try:
+        chosen = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        name = torch.nn.attention.SDPBackend(chosen).name
+    except (RuntimeError, TypeError, ValueError):
+        return "scaled_dot_product_attention"
+    return str(name).removesuffix("_ATTENTION").lower()

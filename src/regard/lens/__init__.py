@@ -1,0 +1,26 @@
+"""The lens: watch a model, change nothing, and have the attention matrix of every layer.
+
+>>> import regard, torch
+>>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+>>> with regard.watch(layer) as seen:
+...     output = layer(torch.ones(1, 3, 8))
+>>> seen
+Seen(1 layer, 216 bytes held)
+  self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch_is_there  # noqa: F401
+except ImportError as error:
+    raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
+
+from regard.lens._call import Call
+from regard.lens._finding import Finding, Findings
+from regard.lens._seen import NotSeen, Seen
+from regard.lens._store import load
+from regard.lens._table import Table
+from regard.lens._watch import watch
+
+__all__ = ["Call", "Finding", "Findings", "NotSeen", "Seen", "Table", "load", "watch"]
