@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regard._errors import ArgumentError, KindError, kind_of
-from regard._linear import Linear, Log, near_one
 from regard._matrix import AttentionMatrix
 from regard._shapes import lead_of, settle_scale
 from regard._stream import Spec
 from regard._types import Frame
 from regard.engines import engine_of
-from regard.features import FeatureMap, features_of, settle
 from regard.masks import Mask
 from regard.scores import ScoreMod
+
+if TYPE_CHECKING:
+    from regard.features import FeatureMap
 
 __all__ = ["attention", "linear_attention"]
 
@@ -87,6 +88,9 @@ def linear_attention(
     array([[0.6       , 1.06666667],
            [0.6       , 1.13333333]])
     """
+    from regard._linear import Linear, Log, near_one  # opened by whoever asks, so that others do not wait
+    from regard.features import features_of, settle
+
     operation = "linear_attention"
     engine = engine_of(operation, query=query, key=key)
     query, key = engine.floats(query, operation, "query"), engine.floats(key, operation, "key")
