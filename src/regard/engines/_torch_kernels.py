@@ -87,6 +87,7 @@ def kernel_on(device_type: str) -> Kernel | None:
 
 
 SDPA = torch._C._nn.scaled_dot_product_attention
+_FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
 def flash_with_lse(
@@ -98,14 +99,14 @@ def flash_with_lse(
     The output is bit for bit the same. None where something else would run.
     """
     plain = type(query) is type(key) is type(value) is torch.Tensor
-    if not plain or query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+    if not plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):
         return None
     if torch.is_autocast_enabled("cpu") or kernel_on("cpu") is None:
         return None  # autocast acts on the public name
     chosen = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if chosen != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
+    if chosen != _FLASH:
         return None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype)

@@ -58,9 +58,7 @@ owners: dict[int, list[tuple[Recorder, str | None]]] = {}
 _thread = threading.local()
 
 
-def thread() -> int:
-    """The number of this thread."""
-    return threading.get_ident()
+thread = threading.get_ident  # the number of this thread
 
 
 def captured() -> int:
@@ -103,8 +101,8 @@ def tell(module: nn.Module, passed: Passed, below: str = "") -> None:
             recorder.record(module, f"{name}.{below}" if below and name else name or below, passed)
 
 
-def _watched(module: nn.Module | None) -> bool:
-    return module is not None and any(name is not None for _, name in owners.get(id(module), ()))
+def _watched(module: nn.Module) -> bool:
+    return any(name is not None for _, name in owners.get(id(module), ()))
 
 
 def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,18 +114,18 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if module is None or not _watched(module):
             return original(*args, **kwargs)
         passed = Passed(*args, **kwargs)
+        given = passed[:8]
         if getattr(_thread, "probing", False):
             _thread.probe = passed
             return passed.query.new_zeros((*passed.query.shape[:-1], passed.value.shape[-1]))
         # Who put a function of their own there wants that one to run.
-        found = kernels.flash_with_lse(*passed[:8]) if original is kernels.SDPA else None
+        found = kernels.flash_with_lse(*given) if original is kernels.SDPA else None
         if found is None:
             output = original(*args, **kwargs)
-            ran = f"torch: {kernels.choice(*passed[:8])}"
-            tell(module, passed._replace(output=output, kernel=ran))
+            tell(module, Passed(*given, output=output, kernel=f"torch: {kernels.choice(*given)}"))
         else:
             output, lse = found
-            tell(module, passed._replace(output=output, lse=lse, kernel="torch: flash on CPU"))
+            tell(module, Passed(*given, lse=lse, output=output, kernel="torch: flash on CPU"))
         return output
 
     return scaled_dot_product_attention

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 Function = Callable[..., Any]
@@ -31,8 +32,19 @@ def opaque(function: Function) -> Function:
     """The function, which torch.compile leaves as it is: whoever compiles meanwhile does not trace into the lens."""
     if "torch._dynamo" not in sys.modules:
         return function
-    hidden: Function = sys.modules["torch"].compiler.disable(function)
-    return hidden
+    torch = sys.modules["torch"]
+    hidden: Function = torch.compiler.disable(function)
+    compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if compiling is None:
+        return hidden
+
+    # Where nobody compiles, what `disable` does at every call is left out: a token of generate() has a dozen of them.
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if compiling() is None else hidden(*args, **kwargs)
+
+    outside: Function = torch.compiler.disable(either, recursive=False)
+    return outside
 
 
 def wrap(names: MutableMapping[str, Any], name: str, make: Callable[[Function], Function]) -> tuple[int, str]:

@@ -119,6 +119,8 @@ def _recognised(
 def _whole_mask(passed: Passed, query: Tensor, kv_len: int) -> Tensor | None:
     """Mask and position bias as one tensor, cut to the keys that there are."""
     mask, added = passed.attn_mask, passed.position_bias
+    if mask is None and added is None:
+        return None
     if mask is not None and mask.ndim == 2 and passed.kernel.startswith("transformers"):
         mask = mask[:, None, None, :].to(torch.bool)  # padding, as flash kernels take it
     mask, added = (

@@ -162,9 +162,10 @@ class watch:  # noqa: N801 - used as a function
                 self._hooks.append(module.register_forward_hook(opaque(self._end(name))))
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        self._began[capture.thread(), id(module)] = capture.captured()
+        thread = capture.thread()
+        self._began[thread, id(module)] = capture.captured()
         if module is self._model:
-            self._trying[capture.thread()] = capture.trying()
+            self._trying[thread] = capture.trying()
 
     def _end(self, name: str) -> Callable[..., None]:
         def end(module: nn.Module, *_: Any) -> None:
