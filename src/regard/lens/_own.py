@@ -33,11 +33,10 @@ def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., At
             mask: Any = options.get("mask")
             square = query.shape[-2] == key.shape[-2]
             plain = mask is None or (square and mask == causal())
-            value = sys._getframe(1).f_locals.get("v")
             passed = capture.Passed(
                 query,
                 key,
-                key if value is None else value,
+                _value_beside(key),
                 attn_mask=None if plain else torch.from_numpy(mask.to_dense(*_shape(mask, matrix))),
                 is_causal=plain and mask is not None,
                 scale=matrix.scale,
@@ -49,6 +48,14 @@ def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., At
         return matrix
 
     return attention
+
+
+def _value_beside(key: Any) -> Any:
+    """The layer's value: `v` where `k` is the key, a few calls up; the key where nobody has one."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_locals.get("k") is not key:
+        frame = frame.f_back  # type: ignore[assignment]
+    return key if frame is None else frame.f_locals.get("v", key)
 
 
 def _shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
