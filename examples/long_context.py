@@ -17,8 +17,8 @@ from regard import Coarse, Entropy, Received, causal
 
 
 def peak() -> float:
-    """The most memory this process has had so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The most memory this process has had so far, in MB; `ru_maxrss` would be at least its parent's."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
 def now() -> float:
