@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from run import Duel, alternate  # beside this file
+from run import HEADINGS, Duel, alternate, told  # beside this file
 from torch import nn
 
 from regard import causal
@@ -130,16 +130,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{'':<34} {'bare':>10} {'regard':>10} {'ratio':>7}  {'middle half':<15}  asked for")
+    print(f"{HEADINGS}  asked for")
     for duel in duels():
         if options.only in duel.name:
             row = alternate(duel, options.rounds)
-            low, high = row["spread"]  # type: ignore[misc]
-            print(
-                f"{row['name']:<34} {row['bare_ms']:>7.1f} ms {row['ours_ms']:>7.1f} ms {row['ratio']:>6.2f}×"
-                f"  {low:.2f} … {high:<8.2f}  {row['limit']}",
-                flush=True,
-            )
+            print(f"{told(row)}  {row['limit']}", flush=True)
     print(f"\n{'decoding, ms':<34}" + "".join(f" {n:>6} tokens" for n in TOKENS) + "  exponent")
     for name, times, exponent in decoding(max(1, options.rounds // 3)):
         print(f"{name:<34}" + "".join(f" {t * 1e3:>13.1f}" for t in times) + f"  {exponent:.2f}", flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from run import Duel, alternate  # beside this file
+from run import HEADINGS, Duel, alternate, told  # beside this file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import regard
@@ -61,14 +61,14 @@ def ways(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 def peak(name: str, length: int) -> int:
     """Bytes that one call adds to the most that a fresh process has held."""
-    code = f"import lens; lens.told({name!r}, {length})"
+    code = f"import lens; lens.weigh({name!r}, {length})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=sys.path[0]
     )
     return int(done.stdout)
 
 
-def told(name: str, length: int) -> None:
+def weigh(name: str, length: int) -> None:
     """Print it, from within that process."""
     run = ways(torch.randint(1000, (1, length)))[name]
     before = held()
@@ -109,15 +109,11 @@ def main() -> None:
         Duel("watched, measured with tokens", ran["bare"], ran["heads with tokens"], "2×"),
         generating(),
     ]
+    print(f"{HEADINGS}  asked for")
     for duel in duels:
         if options.only in duel.name:
             row = alternate(duel, options.rounds)
-            low, high = row["spread"]  # type: ignore[misc]
-            print(
-                f"{row['name']:<32} {row['bare_ms']:>8.0f} ms {row['ours_ms']:>8.0f} ms {row['ratio']:>6.2f}×"
-                f"  {low:.2f} … {high:.2f}  asked {row['limit']}",
-                flush=True,
-            )
+            print(f"{told(row)}  {row['limit']}", flush=True)
     if options.eager:
         start = time.perf_counter()
         ran["heads with tokens"]()

@@ -115,6 +115,11 @@ def linear_attention(
     return AttentionMatrix(spec)
 
 
+def matrix_of(query: Any, key: Any, value: Any, **options: Any) -> AttentionMatrix:
+    """The matrix by which a layer mixes `value`, as `attention` makes it; `regard.watch` sees all three here."""
+    return attention(query, key, **options)
+
+
 def listed(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
     """None, one or several score modifications, as several."""
     if isinstance(score_mod, list | tuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from regard.lens._hints import Hints
 from regard.lens._table import Table
 
 
-class Asked:
-    """The questions; `Seen` answers them from its calls."""
+class Asked(Mapping[str, AttentionMatrix]):
+    """The questions that a mapping of layers answers from its calls; `Seen` is the one there is."""
 
     _hints: Hints
     _runs: dict[str, list[Any]]
@@ -26,22 +27,16 @@ class Asked:
         each = []
         for number, name in enumerate(self):
             for which, call in enumerate(self.calls(name)):
-                if call.trying and call.steps > 1:
-                    self[
-                        name
-                    ]  # raises, and says why: rows of tokens that were taken back are no rows of the text
+                if (
+                    call.trying and call.steps > 1
+                ):  # rows of tokens that were taken back are no rows of the text
+                    self.__getitem__(name)  # raises, and says why
                 each.append((number, name, which, call))
         return each
 
-    def __getitem__(self, name: str) -> AttentionMatrix:
-        raise NotImplementedError
-
+    @abstractmethod
     def calls(self, name: str) -> tuple[Call, ...]:
         """The record of each call of a layer."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError
 
     def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
         """A table with one row for each layer and head: what the head does, in numbers, from one pass for each layer.

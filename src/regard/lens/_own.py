@@ -1,8 +1,7 @@
-"""The layers of `regard.nn`, watched: they make their matrix by `regard.attention`, wrapped where they call it."""
+"""Layers that make their matrix by `regard.attention`, those of `regard.nn` among them, watched where they call it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,11 +15,11 @@ from regard.scores import Softcap
 
 
 def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
-    """`regard.attention` as a layer's file knows it, watched."""
+    """`attention` or `matrix_of` as a layer's file knows it, watched; only the second knows the value."""
 
     @wraps(original)
-    def attention(query: Any, key: Any, **options: Any) -> AttentionMatrix:
-        matrix = original(query, key, **options)
+    def attention(query: Any, key: Any, *value: Any, **options: Any) -> AttentionMatrix:
+        matrix = original(query, key, *value, **options)
         module = capture._running()
         if module is not None and capture._watched(module):
             mods = [each for each in options.get("score_mod") or () if each is not None]
@@ -36,7 +35,7 @@ def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., At
             passed = capture.Passed(
                 query,
                 key,
-                _value_beside(key),
+                value[0] if value else key,
                 attn_mask=None if plain else torch.from_numpy(mask.to_dense(*_shape(mask, matrix))),
                 is_causal=plain and mask is not None,
                 scale=matrix.scale,
@@ -48,14 +47,6 @@ def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., At
         return matrix
 
     return attention
-
-
-def _value_beside(key: Any) -> Any:
-    """The layer's value: `v` where `k` is the key, a few calls up; the key where nobody has one."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_locals.get("k") is not key:
-        frame = frame.f_back  # type: ignore[assignment]
-    return key if frame is None else frame.f_locals.get("v", key)
 
 
 def _shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NoReturn
 
 from regard._errors import ArgumentError, RegardError, named_shape
@@ -23,7 +23,7 @@ class NotSeen(RegardError, KeyError):
     __str__ = Exception.__str__  # that of KeyError would show the message in quotes
 
 
-class Seen(Asked, Mapping[str, AttentionMatrix]):
+class Seen(Asked):
     """The attention matrices of a model's layers by module name, in the order in which the layers ran.
 
     `seen[name]` is an `AttentionMatrix`, lazy. Where a layer was called several times, calls whose keys extend the last

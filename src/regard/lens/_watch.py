@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from regard._attention import attention
+from regard._attention import attention, matrix_of
 from regard._errors import ArgumentError, KindError, kind_of
 from regard.lens import _capture as capture
 from regard.lens._call import Call
@@ -280,7 +280,7 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
                 yield names, name, capture.wrap_sdpa
             elif original is multi_head:
                 yield names, name, capture.wrap_multi_head
-            elif original is attention:
+            elif original in (attention, matrix_of):
                 yield names, name, wrap_attention
             elif _is_attention_function(original):
                 yield names, name, capture.wrap_function

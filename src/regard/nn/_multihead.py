@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard._attention import attention, check_kinds, listed
+from regard._attention import check_kinds, listed, matrix_of
 from regard._errors import ArgumentError, KindError, RegardError, kind_of, shape_of
 from regard._matrix import AttentionMatrix
 from regard.masks import Mask, dense
@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
             mask, score_mods = places.mask(mask), tuple(map(places.score_mod, score_mods))
         options = {"scale": self.scale, "sink": self.sink, "enable_gqa": self.grouped}
         try:
-            matrix = attention(q, k, mask=mask, score_mod=score_mods, **options)
+            matrix = matrix_of(q, k, v, mask=mask, score_mod=score_mods, **options)
         except RegardError:
             if cache is not None and alone:
                 cache.rewind(before)  # so that the call can be made again

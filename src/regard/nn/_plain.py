@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from regard._attention import attention
+from regard._attention import matrix_of
 from regard._errors import ArgumentError, kind_of
 from regard.masks import Mask
 
@@ -38,7 +38,7 @@ class ScaledDotProductAttention(nn.Module):  # type: ignore[misc]
                 expected=f"(…, q_len, d_k {self.d_k})",
                 cure=f"Make the module for this width: ScaledDotProductAttention({Q.shape[-1]}).",
             )
-        A = attention(Q, K, mask=mask, scale=1 / math.sqrt(self.d_k))
+        A = matrix_of(Q, K, V, mask=mask, scale=1 / math.sqrt(self.d_k))
         return A.to_dense(), A @ V
 
     def extra_repr(self) -> str:
