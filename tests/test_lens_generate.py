@@ -165,6 +165,9 @@ def test_speculative_decoding_is_refused(name):
         with pytest.raises(ArgumentError, match="speculative decoding, which takes back tokens") as error:
             seen[layer]
         assert "Run the model once" in error.value.cure
+    for ask in (seen.heads, seen.diagnose, lambda: seen.find(1, 0), lambda: seen.rollout(1)):
+        with pytest.raises(ArgumentError, match="takes back tokens"):
+            ask()
 
 
 def test_two_passes_are_two_calls():

@@ -27,10 +27,9 @@ class Asked(Mapping[str, AttentionMatrix]):
         each = []
         for number, name in enumerate(self):
             for which, call in enumerate(self.calls(name)):
-                if (
-                    call.trying and call.steps > 1
-                ):  # rows of tokens that were taken back are no rows of the text
-                    self.__getitem__(name)  # raises, and says why
+                if call.trying and call.steps > 1:
+                    # Rows of tokens that were taken back are no rows of the text; this raises, and says why.
+                    self.__getitem__(name)
                 each.append((number, name, which, call))
         return each
 
