@@ -49,21 +49,8 @@ class Looking:
            a  1       0.7311  █████████████████████████████
            b  0.3679  0.2689  ██████████
         """
-        if self._problem.shape[0] != 1:
-            raise ArgumentError(
-                "explain",
-                received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
-                expected="one head",
-                cure=f"Choose one: A.lazy[{', '.join('0' * len(self.shape[:-2]))}].explain({q_idx}).",
-            )
-        if not hasattr(q_idx, "__index__") or np.ndim(q_idx):
-            raise KindError(
-                "explain",
-                received=kind_of(q_idx),
-                expected="the index of one query",
-                cure="Explain several in turn: [A.explain(i) for i in rows].",
-            )
-        row = int(pick((..., q_idx, slice(None)), self.shape, "explain").positions[-2][0])
+        self._check_one_head("explain", f"A.lazy[{{}}].explain({q_idx})")
+        row = self._row("explain", q_idx)
         if value is not None:
             value = self._problem.engine.floats(value, "explain", "value")
             if value.shape[-2:-1] != (self.shape[-1],) or pairs_of(value) != 1:
@@ -75,6 +62,27 @@ class Looking:
                 )
             value = self._problem.engine.cast(value.reshape(value.shape[-2:]), self._problem.dtype)
         return explain(self._problem, row, value, tokens)
+
+    def _check_one_head(self, operation: str, cure: str) -> None:
+        """Refuse several heads; `cure` is what to call for one, with {} where its index goes."""
+        if self._problem.shape[0] != 1:
+            raise ArgumentError(
+                operation,
+                received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
+                expected="one head",
+                cure=f"Choose one: {cure.format(', '.join('0' * (self.ndim - 2)))}.",
+            )
+
+    def _row(self, operation: str, q_idx: Any) -> int:
+        """Which row an index asks for, counted from the first."""
+        if not hasattr(q_idx, "__index__") or np.ndim(q_idx):
+            raise KindError(
+                operation,
+                received=kind_of(q_idx),
+                expected="the index of one query",
+                cure=f"Take several in turn: one {operation} for each i in rows.",
+            )
+        return int(pick((..., q_idx, slice(None)), self.shape, operation).positions[-2][0])
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= 8
