@@ -132,6 +132,17 @@ def test_a_long_head_is_drawn_as_cells_and_says_so(reduce, engine):
     assert "t0" not in texts(ax.xaxis) and "60" in texts(ax.xaxis)
 
 
+@pytest.mark.parametrize("mask", [None, causal()])
+def test_nan_in_cells_is_orange_and_not_hidden(mask):
+    query = np.ones((60, 2))
+    query[30] = np.nan
+    ax = plot.heatmap(regard.attention(query, np.ones((60, 2)), mask=mask), cells=20)
+    broken = ~np.ma.getmaskarray(ax.images[1].get_array())
+    last = 20 if mask is None else 11
+    equal(np.argwhere(broken), [[10, j] for j in range(last)])
+    assert ax.get_xlabel().endswith("orange: NaN")
+
+
 def test_an_unmasked_long_head_and_one_with_a_short_side():
     A = matrix(5, 900)
     ax = plot.heatmap(A)
