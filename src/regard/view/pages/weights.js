@@ -77,7 +77,7 @@ export async function headOf(record, pair, part) {
   };
 }
 
-function changed(head, score, i, j) {
+function modified(head, score, i, j) {
   for (const { kind, cap, numbers, shape } of head.mods) {
     if (kind === "softcap") score = cap * Math.tanh(score / cap);
     else if (kind === "distance") score += numbers[j - head.positions[i] + head.first];
@@ -91,7 +91,7 @@ function changed(head, score, i, j) {
   return score;
 }
 
-function product(query, key, a, b, width) {
+function dot(query, key, a, b, width) {
   let x = 0, y = 0, n = 0;
   for (; n + 4 <= width; n += 4) {
     x += query[a + n] * key[b + n] + query[a + n + 1] * key[b + n + 1];
@@ -111,38 +111,38 @@ function fill(head, i, columns, out) {
     const start = edges[run], stop = edges[half + run];
     while (n < columns.length && columns[n] < start) n++;
     for (; n < columns.length && columns[n] < stop; n++) {
-      const score = factor * product(query, key, i * width, columns[n] * width, width);
-      out[n] = Math.exp((plain ? score : changed(head, score, i, columns[n])) - lse);
+      const score = factor * dot(query, key, i * width, columns[n] * width, width);
+      out[n] = Math.exp((plain ? score : modified(head, score, i, columns[n])) - lse);
     }
   }
   return out;
 }
 
-const run = (start, step, count) => Int32Array.from({ length: count }, (_, n) => start + n * step);
-const shown = (weight) => (weight === -1 ? 0 : weight); // NaN stays
+const series = (start, step, count) => Int32Array.from({ length: count }, (_, n) => start + n * step);
+const zeroed = (weight) => (weight === -1 ? 0 : weight); // NaN stays
 
 // -- What is asked of it --
 
 // One weight, and whether the mask hides it.
 export function cellOf(head, i, j) {
   const [weight] = fill(head, i, [j], new Float64Array(1));
-  return { weight: shown(weight), hidden: weight === -1 };
+  return { weight: zeroed(weight), hidden: weight === -1 };
 }
 
 // All weights of a row, 0 where hidden.
 export function rowOf(head, i) {
-  return fill(head, i, run(0, 1, head.keys), new Float32Array(head.keys)).map(shown);
+  return fill(head, i, series(0, 1, head.keys), new Float32Array(head.keys)).map(zeroed);
 }
 
 // The weights of some rows at some ascending columns, row after row, 0 where hidden.
 export function blockOf(head, rows, columns) {
   const block = new Float32Array(rows.length * columns.length);
   Array.from(rows, (i, n) => fill(head, i, columns, block.subarray(n * columns.length, (n + 1) * columns.length)));
-  return block.map(shown);
+  return block.map(zeroed);
 }
 
 export function tileOf(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount) {
-  return blockOf(head, run(rowStart, rowStep, rowCount), run(columnStart, columnStep, columnCount));
+  return blockOf(head, series(rowStart, rowStep, rowCount), series(columnStart, columnStep, columnCount));
 }
 
 // The keys that a row weighs most, largest first, the earlier of equals before the later.
