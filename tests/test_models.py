@@ -10,38 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+
+from model_folders import llama, save_llama  # noqa: E402
 
 from regard import ArgumentError, RegardError  # noqa: E402
 from regard._models import open_model  # noqa: E402
 from regard.lens import watch  # noqa: E402
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def llama(**options):
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=300, max_position_embeddings=64, **options)
-    )
-
-
-def byte_level():
-    """A tokenizer of transformers that knows bytes and nothing else."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({each: i for i, each in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=backend)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A decoder as it lies on disk: config.json, model.safetensors, the tokenizer's files."""
-    path = tmp_path_factory.mktemp("llama")
-    llama().save_pretrained(path)
-    byte_level().save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def refusal(name, **options):

@@ -19,6 +19,21 @@ from regard.cli._show import written
 from regard.view.text import printable
 
 SHOWN = 20
+BY = (
+    *(
+        "layer",
+        "call",
+        "head",
+        "entropy",
+        "first",
+        "previous",
+        "distance",
+        "within_16",
+        "within_128",
+        "heavy",
+    ),
+    *("duplicate", "induction"),
+)
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -83,15 +98,14 @@ def heads(out: Out, asked: Asked, by: str | None, smallest: bool, top: int | Non
         raise ArgumentError(
             "heads", received="--csv and --json", expected="one of them", cure="Leave one out."
         )
+    if by is not None and by not in BY:  # known before the model has run
+        raise ArgumentError(
+            "heads", received=f"--by {by}", expected=f"one of {', '.join(BY)}", cure="Check the name."
+        )
     ran = _run(out, asked, "heads")
     with out.busy("Measuring the heads"):
         table = ran.seen.heads(ran.text.ids)
     if by is not None:
-        if by not in table.columns or isinstance(table[0][by], str):
-            names = [name for name in table.columns if not isinstance(table[0][name], str)]
-            raise ArgumentError(
-                "heads", received=f"--by {by}", expected=f"one of {', '.join(names)}", cure="Check the name."
-            )
         table = table.by(by, largest=not smallest)
     everything = not out.for_people or not sys.stdout.isatty()
     rows = table[: top or (len(table) if everything else SHOWN)]
