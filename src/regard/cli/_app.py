@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -260,9 +261,7 @@ _settings = {"traceback": False}
 
 def _version(asked: bool) -> None:
     if asked:
-        import regard
-
-        print(f"regard {regard.__version__}")
+        print(f"regard {metadata.version('regard')}")
         raise typer.Exit
 
 
