@@ -13,7 +13,7 @@ hf = pytest.importorskip("transformers")
 
 from model_folders import llama, save_llama  # noqa: E402
 
-from regard import ArgumentError, RegardError  # noqa: E402
+from regard import ArgumentError, RegardError, _models  # noqa: E402
 from regard._models import open_model  # noqa: E402
 from regard.lens import watch  # noqa: E402
 
@@ -67,6 +67,27 @@ def test_a_text_is_read_and_run_as_by_hand(folder):
         by_hand = opened.model(input_ids=text.ids, use_cache=False, logits_to_keep=1)
     assert output.logits.shape == (1, 1, 300) and torch.equal(output.logits, by_hand.logits)
     assert [A.shape for A in seen.values()] == [(1, 4, 13, 13)] * 2
+
+
+def test_a_long_text_is_run_in_steps_and_seen_as_one(folder, monkeypatch):
+    opened = open_model(str(folder))
+    text = opened.read("the cat sat on the mat because it was tired")
+    with watch(opened.model) as whole:
+        expected = opened.run(text).logits
+    monkeypatch.setattr(_models, "LONG", 20)
+    monkeypatch.setattr(_models, "STEP", 8)
+    assert opened.step_count(text) == 6
+    with watch(opened.model) as stepped:
+        torch.testing.assert_close(opened.run(text).logits, expected)
+    for name, A in whole.items():
+        assert repr(stepped[name].mask) == repr(A.mask) == "causal()"
+        torch.testing.assert_close(stepped[name].to_dense(), A.to_dense())
+
+
+def test_only_what_has_a_cache_is_run_in_steps(monkeypatch):
+    monkeypatch.setattr(_models, "LONG", 4)
+    opened = open_model("examples.induction:load")
+    assert opened.step_count(opened.read("abcdefgh")) == 1
 
 
 def test_a_long_text_is_cut_and_the_whole_is_told(folder):

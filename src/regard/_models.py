@@ -18,6 +18,7 @@ from regard._errors import ArgumentError, KindError, kind_of
 
 __all__ = ["Opened", "Text", "named_function", "open_model"]
 
+LONG, STEP = 8192, 2048  # tokens: beyond how many a text is run in steps, and of how many
 DTYPES = ("float32", "bfloat16", "float16", "stored")
 _OPEN, _READ = "open_model", "read"
 
@@ -71,16 +72,42 @@ class Opened:
         return Text(_checked_ids(ids, self._vocabulary), tokens, whole)
 
     def run(self, text: Text) -> Any:
-        """What the model returns for a text, without gradients, without a cache, and for the last token's logits only.
+        """What the model returns for a text, without gradients, and with logits for the last token only.
 
-        A model of 100,000 tokens would otherwise write down as many numbers for each token of the text.
+        A model of 100,000 tokens would otherwise write down as many numbers for each token of the text. A long text is
+        run in `steps`, through the model's own cache; what is returned is then that of the last one.
+        """
+        output = None
+        for output in self.steps(text):  # noqa: B007 - the last is what is returned
+            pass
+        return output
+
+    def steps(self, text: Text) -> Iterator[Any]:
+        """What the model returns step by step: one step, or for long texts one for every 2,048 tokens.
+
+        So masks and what is inside a layer take memory for that many rows, not for all. It is done where a model of
+        transformers generates, and so has a cache.
         """
         import torch
 
         forward = inspect.signature(self.model.forward).parameters
         spare = {"use_cache": False, "logits_to_keep": 1}
+        options = {name: value for name, value in spare.items() if name in forward}
         with torch.no_grad():
-            return self.model(text.ids, **{name: value for name, value in spare.items() if name in forward})
+            if self.step_count(text) == 1:
+                yield self.model(text.ids, **options)
+                return
+            cache = None
+            for ids in text.ids.split(STEP, 1):
+                output = self.model(ids, **options | {"use_cache": True, "past_key_values": cache})
+                cache = output.past_key_values
+                yield output
+
+    def step_count(self, text: Text) -> int:
+        """In how many steps a text is run."""
+        generates = getattr(self.model, "can_generate", lambda: False)()
+        cached = "past_key_values" in inspect.signature(self.model.forward).parameters
+        return -(-len(text) // STEP) if generates and cached and len(text) > LONG else 1
 
     @property
     def positions(self) -> int:

@@ -139,11 +139,15 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
 
     watching = watch(opened.model, layers=asked.layers or None)
     start = time.perf_counter()
+    steps = opened.step_count(text)
     seen: Any = None
     try:
-        with watching as seen:  # noqa: SIM117 - the bar is inside, so that what is missed is told after it
-            with out.busy(f"Reading {len(text):,} tokens", _layers(opened), lambda: len(seen)):
-                opened.run(text)
+        with watching as seen:
+            # Of one step the layers that have run are counted, of several the steps.
+            total, done = (steps, None) if steps > 1 else (_layers(opened), lambda: len(seen))
+            with out.busy(f"Reading {len(text):,} tokens", total, done) as step:
+                for _ in opened.steps(text):
+                    step()
     except NotSeen:
         # The doctor tells it as a finding, among the others.
         if command != "doctor" or not len(seen):
