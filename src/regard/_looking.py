@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from regard._explain import Explanation, explain
 from regard._index import pick
 from regard._shapes import pairs_of
 from regard.view import text
+
+if TYPE_CHECKING:
+    from regard.view.html import Page
 
 # A notebook shows every weight up to SMALL tokens; of more, SIDE rows and runs of keys, and fewer rows where those
 # would take more than so many weights or multiply-adds.
@@ -62,6 +65,32 @@ class Looking:
                 )
             value = self._problem.engine.cast(value.reshape(value.shape[-2:]), self._problem.dtype)
         return explain(self._problem, row, value, tokens)
+
+    def page(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        query_tokens: Sequence[str] | None = None,
+        title: str = "A map of attention",
+    ) -> Page:
+        """A map of one head in a file of its own, from the whole down to each weight with both its tokens.
+
+        The file needs no network. It carries query and key in half precision and works out every weight that it shows;
+        it says how far they can be from this matrix's, and where a picture is a mean or a sample. `tokens` name the
+        keys, and the queries too where they are the same sequence; else `query_tokens` do. Its address keeps the view.
+
+        Of a matrix with several heads show one: `A.lazy[0, 3].page(tokens)`.
+
+        >>> import numpy as np
+        >>> import regard
+        >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
+        >>> A.page(["the", "cat", "sat"])
+        <page "A map of attention", ... kB: save(path) writes it>
+        """
+        from regard._page import deep_map
+
+        self._check_one_head("page", "A.lazy[{}].page(tokens)")
+        return deep_map(self, tokens, query_tokens, title)
 
     def _check_one_head(self, operation: str, cure: str) -> None:
         """Refuse several heads; `cure` is what to call for one, with {} where its index goes."""

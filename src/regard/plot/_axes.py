@@ -14,11 +14,12 @@ from regard._errors import ArgumentError, KindError, kind_of
 from regard.view.text import printable
 
 # Those of the pages. One hue from light to dark, and orange beside blue: told apart by everybody, and in grey.
-COOL, HOT, BLUE, ORANGE, SOFT, LINE, VEIL = (
+COOL, HOT, BLUE, ORANGE, INK, SOFT, LINE, VEIL = (
     "#f3f5f8",
     "#123c78",
     "#1f5aa8",
     "#d9480f",
+    "#1c2330",
     "#58616f",
     "#b3afa4",
     "#efede6",
@@ -48,13 +49,14 @@ def axes(ax: Any, operation: str, width: float, height: float) -> Any:
 
 
 def literal(token: Any) -> str:
-    r"""A token as a label: on one line, control characters escaped, a long one cut.
+    r"""A token as a label: on one line, control characters escaped, nothing but spaces made visible, a long one cut.
 
-    >>> literal("a\n"), literal("$x$"), literal("y" * 100)
-    ('a\\n', '$x$', 'yyyyyyyyyyyyyyyyyyyyyyy…')
+    >>> literal("a\n"), literal("$x$"), literal(" "), literal("y" * 100)
+    ('a\\n', '$x$', '␣', 'yyyyyyyyyyyyyyyyyyyyyyy…')
     """
     shown = str(token)[: LETTERS + 1]
-    return printable(shown if len(shown) <= LETTERS else shown[: LETTERS - 1] + "…")
+    shown = printable(shown if len(shown) <= LETTERS else shown[: LETTERS - 1] + "…")
+    return shown if shown.strip(" ") else shown.replace(" ", "␣")
 
 
 def named(tokens: Any, count: int, operation: str, what: str) -> list[str] | None:

@@ -13,7 +13,7 @@ from regard._errors import ArgumentError, KindError, kind_of
 from regard._matrix import AttentionMatrix
 from regard._types import Array
 from regard.measures import Coarse
-from regard.plot._axes import COLOURS, HOT, ORANGE, axes, label, literal, named, veil
+from regard.plot._axes import COLOURS, INK, ORANGE, axes, label, literal, named, veil
 
 SPACIOUS = 0.28  # inches for a cell with a number in it
 NUMBERED = 12  # cells along an edge up to which numbers are written into them
@@ -21,6 +21,10 @@ UNITS = {
     "entropy": "entropy (nats)",
     "distance": "mean distance (tokens)",
     "first": "weight on the first token",
+    "previous": "weight on the previous token",
+    "heavy": "share of the tenth of the keys that get most",
+    "duplicate": "weight on earlier copies of the token",
+    "induction": "weight on what came after earlier copies",
 }
 
 
@@ -32,7 +36,7 @@ class Visible(Coarse):
     reads_scores: ClassVar[bool] = True
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        return super().step(state, xp.astype(scores > -xp.inf, weights.dtype), scores, q_idx, kv_idx, xp)
+        return super().step(state, xp.astype(scores != -xp.inf, weights.dtype), scores, q_idx, kv_idx, xp)
 
 
 def heatmap(
@@ -224,7 +228,7 @@ def _paint(ax: Any, shown: Any, numbers: bool | None, colorbar: bool, told: str,
             if not shown.mask[i, j]:
                 dark = np.dot(image.cmap(image.norm(number))[:3], (0.3, 0.59, 0.11)) < 0.5
                 ax.text(
-                    j, i, f"{number:.2f}", ha="center", va="center", fontsize=8, color="w" if dark else HOT
+                    j, i, f"{number:.2f}", ha="center", va="center", fontsize=8, color="w" if dark else INK
                 )
 
 
