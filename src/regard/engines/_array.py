@@ -34,7 +34,7 @@ class ArrayEngine:
 
     @property
     def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
-        return nullcontext
+        return lambda: np.errstate(all="ignore")  # for a library that NumPy works for, too
 
     @property
     def detached(self) -> Callable[[], AbstractContextManager[Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,6 @@ class NumpyEngine(ArrayEngine):
     def owns(self, array: Any) -> bool:
         """Whether the array is NumPy's, or plain numbers that NumPy takes."""
         return isinstance(array, np.ndarray | list | tuple | int | float | np.generic)
-
-    @property
-    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
-        return lambda: np.errstate(all="ignore")
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
         array = as_array(array, operation, name)
