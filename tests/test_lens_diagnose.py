@@ -175,6 +175,7 @@ def only(seen, kind, **options):
     assert [each.kind for each in found] == [kind], seen.diagnose(**options)
     (finding,) = found
     assert finding.evidence and finding.cure.endswith(".") and finding.kind in str(finding)
+    assert max(map(len, str(finding).splitlines())) <= 92
     json.dumps(finding.as_dict())
     return finding
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -46,9 +47,11 @@ class Finding:
             if numbers:
                 where.append(_plural(word, numbers))
         evidence = ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
-        lines = [f"{self.severity}: {self.kind}. {self.what}", f"  where     {', '.join(where)}"]
-        lines += [f"  evidence  {evidence}"] if evidence else []
-        return "\n".join([*lines, f"  cure      {self.cure}"])
+        lines = _filled(f"{self.severity}: {self.kind}. {self.what}", "", "  ")
+        parts = {"where": ", ".join(where), "evidence": evidence, "cure": self.cure}
+        for word, text in parts.items():
+            lines += _filled(text, f"  {word:10}", " " * 12)
+        return "\n".join(lines)
 
 
 class Findings(list[Finding]):
@@ -68,6 +71,18 @@ class Findings(list[Finding]):
         counts = {name: sum(each.severity == name for each in self) for name in _ORDER}
         summary = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
         return "\n\n".join([f"{summary}{' in ' + self.looked if self.looked else ''}", *map(str, self)])
+
+
+def _filled(text: str, begin: str, indent: str) -> list[str]:
+    """The text in lines that fit a terminal and a page; none where there is no text."""
+    return textwrap.wrap(
+        text,
+        92,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _plural(word: str, numbers: tuple[int, ...]) -> str:
