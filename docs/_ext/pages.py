@@ -32,7 +32,7 @@ def pages() -> dict[str, str]:
     made["architecture"] = house_page()
     entries = "\n".join(f"{room.name} <{room.page}>" for room in rooms())
     lists = "\n\n".join(listed(room, links) for room in rooms())
-    made["index"] = f"{INDEX}\n{entries}\nerrors\narchitecture\n```\n\n{lists}\n"
+    made["index"] = f"{INDEX}\n{entries}\n```\n\n{lists}\n"
     return made
 
 
@@ -64,7 +64,7 @@ def markdown_of(name: Name, links: Links) -> str:
     """A function, class or value as the directive of Sphinx's Python domain, its members within."""
     body = [links.docstring(name.doc, name.name, name.signature)]
     if name.bases:
-        body.insert(0, f"A kind of {{py:obj}}`{name.bases[0].rpartition('.')[2]} <{name.bases[0]}>`.")
+        body.append(f"A kind of {{py:obj}}`{name.bases[0].rpartition('.')[2]} <{name.bases[0]}>`.")
     for member in name.members:
         if not member.told and member.doc:
             text = links.docstring(member.doc, member.name, member.signature)
@@ -116,7 +116,7 @@ class Links:
             code = match[0]
             if not code.startswith("`"):
                 return re.sub(r"[<$*\[\]|~]", r"\\\g<0>", code)
-            name = re.fullmatch(r"`([A-Za-z_][\w.]*)(\(.*\))?`", code, re.DOTALL)
+            name = re.fullmatch(r"`([A-Za-z_][\w.]*)(\([^()]*(\(\))?[^()]*\))?`", code)
             if name is None or "<" in code or re.search(rf"\b{re.escape(name[1])}\b:? ?", signature):
                 return code
             found = self.find(name[1], at)
@@ -154,6 +154,27 @@ def write(app: Sphinx) -> None:
             path.write_text(text)
 
 
+TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+
+
+def in_words(test: str) -> str:
+    """The name of a test as the sentence it is."""
+    return re.sub(r"^test(_\d+)*_", "", test).replace("_", " ")
+
+
+def with_tests(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Shows each test that the page of promises names, at its end, and links to it."""
+    if docname != "promises":
+        return
+    named = dict.fromkeys(match.groups() for match in TEST.finditer(source[0]))
+    linked = TEST.sub(lambda test: f"[{in_words(test[2])}](#{test[2]})", source[0])
+    shown = "\n\n".join(
+        f"### {name}\nIn `{file}`:\n\n```{{literalinclude}} ../{file}\n:pyobject: {name}\n:language: python\n```"
+        for file, name in named
+    )
+    source[0] = f"{linked}\n## The tests\n{shown}\n"
+
+
 def resolve(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Element) -> nodes.Element | None:
     """A type in a signature that has no page here is text, not a broken link."""
     in_signature = node.get("refdomain") == "py" and (
@@ -164,5 +185,6 @@ def resolve(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Element) 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write)
+    app.connect("source-read", with_tests)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

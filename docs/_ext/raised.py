@@ -202,14 +202,20 @@ class Source:
             here = function.scope.get(node.id) or self.constants[function.module].get(node.id) or []
             if here and all(_is_text(it) for it in here) and node.id not in function.parameters:
                 itself = {node.id: f"‹{node.id}›"}
-                return " or ".join(self.text(it, function, env | itself) for it in here)
+                return _or([self.text(it, function, env | itself) for it in here])
             return f"‹{node.id}›"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             return f"‹{node.attr}›" if node.value.id == "self" else f"‹{ast.unparse(node)}›"
         if isinstance(node, ast.IfExp):
             one, other = (self.text(it, function, env) for it in (node.body, node.orelse))
-            return one if not other else f"{one} or {other}" if one else other
+            return _or([one, other])
         return "…"
+
+
+def _or(texts: list[str]) -> str:
+    """What can be said, one or another; sentences stay sentences."""
+    said = list(dict.fromkeys(text for text in texts if text))
+    return (" Or: " if said and said[0].endswith(".") else " or ").join(said)
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -270,10 +276,9 @@ def _short(operation: str) -> str:
 
 
 def _entry(it: Raised) -> str:
-    return (
-        f"- Received {_escaped(it.received)}; expected {_escaped(it.expected)}. **{_escaped(it.cure).strip()}**"
-        f" *({it.kind}, {_room(it.module)})*"
-    )
+    expected = _escaped(it.expected).rstrip("…") + ("…" if it.expected.endswith("…") else ".")
+    cure = _escaped(it.cure).strip()
+    return f"- Received {_escaped(it.received)}; expected {expected} **{cure}** *({it.kind}, {_room(it.module)})*"
 
 
 def _room(module: str) -> str:
@@ -285,4 +290,10 @@ def _code(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[<$*_\[\]|~`#\\]", r"\\\g<0>", text)
+    """Text as Markdown: what stands in backticks is code already."""
+
+    def piece(match: re.Match[str]) -> str:
+        code = match[0].startswith("`") and len(match[0]) > 1
+        return match[0] if code else re.sub(r"[<$*_\[\]|~`#\\]", r"\\\g<0>", match[0])
+
+    return re.sub(r"`[^`]+`|[^`]+|`", piece, text)

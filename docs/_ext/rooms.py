@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -93,17 +94,21 @@ def lazy_names() -> list[str]:
 def modules() -> Iterator[ModuleType]:
     """regard, each module in it that names what is public, and the modules that these name."""
     yield regard
-    for found in pkgutil.iter_modules([str(PACKAGE)]):
+    for found in pkgutil.iter_modules(regard.__path__):
         if not found.name.startswith("_"):
-            yield from _with_inner(importlib.import_module(f"regard.{found.name}"))
+            yield from _with_inner(f"regard.{found.name}")
 
 
-def _with_inner(module: ModuleType) -> Iterator[ModuleType]:
-    if names := getattr(module, "__all__", None):
-        yield module
-        for name in names:
-            if isinstance(inner := getattr(module, name), ModuleType):
-                yield from _with_inner(inner)
+def _with_inner(name: str) -> Iterator[ModuleType]:
+    """The module and those within it that it names; none if it names nothing, and then it is not imported either."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or "\n__all__" not in Path(spec.origin).read_text():
+        return
+    module = importlib.import_module(name)
+    yield module
+    for inner in module.__all__:
+        if isinstance(getattr(module, inner), ModuleType):
+            yield from _with_inner(f"{name}.{inner}")
 
 
 @functools.cache

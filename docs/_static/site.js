@@ -11,3 +11,6 @@ addEventListener("load", () => {
     if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
   }
 });
+
+// Opened as a file, a page may not read the others, from which the search would show a line of each result.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;

@@ -15,11 +15,18 @@ from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing._cases import Case, Inputs, seen_keys
 from regard.testing._rule import Target, epsilon
 
+# The engines that `check` can hold against the definition; the last two need torch.
 ENGINES = ("numpy", "torch fused", "torch streaming")
 
 
 def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
-    """What each engine's matrix of a case has to say against the error rule; nothing where it holds."""
+    """What each engine's matrix of a case has to say against the error rule; nothing where it holds.
+
+    >>> from regard.testing import draw, fill
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> check(case, fill(case, tile=8))
+    []
+    """
     targets = _define(case, inputs)
     failures = []
     for engine in engines:

@@ -30,7 +30,12 @@ IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+)\.js";\n', re.MULTILINE
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text."""
+    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text.
+
+    >>> import regard
+    >>> regard.explore.pipeline()
+    <page "How one query attends", ... kB: save(path) writes it>
+    """
 
     title: str
     html: str
