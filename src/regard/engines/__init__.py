@@ -20,7 +20,14 @@ __all__ = ["ArrayEngine", "Engine", "engine_of", "register", "registered"]
 
 
 class Engine(Protocol):
-    """What the block loop asks of an array library. Shapes: g pairs of (batch, head), r rows, c columns."""
+    """What the block loop asks of an array library. Shapes: g pairs of (batch, head), r rows, c columns.
+
+    >>> import numpy as np
+    >>> engine = engine_of("here", query=np.ones(2))
+    >>> engine.scores(np.ones((1, 2, 4)), np.ones((1, 3, 4)), scale=0.5)
+    array([[[2., 2., 2.],
+            [2., 2., 2.]]])
+    """
 
     @property
     def name(self) -> str:
@@ -158,7 +165,12 @@ def registered(name: str) -> Engine:
 
 
 def engine_of(operation: str, **arrays: Any) -> Engine:
-    """The engine that all these arrays belong to."""
+    """The engine that all these arrays belong to.
+
+    >>> import numpy as np
+    >>> engine_of("here", query=np.ones(2)).name
+    'numpy'
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         for array in arrays.values():

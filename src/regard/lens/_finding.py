@@ -69,7 +69,15 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """Findings, the gravest first; prints them one to a block."""
+    """Findings, the gravest first; prints them one to a block.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as seen:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> seen.diagnose(causal=True).of("error")[0].kind
+    'weight on the future'
+    """
 
     def __init__(self, found: Any = (), looked: str = "") -> None:
         super().__init__(sorted(found, key=lambda each: (_ORDER.index(each.severity), each.layer)))

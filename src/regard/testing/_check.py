@@ -16,6 +16,7 @@ from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing._cases import Case, Inputs, seen_keys
 from regard.testing._rule import Target, epsilon
 
+# The engines that `check` can hold against the definition; the last two need torch.
 ENGINES = ("numpy", "torch fused", "torch streaming")
 
 
@@ -23,6 +24,11 @@ def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> l
     """What each engine's matrix of a case has to say against the error rule; nothing where it holds.
 
     `engines` are names of `ENGINES`, or of what was given to `regard.engines.register`.
+
+    >>> from regard.testing import draw, fill
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> check(case, fill(case, tile=8))
+    []
     """
     targets = _define(case, inputs)
     failures = []

@@ -33,7 +33,12 @@ SOURCE = re.compile(r'\bsource\("\./([a-z]+)\.js"\)')
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text."""
+    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text.
+
+    >>> import regard
+    >>> regard.explore.pipeline()
+    <page "How one query attends", ... kB: save(path) writes it>
+    """
 
     title: str
     html: str
