@@ -55,10 +55,9 @@ class Looking:
                 cure="An empty matrix has nothing to show.",
             )
         names = _names(tokens, keys, "tokens", "key")
+        queries = _names(query_tokens, rows, "query_tokens", "query")
         if query_tokens is None and names is not None and problem.frame.q_len == keys:
-            queries: list[str] | None = [names[i] for i in problem.positions]
-        else:
-            queries = _names(query_tokens, rows, "query_tokens", "query")
+            queries = [names[i] for i in problem.positions]
         made = carried(self, "page")
         (overview,) = made.overviews(EDGE)
         words = f"{rows:,} × {keys:,} weights of one attention head; query and key of {problem.query.shape[-1]} entries"
@@ -67,7 +66,8 @@ class Looking:
         record = {
             "title": printable(title),
             "tokens": names,
-            "queries": queries,
+            "queries": None if queries == names else queries,
+            "same": queries == names,
             "words": f"{words}; {', '.join(more)}. Made by regard.",
             "overview": overview,
             "matrix": made.record,
