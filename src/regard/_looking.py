@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from regard._carried import carried
 from regard._errors import ArgumentError, named_shape
-from regard.view.html import Page, page
 from regard.view.text import printable
+
+if TYPE_CHECKING:
+    from regard.view.html import Page
 
 # Cells of the overview along an edge.
 EDGE = 1024
@@ -38,6 +39,10 @@ class Looking:
         >>> A.page(["the", "cat", "sat"])
         <page "A map of attention", ... kB: save(path) writes it>
         """
+        # Imported here: what only pages need is not loaded with the library.
+        from regard._carried import carried
+        from regard.view.html import page
+
         problem = self._problem
         if problem.shape[0] != 1:
             raise ArgumentError(
