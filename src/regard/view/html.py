@@ -117,6 +117,8 @@ def embedded(record: Any, parts: list[Part] | None = None) -> str:
 
 
 def _finite(thing: Any, parts: list[Part]) -> Any:
+    if isinstance(thing, str):
+        return thing
     if isinstance(thing, Part):
         parts.append(thing)
         return {"part": len(parts) - 1, "kind": thing.kind, "shape": thing.shape}
