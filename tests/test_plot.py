@@ -308,6 +308,12 @@ def test_no_colour_bar_and_what_imshow_takes():
             "Take one: fig, ax = plt.subplots(); of several axes ax[0].",
         ),
         (
+            lambda: plot.cost(ax=plt),
+            KindError,
+            "plot.cost: received ax, a module; expected one Axes of Matplotlib. "
+            "Take one: fig, ax = plt.subplots(); of several axes ax[0].",
+        ),
+        (
             lambda: plot.heads([]),
             KindError,
             "plot.heads: received nothing; expected what regard.watch gave, or a table with layer and head, such as "

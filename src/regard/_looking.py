@@ -53,7 +53,7 @@ class Looking:
            b  0.3679  0.2689  ██████████
         """
         self._check_one_head("explain", f"A.lazy[{{}}].explain({q_idx})")
-        row = self._row("explain", q_idx)
+        row = self._asked_row("explain", q_idx)
         if value is not None:
             value = self._problem.engine.floats(value, "explain", "value")
             if value.shape[-2:-1] != (self.shape[-1],) or pairs_of(value) != 1:
@@ -102,7 +102,7 @@ class Looking:
                 cure=f"Choose one: {cure.format(', '.join('0' * (self.ndim - 2)))}.",
             )
 
-    def _row(self, operation: str, q_idx: Any) -> int:
+    def _asked_row(self, operation: str, q_idx: Any) -> int:
         """Which row an index asks for, counted from the first."""
         if not hasattr(q_idx, "__index__") or np.ndim(q_idx):
             raise KindError(

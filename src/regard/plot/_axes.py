@@ -32,20 +32,24 @@ LETTERS = 24
 SMALLEST = 5.0  # points of a letter that can still be read
 
 
-def axes(ax: Any, operation: str, width: float, height: float) -> Any:
+def axes(ax: Any, width: float, height: float) -> Any:
     """The Axes that was given, or those of a new figure of so many inches."""
-    if ax is None:
-        from matplotlib import pyplot as plt
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot as plt
 
-        return plt.subplots(figsize=(width, height), layout="constrained")[1]
-    if not isinstance(ax, Axes):
+    return plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def check_axes(ax: Any, operation: str) -> None:
+    """Refuse what cannot be drawn on, before anything is computed."""
+    if ax is not None and not isinstance(ax, Axes):
         raise KindError(
             operation,
             received=f"ax, {kind_of(ax)}",
             expected="one Axes of Matplotlib",
             cure="Take one: fig, ax = plt.subplots(); of several axes ax[0].",
         )
-    return ax
 
 
 def literal(token: Any) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from regard._matrix import AttentionMatrix
-from regard.plot._axes import BLUE, LINE, LITERAL, SOFT, axes, label, literal, named
-from regard.plot._maps import _check
+from regard.plot._axes import BLUE, LINE, LITERAL, SOFT, axes, check_axes, label, literal, named
+from regard.plot._maps import check
 from regard.view.text import number
 
 
@@ -33,9 +33,10 @@ def row(
     >>> [f"{bar.get_width():.4f}" for bar in ax.patches]
     ['0.7311', '0.2689']
     """
-    _check(A, "plot.row")
+    check_axes(ax, "plot.row")
+    check(A, "plot.row")
     problem, kv_len = A._problem, A.shape[-1]
-    at = A._row("plot.row", q_idx)
+    at = A._asked_row("plot.row", q_idx)
     tokens_shown = named(tokens, kv_len, "plot.row", "tokens")
     with problem.engine.detached():
         weights, scores = (
@@ -56,7 +57,7 @@ def row(
         lengths.append(max(0.0, 1.0 - float(weights.sum())))
     notes += [""] * (len(names) - len(notes))
 
-    ax = axes(ax, "plot.row", 6.4, min(11.0, max(2.0, 0.24 * len(names) + 1)))
+    ax = axes(ax, 6.4, min(11.0, max(2.0, 0.24 * len(names) + 1)))
     colours = [BLUE] * len(keys) + [LINE] * (len(names) - len(keys))
     bars = ax.barh(range(len(names)), lengths, **{"color": colours, "height": 0.75} | barh)
     ax.bar_label(

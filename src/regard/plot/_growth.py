@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from regard._errors import ArgumentError, KindError, kind_of
 from regard.learn._tables import in_bytes, in_seconds
 from regard.learn.cost import Cost, CostTable, Profile, cost_table
-from regard.plot._axes import BLUE, HOT, ORANGE, SOFT, axes
+from regard.plot._axes import BLUE, HOT, ORANGE, SOFT, axes, check_axes
 
 LENGTHS = tuple(2**n for n in range(7, 18))  # 128 … 131,072
 
@@ -27,6 +27,7 @@ def cost(of: CostTable | Profile | None = None, what: str = "memory", *, ax: Any
     >>> [line.get_label() for line in ax.lines][:2]
     ['1. compare: multiply-adds', '2. scale: multiplications']
     """
+    check_axes(ax, "plot.cost")
     of = cost_table(LENGTHS) if of is None else of
     if not isinstance(of, CostTable | Profile):
         raise KindError(
@@ -44,7 +45,7 @@ def cost(of: CostTable | Profile | None = None, what: str = "memory", *, ax: Any
             expected=" or ".join(f'"{kind}"' for kind in kinds),
             cure='Time is measured: plot.cost(regard.learn.profile(), "time").',
         )
-    ax = axes(ax, "plot.cost", 6.4, 4.2)
+    ax = axes(ax, 6.4, 4.2)
     lengths = [each.q_len for each in costs]
     for name, amounts, style in _counted(costs, what):
         ax.plot(lengths, amounts, label=name, **style)
