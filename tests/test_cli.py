@@ -7,6 +7,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,17 @@ def test_help_is_short_and_tells_the_exit_codes(run):
     for command in ("explain", "explore", "look", "doctor", "heads", "profile"):
         own, _ = run(command, "-h")
         assert f"For example: regard {command}" in own and "--json" in own
+
+
+def test_every_command_in_the_docs_is_one(run):
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    lines = [line.split("#")[0].split("|")[-1 if "| regard" in line else 0] for line in page.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.lstrip().startswith("regard ")]
+    assert len(commands) > 10
+    for _, command, *rest in commands:
+        words, _ = run(command, "--help")
+        for option in (each for each in rest if each.startswith("-") and each != "-"):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", words), f"{command} {option}"
 
 
 def test_version(run):
