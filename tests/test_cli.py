@@ -175,6 +175,13 @@ def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "own.html").as_uri()]
 
 
+def test_a_terminal_may_know_few_letters(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "regard", "explore", "cost", "-o", tmp_path / "\u00e9\x1b[1m.html"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and r"?\x1b[1m.html" in done.stdout
+
+
 def test_explore_takes_a_file(run, tmp_path):
     query, key = np.random.default_rng(1).normal(size=(2, 3, 4))
     np.savez(tmp_path / "mine.npz", query=query, key=key, tokens=["x", "y", "z"])
