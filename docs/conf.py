@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ author = "The regard developers"
 copyright = "the regard developers"
 release = version = regard.__version__
 
-extensions = ["myst_nb", "sphinx_copybutton"]
-exclude_patterns = ["_build", "jupyter_execute"]
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+extensions = ["myst_nb", "sphinx_copybutton", "pages"]  # pages: the reference, from the docstrings
+exclude_patterns = ["_build", "jupyter_execute", "_ext"]
 templates_path = ["_templates"]
 nitpicky = True
+toc_object_entries_show_parents = "hide"
+python_maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -445,11 +445,31 @@ def test_help_needs_nothing_heavy():
     assert done.stdout.endswith("set()\n")
 
 
-def test_a_reader_may_stop_reading():
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = f"{sys.executable} -m regard explain --json | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+@pytest.mark.parametrize("arguments", [["explain"], ["explain", "--json"]])
+def test_a_reader_may_stop_reading(arguments):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "regard", *arguments]
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_can_be_interrupted(run, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("regard.cli._show.attention", interrupted)
+    assert run("explain", code=130) == ("", "")
+
+
+def test_a_shell_can_complete_it():
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_REGARD_COMPLETE": "complete_bash"}
+    env |= {"COMP_WORDS": "regard explore he", "COMP_CWORD": "2"}
+    code = "import sys; from regard.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["heatmap"]
 
 
 def test_in_a_terminal_a_bar_is_shown_and_twenty_rows(tmp_path):

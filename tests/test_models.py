@@ -178,6 +178,7 @@ def mine(tmp_path, monkeypatch):
 def test_a_function_in_the_current_directory(mine):
     opened = open_model(mine("alone"))
     assert not opened.model.training and opened.tokenizer is None
+    assert open_model(mine("alone"), dtype="bfloat16").about["dtype"] == "bfloat16"
     text = opened.read("né\n")
     assert text.tokens == ["n", "\\xc3", "\\xa9", "\\n"] and text.ids.tolist() == [list("né\n".encode())]
     assert opened.run(text).shape == (1, 4, 8)
@@ -242,7 +243,9 @@ def test_pickled_weights_are_refused_unread(folder, tmp_path, name):
     assert "save_pretrained(new_folder) writes safetensors" in words
 
 
-def test_code_of_a_model_is_not_run_unless_asked_for(folder, tmp_path):
+def test_code_of_a_model_is_not_run_unless_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "model_type": "mine",
@@ -250,9 +253,7 @@ def test_code_of_a_model_is_not_run_unless_asked_for(folder, tmp_path):
         "auto_map": {"AutoConfig": "mine.MineConfig", "AutoModel": "mine.Mine"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "mine.py").write_text(
-        "from pathlib import Path\nPath(__file__).parent / 'ran'\nraise OSError('it ran')\n"
-    )
+    (tmp_path / "mine.py").write_text("raise OSError('it ran')\n")
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     words = refusal(tmp_path)
     assert "it brings code of its own, which would run here" in words and "--trust-remote-code" in words

@@ -135,12 +135,20 @@ def test_a_long_head_is_drawn_as_cells_and_says_so(reduce, engine):
 @pytest.mark.parametrize("mask", [None, causal()])
 def test_nan_in_cells_is_orange_and_not_hidden(mask):
     query = np.ones((60, 2))
-    query[30] = np.nan
+    query[30:33] = np.nan  # a cell is three rows
     ax = plot.heatmap(regard.attention(query, np.ones((60, 2)), mask=mask), cells=20)
     broken = ~np.ma.getmaskarray(ax.images[1].get_array())
     last = 20 if mask is None else 11
     equal(np.argwhere(broken), [[10, j] for j in range(last)])
     assert ax.get_xlabel().endswith("orange: NaN")
+
+
+@pytest.mark.parametrize("cells", [4, 40])
+def test_a_weight_of_zero_is_not_hidden(cells):
+    key = np.repeat([[1e4], [0.0]], 20, axis=0)  # what the last twenty get is too small for a float
+    A = regard.attention(np.ones((40, 1)), key, mask=causal("lower_right"))
+    found = plot.heatmap(A, cells=cells).images[0].get_array()
+    assert found[-1, -1] == 0 and not found.mask[-1].any() and found.mask[0, -1]
 
 
 def test_an_unmasked_long_head_and_one_with_a_short_side():

@@ -138,6 +138,13 @@ def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
                 close(float(cell), dense[i, j:end].sum(), atol=5.1e-5)
 
 
+@pytest.mark.parametrize("n", [4, 40])
+def test_a_weight_of_zero_is_not_hidden(n):
+    key = np.repeat([[1e4], [0.0]], n // 2, axis=0)  # what the later half gets is too small for a float
+    rows = read(regard.attention(np.ones((n, 1)), key, mask=causal())).tables[0][1:]
+    assert rows[-1][-1] == "0.0000" and rows[0][-1] == "–"
+
+
 def test_of_many_heads_the_first_is_shown_and_said_so():
     A = matrix(4, 4, 2, 3)
     found = read(A)

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow  # builds the whole site
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted((ROOT / "docs/book").glob("[01]*.md"))
 EXERCISES = sorted((ROOT / "docs/exercises").glob("[01]*.md"))
-NOTEBOOKS = CHAPTERS + EXERCISES
+GUIDES = sorted((ROOT / "docs/guides").glob("[01]*.md"))
+NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +160,72 @@ def test_axe_finds_no_serious_fault(site, browser):
     for width, scheme in ((1300, "light"), (390, "dark")):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         tab = context.new_page()
-        for name in ("index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries"):
+        for name in (
+            "index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries",
+            "tasks", "glossary", "promises", "reference/lens", "reference/errors", "reference/architecture",
+        ):  # fmt: skip
             tab.goto((site / f"{name}.html").as_uri())
             assert faults(tab) == []
         context.close()
+
+
+@pytest.fixture
+def quiet(browser):
+    """A tab in which nothing may be said on the console, nor fail."""
+    events: list[str] = []
+    context = browser.new_context(viewport={"width": 1300, "height": 1000})
+    tab = context.new_page()
+    tab.set_default_timeout(5000)
+    tab.on("console", lambda message: events.append(f"console {message.text}"))
+    tab.on("pageerror", lambda error: events.append(f"error {error}"))
+    yield tab
+    context.close()
+    assert events == []
+
+
+def test_the_search_finds_a_name_without_a_server(site, quiet):
+    quiet.goto((site / "index.html").as_uri())
+    quiet.get_by_placeholder("Search").fill("entropy")
+    quiet.keyboard.press("Enter")
+    found = quiet.locator("#search-results li a")
+    found.filter(has_text="regard.Entropy").click()
+    assert quiet.url.split("/")[-1] == "measures.html#regard.Entropy"
+
+
+def test_a_block_is_copied_without_its_prompts(site, quiet):
+    quiet.goto((site / "tasks.html").as_uri())
+    quiet.locator("div.highlight").first.hover()
+    quiet.locator("button.copybtn").first.click()
+    search = quiet.get_by_placeholder("Search")
+    search.focus()
+    quiet.keyboard.press("Control+V")
+    assert search.input_value().startswith("import regard")
+    assert ">>>" not in search.input_value()
+
+
+def test_an_error_leads_to_its_place(site, quiet):
+    wrong = {
+        "attention": lambda: regard.attention([[1.0, 2.0]], [[1.0]]),
+        "A[index]": lambda: regard.attention(cat.Q, cat.K)[7],
+        "exercises.show": lambda: regard.learn.exercises.show(99),
+        "explain": lambda: regard.attention(cat.Q, cat.K).explain(99),
+    }
+    for operation, call in wrong.items():
+        with pytest.raises(regard.RegardError) as caught:
+            call()
+        page, at = caught.value.page.split("#")
+        quiet.goto(f"{(site / page).as_uri()}#{at}")
+        place = quiet.locator(f"[id='{at}']")
+        place.wait_for()
+        assert operation in place.locator("h3").first.text_content()
+        words = caught.value.expected if operation == "attention" else caught.value.cure.split()[0]
+        assert words in place.text_content()
+
+
+def test_every_public_name_can_be_linked_to(site):
+    ids = {anchor for page in (site / "reference").glob("*.html") for anchor in Links(page.read_text()).ids}
+    assert {f"regard.{name}" for name in regard.__all__} <= ids
+    assert {"regard.AttentionMatrix.entropy", "regard.lens.Seen.find", "regard.learn.family.show"} <= ids
 
 
 def test_an_explorer_in_a_chapter_is_worked(site, browser):

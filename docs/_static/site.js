@@ -7,7 +7,10 @@ addEventListener("message", ({ source, data }) => {
 
 // A block wider than the page scrolls, which the keyboard must be able to do too.
 addEventListener("load", () => {
-  for (const block of document.querySelectorAll("pre, math")) {
+  for (const block of document.querySelectorAll("pre, math, .house, .table-wrapper")) {
     if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
   }
 });
+
+// Opened as a file, a page may not read the others, from which the search would show a line of each result.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;

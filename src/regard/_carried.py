@@ -21,7 +21,7 @@ from regard.scores import Bias, ScoreMod
 from regard.view.parts import Halves, covered, halves, levels, part
 
 # Numbers of a bias that a page carries at most, weights that an overview looks at, and weights compared.
-MOST_ADDED, MOST_LOOKED_AT, COMPARED = 1 << 22, 1 << 32, 1 << 22
+MOST_ADDED, MOST_LOOKED_AT, COMPARED = 1 << 22, 1 << 31, 1 << 22
 
 
 class Error(NamedTuple):
@@ -47,7 +47,7 @@ class Carried(NamedTuple):
     runs: list[Runs]
     error: Error
 
-    def overviews(self, edge: int, most: int = MOST_LOOKED_AT) -> list[dict[str, Any]]:
+    def overviews(self, edge: int, most: int | None = None) -> list[dict[str, Any]]:
         """For each pair a picture of at most `edge` × `edge` means of blocks, as a record for the page.
 
         Where all pairs together have more than `most` weights, some rows of each block are taken, and all their keys:
@@ -55,6 +55,7 @@ class Carried(NamedTuple):
         """
         pairs, rows, keys = self.matrix._problem.shape
         cells = min(edge, rows), min(edge, keys)
+        most = MOST_LOOKED_AT if most is None else most
         taken = max(1, int(rows / cells[0] * most / (pairs * rows * keys)))
         matrix = self.matrix
         if taken < rows // cells[0]:

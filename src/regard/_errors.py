@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
 class RegardError(Exception):
-    """Base of every error regard raises; its four parts are attributes, for tools that show them apart."""
+    """Base of every error regard raises; its four parts are attributes, for tools that show them apart.
+
+    >>> import regard
+    >>> try:
+    ...     regard.attention([[1.0, 2.0]], [[1.0]])
+    ... except regard.RegardError as error:
+    ...     error.operation, error.received
+    ('attention', 'query (q_len 1, head_dim 2), key (kv_len 1, head_dim 1)')
+    """
 
     def __init__(self, operation: str, *, received: str, expected: str, cure: str) -> None:
         self.operation, self.received, self.expected, self.cure = operation, received, expected, cure
         super().__init__(f"{operation}: received {received}; expected {expected}. {cure}")
 
+    @property
+    def page(self) -> str:
+        """Where the site lists the errors of this operation: `reference/errors.html#seen-find`."""
+        return f"reference/errors.html#{anchor(self.operation)}"
+
 
 class ArgumentError(RegardError, ValueError):
-    """A value or a shape that the operation cannot take."""
+    """A value or a shape that the operation cannot take.
+
+    >>> import regard
+    >>> regard.attention([[1.0, 2.0]], [[1.0]])
+    Traceback (most recent call last):
+        ...
+    regard._errors.ArgumentError: attention: received query (q_len 1, head_dim 2), key (kv_len 1, head_dim 1); ...
+    """
 
 
 class KindError(RegardError, TypeError):
-    """An object of a kind that the operation cannot take."""
+    """An object of a kind that the operation cannot take.
+
+    >>> import regard
+    >>> regard.attention([[1.0]], [[1.0]], mask=[[True]])
+    Traceback (most recent call last):
+        ...
+    regard._errors.KindError: mask: received a list; ...
+    """
 
 
 class OutOfRange(RegardError, IndexError):
-    """An index past the end of an axis."""
+    """An index past the end of an axis.
+
+    >>> import regard
+    >>> regard.attention([[1.0]], [[1.0]])[7]
+    Traceback (most recent call last):
+        ...
+    regard._errors.OutOfRange: A[index]: received index 7 for axis 0; expected from -1 to 0. That axis has 1 entries.
+    """
 
 
 class TooLarge(RegardError, MemoryError):
-    """A conversion that would store the whole matrix without having been asked to."""
+    """A conversion that would store the whole matrix without having been asked to.
+
+    >>> import numpy as np, regard
+    >>> np.asarray(regard.attention(np.zeros((99_999, 1)), np.zeros((99_999, 1))))
+    Traceback (most recent call last):
+        ...
+    regard._errors.TooLarge: numpy.asarray(A): received a matrix of shape (99999, 99999) that would take ...
+    """
+
+
+def anchor(operation: str) -> str:
+    """An operation as a place on the page of errors, whatever it was called with.
+
+    >>> anchor("seen.find"), anchor("seen['layers.0']")
+    ('seen-find', 'seen')
+    """
+    return re.sub(r"[^a-z0-9]+", "-", re.split(r"[\[(,]", operation)[0].lower()).strip("-")
 
 
 def shape_of(**axes: int | str) -> str:

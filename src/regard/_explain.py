@@ -24,6 +24,14 @@ class Explanation:
     `scaled_scores`, `scores` (after score modifications and mask, −inf where hidden), `exponentials` and `weights`
     (kv_len,); `shift` and `total` are numbers. With a value (kv_len, value_dim): `contributions` of that shape
     and `output` (value_dim,); without, both are None.
+
+    >>> import regard
+    >>> from regard.learn import cat
+    >>> sat = regard.attention(cat.Q, cat.K).explain(2, value=cat.V, tokens=cat.tokens)
+    >>> sat.scaled_scores
+    array([0.5 , 1.  , 1.  , 0.5 , 0.75])
+    >>> sat.output.round(4)
+    array([0.2495, 0.3481, 0.3481, 0.2495])
     """
 
     title: str

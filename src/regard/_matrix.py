@@ -37,6 +37,18 @@ class AttentionMatrix(Reductions, Looking):
 
     `regard.attention` and `regard.linear_attention` make it. Nothing of size q_len × kv_len is stored, except by
     `to_dense()`. Weights, lse and measures come in float32 at least; `A @ value` comes in the dtype of the value.
+
+    >>> import regard
+    >>> from regard.learn import cat
+    >>> A = regard.attention(cat.Q, cat.K)
+    >>> A.shape
+    (5, 5)
+    >>> A[2].round(4)
+    array([0.1519, 0.2505, 0.2505, 0.1519, 0.1951])
+    >>> (A @ cat.V)[2].round(4)
+    array([0.2495, 0.3481, 0.3481, 0.2495])
+    >>> A.entropy().round(4)
+    array([1.5598, 1.459 , 1.585 , 1.5601, 1.6039])
     """
 
     # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.

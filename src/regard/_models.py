@@ -126,14 +126,15 @@ class Opened:
         return None if first is None else first.num_embeddings
 
 
-def open_model(name: str, *, trust_remote_code: bool = False, dtype: str = "float32") -> Opened:
+def open_model(name: str, *, trust_remote_code: bool = False, dtype: str | None = None) -> Opened:
     """A model by its name, in eval mode, with its tokenizer.
 
     `name` is a folder (config.json, *.safetensors, the tokenizer's files), a name on the hub (transformers' own cache
     and settings), or `module:function`, which returns a model or (model, tokenizer) and may lie in the current
     directory. Weights are read from safetensors only: a pickled file runs what it likes. A model that brings its own
-    code is refused unless `trust_remote_code=True`. `dtype="stored"` leaves the weights as they are stored. The
-    class is the one that config.json names; of a model with encoder and decoder the encoder is opened.
+    code is refused unless `trust_remote_code=True`. Weights become `dtype`, float32 by default; "stored" leaves them as
+    they are stored, and those of a function of one's own stay as it made them unless a dtype is given. The class is
+    the one that config.json names; of a model with encoder and decoder the encoder is opened.
 
     >>> from regard._models import open_model
     >>> opened = open_model("examples.induction:load")
@@ -141,7 +142,7 @@ def open_model(name: str, *, trust_remote_code: bool = False, dtype: str = "floa
     >>> text.tokens[:3], opened.run(text).shape
     (['t', 'h', 'e'], torch.Size([1, 13, 128]))
     """
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, None):
         raise ArgumentError(
             _OPEN,
             received=f"dtype {dtype!r}",
@@ -151,7 +152,7 @@ def open_model(name: str, *, trust_remote_code: bool = False, dtype: str = "floa
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)
-        return _of_transformers(name, str(path), trust_remote_code, dtype, local=True)
+        return _of_transformers(name, str(path), trust_remote_code, dtype or "float32", local=True)
     if path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
         raise ArgumentError(
             _OPEN,
@@ -168,7 +169,7 @@ def open_model(name: str, *, trust_remote_code: bool = False, dtype: str = "floa
             expected="a folder, a name on the hub such as gpt2 or owner/model, or module:function",
             cure="Check the name.",
         )
-    return _of_transformers(name, name, trust_remote_code, dtype, local=not _reachable())
+    return _of_transformers(name, name, trust_remote_code, dtype or "float32", local=not _reachable())
 
 
 # -- A function of one's own --------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def named_function(path: str, operation: str = "load") -> Callable[..., Any]:
         ) from None  # fmt: skip
 
 
-def _of_function(name: str, dtype: str) -> Opened:
+def _of_function(name: str, dtype: str | None) -> Opened:
     torch = _needed("torch", "torch")
     function = named_function(name, _OPEN)
     try:
@@ -234,6 +235,8 @@ def _of_function(name: str, dtype: str) -> Opened:
             expected="a tokenizer of transformers, an object with encode and decode, or a function from a text to ids",
             cure="Return (model, tokenizer), or the model alone to have texts read as bytes.",
         )
+    if dtype not in ("stored", None):
+        model = model.to(getattr(torch, dtype))
     return Opened(name, model.eval(), tokenizer, (), _about(model, None))
 
 

@@ -24,6 +24,7 @@ from regard.engines import Engine, engine_of
 
 __all__ = ["FeatureMap", "RandomFeatures", "elu", "random_features", "relu"]
 
+# A function from vectors (…, n, head_dim) to features (…, n, features), none of them below 0.
 FeatureMap = Callable[[Any], Any]
 
 
@@ -49,7 +50,15 @@ def relu(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class RandomFeatures:
-    """Positive random features of softmax attention; see `random_features`."""
+    """Positive random features of softmax attention; see `random_features`.
+
+    >>> import numpy as np
+    >>> from regard.features import random_features
+    >>> random_features(count=8)
+    random_features(8, seed=0)
+    >>> random_features(count=8)(np.ones((3, 4))).shape
+    (3, 8)
+    """
 
     count: int
     seed: int

@@ -24,7 +24,15 @@ __all__ = ["ScoreMod", "alibi", "alibi_slopes", "bias", "relative_bias", "relati
 
 
 class ScoreMod:
-    """A change to the scaled scores of one block."""
+    """A change to the scaled scores, block by block; to write your own, give it `apply`.
+
+    >>> import numpy as np, regard
+    >>> class Doubled(ScoreMod):
+    ...     def apply(self, scores, frame, q_idx, kv_idx, xp):
+    ...         return 2 * scores
+    >>> regard.attention(np.ones((1, 1)), [[1.0], [3.0]], score_mod=Doubled()).scores[0]
+    array([2., 6.])
+    """
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         """New scores for old, both `(pairs, len(q_idx), len(kv_idx))`."""

@@ -85,7 +85,8 @@ MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Read no more tokens than this.")
 ]
 DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="What the weights are turned into; stored leaves them.")
+    Dtype | None,
+    typer.Option("--dtype", help="Of the weights. float32 by default, of module:function its own."),
 ]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Read it first.")
@@ -141,7 +142,7 @@ def look(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="Where to.")] = LOOK,
     layers: Layers = None,
     max_tokens: MaxTokens = None,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: DtypeOption = None,
     trust: Trust = False,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: Json = False,
@@ -149,7 +150,7 @@ def look(
     """A page of every head of a model on a text: maps, measures, findings, and who looks at whom."""
     from regard.cli._model import Asked, look
 
-    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype.value, trust)
+    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
     return look(Out(as_json), asked, output, show)
 
 
@@ -159,14 +160,14 @@ def doctor(
     file: FileOption = None,
     layers: Layers = None,
     max_tokens: MaxTokens = None,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: DtypeOption = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> int:
     """What looks wrong with a model's attention, where, and what to do. Exits with 1 if there is an error."""
     from regard.cli._model import Asked, doctor
 
-    return doctor(Out(as_json), Asked(model, text, file, tuple(layers or ()), max_tokens, dtype.value, trust))
+    return doctor(Out(as_json), Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust))
 
 
 def heads(
@@ -186,14 +187,14 @@ def heads(
     as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV.")] = False,
     layers: Layers = None,
     max_tokens: MaxTokens = None,
-    dtype: DtypeOption = Dtype.float32,
+    dtype: DtypeOption = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> int:
     """What each head of a model does on a text, in numbers: entropy, distance, sinks, induction, and more."""
     from regard.cli._model import Asked, heads
 
-    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype.value, trust)
+    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
     return heads(Out(as_json, as_csv), asked, by, smallest, top)
 
 
@@ -297,9 +298,6 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # somebody has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        fail(command, "interrupted.")
-        return 130
     except Exception as error:
         if _settings["traceback"]:
             traceback.print_exc()

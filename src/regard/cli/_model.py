@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import sys
 import time
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Asked:
     file: Path | None
     layers: tuple[str, ...]
     max_tokens: int | None
-    dtype: str
+    dtype: str | None
     trust: bool
 
 
@@ -110,9 +111,11 @@ def heads(out: Out, asked: Asked, by: str | None, smallest: bool, top: int | Non
     everything = not out.for_people or not sys.stdout.isatty()
     rows = table[: top or (len(table) if everything else SHOWN)]
     if out.as_csv:
-        writer = csv.DictWriter(sys.stdout, table.columns, lineterminator="\n")
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, table.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        out.write(lines.getvalue())
         return 0
     out.record(ran.record | {"heads": rows})
     dropped = {"module"} | ({"call"} if not any(table.column("call")) else set())

@@ -68,13 +68,20 @@ class Out:
             return
         with console.capture() as capture:
             console.print(made)
-        for line in capture.get().splitlines():
-            print(line.rstrip())
+        self.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
     def record(self, record: Any) -> None:
         """The result for scripts, with --json: one JSON document, and nothing else on standard output."""
         if self.as_json:
-            sys.stdout.write(json.dumps(plain(record), indent=2, allow_nan=False) + "\n")
+            self.write(json.dumps(plain(record), indent=2, allow_nan=False) + "\n")
+
+    def write(self, text: str) -> None:
+        """A text as it is, to standard output."""
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise BrokenPipeError from None  # without its number: typer would exit with 1
 
     def note(self, text: str) -> None:
         """A sentence beside the result, which is always told."""
@@ -110,8 +117,15 @@ class _Bar(BarColumn):  # type: ignore[misc]
         return super().render(task)
 
 
+class _Console(Console):  # type: ignore[misc]
+    """A console that leaves it to the command what to do when nobody reads any more; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console(stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
     return console

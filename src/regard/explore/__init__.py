@@ -6,5 +6,6 @@ from regard.explore._geometry import geometry
 from regard.explore._heatmap import heatmap
 from regard.explore._pipeline import pipeline
 from regard.explore._scaling import scaling
+from regard.view.html import Page
 
-__all__ = ["code", "cost", "geometry", "heatmap", "pipeline", "scaling"]
+__all__ = ["Page", "code", "cost", "geometry", "heatmap", "pipeline", "scaling"]

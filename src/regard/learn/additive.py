@@ -151,7 +151,12 @@ class AdditiveAttention:
 
 @dataclass
 class AdditiveCounts:
-    """How often each kind of work was done: projections once for each token, the others once for each pair."""
+    """How often each kind of work was done: projections once for each token, the others once for each pair.
+
+    >>> from regard.learn import AdditiveAttention, cat
+    >>> AdditiveAttention(d_q=4, d_k=4, hidden_dim=2).score_by_loops(cat.Q, cat.K).counts.tangents
+    50
+    """
 
     projection_multiply_adds: int = 0
     pair_multiply_adds: int = 0
@@ -164,7 +169,12 @@ class AdditiveCounts:
 
 @dataclass(frozen=True, eq=False)
 class CountedScores:
-    """What `score_by_loops` found: the `scores` (q_len, kv_len), and the `counts` of the work."""
+    """What `score_by_loops` found: the `scores` (q_len, kv_len), and the `counts` of the work.
+
+    >>> from regard.learn import AdditiveAttention, cat
+    >>> AdditiveAttention(d_q=4, d_k=4, hidden_dim=2).score_by_loops(cat.Q, cat.K).scores.shape
+    (5, 5)
+    """
 
     scores: Floats
     counts: AdditiveCounts

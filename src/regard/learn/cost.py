@@ -71,7 +71,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The costs of several lengths, one of `Cost` in `rows` for each; prints as a table."""
+    """The costs of several lengths, one of `Cost` in `rows` for each; prints as a table.
+
+    >>> [cost.entries for cost in cost_table([128, 256]).rows]
+    [16384, 65536]
+    """
 
     rows: tuple[Cost, ...]
 
@@ -128,7 +132,12 @@ def fitted_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One length: its `cost`, which is counted, and the `seconds` and `peak_bytes`, which are measured."""
+    """One length: its `cost`, which is counted, and the `seconds` and `peak_bytes`, which are measured.
+
+    >>> rows = profile([16, 32], repeats=1).rows
+    >>> rows[0].cost.entries, rows[0].seconds > 0
+    (256, True)
+    """
 
     cost: Cost
     seconds: float
@@ -137,7 +146,12 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `profile` found: `rows`, one for each length, and the fitted `exponents` by name; prints as a table."""
+    """What `profile` found: `rows`, one for each length, and the fitted `exponents` by name; prints as a table.
+
+    >>> found = profile([16, 32], repeats=1)
+    >>> sorted(found.exponents)
+    ['bytes', 'entries', 'multiply_adds', 'peak_bytes', 'seconds']
+    """
 
     rows: tuple[ProfileRow, ...]
     exponents: dict[str, float]
@@ -264,6 +278,7 @@ class PublishedModel:
         return self.layers * self.heads * self.length**2
 
 
+# The sizes of models people know, by name, each with its source.
 published_models = {
     "GPT-3": PublishedModel(96, 96, 2048, "Brown et al. 2020, arXiv:2005.14165"),
     "LLaMA-2-70B": PublishedModel(
@@ -276,7 +291,11 @@ published_models = {
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The models of `published_models`, or others, side by side; `itemsize` is the bytes of one weight."""
+    """The models of `published_models`, or others, side by side; `itemsize` is the bytes of one weight.
+
+    >>> model_table().models["GPT-3"].heads, model_table().itemsize
+    (96, 4)
+    """
 
     models: dict[str, PublishedModel]
     itemsize: int

@@ -30,7 +30,11 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Queries (q_len, d_k) and keys (kv_len, d_k) only, for lessons that end at the scores."""
+    """Queries (q_len, d_k) and keys (kv_len, d_k) only, for lessons that end at the scores.
+
+    >>> (magnitude.Q @ magnitude.K.T)[0]
+    array([ 5., 15.,  7.])
+    """
 
     tokens: tuple[str, ...]
     Q: Floats
@@ -39,7 +43,11 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Embeddings X (n, d), a token for each, and the matrices that make Q, K and V of them: Q = X @ W_Q."""
+    """Embeddings X (n, d), a token for each, and the matrices that make Q, K and V of them: Q = X @ W_Q.
+
+    >>> (projection.X @ projection.W_Q).shape
+    (3, 4)
+    """
 
     tokens: tuple[str, ...]
     X: Floats

@@ -65,7 +65,13 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class CountedAttention:
-    """What `attention_by_loops` found: `output`, `weights`, scaled `scores`, and the `counts` of the work."""
+    """What `attention_by_loops` found: `output`, `weights`, scaled `scores`, and the `counts` of the work.
+
+    >>> from regard.learn import attention_by_loops, cat
+    >>> found = attention_by_loops(cat.Q, cat.K, cat.V)
+    >>> found.weights[2].round(4), found.counts.exponentials
+    (array([0.1519, 0.2505, 0.2505, 0.1519, 0.1951]), 25)
+    """
 
     output: Floats
     weights: Floats

@@ -19,6 +19,10 @@ class Multiplication:
 
     `table` is "scores" or "output", the entry is [`row`, `column`], and `term` is the place of this product in its sum:
     for a score the coordinate of query and key, for an output the key. `number` counts from 1 over both tables.
+
+    >>> from regard.learn import cat
+    >>> next(multiplications(cat.Q, cat.K, cat.V))
+    Multiplication(number=1, table='scores', row=0, column=0, term=0, left=1.0, right=0.0, total=0.0)
     """
 
     number: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -41,8 +42,10 @@ class Finding:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"  {name:8}  {line}" for name, line in self._lines().items()]
-        return "\n".join([f"{self.severity}: {self.kind}. {self.what}", *lines])
+        lines = _filled(f"{self.severity}: {self.kind}. {self.what}", "", "  ")
+        for word, text in self._lines().items():
+            lines += _filled(text, f"  {word:10}", " " * 12)
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from regard.view import notebook
@@ -66,7 +69,15 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """Findings, the gravest first; prints them one to a block."""
+    """Findings, the gravest first; prints them one to a block.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as seen:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> seen.diagnose(causal=True).of("error")[0].kind
+    'weight on the future'
+    """
 
     def __init__(self, found: Any = (), looked: str = "") -> None:
         super().__init__(sorted(found, key=lambda each: (_ORDER.index(each.severity), each.layer)))
@@ -92,6 +103,18 @@ class Findings(list[Finding]):
             return f"Nothing found{among}."
         counts = {name: sum(each.severity == name for each in self) for name in _ORDER}
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + among
+
+
+def _filled(text: str, begin: str, indent: str) -> list[str]:
+    """The text in lines that fit a terminal and a page; none where there is no text."""
+    return textwrap.wrap(
+        text,
+        92,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _plural(word: str, numbers: tuple[int, ...]) -> str:

@@ -18,7 +18,17 @@ __all__ = ["NotSeen", "Seen"]
 
 
 class NotSeen(RegardError, KeyError):
-    """A layer that gave nothing."""
+    """A layer that gave nothing.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as seen:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> seen["attention"]
+    Traceback (most recent call last):
+        ...
+    regard.lens._seen.NotSeen: seen['attention']: received a name that no attention layer has; ...
+    """
 
     __str__ = Exception.__str__  # that of KeyError would show the message in quotes
 

@@ -33,7 +33,18 @@ STEP = 256
 
 
 class Mask:
-    """Which keys each query may see; a value that combines with `&`, `|` and `~`."""
+    """Which keys each query may see; a value that combines with `&`, `|` and `~`.
+
+    >>> from regard import causal, first, sliding_window
+    >>> mask = causal() & (sliding_window(2) | first(1))
+    >>> mask
+    causal() & (sliding_window(2) | first(1))
+    >>> mask.to_dense(4, 4).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 0, 1, 1]])
+    """
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         """True where a query may see a key: `(pairs or 1, len(q_idx), len(kv_idx))` or what broadcasts to it."""

@@ -17,6 +17,18 @@ class Measure:
     (batch, head) pairs are on one axis: a tile of weights is `(pairs, rows, columns)`, and the arrays that
     `finish` returns begin with the axis of pairs. Weights are final when `step` sees them, so nothing is ever
     rescaled; tiles that the mask leaves empty are not shown.
+
+    >>> import regard
+    >>> from regard.learn import cat
+    >>> class Above(Measure):  # how many keys of each row have a weight above 0.2
+    ...     def init(self, shape, xp):
+    ...         return xp.zeros(shape[:2])
+    ...
+    ...     def step(self, state, weights, scores, q_idx, kv_idx, xp):
+    ...         state[:, q_idx] += (weights > 0.2).sum(-1)
+    ...         return state
+    >>> regard.attention(cat.Q, cat.K).measure(Above()).above
+    array([2., 2., 2., 1., 1.])
     """
 
     # Whether `step` looks at the scores. Where no measure does, it may get None for them, and weights whose memory
@@ -56,7 +68,12 @@ class Measure:
 
 
 def span(indices: Array) -> slice:
-    """The indices of a tile's rows or columns, which follow each other, as a slice."""
+    """The indices of a tile's rows or columns, which follow each other, as a slice.
+
+    >>> import numpy as np
+    >>> span(np.arange(8, 12))
+    slice(8, 12, None)
+    """
     first = int(indices[0])
     return slice(first, first + len(indices))
 

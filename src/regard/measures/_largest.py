@@ -13,7 +13,14 @@ from regard.measures._base import Measure, span
 
 
 class Top(NamedTuple):
-    """The largest weights and where they are; both (…, q_len, k) for `TopK`, without the last axis for `Largest`."""
+    """The largest weights and where they are; both (…, q_len, k) for `TopK`, without the last axis for `Largest`.
+
+    >>> import regard
+    >>> from regard.learn import cat
+    >>> values, keys = regard.attention(cat.Q, cat.K).topk(2)
+    >>> keys[0]
+    array([1, 4])
+    """
 
     values: Array
     indices: Array

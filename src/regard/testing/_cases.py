@@ -15,6 +15,7 @@ from regard._types import Array
 
 ATOMS = ("causal", "window", "two_sided", "padding", "left_padding", "document", "prefix", "first", "dense")
 
+# What the cases differ in, and the choices of each: a case is one choice from every factor.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "mask": (
@@ -47,7 +48,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One choice from each factor, and the seed that fills it with numbers."""
+    """One choice from each factor, and the seed that fills it with numbers.
+
+    >>> case, whole = next(draw(1, seed=0, tile=8))
+    >>> case.dtype, case.mask, whole
+    ('float16', 'causal | ~first', True)
+    """
 
     dtype: str
     mask: str
@@ -69,7 +75,12 @@ class Case:
 
 @dataclass
 class Inputs:
-    """A case filled in: arrays, the arguments of `regard.attention`, and the same as whole arrays."""
+    """A case filled in: arrays, the arguments of `regard.attention`, and the same as whole arrays.
+
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> fill(case, tile=8).query.shape
+    (33, 3)
+    """
 
     query: Array
     key: Array
@@ -95,6 +106,9 @@ def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
     """Cases, and whether each can be filled in, until `count` can.
 
     While a pair of choices has not occurred, the most useful of several candidates is taken; then at random.
+
+    >>> [whole for case, whole in draw(2, seed=0, tile=8)]
+    [True, True]
     """
     rng = np.random.default_rng(seed)
     missing = _all_pairs()
@@ -116,13 +130,23 @@ def _random_case(rng: np.random.Generator) -> Case:
 
 
 def empty_cells(cases: list[Case]) -> list[tuple[Any, Any]]:
-    """Pairs of choices of two factors that could occur and that no case has."""
+    """Pairs of choices of two factors that could occur and that no case has.
+
+    >>> cases = [case for case, _ in draw(20, seed=0, tile=8)]
+    >>> len(empty_cells(cases)) < len(empty_cells(cases[:10]))
+    True
+    """
     seen = {pair for case in cases for pair in itertools.combinations(case.cells, 2)}
     return sorted(_all_pairs() - seen, key=repr)
 
 
 def count_table(cases: list[Case], skipped: list[Case]) -> str:
-    """How many cases ran and were skipped for each choice, by dtype."""
+    """How many cases ran and were skipped for each choice, by dtype.
+
+    >>> cases = [case for case, _ in draw(3, seed=0, tile=8)]
+    >>> count_table(cases, []).splitlines()[0].split()
+    ['factor', 'choice', 'float64', 'float32', 'bfloat16', 'float16', 'skipped']
+    """
     ran = Counter((name, choice, case.dtype) for case in cases for name, choice in case.cells)
     left = Counter((name, choice) for case in skipped for name, choice in case.cells)
     dtypes = FACTORS["dtype"]
@@ -135,7 +159,12 @@ def count_table(cases: list[Case], skipped: list[Case]) -> str:
 
 
 def fill(case: Case, tile: int) -> Inputs | None:
-    """The case's arrays and arguments; None where it contradicts itself (nothing to poison)."""
+    """The case's arrays and arguments; None where it contradicts itself (nothing to poison).
+
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> sorted(fill(case, tile=8).arguments)
+    ['mask', 'scale']
+    """
     rng = np.random.default_rng(case.seed)
     lengths = {"tile - 1": tile - 1, "tile + 1": tile + 1, "2 tile + 1": 2 * tile + 1}
     q_len, kv_len = lengths.get(case.q_len, case.q_len), lengths.get(case.kv_len, case.kv_len)

@@ -62,7 +62,15 @@ def conformance(
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One question as a test: `trial.check(fn)` passes or says what is wrong, with the smallest input."""
+    """One question as a test: `trial.check(fn)` passes or says what is wrong, with the smallest input.
+
+    >>> import regard
+    >>> from regard.testing import trials
+    >>> trial = trials(mask=None)[0]
+    >>> print(trial)
+    plain: two keys
+    >>> trial.check(lambda q, k, v: regard.attention(q, k) @ v)
+    """
 
     question: Question
     convention: Convention

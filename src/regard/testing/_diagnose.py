@@ -26,6 +26,12 @@ class Finding:
     """One cause in words, what to change, where it shows, and the smallest input that shows it.
 
     `meant` is what to tell the kit, rather, if the function is so on purpose.
+
+    >>> import regard
+    >>> from regard.testing import conformance
+    >>> report = conformance(lambda q, k, v: regard.attention(q, k, scale=1.0) @ v, mask=None)
+    >>> report.findings[0].name
+    'scale missing'
     """
 
     name: str

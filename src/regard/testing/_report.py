@@ -22,7 +22,14 @@ WIDTH = 88
 
 @dataclass(frozen=True)
 class Capability:
-    """One row of the table: how a function does with one kind of call."""
+    """One row of the table: how a function does with one kind of call.
+
+    >>> import regard
+    >>> from regard.testing import conformance
+    >>> report = conformance(lambda q, k, v: regard.attention(q, k, scale=1.0) @ v, mask=None)
+    >>> [row.verdict for row in report.capabilities][:3]
+    ['no', 'no', 'no']
+    """
 
     name: str
     verdict: str  # "yes", "no", "refused" or "not asked"
@@ -33,7 +40,14 @@ class Capability:
 
 @dataclass(frozen=True)
 class Report:
-    """What the kit has to say of a function; `ok` where there is no finding."""
+    """What the kit has to say of a function; `ok` where there is no finding.
+
+    >>> import regard
+    >>> from regard.testing import conformance
+    >>> report = conformance(lambda q, k, v: regard.attention(q, k, scale=1.0) @ v, mask=None)
+    >>> report.ok
+    False
+    """
 
     function: str
     convention: Convention

@@ -65,6 +65,7 @@ class Target:
     limit: Any
     bound: float | None
     what: str
+    naive: float  # the largest error of the naive computation
 
     @classmethod
     def of(
@@ -78,8 +79,9 @@ class Target:
             size = np.abs(definition if magnitude is None else np.asarray(magnitude))
             floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * _tiny(dtype)
             naive_error = np.abs(naive - definition)
-            allowed = factor * np.max(np.where(np.isfinite(naive_error), naive_error, 0), initial=0)
-        return cls(definition, allowed + floor, ORDINARY[name_of(dtype)] if ordinary else None, what)
+            worst = np.max(np.where(np.isfinite(naive_error), naive_error, 0), initial=0)
+        bound = ORDINARY[name_of(dtype)] if ordinary else None
+        return cls(definition, factor * worst + floor, bound, what, float(worst))
 
     def check(self, actual: Any) -> None:
         """Refuse a result that is not where and what the definition says."""

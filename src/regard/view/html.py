@@ -33,7 +33,12 @@ SOURCE = re.compile(r'\bsource\("\./([a-z]+)\.js"\)')
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text."""
+    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text.
+
+    >>> import regard
+    >>> regard.explore.pipeline()
+    <page "How one query attends", ... kB: save(path) writes it>
+    """
 
     title: str
     html: str
@@ -112,6 +117,8 @@ def embedded(record: Any, parts: list[Part] | None = None) -> str:
 
 
 def _finite(thing: Any, parts: list[Part]) -> Any:
+    if isinstance(thing, str):
+        return thing
     if isinstance(thing, Part):
         parts.append(thing)
         return {"part": len(parts) - 1, "kind": thing.kind, "shape": thing.shape}

@@ -97,7 +97,12 @@ class Exercise:
 
 @dataclass(frozen=True, repr=False)
 class Task:
-    """The task of an exercise; `given` are the arrays themselves, to work with."""
+    """The task of an exercise; `given` are the arrays themselves, to work with.
+
+    >>> from regard.learn import exercises
+    >>> exercises.show(4).given["query"]
+    array([0., 2., 0., 0.])
+    """
 
     title: str
     text: str
@@ -126,7 +131,12 @@ class Task:
 
 @dataclass(frozen=True, repr=False)
 class Solution:
-    """A solution to read, and its `code`, which runs and leaves the answer in `answer`."""
+    """A solution to read, and its `code`, which runs and leaves the answer in `answer`.
+
+    >>> from regard.learn import exercises
+    >>> exercises.solution(2).title
+    'Exercise 2. Without scaling'
+    """
 
     title: str
     text: str
@@ -143,7 +153,12 @@ class Solution:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What `check` has to say: whether the answer is `right`, the `hint` that fits, and the whole `message`."""
+    """What `check` has to say: whether the answer is `right`, the `hint` that fits, and the whole `message`.
+
+    >>> from regard.learn import exercises
+    >>> exercises.check(3, {"itself": True}).right
+    False
+    """
 
     right: bool
     hint: str

@@ -29,7 +29,17 @@ WIDTH = 88  # what a page of the site shows without scrolling
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what is done, and the lines in which it is done, most of them equations."""
+    """One step: what is done, and the lines in which it is done, most of them equations.
+
+    >>> from regard.learn import family
+    >>> print(family.show("causal").by_hand[0].steps[0])
+    1. Compare the query [1, 0, 1, 0] with each key
+       The  1·0 + 0·1 + 1·0 + 0·1 = 0
+       cat  1·1 + 0·0 + 1·1 + 0·0 = 2
+       sat  1·1 + 0·1 + 1·0 + 0·0 = 1
+       on   1·0 + 0·0 + 1·1 + 0·1 = 1
+       mat  1·1 + 0·0 + 1·0.5 + 0·0.5 = 1.5
+    """
 
     title: str
     lines: tuple[str, ...]
@@ -40,7 +50,13 @@ class Step:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ByHand:
-    """One query by hand: the `steps` to read, the `weights` (…, kv_len) and the `output` (d_v,) they come to."""
+    """One query by hand: the `steps` to read, the `weights` (…, kv_len) and the `output` (d_v,) they come to.
+
+    >>> from regard.learn import family
+    >>> row = family.show("causal").by_hand[0]
+    >>> len(row.steps), row.weights.round(4)
+    (4, array([1., 0., 0., 0., 0.]))
+    """
 
     title: str
     steps: tuple[Step, ...]

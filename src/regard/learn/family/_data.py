@@ -36,6 +36,7 @@ def shared(num_heads: int, num_kv_heads: int) -> Example:
     return Example(cat.tokens, cat.Q, K, V)
 
 
+# The fifteen members of the family in the order of the chapter, each with its words, formula, class and example.
 MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         name="scaled_dot_product",

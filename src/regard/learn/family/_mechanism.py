@@ -25,7 +25,12 @@ Run = tuple[Floats, Floats]
 
 @dataclass(frozen=True)
 class Use:
-    """A published model or system, what it does there, and where that is written."""
+    """A published model or system, what it does there, and where that is written.
+
+    >>> from regard.learn import family
+    >>> print(family.show("alibi").mechanism.used[0])
+    Proposed (Press et al. 2021, arXiv 2108.12409)
+    """
 
     where: str
     source: str
@@ -94,7 +99,12 @@ class Mechanism:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Page:
-    """A mechanism with its numbers: rows `by_hand`, all `weights` and the whole `output`; `print` it to read it."""
+    """A mechanism with its numbers: rows `by_hand`, all `weights` and the whole `output`; `print` it to read it.
+
+    >>> from regard.learn import family
+    >>> family.show("causal").weights.shape
+    (5, 5)
+    """
 
     number: int
     mechanism: Mechanism
@@ -150,7 +160,12 @@ class Page:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FamilyTable:
-    """All mechanisms side by side: `rows` of number, name, what changes, shape of the weights, output of row 0."""
+    """All mechanisms side by side: `rows` of number, name, what changes, shape of the weights, output of row 0.
+
+    >>> from regard.learn import family
+    >>> len(family.table().rows)
+    15
+    """
 
     rows: tuple[tuple[int, Mechanism, tuple[int, ...], Floats], ...]
 

@@ -61,6 +61,10 @@ class Tile:
 
     `shift` is the largest score so far, `kept` what the sums before are still worth under it; `total` (…, q_len, 1)
     and `mixed` (…, q_len, d_v) are the sums so far.
+
+    >>> from regard.learn import cat
+    >>> [(tile.start, tile.stop) for tile in Flash(d_k=4, tile=2).tiles(cat.Q, cat.K, cat.V)]
+    [(0, 2), (2, 4), (4, 5)]
     """
 
     start: int

@@ -98,7 +98,7 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
   }
 
   function kept() {
-    const [row, column] = [at.row, at.column].map((x) => (isWhole() ? null : Math.round(x)));
+    const [row, column] = [at.row, at.column].map((x) => (isWhole() ? null : Number(x.toFixed(2))));
     return { row, column, zoom: isWhole() ? null : Number(at.zoom.toPrecision(4)), ...cell };
   }
 
