@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier  # noqa: E402
 
 import regard  # noqa: E402
@@ -87,6 +88,30 @@ def test_a_model_of_ones_own(how):
     torch.testing.assert_close(call.lse, scores.logsumexp(-1).detach())
     # References, not copies: the keys are where the projection wrote them.
     assert call.query.untyped_storage().data_ptr() == call.key.untyped_storage().data_ptr()
+
+
+class Biased(nn.Module):
+    """Attention with torch's mask that is one in name only; unlike a tensor it looks for the function by its name."""
+
+    def forward(self, query, key, bias):
+        before = F.scaled_dot_product_attention(query, key, key, bias)
+        return before + imported_earlier(query, key, key, attn_mask=bias)
+
+
+@pytest.mark.parametrize("corner", [causal_lower_right, causal_upper_left])
+def test_a_causal_bias_of_torch(corner):
+    query, key = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 8))
+    model, bias = Biased(), corner(3, 8)
+    expected = model(query, key, bias)
+    with regard.watch(nn.Linear(2, 2)):  # somebody else's
+        assert torch.equal(2 * F.scaled_dot_product_attention(query, key, key, bias), expected)
+    with regard.watch(model) as seen:
+        assert torch.equal(model(query, key, bias), expected)
+    align = "lower_right" if corner is causal_lower_right else "upper_left"
+    definition = regard.attention(query, key, mask=causal(align=align)).to_dense()
+    for call in seen.calls(""):
+        assert torch.allclose(call.matrix.to_dense(), definition, atol=1e-6)
+    assert len(seen.calls("")) == 2
 
 
 def test_gradients_are_what_they_were():

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tiny_models import TINY  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
@@ -174,6 +175,7 @@ def only(seen, kind, **options):
     assert [each.kind for each in found] == [kind], seen.diagnose(**options)
     (finding,) = found
     assert finding.evidence and finding.cure.endswith(".") and finding.kind in str(finding)
+    assert max(map(len, str(finding).splitlines())) <= 92
     json.dumps(finding.as_dict())
     return finding
 
@@ -374,6 +376,26 @@ def test_fault_13_is_causal_at_the_wrong_corner():
     q, k = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 8))
     finding = only(watched(Given(), q, k, is_causal=True), "causal alignment")
     assert finding.severity == "error" and finding.evidence["keys that nobody sees"] == 5
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_fault_13_among_the_calls_of_one_cache(new, wrong):
+    """The first call is right, and its keys come before those of the next."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 8 + new, 8, generator=generator) for _ in range(2))
+    model = Given()
+    right = {"attn_mask": causal_lower_right(new, 8 + new)}
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(q[:, :, :8], k[:, :, :8], is_causal=True)
+        model(q[:, :, 8:], k, **({"is_causal": True} if wrong else right))
+    assert seen[""].shape == (1, 2, 8 + new, 8 + new)
+    if not wrong:
+        assert seen.diagnose() == []
+        return
+    finding = only(seen, "causal alignment")
+    assert (finding.severity, finding.rows) == ("error", tuple(range(8, 8 + new)))
+    assert finding.evidence == {"rows that do not see their own key": new, "keys that row 8 sees": 1}
 
 
 class SilentAttention(torch.nn.Linear):

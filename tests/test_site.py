@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow  # builds the whole site
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted((ROOT / "docs/book").glob("[01]*.md"))
 EXERCISES = sorted((ROOT / "docs/exercises").glob("[01]*.md"))
-NOTEBOOKS = CHAPTERS + EXERCISES
+GUIDES = sorted((ROOT / "docs/guides").glob("[01]*.md"))
+NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     """Rooms that are opened when somebody asks for them, and the version."""
     import importlib
 
-    if name in ("explore", "features", "learn", "lens", "nn", "testing"):
+    if name in ("explore", "features", "learn", "lens", "nn", "plot", "testing"):
         return importlib.import_module(f"regard.{name}")
     if name in ("load", "watch"):
         return getattr(importlib.import_module("regard.lens"), name)

@@ -78,6 +78,11 @@ class Explanation:
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.weights)} keys, print() shows the four steps>"
 
+    def _repr_html_(self) -> str:
+        from regard.view import notebook
+
+        return notebook.steps(self)
+
 
 def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[str] | None) -> Explanation:
     """The explanation of one row of a matrix with one (batch, head) pair."""

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from regard._errors import KindError, kind_of
 from regard._types import Array, IntArray, Namespace
+from regard.engines._array import ArrayEngine
 from regard.engines._numpy import NumpyEngine
 
-__all__ = ["Engine", "engine_of"]
+__all__ = ["ArrayEngine", "Engine", "engine_of", "register", "registered"]
 
 
 class Engine(Protocol):
@@ -31,6 +32,9 @@ class Engine(Protocol):
     @property
     def name(self) -> str:
         """The library, as it is written in messages."""
+
+    def owns(self, array: Any) -> bool:
+        """Whether the array is this library's."""
 
     def kernel(self, problem: Any) -> str:
         """What runs for `A @ value`."""
@@ -105,6 +109,59 @@ class Engine(Protocol):
 
 
 _TORCH_ENGINES: dict[Any, Engine] = {}
+_REGISTERED: dict[str, Engine] = {}
+
+
+def register(engine: Engine) -> None:
+    """Make `regard.attention` take the arrays of another library: those that `engine.owns`.
+
+    Most engines subclass `ArrayEngine`, which needs four things of them; `Engine` says what one may do by itself. An
+    engine of the same name is replaced. `regard.testing.check(case, inputs, [engine.name])` holds it to the cases that
+    the engines here are held to.
+
+    >>> import numpy as np, regard
+    >>> class Mine(np.ndarray):  # stands for the array of another library
+    ...     pass
+    >>> class MyEngine(ArrayEngine):
+    ...     name, xp = "mine", np
+    ...     def owns(self, array):
+    ...         return isinstance(array, Mine)
+    ...     def to_numpy(self, array):
+    ...         return np.asarray(array)
+    >>> register(MyEngine())
+    >>> query = np.ones((2, 4)).view(Mine)
+    >>> regard.attention(query, query).kernel
+    'mine: streaming tiles'
+    """
+    missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+    named = not missing and not isinstance(engine, type) and engine.name not in ("", "numpy", "torch")
+    if not named:
+        what = f"the class {engine.__name__}" if isinstance(engine, type) else kind_of(engine)
+        if missing:
+            what += f" without {', '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
+        elif not isinstance(engine, type):
+            what += f" named {engine.name!r}"
+        raise KindError(
+            "register",
+            received=what,
+            expected="an engine with a name of its own",
+            cure="Subclass regard.engines.ArrayEngine, and give an instance: register(MyEngine()).",
+        )
+    _REGISTERED[engine.name] = engine
+
+
+def registered(name: str) -> Engine:
+    """The engine that was registered by a name."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    raise KindError(
+        "engines.registered",
+        received=f"the name {name!r}",
+        expected=f"one of {', '.join(map(repr, _REGISTERED))}"
+        if _REGISTERED
+        else "an engine, and there is none",
+        cure="Register it first: regard.engines.register(MyEngine()).",
+    )
 
 
 def engine_of(operation: str, **arrays: Any) -> Engine:
@@ -130,6 +187,9 @@ def engine_of(operation: str, **arrays: Any) -> Engine:
                         cure="pip install 'regard[torch]'",
                     ) from None
                 return _TORCH_ENGINES.setdefault(array.device, TorchEngine(array.device))
+    for own in _REGISTERED.values():
+        if any(map(own.owns, arrays.values())):
+            return own
     engine = NumpyEngine()
     for name, array in arrays.items():
         if not engine.owns(array):
@@ -137,6 +197,6 @@ def engine_of(operation: str, **arrays: Any) -> Engine:
                 operation,
                 received=f"{name} as {kind_of(array)} from {type(array).__module__}",
                 expected="NumPy arrays, torch tensors, or nested lists of numbers",
-                cure="Convert it first: numpy.asarray(array).",
+                cure="Convert it first: numpy.asarray(array). Or register an engine for it: regard.engines.register.",
             )
     return engine

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from regard._errors import KindError, kind_of
-from regard._types import ROUGH, Array, IntArray, Namespace, as_array, is_run
+from regard._types import Array, IntArray, Namespace, as_array, is_run
+from regard.engines._array import ArrayEngine
 
 
-class NumpyEngine:
+class NumpyEngine(ArrayEngine):
     """Primitives on NumPy arrays; half precision (float16, and bfloat16 of ml_dtypes) is raised to float32."""
 
     name = "numpy"
@@ -21,43 +20,6 @@ class NumpyEngine:
     def owns(self, array: Any) -> bool:
         """Whether the array is NumPy's, or plain numbers that NumPy takes."""
         return isinstance(array, np.ndarray | list | tuple | int | float | np.generic)
-
-    @property
-    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
-        return lambda: np.errstate(all="ignore")
-
-    @property
-    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
-        return nullcontext
-
-    def kernel(self, problem: Any) -> str:
-        return "numpy: streaming tiles"
-
-    def fuses(self, problem: Any) -> bool:
-        return False
-
-    def product(self, problem: Any, value: Array, value_of: IntArray) -> None:
-        return None
-
-    def is_rough(self, problem: Any) -> bool:
-        with np.errstate(all="ignore"):
-            longest = [
-                np.sqrt((x.astype(problem.dtype) ** 2).sum(-1)).max(initial=0)
-                for x in (problem.query, problem.key)
-            ]
-            return not longest[0] * longest[1] * abs(problem.scale) < ROUGH
-
-    def is_learning(self, problem: Any, *arrays: Array) -> bool:
-        return False
-
-    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
-        raise TypeError("NumPy has no gradients")
-
-    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
-        return function(*arrays)
-
-    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> None:
-        return None
 
     def floats(self, array: Any, operation: str, name: str) -> Array:
         array = as_array(array, operation, name)
@@ -71,13 +33,6 @@ class NumpyEngine:
                 cure=f"Convert it first: {name}.astype(float).",
             )
         return array
-
-    def working_dtype(self, *arrays: Array) -> Any:
-        return np.result_type(np.float32, *(self._raised(array.dtype) for array in arrays))
-
-    def _raised(self, dtype: Any) -> Any:
-        # np.result_type(bfloat16, float16) does not exist, so halves are raised one by one.
-        return np.float32 if dtype.itemsize < 4 else dtype
 
     def cast(self, array: Array, dtype: Any) -> Array:
         return array.astype(dtype, copy=False)
@@ -98,11 +53,6 @@ class NumpyEngine:
         scores = query @ key.swapaxes(-1, -2)
         scores *= scale
         return scores
-
-    def weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
-    ) -> tuple[Array, Array]:
-        raise TypeError("NumPy has no kernel whose lse could be used")
 
     def exponentials(self, scores: Array, shift: Array) -> Array:
         shifted = scores - shift

@@ -64,6 +64,9 @@ class TorchEngine:
         self.device = device
         self.xp: Any = Namespace(device)
 
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, torch.Tensor) and array.device == self.device
+
     def kernel(self, problem: Any) -> str:
         kernel, why_not = fused.usable(problem)
         return f"torch: streaming tiles ({why_not})" if kernel is None else f"torch: {kernel.name}"

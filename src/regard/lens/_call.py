@@ -27,9 +27,9 @@ class Call:
     move them; a key that the model had repeated for a group of heads is held once. `lse` (…, heads, q_len) came from
     the kernel that ran, or is None. `value` and `output` are held only if asked for (`watch(…, values=True)`).
     `rules` are mask and bias as they were recognised; `mask` and `score_mods` are their names. `kernel` is what ran,
-    `dropout_p` the dropout in force, `is_causal` the flag that was passed, `training` the module's. `first` is the
-    position of row 0 among the keys, `steps` how many calls were joined. With `keep="measures"`, `query` and `key` are
-    None and `measured` has the results by name.
+    `dropout_p` the dropout in force, `is_causal` the flag that was passed (to any of them), `training` the module's.
+    `first` is the position of row 0 among the keys, `steps` how many calls were joined. With `keep="measures"`, `query`
+    and `key` are None and `measured` has the results by name.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

@@ -110,6 +110,10 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(original)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        bias: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if _is_causal_bias(bias):
+            # It looks for this function by the name it has now, and calls it again with what it stands for.
+            return type(bias).__torch_function__(F.scaled_dot_product_attention, (), args, kwargs)
         module = _running()
         if module is None or not _watched(module):
             return original(*args, **kwargs)
@@ -129,6 +133,12 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return output
 
     return scaled_dot_product_attention
+
+
+def _is_causal_bias(mask: Any) -> bool:
+    """Whether it is torch's `causal_lower_right(…)` or `causal_upper_left(…)`: a tensor that is a mask in name only."""
+    biases = sys.modules.get("torch.nn.attention.bias")
+    return biases is not None and isinstance(mask, biases.CausalBias)
 
 
 @cache

@@ -130,17 +130,34 @@ def inverted(layer: Layer) -> Finding | None:
 def alignment(layer: Layer) -> Finding | None:
     """`is_causal` where there are more keys than queries: torch lets the first query see one key."""
     batch, _, q_len, kv_len = layer.shape
-    if not (layer.call.is_causal and layer.call.steps == 1 and q_len < kv_len):
+    if not layer.call.is_causal:
         return None
+    cure = "Pass is_causal=False for one new token, attn_mask=causal_lower_right(q_len, kv_len) for several."
+    if layer.call.steps > 1:
+        return _cached_alignment(layer, cure)
     unseen = int((~layer.keys.any(0)).sum())
-    if unseen == 0:
+    if q_len >= kv_len or unseen == 0:
         return None
     what = f"is_causal with {q_len} queries and {kv_len} keys: query 0 stands at key 0, not at the end of the keys."
     evidence = {"keys that nobody sees": unseen, "q_len": q_len, "kv_len": kv_len}
-    cure = (
-        "Pass is_causal=False for one new token, or attn_bias=causal_lower_right(q_len, kv_len) as attn_mask."
-    )
     return layer.finding("causal alignment", "error", what, np.ones((batch, 1, 1), bool), evidence, cure)
+
+
+def _cached_alignment(layer: Layer, cure: str) -> Finding | None:
+    """The same among calls that a cache joins: rows that see keys, and not their own."""
+    rules, batch = layer.call.rules, layer.shape[0]
+    if layer.place.first is None or rules.kept is not None:
+        return None
+    low, high = (_four(each) for each in np.broadcast_arrays(rules.low, rules.high))
+    short = (low < high) & (high <= layer.place.own)
+    if not short.any():
+        return None
+    rows = np.flatnonzero(short.any((0, 1)))
+    what = "is_causal with keys from a cache: the new queries stand at key 0, not at the end of the keys."
+    seen = int(high[..., rows[0]].max())
+    evidence = {"rows that do not see their own key": len(rows), f"keys that row {rows[0]} sees": seen}
+    where = np.broadcast_to(short, (batch, *short.shape[1:]))
+    return layer.finding("causal alignment", "error", what, where, evidence, cure)
 
 
 def future(layer: Layer) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -41,14 +42,30 @@ class Finding:
         return asdict(self)
 
     def __str__(self) -> str:
+        lines = _filled(f"{self.severity}: {self.kind}. {self.what}", "", "  ")
+        for word, text in self._lines().items():
+            lines += _filled(text, f"  {word:10}", " " * 12)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from regard.view import notebook
+
+        return notebook.findings("", [self._item()])
+
+    def _item(self) -> Any:
+        from regard.view.notebook import Item
+
+        return Item(self.severity, self.kind, self.what, self._lines())
+
+    def _lines(self) -> dict[str, str]:
+        """Where, on what evidence, and the cure."""
         where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
                 where.append(_plural(word, numbers))
         evidence = ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
-        lines = [f"{self.severity}: {self.kind}. {self.what}", f"  where     {', '.join(where)}"]
-        lines += [f"  evidence  {evidence}"] if evidence else []
-        return "\n".join([*lines, f"  cure      {self.cure}"])
+        found = {"evidence": evidence} if evidence else {}
+        return {"where": ", ".join(where), **found, "cure": self.cure}
 
 
 class Findings(list[Finding]):
@@ -71,11 +88,33 @@ class Findings(list[Finding]):
         return Findings([each for each in self if each.severity == severity], self.looked)
 
     def __repr__(self) -> str:
+        return "\n\n".join([self._summary(), *map(str, self)])
+
+    def _repr_html_(self) -> str:
+        from regard.view import notebook
+
+        items = [each._item() for each in self[: notebook.SHOWN]]
+        return notebook.findings(self._summary(), items, len(self) - len(items))
+
+    def _summary(self) -> str:
+        """How many of which severity, and in what."""
+        among = f" in {self.looked}" if self.looked else ""
         if not self:
-            return f"Nothing found{' in ' + self.looked if self.looked else ''}."
+            return f"Nothing found{among}."
         counts = {name: sum(each.severity == name for each in self) for name in _ORDER}
-        summary = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n)
-        return "\n\n".join([f"{summary}{' in ' + self.looked if self.looked else ''}", *map(str, self)])
+        return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + among
+
+
+def _filled(text: str, begin: str, indent: str) -> list[str]:
+    """The text in lines that fit a terminal and a page; none where there is no text."""
+    return textwrap.wrap(
+        text,
+        92,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _plural(word: str, numbers: tuple[int, ...]) -> str:

@@ -28,6 +28,7 @@ class Rows(NamedTuple):
     lse: Tensor | None
     output: Tensor | None
     rules: Rules
+    is_causal: bool
 
     def first(self, count: int) -> Rows:
         """The first of them."""
@@ -38,6 +39,7 @@ class Rows(NamedTuple):
             None if self.lse is None else self.lse[..., :count],
             None if self.output is None else self.output[..., :count, :],
             replace(rules, low=rules.low[..., :count], high=rules.high[..., :count], flat=flat),
+            self.is_causal,
         )
 
 
@@ -59,7 +61,7 @@ class Run:
 
     def _add(self, call: Call) -> None:
         self.last, self._joined = call, None
-        self.steps.append(Rows(call.query, call.lse, call.output, call.rules))
+        self.steps.append(Rows(call.query, call.lse, call.output, call.rules, call.is_causal))
         self.rows += call.query.shape[-2]
 
     @property
@@ -147,6 +149,7 @@ class Run:
             output=None if any(each is None for each in outputs) else torch.cat(outputs, -2),
             lse=None if any(each is None for each in lses) else torch.cat(lses, -1),
             rules=_joined([step.rules for step in steps]),
+            is_causal=any(step.is_causal for step in steps),
             steps=len(steps),
             first=self._begin,
         )

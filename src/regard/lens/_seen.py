@@ -136,13 +136,39 @@ class Seen(Asked):
         return sum(arrays.values())
 
     def __repr__(self) -> str:
+        return "\n".join(
+            [self._about(), *(f"  {name}: {_shapes(runs)}" for name, runs in self._runs.items())]
+        )
+
+    def _about(self) -> str:
         if not self._runs:
             return "Seen(nothing)"
         layers = "1 layer" if len(self) == 1 else f"{len(self)} layers"
-        lines = [f"Seen({layers}, {self.nbytes:,} bytes held)"]
-        for name, runs in self._runs.items():
-            lines.append(f"  {name}: {_shapes(runs)}")
-        return "\n".join(lines)
+        return f"Seen({layers}, {self.nbytes:,} bytes held)"
+
+    def _repr_html_(self) -> str:
+        from regard.view import notebook
+
+        shown = list(self._runs.items())[: notebook.SHOWN]
+        rows = [
+            [
+                str(number),
+                name,
+                _shapes(runs),
+                runs[-1].last.kernel,
+                f"{sum(run.nbytes for run in runs):,}",
+            ]
+            for number, (name, runs) in enumerate(shown)
+        ]
+        more = len(self) - len(shown)
+        closing = f"… and {more:,} more layers. " if more else ""
+        if self._missed:
+            closing += (
+                f"Not seen: {', '.join(list(self._missed)[:8])}{' …' if len(self._missed) > 8 else ''}."
+            )
+        names = ["layer", "module", "shape", "kernel", "bytes"]
+        left = [False, True, True, True, False]
+        return notebook.listing(self._about(), names, rows if rows else [], left, closing)
 
 
 def _shapes(runs: list[Run]) -> str:

@@ -58,6 +58,17 @@ class Table(list[dict[str, Any]]):
         more = len(self) - len(shown)
         return "\n".join([*text, *([f"… and {more:,} more rows"] if more else [])])
 
+    def _repr_html_(self) -> str:
+        from regard.view import notebook
+
+        if not self:
+            return notebook.listing("(no rows)", [], [], [])
+        rows = ([_text(value) for value in row.values()] for row in self[: notebook.SHOWN])
+        left = [isinstance(value, str) for value in self[0].values()]
+        more = len(self) - notebook.SHOWN
+        closing = f"… and {more:,} more rows" if more > 0 else ""
+        return notebook.listing("", self.columns, rows, left, closing)
+
 
 def _text(value: Any) -> str:
     if not isinstance(value, float):

@@ -10,6 +10,7 @@ import numpy as np
 
 from regard import reference
 from regard._attention import attention
+from regard.engines import engine_of, registered
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing._cases import Case, Inputs, seen_keys
@@ -21,6 +22,8 @@ ENGINES = ("numpy", "torch fused", "torch streaming")
 
 def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
     """What each engine's matrix of a case has to say against the error rule; nothing where it holds.
+
+    `engines` are names of `ENGINES`, or of what was given to `regard.engines.register`.
 
     >>> from regard.testing import draw, fill
     >>> case, _ = next(draw(1, seed=0, tile=8))
@@ -41,6 +44,8 @@ def _to_engine(array: Any, engine: str) -> Any:
     """The same numbers in the same layout for an engine; torch has no negative strides."""
     if engine == "numpy" or not isinstance(array, np.ndarray):
         return array
+    if engine not in ENGINES:
+        return registered(engine).floats(array, "check", "array")
     import torch
 
     if any(stride < 0 for stride in array.strides):
@@ -173,7 +178,7 @@ def from_engine(array: Any) -> Any:
     """The numbers as NumPy's; bfloat16, which it does not have, as float32."""
     if type(array).__module__.startswith("torch"):
         return array.detach().float().numpy() if array.itemsize < 4 else array.detach().numpy()
-    return array
+    return engine_of("check", result=array).to_numpy(array)
 
 
 def _define_measures(exact: Any, naive: Any, drift: Any, block: int, working: Any) -> dict[str, Target]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,8 +67,34 @@ def printable(token: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in token)
 
 
+class Step(NamedTuple):
+    """One of the four steps as it is shown: rows of a key's name and cells, `shares` to be drawn as bars."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    shares: list[float]
+    closing: str = ""
+
+
 def trace(steps: Any) -> str:
     """The four steps of one query, with every number for a short row and the top keys of a long one."""
+    lines = [heading(steps), ""]
+    for step in four_steps(steps):
+        rows = step.rows
+        if step.shares:
+            rows = [[*row, bar(share)] for row, share in zip(rows, step.shares, strict=True)]
+        lines += [step.title, *columns(rows), *([f"   {step.closing}"] if step.closing else [])]
+    return "\n".join(lines)
+
+
+def heading(steps: Any) -> str:
+    """Which query, how many keys, how many numbers in each."""
+    return f"{steps.title}: {len(steps.weights)} keys, head_dim {len(steps.query)}"
+
+
+def four_steps(steps: Any) -> list[Step]:
+    """What an explanation shows: every key of a short row, the top keys of a long one and the others as one."""
     weights = np.asarray(steps.weights)
     keys = np.arange(len(weights))
     rest = keys[:0]
@@ -77,14 +103,13 @@ def trace(steps: Any) -> str:
         keys, rest = np.sort(order[:KEYS_SHOWN]), order[KEYS_SHOWN:]
     hidden = np.asarray(steps.scores) == -np.inf
     names = [printable(token) for token in (steps.key_tokens[j] for j in keys)]
-    lines = [f"{steps.title}: {len(weights)} keys, head_dim {len(steps.query)}", ""]
+    others = f"({len(rest)} other keys)"
 
-    lines.append(f"1. Compare: query {vector(steps.query)} · key")
-    lines += columns([[n, _sum_of_products(steps, int(j))] for n, j in zip(names, keys, strict=True)])
+    rows = [[name, _sum_of_products(steps, int(j))] for name, j in zip(names, keys, strict=True)]
+    made = [Step(f"1. Compare: query {vector(steps.query)} · key", ("key", "score"), rows, [])]
 
     changes = "".join(f", then {change}" for change in (*steps.score_mods, *steps.masks))
-    lines.append(f"2. Scale: × {number(steps.scale)}{changes}")
-    cells = []
+    rows = []
     for name, j in zip(names, keys, strict=True):
         raw, scaled, score = steps.raw_scores[j], steps.scaled_scores[j], steps.scores[j]
         cell = f"{number(raw)} × {number(steps.scale)} = {number(scaled)}"
@@ -92,40 +117,34 @@ def trace(steps: Any) -> str:
             cell += "  hidden"
         elif steps.score_mods:
             cell += f" → {number(score)}"
-        cells.append([name, cell])
-    lines += columns(cells)
+        rows.append([name, cell])
+    title = f"2. Scale: × {number(steps.scale)}{changes}"
+    made.append(Step(title, ("key", "scaled score"), rows, []))
 
-    lines.append(
+    title = (
         f"3. Normalise: exp(score − shift {number(steps.shift)}), divided by their sum {number(steps.total)}"
     )
-    cells = [
-        [name, number(steps.exponentials[j]), number(weights[j]), bar(weights[j])]
-        for name, j in zip(names, keys, strict=True)
-    ]
+    shown = [(name, steps.exponentials[j], float(weights[j])) for name, j in zip(names, keys, strict=True)]
     if steps.sink_exponential is not None:
-        share = steps.sink_exponential / (steps.total or 1.0)
-        cells.append(["(sink)", number(steps.sink_exponential), number(share), bar(share)])
+        shown.append(("(sink)", steps.sink_exponential, steps.sink_exponential / (steps.total or 1.0)))
     if len(rest):
-        rest_weight = float(weights[rest].sum())
-        label = f"({len(rest)} other keys)"
-        cells.append(
-            [label, number(float(steps.exponentials[rest].sum())), number(rest_weight), bar(rest_weight)]
-        )
-    lines += columns(cells)
-    if hidden.all():
-        lines.append("   This query sees no key: its weights are zeros.")
+        shown.append((others, float(steps.exponentials[rest].sum()), float(weights[rest].sum())))
+    rows = [[name, number(exponential), number(weight)] for name, exponential, weight in shown]
+    closing = "This query sees no key: its weights are zeros." if hidden.all() else ""
+    shares = [weight for *_, weight in shown]
+    made.append(Step(title, ("key", "exponential", "weight"), rows, shares, closing))
 
     if steps.output is not None:
-        lines.append("4. Aggregate: the sum of weight · value")
-        cells = [
+        rows = [
             [name, f"{number(weights[j])} · {vector(steps.value[j])}", f"= {vector(steps.contributions[j])}"]
             for name, j in zip(names, keys, strict=True)
         ]
         if len(rest):
-            cells.append([f"({len(rest)} other keys)", "", f"= {vector(steps.contributions[rest].sum(0))}"])
-        lines += columns(cells)
-        lines.append(f"   output = {vector(steps.output)}")
-    return "\n".join(lines)
+            rows.append([others, "", f"= {vector(steps.contributions[rest].sum(0))}"])
+        closing = f"output = {vector(steps.output)}"
+        named = ("key", "weight · value", "contribution")
+        made.append(Step("4. Aggregate: the sum of weight · value", named, rows, [], closing))
+    return made
 
 
 def _sum_of_products(steps: Any, j: int) -> str:

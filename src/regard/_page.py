@@ -1,0 +1,62 @@
+"""One head of a matrix as a page: the deep map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from regard._carried import carried
+from regard._errors import ArgumentError
+from regard.view.html import Page, page
+from regard.view.text import printable
+
+# Cells of the overview along an edge.
+EDGE = 1024
+
+
+def deep_map(
+    matrix: Any, tokens: Sequence[str] | None, query_tokens: Sequence[str] | None, title: str
+) -> Page:
+    """The page of `AttentionMatrix.page`, of a matrix with one head."""
+    problem = matrix._problem
+    _, rows, keys = problem.shape
+    if not rows or not keys:
+        raise ArgumentError(
+            "page",
+            received=f"{rows} queries and {keys} keys",
+            expected="at least one of each",
+            cure="An empty matrix has nothing to show.",
+        )
+    names = _names(tokens, keys, "tokens", "key")
+    if query_tokens is None and names is not None and problem.frame.q_len == keys:
+        queries: list[str] | None = [names[i] for i in problem.positions]
+    else:
+        queries = _names(query_tokens, rows, "query_tokens", "query")
+    made = carried(matrix, "page")
+    (overview,) = made.overviews(EDGE)
+    words = f"{rows:,} × {keys:,} weights of one attention head; query and key of {problem.query.shape[-1]} entries"
+    more = [*problem.words, *([f"mask {problem.mask}"] if problem.mask is not None else [])]
+    more += ["sink"] if problem.sink is not None else []
+    record = {
+        "title": printable(title),
+        "tokens": names,
+        "queries": queries,
+        "words": f"{words}; {', '.join(more)}. Made by regard.",
+        "overview": overview,
+        "matrix": made.record,
+    }
+    return page(printable(title), "deep.js", record)
+
+
+def _names(tokens: Sequence[str] | None, count: int, name: str, one: str) -> list[str] | None:
+    """Tokens fit to be shown, one for each of so many."""
+    if tokens is None:
+        return None
+    if len(tokens) != count:
+        raise ArgumentError(
+            "page",
+            received=f"{len(tokens)} {name}",
+            expected=f"{count}, one for each {one}",
+            cure="Tokens name the keys; queries share them where they are the same sequence.",
+        )
+    return [printable(str(token)) for token in tokens]

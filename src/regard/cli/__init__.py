@@ -1,0 +1,23 @@
+"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `profile`. It needs `regard[cli]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default the process's own; the exit code.
+
+    0: done. 1: `doctor` found an error. 2: the question was wrong. 3: an extra is missing. 4: something else failed.
+    """
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"regard: {missing[0]} is not installed. pip install 'regard[cli]'", file=sys.stderr)
+        return 3
+    from regard.cli._app import run
+
+    return run(sys.argv[1:] if arguments is None else list(arguments))

@@ -1,0 +1,180 @@
+"""`regard look`, `doctor` and `heads`: a model, a text, and what its attention did."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text as Line
+
+from regard._errors import ArgumentError
+from regard._models import Opened, Text, open_model
+from regard.cli._files import text_of
+from regard.cli._out import NUMBER, Out
+from regard.cli._show import written
+from regard.view.text import printable
+
+SHOWN = 20
+BY = (
+    *(
+        "layer",
+        "call",
+        "head",
+        "entropy",
+        "first",
+        "previous",
+        "distance",
+        "within_16",
+        "within_128",
+        "heavy",
+    ),
+    *("duplicate", "induction"),
+)
+COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a model on the command line."""
+
+    model: str
+    text: str | None
+    file: Path | None
+    layers: tuple[str, ...]
+    max_tokens: int | None
+    dtype: str | None
+    trust: bool
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A model that has read a text under the lens."""
+
+    opened: Opened
+    text: Text
+    seen: Any
+    record: dict[str, Any]
+
+
+def look(out: Out, asked: Asked, output: Path, show: bool) -> int:
+    """Write the page of a model on a text."""
+    ran = _run(out, asked, "look")
+    with out.busy("Making the page"):
+        page = ran.seen.page(ran.text.tokens, title=f"{asked.model} on {len(ran.text):,} tokens")
+    written(out, page, output, show, ran.record)
+    return 0
+
+
+def doctor(out: Out, asked: Asked) -> int:
+    """Print what looks wrong; 1 where something is."""
+    ran = _run(out, asked, "doctor")
+    with out.busy("Examining"):
+        findings = ran.seen.diagnose(ran.text.tokens)
+    errors = len(findings.of("error"))
+    counts = {severity: len(findings.of(severity)) for severity in COLOURS}
+    out.record(
+        ran.record
+        | {"looked": findings.looked, "counts": counts, "findings": [each.as_dict() for each in findings]}
+    )
+    first, *blocks = repr(findings).split("\n\n")
+    out.say(first, "bold red" if errors else "bold" if findings else "bold green")
+    for finding, block in zip(findings, blocks, strict=True):
+        out.say()
+        head, *rest = block.split("\n")
+        severity, _, words = head.partition(": ")
+        out.say(Line.assemble((f"{severity}: ", COLOURS[finding.severity]), (printable(words), "bold")))
+        for line in rest:
+            out.say(Line.assemble((printable(line[:12]), "dim"), printable(line[12:])))
+    return 1 if errors else 0
+
+
+def heads(out: Out, asked: Asked, by: str | None, smallest: bool, top: int | None) -> int:
+    """Print the table of heads."""
+    if out.as_csv and out.as_json:
+        raise ArgumentError(
+            "heads", received="--csv and --json", expected="one of them", cure="Leave one out."
+        )
+    if by is not None and by not in BY:  # known before the model has run
+        raise ArgumentError(
+            "heads", received=f"--by {by}", expected=f"one of {', '.join(BY)}", cure="Check the name."
+        )
+    ran = _run(out, asked, "heads")
+    with out.busy("Measuring the heads"):
+        table = ran.seen.heads(ran.text.ids)
+    if by is not None:
+        table = table.by(by, largest=not smallest)
+    everything = not out.for_people or not sys.stdout.isatty()
+    rows = table[: top or (len(table) if everything else SHOWN)]
+    if out.as_csv:
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, table.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        out.write(lines.getvalue())
+        return 0
+    out.record(ran.record | {"heads": rows})
+    dropped = {"module"} | ({"call"} if not any(table.column("call")) else set())
+    columns = [name for name in table.columns if name not in dropped]
+    out.table(columns, [[row[name] for name in columns] for row in rows], bold=by or "")
+    if len(rows) < len(table):
+        out.say(f"… and {len(table) - len(rows):,} more heads: --top, --by, --csv", "dim")
+    return 0
+
+
+def _run(out: Out, asked: Asked, command: str) -> Ran:
+    """The model opened, the text read, and the model run on it under the lens."""
+    words = text_of(asked.text, asked.file, command)
+    with out.busy(f"Opening {Path(asked.model).name}"):
+        opened = open_model(asked.model, trust_remote_code=asked.trust, dtype=asked.dtype)
+        text = opened.read(words, asked.max_tokens)
+    about = opened.about
+    for note in opened.notes:
+        out.note(note)
+    if len(text) < text.whole:
+        limit = "--max-tokens" if len(text) == asked.max_tokens else "as many as the model has positions for"
+        out.note(f"The text has {text.whole:,} tokens; the first {len(text):,} are read, {limit}.")
+    from regard.lens import NotSeen, watch
+
+    watching = watch(opened.model, layers=asked.layers or None)
+    start = time.perf_counter()
+    steps = opened.step_count(text)
+    seen: Any = None
+    try:
+        with watching as seen:
+            # Of one step the layers that have run are counted, of several the steps.
+            total, done = (steps, None) if steps > 1 else (_layers(opened), lambda: len(seen))
+            with out.busy(f"Reading {len(text):,} tokens", total, done) as step:
+                for _ in opened.steps(text):
+                    step()
+    except NotSeen:
+        # The doctor tells it as a finding, among the others.
+        if command != "doctor" or not len(seen):
+            raise
+    seconds = time.perf_counter() - start
+    calls = [call for name in seen for call in seen.calls(name)]
+    count = sum(call.shape[-3] for call in calls)
+    stored = (
+        f" (stored as {about['stored']})" if about.get("stored", about["dtype"]) != about["dtype"] else ""
+    )
+    out.aside(
+        Line.assemble(
+            (printable(asked.model), "bold"),
+            f": {about['class']}, {about['parameters']:,} parameters, {about['dtype']}{stored}; ",
+            (f"{len(text):,}", NUMBER), " tokens, ", (f"{len(seen):,}", NUMBER), " layers, ",
+            (f"{count:,}", NUMBER), f" heads, {seconds:.1f} s",
+        )
+    )  # fmt: skip
+    record: dict[str, Any] = {"model": {"name": opened.name, **about}, "notes": list(opened.notes)}
+    record |= {"tokens": len(text), "text_tokens": text.whole, "layers": len(seen), "seconds": seconds}
+    return Ran(opened, text, seen, record)
+
+
+def _layers(opened: Opened) -> int | None:
+    """How many layers the model says it has, for a bar."""
+    count = getattr(getattr(opened.model, "config", None), "num_hidden_layers", None)
+    return count if isinstance(count, int) else None

@@ -1,0 +1,24 @@
+"""Figures for papers and notebooks, on Matplotlib: each function draws on one Axes and returns it.
+
+Give the Axes as `ax=`; without one a new figure is made, so that two calls never draw over one another. Nothing is
+shown or saved: that is the caller's, as in `ax.figure.savefig("head.pdf")`.
+
+>>> import regard
+>>> from regard.learn import cat
+>>> ax = heatmap(regard.attention(cat.Q, cat.K), tokens=cat.tokens)
+>>> [label.get_text() for label in ax.get_xticklabels()]
+['The', 'cat', 'sat', 'on', 'mat']
+"""
+
+from __future__ import annotations
+
+try:
+    import matplotlib as _matplotlib_is_there  # noqa: F401
+except ImportError as error:
+    raise ImportError("regard.plot: matplotlib is not installed. pip install 'regard[plot]'") from error
+
+from regard.plot._bars import row
+from regard.plot._growth import cost
+from regard.plot._maps import heads, heatmap
+
+__all__ = ["cost", "heads", "heatmap", "row"]
