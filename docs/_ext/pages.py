@@ -19,6 +19,10 @@ INDEX = """\
 Every public name, made from the docstrings when the site is built. The examples run in the tests. What is imported
 from `regard` itself is listed under the room it lives in, and called by its shorter name.
 
+In signatures, `Array` is an array of the library at hand, NumPy's or a torch tensor, and `IntArray` one of whole
+numbers; `Floats` and `Bools` are NumPy's. `Align` is `"upper_left"` or `"lower_right"`, a `Frame` the pairs and lengths
+that a block belongs to, and `xp` the array library under the names of the array API.
+
 ```{toctree}
 :hidden:
 """
@@ -183,8 +187,20 @@ def resolve(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Element) 
     return content if in_signature else None
 
 
+def without_lists(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Sphinx sets the parameters of a long signature as a list without terms; to a screen reader they are lines."""
+
+    def lines(match: re.Match[str]) -> str:
+        inner = match[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
+        return f'<span class="sig-lines">{inner}</span>'
+
+    if "body" in context:
+        context["body"] = re.sub(r"<dl>\s*(<dd>.*?</dd>)\s*</dl>", lines, context["body"], flags=re.DOTALL)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write)
     app.connect("source-read", with_tests)
+    app.connect("html-page-context", without_lists)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
