@@ -56,3 +56,5 @@ document.getElementById("app").append(
     el("button", { type: "button", onclick: goThere }, "Go to this cell")),
   el("section", { class: "exact" }, el("h2", {}, "What this page is"), el("p", {}, data.words), el("p", {}, exactness(data.matrix.error))),
 );
+// The numbers are unpacked while the reader looks at the whole, so that the first question need not wait for it.
+map.ready.then(() => matrix.cell(0, 0, 0, { urgent: false }));
