@@ -279,6 +279,22 @@ def test_the_address_keeps_the_view(show, long_page):
     tab.get_by_role("button", name="Show the whole map").click()
     tab.wait_for_timeout(400)
     assert tab.url.endswith("#query=700&key=130")
+    # An address that is pasted into the open page moves it.
+    tab.evaluate("address => { location.hash = address; }", "row=90&column=80&zoom=40&query=91&key=81")
+    told(tab, 91, 81)
+    assert "queries 8" in in_view(tab)
+
+
+@pytest.mark.slow
+def test_some_rows_keep_their_names(show):
+    A = square(mask=causal())
+    tab = show(A.lazy[[30, 4]].page())
+    at = go(tab, 0, 7)
+    assert at["pair"] == "query 30 → key 7"
+    check(at["weight"], float(A[30, 7]), 0.02)
+    assert go(tab, 1, 7)["weight"] == "hidden"
+    tab = show(A.lazy[[30, 4]].page(tokens(40)))
+    assert go(tab, 1, 3)["pair"] == f"{WORDS[4]} → {WORDS[3]}"
 
 
 @pytest.mark.slow
@@ -434,8 +450,9 @@ def test_a_long_context_in_one_file(show):
     assert go(tab, 5, n - 1)["weight"] == "hidden"
     # A view that is a sample, tile by tile, against what else this browser does in its time.
     tab.locator(".map").focus()
-    for _ in range(6):
+    for _ in range(9):
         tab.keyboard.press("-")
-    assert settled(tab).startswith("A sample: each point is the mean of 16 weights drawn by lot from ")
+    sample = "A sample: each point is the mean of 16 weights drawn by lot from 32 × 32 weights"
+    until(tab, lambda: settled(tab).startswith(sample), True)
     took = tab.evaluate("() => performance.getEntriesByName('picture').map((each) => each.detail)")
     assert len(took) > 20 and statistics.median(took[-20:]) < 4 * pace(tab)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from regard._errors import ArgumentError, named_shape
 from regard.view.text import printable
 
@@ -63,6 +65,8 @@ class Looking:
         queries = _names(query_tokens, rows, "query_tokens", "query")
         if query_tokens is None and names is not None and problem.frame.q_len == keys:
             queries = [names[i] for i in problem.positions]
+        if queries is None and (problem.positions != np.arange(rows)).any():
+            queries = [f"query {i}" for i in problem.positions]  # the rows of a part do not tell it
         made = carried(self, "page")
         (overview,) = made.overviews(EDGE)
         words = f"{rows:,} × {keys:,} weights of one attention head; query and key of {problem.query.shape[-1]} entries"

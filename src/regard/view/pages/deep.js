@@ -12,24 +12,27 @@ const matrix = openMatrix(data.matrix);
 
 // -- The view that the address asks for, where it makes sense --
 
-const asked = fragment();
 const place = (text, most) => {
   const value = within(text, 0, most - 1);
   return value === null ? null : Math.floor(value);
 };
-const view = {
-  row: within(asked.row, 0, rowCount),
-  column: within(asked.column, 0, columnCount),
-  zoom: within(asked.zoom, 1e-6, 1e3),
-  query: place(asked.query, rowCount),
-  key: place(asked.key, columnCount),
-};
+function asked() {
+  const { row, column, zoom, query, key } = fragment();
+  return {
+    row: within(row, 0, rowCount),
+    column: within(column, 0, columnCount),
+    zoom: within(zoom, 1e-6, 1e3),
+    query: place(query, rowCount),
+    key: place(key, columnCount),
+  };
+}
 
 const tokens = data.tokens, queries = data.same ? tokens : data.queries; // often the same, and then carried once
 const reading = readingOf({ matrix, tokens, queries, go: (i, j) => map.go(i, j) });
 const map = mapOf({
-  matrix, size: data.matrix.size, tokens, queries, overview: data.overview, view, onCell: reading.tell, onView: keep,
+  matrix, size: data.matrix.size, tokens, queries, overview: data.overview, view: asked(), onCell: reading.tell, onView: keep,
 });
+addEventListener("hashchange", () => map.show(asked()));
 
 // -- Going to a cell by its numbers; not a form, which a sandbox would not let go --
 
