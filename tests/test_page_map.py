@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 import numpy as np
 import pytest
+from test_explore import pace
 from test_pages import HOSTILE, faults
 
 from regard import alibi, attention, bias, causal, document, first, padding, sliding_window, softcap
@@ -277,6 +279,22 @@ def test_the_address_keeps_the_view(show, long_page):
     tab.get_by_role("button", name="Show the whole map").click()
     tab.wait_for_timeout(400)
     assert tab.url.endswith("#query=700&key=130")
+    # An address that is pasted into the open page moves it.
+    tab.evaluate("address => { location.hash = address; }", "row=90&column=80&zoom=40&query=91&key=81")
+    told(tab, 91, 81)
+    assert "queries 8" in in_view(tab)
+
+
+@pytest.mark.slow
+def test_some_rows_keep_their_names(show):
+    A = square(mask=causal())
+    tab = show(A.lazy[[30, 4]].page())
+    at = go(tab, 0, 7)
+    assert at["pair"] == "query 30 → key 7"
+    check(at["weight"], float(A[30, 7]), 0.02)
+    assert go(tab, 1, 7)["weight"] == "hidden"
+    tab = show(A.lazy[[30, 4]].page(tokens(40)))
+    assert go(tab, 1, 3)["pair"] == f"{WORDS[4]} → {WORDS[3]}"
 
 
 @pytest.mark.slow
@@ -393,3 +411,48 @@ def test_axe_finds_no_serious_fault(show, long_page, scheme, width):
     tab.touchscreen.tap(box["x"] + 150, box["y"] + 150)
     tab.locator(".strongest li").first.wait_for()
     assert faults(tab) == []
+
+
+# -- 131,072 tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_long_context_in_one_file(show):
+    torch = pytest.importorskip("torch")
+    n, made = 131_072, torch.Generator().manual_seed(0)
+    query, key = (torch.randn(n, 64, generator=made) for _ in range(2))
+    A = attention(query, key, mask=causal())
+    page = A.page(tokens(n))
+    assert len(page.html) <= 50_000_000
+    tab = show(page)
+    tab.set_default_timeout(60_000)  # a busy machine may take its time
+    until(tab, lambda: in_view(tab), "queries 0 to 131,071, keys 0 to 131,071")
+    assert settled(tab) == (
+        "Each point is a mean, made by the library: over 16 of each 128 queries, drawn by lot, and all of 128 keys."
+    )
+    # The picture is there before the numbers are.
+    tab.wait_for_load_state("load")
+    painted, loaded = tab.evaluate(
+        "() => [performance.getEntriesByName('first-contentful-paint')[0].startTime, "
+        "performance.getEntriesByType('navigation')[0].domContentLoadedEventStart]"
+    )
+    assert painted < loaded
+    relative = (
+        float(re.search(r"by at most ([\d.]+) % of itself", tab.locator(".exact").text_content())[1]) / 100
+    )
+    rng = np.random.default_rng(2)
+    rows = np.sort(rng.integers(n, size=50))
+    keys = rng.integers(rows + 1)
+    weights = A[rows].numpy()[np.arange(50), keys]
+    assert 0 < relative < 0.05
+    for i, j, weight in zip(rows.tolist(), keys.tolist(), weights.tolist(), strict=True):
+        check(go(tab, i, j)["weight"], weight, relative * 1.05)  # it is told in two digits
+    assert go(tab, 5, n - 1)["weight"] == "hidden"
+    # A view that is a sample, tile by tile, against what else this browser does in its time.
+    tab.locator(".map").focus()
+    for _ in range(9):
+        tab.keyboard.press("-")
+    sample = "A sample: each point is the mean of 16 weights drawn by lot from 32 × 32 weights"
+    until(tab, lambda: settled(tab).startswith(sample), True)
+    took = tab.evaluate("() => performance.getEntriesByName('picture').map((each) => each.detail)")
+    assert len(took) > 20 and statistics.median(took[-20:]) < 4 * pace(tab)
