@@ -394,6 +394,32 @@ def test_pointer_and_wheel(show, long_page):
 
 
 @pytest.mark.slow
+def test_two_fingers_zoom_and_one_chooses(show, long_page):
+    tab = show(long_page, has_touch=True)
+    whole = "queries 0 to 4,095, keys 0 to 4,095"
+    until(tab, lambda: in_view(tab), whole)
+    box, hand = tab.locator(".map").bounding_box(), tab.context.new_cdp_session(tab)
+    x, y = box["x"] + 300, box["y"] + 300
+
+    def touch(kind, *apart):
+        points = [{"x": x + n, "y": y + n, "id": int(n > 0)} for n in apart]
+        hand.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", -20, 20)
+    for apart in range(30, 170, 10):
+        touch("touchMove", -apart, apart)
+    touch("touchEnd")
+    until(tab, lambda: in_view(tab) == whole, False)
+    low, high = (
+        int(n.replace(",", "")) for n in re.match(r"queries ([\d,]+) to ([\d,]+),", in_view(tab)).groups()
+    )
+    assert 300 < high - low < 1200  # eight times nearer
+    assert tab.locator(".reading-card .weight").count() == 0
+    tab.touchscreen.tap(x, y)
+    tab.locator(".reading-card .weight").wait_for()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 3000), (3000, 1), (2, 2), (1, 1), (30, 2000)])
 def test_any_shape_has_room(show, shape):
     A = attention(normal(shape[0], 4), normal(shape[1], 4, seed=1))

@@ -336,6 +336,40 @@ def test_a_picture_of_small_cells_is_their_mean_and_of_large_ones_a_sample():
     assert (sample <= np.nanmax(blocks, axis=(1, 3)) + 1e-7).all()
 
 
+def test_what_is_no_longer_wanted_is_not_begun_and_the_newest_comes_first():
+    found: list[parts.Part] = []
+    record = html.embedded(carried(one(causal(**LOWER)), "page").record, found)
+    answer = in_node(
+        f"""
+        const texts = {json.dumps([each.text for each in found])}, removed = [], order = [];
+        globalThis.document = {{
+          readyState: "complete",
+          getElementById: (id) => ({{ textContent: texts[id.slice(4)], remove: () => removed.push(id) }}),
+        }};
+        const matrix = openMatrix({record});  // Node has no Worker: the page does it itself
+        const first = await matrix.cell(0, 30, 2), stop = new AbortController();
+        const ask = (name, promise) => promise.then((value) => order.push([name, value === null]));
+        const picture = (options) => matrix.picture(0, 0, 1, 4, 0, 1, 4, 4, options);
+        const all = [ask("begun", picture()), ask("dropped", picture({{ signal: stop.signal }})), ask("old", picture()),
+          ask("new", picture()), ask("pointed at", matrix.cell(0, 1, 0)),
+          ask("never sent", picture({{ signal: AbortSignal.abort() }}))];
+        await new Promise((done) => setImmediate(done));
+        stop.abort();
+        await Promise.all(all);
+        console.log(JSON.stringify([first.weight, order, removed.length]));
+        """,
+        "lazy.js",
+    )
+    weight, order, removed = json.loads(answer)
+    assert weight == pytest.approx(one(causal(**LOWER))[30, 2], rel=0.01)
+    assert dict(order) == {
+        "begun": False, "dropped": True, "old": False, "new": False, "pointed at": False, "never sent": True
+    }  # fmt: skip
+    done = [name for name, dropped in order if not dropped]
+    assert done == ["begun", "pointed at", "new", "old"]
+    assert removed == len(found)  # what the worker has need not stay in the page
+
+
 @pytest.mark.parametrize("edge", [5, 64])
 def test_overviews_are_means_of_blocks(edge):
     made = carried(grouped(), "page")
