@@ -527,6 +527,29 @@ def test_attention_from_one_sequence_to_another(show):
 
 
 @pytest.mark.slow
+def test_a_long_context_opens_with_the_means_of_the_library(show):
+    """2,048 tokens are long: the heads that fit have a larger map beside their weights, the others the small one."""
+    ids = torch.randint(3, 61, (1, 2048), generator=torch.Generator().manual_seed(0))
+    seen = watched(TINY["Llama"].build(), input_ids=ids)
+    tokens = [f"w{i}" for i in ids[0].tolist()]
+    most = len(seen.page(tokens).html) - 100_000
+    page = seen.page(tokens, max_bytes=most)
+    assert len(page.html) <= most
+    first, second = record(page)["entries"]
+    assert first["carried"]["heads"] == [0, 1, 2, 3] and second["carried"] != first["carried"]
+    assert [each["size"] for each in first["carried"]["overviews"]] == [[256, 256]] * 4
+    assert first["maps"]["size"] == [64, 64] and first["maps"]["block"] == [32.0, 32.0]
+    tab = show(page)
+    tab.evaluate("location.hash = 'layer=0&head=2&query=2000&key=77'")
+    card = tab.locator(".reading-card .weight")
+    card.wait_for()
+    want = float(seen[next(iter(seen))][0, 2, 2000, 77])
+    assert float(card.text_content()) == pytest.approx(want, rel=stated(page)["relative"] + 1e-3, abs=5e-5)
+    tab.locator('.map-box[data-missing="0"]').wait_for()
+    assert "mean of" in tab.locator(".drawn").text_content()
+
+
+@pytest.mark.slow
 def test_calls_of_a_layer_and_generated_text(show):
     tiny = TINY["Llama"]
     model = tiny.build()

@@ -3,6 +3,7 @@ import { el } from "./dom.js";
 import { paintLevels } from "./small.js";
 
 const WORST = ["error", "warning", "note"];
+const MANY = 16; // heads of a layer that stand close together
 const SIGN = { error: "!", warning: "!", note: "i" };
 
 export function headName({ entry, head }) {
@@ -118,13 +119,15 @@ export function gridOf({ cells, open, tell }) {
       if (!rows.length || rows.at(-1).entry !== cell.entry) rows.push({ entry: cell.entry, nodes: [] });
       rows.at(-1).nodes.push(cell.node);
     }
+    const most = Math.max(...rows.map((each) => each.nodes.length));
+    box.classList.toggle("many", most > MANY);
     return rows.map(({ entry, nodes }) => {
       const marks = entry.findings.filter((each) => !each.heads.length);
       const title = [el("span", {}, `layer ${entry.layer}`), entry.calls > 1 ? el("span", {}, `call ${entry.call}`) : [],
         entry.kind ? el("span", { class: "kind" }, entry.kind) : [],
         marks.map((each) => el("span", { class: `flag ${each.severity}` }, each.kind))];
       const row = el("div", { class: "maps" }, nodes);
-      row.style.setProperty("--count", Math.max(...rows.map((each) => each.nodes.length)));
+      row.style.setProperty("--count", most);
       return el("div", { class: "layer" }, el("p", { class: "label", title: entry.module }, title), row);
     });
   }
