@@ -50,8 +50,9 @@ function goThere() {
   else map.go(...to);
 }
 
+const several = (n, one, many) => `${counted(n)} ${n === 1 ? one : many}`;
 document.getElementById("app").append(
-  header(data.title, `${counted(rowCount)} queries down, ${counted(columnCount)} keys across: each point tells how much a `
+  header(data.title, `${several(rowCount, "query", "queries")} down, ${several(columnCount, "key", "keys")} across: each point tells how much a `
     + "token (the query, its row) attends to another (the key, its column). Zoom with the wheel or two fingers until each "
     + "weight has a cell of its own; drag to move."),
   el("div", { class: "beside" }, map.node, reading.node),

@@ -182,8 +182,8 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
       context.drawImage(whole, left - first * across, top - upper * down, columns * across, rows * down);
     }
     const a = step(down), b = step(across), single = a * b === 1;
-    const fine = !levels || single || a < overview.block[0] || b < overview.block[1];
-    const missing = fine ? tiles.paint(context, where, a, b) : 0;
+    const fine = !overview || single || a < overview.block[0] || b < overview.block[1];
+    const missing = fine ? tiles.paint(context, where, a, b) : Number(!levels);
     if (!fine) tiles.drop();
     if (single) cellTexts(context, style, where, tiles.weightAt, scale);
     mark(context, style, where);
@@ -221,12 +221,13 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
   }
 
   function told(fine, a, b) {
-    const [high, wide] = fine ? [a, b] : overview.block.map(Math.round);
-    const block = `${counted(high)} × ${counted(wide)} weights`;
+    const sides = fine ? [a, b] : overview.block, [high, wide] = sides.map(Math.ceil);
+    const upTo = sides.every(Number.isInteger) ? "" : "up to "; // blocks differ by one where they do not fit evenly
+    const block = `${upTo}${counted(high)} × ${counted(wide)} weights`;
     if (high * wide === 1) return "Every weight of this view has a cell of its own.";
     if (!fine && overview.taken) {
-      return `Each point is a mean, made by the library: over ${overview.taken} of each ${counted(high)} queries, `
-        + `drawn by lot, and all of ${counted(wide)} keys.`;
+      return `Each point is a mean, made by the library: over ${overview.taken} of ${upTo || "each "}${counted(high)} queries, `
+        + `drawn by lot, and all of ${upTo}${counted(wide)} keys.`;
     }
     if (!fine) return `Each point is the mean of ${block}, made by the library.`;
     if (a <= PROBES && b <= PROBES) return `Each point is the mean of ${block}, all of them worked out here.`;
