@@ -17,9 +17,11 @@ export function within(text, low, high) {
 export function keep(values) {
   clearTimeout(timer);
   wanted = { ...wanted, ...values };
+  const here = location.hash;
   timer = setTimeout(() => {
     const kept = Object.entries({ ...fragment(), ...wanted }).filter(([, value]) => value !== null);
     wanted = {};
+    if (location.hash !== here) return; // someone went elsewhere meanwhile
     try {
       history.replaceState(null, "", `#${new URLSearchParams(kept)}`);
     } catch {
