@@ -1,8 +1,9 @@
-"""`regard look` on a long text, end to end in a process of its own: how long it takes, the most memory, the page's size.
+"""`regard look` on a long text, end to end in a process of its own: its time, its most memory, and the page's size.
 
 python benchmarks/look.py [--tokens 32768] [--layers 2] [--window 4096]
 
-The model is a Llama, or with --window a Mistral, of 4 heads of 64 in each layer, with random weights, as it would lie on disk.
+The model is a Llama, or with --window a Mistral, of 4 heads of 64 in each layer, with random weights, as models lie
+on disk.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def main() -> None:
     # The largest of the children, of which there is one; Linux counts in kibibytes.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     print(
-        f"{record['tokens']:,} tokens, {record['layers']} layers: {seconds:.0f} s ({record['seconds']:.0f} s of them the "
-        f"model), {peak / 1e9:.2f} GB at most, a page of {record['bytes'] / 1e6:.1f} MB"
+        f"{record['tokens']:,} tokens, {record['layers']} layers: {seconds:.0f} s, of which the model "
+        f"{record['seconds']:.0f} s; {peak / 1e9:.2f} GB at most; a page of {record['bytes'] / 1e6:.1f} MB"
     )
 
 
