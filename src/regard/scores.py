@@ -39,8 +39,26 @@ class ScoreMod:
         """What is added to the scores, where adding is all that is done; fused kernels take that along."""
         return None
 
+    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any] | None:
+        """What a page needs to do the same to the rows `q_idx`, in numbers and arrays; None: only Python can do it.
+
+        One of {"kind": "softcap", "cap"}; {"kind": "distance", "table"}, added by kv_idx − q_idx, from 1 − q_len on;
+        {"kind": "bias", "array"}, added; {"kind": "flat", "rows"}, set to 0. Arrays begin with the pairs, or with 1.
+        """
+        added = self.added(frame, q_idx, np.arange(frame.kv_len), xp, dtype)
+        return None if added is None else {"kind": "bias", "array": added}
+
     def check(self, frame: Frame) -> None:
         """Refuse, with the cure, a matrix that the modification does not fit."""
+
+
+def _by_distance(mod: ScoreMod, frame: Frame, xp: Namespace, dtype: Any) -> dict[str, Any]:
+    """The record of what is added by distance alone: its first column upwards, then the rest of its first row."""
+    first, rows, columns = np.zeros(1, np.int64), np.arange(frame.q_len), np.arange(1, frame.kv_len)
+    below = mod.added(frame, rows[::-1], first, xp, dtype)
+    above = mod.added(frame, first, columns, xp, dtype)
+    assert below is not None and above is not None
+    return {"kind": "distance", "table": xp.concat([below[:, :, 0], above[:, 0, :]], axis=1)}
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,9 @@ class Softcap(ScoreMod):
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         return self.cap * xp.tanh(scores / self.cap)
+
+    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return {"kind": "softcap", "cap": self.cap}
 
     def __repr__(self) -> str:
         return f"softcap({self.cap})"
@@ -101,6 +122,9 @@ class Alibi(ScoreMod):
         away = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
         slopes = xp.asarray(self._slopes(frame), dtype=dtype)[:, None, None]
         return -slopes * xp.asarray(away, dtype=dtype)
+
+    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return _by_distance(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "alibi")
@@ -216,6 +240,9 @@ class RelativeBias(ScoreMod):
         )
         per_pair = frame.pick(self.table.T, 1, "relative_bias", "heads")
         return xp.asarray(per_pair[:, bucket], dtype=dtype)
+
+    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return _by_distance(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "relative_bias")

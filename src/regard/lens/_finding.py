@@ -40,14 +40,23 @@ class Finding:
         """Plain values, for JSON or a data frame."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Its place in words: layer, module, heads, rows and batch entries."""
         where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
                 where.append(_plural(word, numbers))
-        evidence = ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
-        lines = [f"{self.severity}: {self.kind}. {self.what}", f"  where     {', '.join(where)}"]
-        lines += [f"  evidence  {evidence}"] if evidence else []
+        return ", ".join(where)
+
+    @property
+    def told(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
+
+    def __str__(self) -> str:
+        lines = [f"{self.severity}: {self.kind}. {self.what}", f"  where     {self.where}"]
+        lines += [f"  evidence  {self.told}"] if self.evidence else []
         return "\n".join([*lines, f"  cure      {self.cure}"])
 
 

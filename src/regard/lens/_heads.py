@@ -39,7 +39,7 @@ def heads(
         lengths.add(kv_len)
         own = None if given is None else fitting(given, math.prod(lead[:-1]), kv_len)
         fits = fits or own is not None
-        columns = measured(call, own, windows, copies)
+        columns, _ = measured(call, own, windows, copies)
         if given is not None and own is None:
             nothing = np.full(len(columns["entropy"]), np.nan)
             columns |= {"duplicate": nothing, "induction": nothing}
@@ -52,15 +52,22 @@ def heads(
 
 
 def measured(
-    call: Call, tokens: list[list[Any]] | None, windows: Sequence[int], copies: dict[Any, Any]
-) -> dict[str, Any]:
-    """Columns of one number for each head, means over the rows of all batch entries that are no padding."""
+    call: Call,
+    tokens: list[list[Any]] | None,
+    windows: Sequence[int],
+    copies: dict[Any, Any],
+    **also: Measure,
+) -> tuple[dict[str, Any], Any]:
+    """Columns of one number for each head, means over the rows of all batch entries that are no padding.
+
+    Beside them, what the measures made that share the pass, `also` among them; None of a matrix without entries.
+    """
     positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
     order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
     order += [] if tokens is None else ["duplicate", "induction"]
     nothing = np.full(call.shape[-3] if len(call.shape) > 2 else 1, np.nan)
     if not math.prod(call.shape):
-        return dict.fromkeys(order, nothing)
+        return dict.fromkeys(order, nothing), None
     place = Place.of(call)
     first = np.where(place.rows, place.keys.argmax(-1)[..., None], -1)
     asked: dict[str, Measure] = {
@@ -77,7 +84,7 @@ def measured(
         counted["previous"] = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
         if tokens is not None:
             asked["copies"], again = _copies(place, tokens, copies)
-    made = call.matrix.measure(**asked)
+    made = call.matrix.measure(**asked, **also)
     results = {"entropy": made.entropy, "first": made.first}
     if place.first is not None:
         results |= {name: made.bands[..., i] for i, name in enumerate(positional)}
@@ -86,7 +93,7 @@ def measured(
         counted |= dict.fromkeys(("duplicate", "induction"), again)
     columns = {name: _mean(_numpy(result), counted[name]) for name, result in results.items()}
     columns["heavy"] = _heavy(_numpy(made.received), place)
-    return {name: columns.get(name, nothing) for name in order}
+    return {name: columns.get(name, nothing) for name in order}, made
 
 
 def _copies(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tuple[Measure, Any]:

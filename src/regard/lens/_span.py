@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,9 @@ class Flat(ScoreMod):
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         flat = xp.asarray(frame.pick(self.rows[..., q_idx], 1, "flat"))
         return xp.where(flat[:, :, None], xp.zeros((), dtype=scores.dtype), scores)
+
+    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return {"kind": "flat", "rows": frame.pick(self.rows[..., q_idx], 1, "flat")}
 
     def __repr__(self) -> str:
         return f"<{int(self.rows.sum())} rows without a live key weigh all alike>"

@@ -1,9 +1,10 @@
 """Pages: plain records in, one HTML file out that needs no network and no server.
 
-A page is the style, one script and the record. `pages/` holds the modules it is made of, which need no build step: an
-import is a line `import { … } from "./name.js";`, an export stands before the declaration. Put together, each module
-comes after those it imports, with these two words taken away; so all share one scope, and names at the top differ.
-The style is `page.css` and, for each module that has one, the style of the same name.
+A page is the style, one script and the record; arrays of the record may stand beside it, compressed (`parts`). `pages/`
+holds the modules it is made of, which need no build step: an import is a line `import { … } from "./name.js";`, an
+export stands before the declaration. Put together, each module comes after those it imports, with these two words taken
+away; so all share one scope, and names at the top differ. `source("./name.js")` stands for such a script as a string,
+for a worker. The style is `page.css` and, for each module that has one, the style of the same name.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from regard._types import Array
+from regard.view.parts import Part
 
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
+CHUNK = 1 << 20
+SOURCE = re.compile(r'\bsource\("\./([a-z]+)\.js"\)')
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +40,9 @@ class Page:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to a file that any browser opens."""
-        Path(path).write_text(self.html, encoding="utf-8", newline="\n")
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            for start in range(0, len(self.html), CHUNK):  # encoded whole, a large page would be there twice
+                file.write(self.html[start : start + CHUNK])
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, which can run its script and reach nothing else."""
@@ -61,6 +66,13 @@ def page(title: str, module: str, record: dict[str, Any]) -> Page:
         f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; "
         "base-uri 'none'; form-action 'none'"
     )
+    if "new Worker(" in script:
+        policy += "; worker-src blob:"
+    parts: list[Part] = []
+    data = embedded(record, parts)
+    soon, later = ("".join(_beside(parts, first)) for first in (True, False))
+    # A page of large parts begins before they are read, instead of at its end.
+    begin = " async" if parts else ""
     text = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -72,33 +84,45 @@ def page(title: str, module: str, record: dict[str, Any]) -> Page:
 </head>
 <body>
 <main id="app"><noscript>This page is drawn by its own script. Allow scripts to see it.</noscript></main>
-<script type="application/json" id="record">{embedded(record)}</script>
-<script type="module">{script}</script>
-</body>
+<script type="application/json" id="record">{data}</script>
+{soon}<script type="module"{begin}>{script}</script>
+{later}</body>
 </html>
 """
     return Page(title, text)
 
 
-def embedded(record: Any) -> str:
+def _beside(parts: list[Part], first: bool) -> Iterator[str]:
+    for number, each in enumerate(parts):
+        if each.first == first:
+            yield from (f'<script type="text/plain" id="part{number}">', each.text, "</script>\n")
+
+
+def embedded(record: Any, parts: list[Part] | None = None) -> str:
     r"""The record as JSON that can stand inside a script element: ASCII, without `<`, `>` and `&`.
 
-    What is not finite becomes the text that JavaScript's `Number` reads.
+    What is not finite becomes the text that JavaScript's `Number` reads. Parts are put into `parts`, and told by
+    their place there.
 
     >>> print(embedded({"tokens": ["</script>", "\u2028"], "score": float("-inf")}))
     {"tokens":["\u003c/script\u003e","\u2028"],"score":"-Infinity"}
     """
-    text = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_finite(record, [] if parts is None else parts), separators=(",", ":"), allow_nan=False)
     return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&"})
 
 
-def _finite(thing: Any) -> Any:
+def _finite(thing: Any, parts: list[Part]) -> Any:
+    if isinstance(thing, str):
+        return thing
+    if isinstance(thing, Part):
+        parts.append(thing)
+        return {"part": len(parts) - 1, "kind": thing.kind, "shape": thing.shape}
     if isinstance(thing, np.ndarray):
-        return _finite(thing.tolist())
+        return _finite(thing.tolist(), parts)
     if isinstance(thing, dict):
-        return {name: _finite(each) for name, each in thing.items()}
+        return {name: _finite(each, parts) for name, each in thing.items()}
     if isinstance(thing, list | tuple):
-        return [_finite(each) for each in thing]
+        return [_finite(each, parts) for each in thing]
     if isinstance(thing, float) and not math.isfinite(thing):
         return "NaN" if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
     return thing
@@ -129,6 +153,7 @@ def bundle(module: str) -> tuple[str, str]:
             text = pages.joinpath(f"{name}.js").read_text(encoding="utf-8")
             for needed in IMPORT.findall(text):
                 add(needed)
+            text = SOURCE.sub(lambda found: json.dumps(bundle(found[1])[0]), text)
             scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE)
 
     add(module.removesuffix(".js"))
