@@ -316,7 +316,7 @@ def _one_line(name: str, weights: bool = False) -> Iterator[None]:
                 "it brings code of its own, which would run here",
                 "a model of transformers' own classes",
             )
-            cure = "If you have read that code and trust it, ask for it by name: --trust-remote-code, or trust_remote_code=True."
+            cure = "If you have read that code and trust it: --trust-remote-code, or trust_remote_code=True."
         elif on_hub and weights:
             why, expected = (
                 "no *.safetensors of it are to be had",
