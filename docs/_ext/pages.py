@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import textwrap
 from pathlib import Path
@@ -59,6 +61,8 @@ def room_page(room: Room, links: Links) -> str:
         links.docstring(room.doc, room.name),
         *(markdown_of(it, links) for it in shown),
     ]
+    if room.name == "regard.cli":
+        parts.append(commands())
     if any(name.kind == "exception" for name in room.names):
         parts.append("Its errors are on [the page of errors](errors.md).")
     return "\n\n".join(parts) + "\n"
@@ -81,6 +85,20 @@ def markdown_of(name: Name, links: Links) -> str:
     heading = f"```{{py:currentmodule}} {name.module}\n```\n"
     short = name.name.rpartition(".")[2]
     return heading + fenced(f"{{py:{name.kind}}} {short}{name.signature}", "\n" + "\n\n".join(body), 5)
+
+
+def commands() -> str:
+    """What each command of the command line says of itself."""
+    from regard.cli import _app, main
+
+    def said(*arguments: str) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main([*arguments, "--help"])
+        return f"```text\n{out.getvalue().strip()}\n```"
+
+    names = sorted(str(command.name) for command in _app.app.registered_commands)
+    each = [f"## regard {name}\n{said(name)}" for name in names]
+    return "\n\n".join([f"## regard\n{said()}", *each])
 
 
 def fenced(head: str, body: str, ticks: int) -> str:

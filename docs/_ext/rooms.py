@@ -200,13 +200,20 @@ def own_doc(value: type) -> str:
 
 def inherited_doc(owner: type, key: str, public: dict[int, str]) -> tuple[str, bool]:
     """The docstring of a member, or of the one that it overrides; and whether that is told elsewhere."""
-    for at in owner.__mro__:
+    for at in (*owner.__mro__, *fulfilled(owner)):
         raw = vars(at).get(key)
         raw = getattr(raw, "__func__", raw)
         if raw is not None and raw.__doc__:
             elsewhere = at is not owner and (id(at) in public or not at.__module__.startswith("regard"))
             return inspect.cleandoc(raw.__doc__), elsewhere
     return "", False
+
+
+def fulfilled(owner: type) -> list[type]:
+    """The protocols beside a class that it fulfils without naming them."""
+    beside = vars(importlib.import_module(owner.__module__.rpartition(".")[0] or "regard")).values()
+    found = [it for it in beside if inspect.isclass(it) and getattr(it, "_is_protocol", False)]
+    return [it for it in found if all(hasattr(owner, key) for key in vars(it) if not key.startswith("_"))]
 
 
 def comment_above(name: str, value: Any) -> str:
@@ -271,7 +278,7 @@ class Written:
         if note is inspect.Signature.empty:
             return ""
         text = note if isinstance(note, str) else inspect.formatannotation(note)
-        known = vars(importlib.import_module(self.module))
+        known = names_in(self.module)
 
         def full(match: re.Match[str]) -> str:
             value = known.get(match[0])
@@ -281,7 +288,7 @@ class Written:
 
     def is_private(self, note: Any) -> bool:
         """Whether an annotation names a class of regard that callers do not meet."""
-        known = vars(importlib.import_module(self.module))
+        known = names_in(self.module)
         classes = [
             value for word in re.findall(r"\w+", str(note)) if inspect.isclass(value := known.get(word))
         ]
@@ -312,6 +319,20 @@ class Written:
         if parameter.default is not inspect.Parameter.empty:
             text += (" = " if note else "=") + _default(parameter.default)
         return text
+
+
+@functools.cache
+def names_in(module: str) -> dict[str, Any]:
+    """What annotations of a module can name: its own names, and what it imports for the type checker alone."""
+    found = importlib.import_module(module)
+    known = dict(vars(found))
+    for node in ast.walk(ast.parse(inspect.getsource(found))):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for line in node.body:
+                if isinstance(line, ast.ImportFrom) and (line.module or "").startswith("regard"):
+                    there = importlib.import_module(str(line.module))
+                    known |= {it.asname or it.name: getattr(there, it.name) for it in line.names}
+    return known
 
 
 def _default(value: Any) -> str:

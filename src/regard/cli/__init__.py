@@ -13,6 +13,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the process's own; the exit code.
 
     0: done. 1: `doctor` found an error. 2: the question was wrong. 3: an extra is missing. 4: something else failed.
+
+    >>> main(["--version"])
+    regard ...
+    0
     """
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:

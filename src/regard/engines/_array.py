@@ -19,6 +19,11 @@ class ArrayEngine:
     rest faster. Arrays must be as NumPy's are where the standard leaves room: they can be written into, are indexed by
     NumPy's integer arrays, and have `reshape` and `swapaxes`. `xp.asarray` takes NumPy's arrays; new arrays of
     `xp.zeros` and `xp.full` are float64 unless said. There are no gradients.
+
+    >>> class Mine(ArrayEngine):
+    ...     name, xp = "mine", np
+    >>> Mine().scores(np.ones((1, 1, 4)), np.ones((1, 2, 4)), scale=0.5)
+    array([[[2., 2.]]])
     """
 
     name: str = ""
