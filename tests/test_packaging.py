@@ -121,7 +121,7 @@ def test_import_takes_at_most_half_more_than_numpy(tmp_path, monkeypatch):
 HOUSE = (
     "_errors ← _types ← view, _index, _shapes, masks, scores, positions ← _views, engines ← features, _stream"
     " ← _linear, measures ← _products, _explain, _reductions ← _plan ← _matrix ← _attention"
-    " ← learn, nn, lens, plot ← explore, _models ← _survey ← cli"
+    " ← learn, nn, lens, plot ← explore ← _models ← _survey ← cli"
 )
 LAYER = {name: n for n, layer in enumerate(HOUSE.split(" ← ")) for name in layer.split(", ")}
 

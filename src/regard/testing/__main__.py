@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from regard._errors import ArgumentError, RegardError
+from regard._errors import RegardError
+from regard._models import named_function as load
 from regard.testing._conformance import SIZES, conformance
 from regard.testing._ready import READY
 
@@ -28,39 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(report.to_json() if said.json else report)
     return 0 if report.ok else 1
-
-
-def load(path: str) -> Callable[..., Any]:
-    """The function that `module:function` names; a module beside the caller is found too.
-
-    >>> load("regard:attention").__name__
-    'attention'
-    """
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ArgumentError(
-            "load", received=repr(path), expected="module:function, as in my_package.attention:forward",
-            cure="Write the module as it is imported, a colon, and the name of the function in it.",
-        )  # fmt: skip
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ArgumentError(
-            "load", received=f"{path!r} ({error})", expected="a module that can be imported",
-            cure="Start in the directory it lies in, write it without .py, and install what it imports.",
-        ) from error  # fmt: skip
-    try:
-        return functools.reduce(getattr, name.split("."), module)  # type: ignore[no-any-return]
-    except AttributeError:
-        public = ", ".join(
-            sorted(x for x, value in vars(module).items() if callable(value) and x[0] != "_")[:12]
-        )
-        raise ArgumentError(
-            "load", received=repr(path), expected=f"a function of {module_name}, which has {public or 'none'}",
-            cure="Check the name after the colon.",
-        ) from None  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
