@@ -1,6 +1,6 @@
 """What must hold of every finished survey, and the driver that faults are made in.
 
-python tests/survey_checks.py CORPUS OUT FAULT COUNT
+python tests/survey_checks.py CORPUS OUT FAULT COUNT [ENGINE]
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from survey_stub import Stub
 
@@ -30,6 +33,37 @@ PER_DOCUMENT = 6  # rows of the stub
 def run(corpus: Path, out: Path, model: Any = None, **options: Any) -> Any:
     """A survey with the stand-in for a model, or another."""
     return regard.survey(model or Stub(), corpus, out, **{**SETTINGS, **options})
+
+
+def write_corpus(folder: Path) -> Path:
+    """Forty pages of Python's own help: as text, as lines, as a table."""
+    pages = [topics[name][:2000] for name in sorted(topics)[:40]]
+    for number, page in enumerate(pages[:15]):
+        (folder / f"{number:02}.txt").write_text(page)
+    lines = "".join(json.dumps({"text": page}) + "\n" for page in pages[15:30])
+    (folder / "lines.jsonl").write_text(lines)
+    pq.write_table(pa.table({"text": pages[30:]}), folder / "table.parquet", row_group_size=3)
+    return folder
+
+
+def drive(corpus: Path, out: Path, fault: str, count: int, *engine: str, **env: str) -> Any:
+    """A driver of its own in which a fault happens."""
+    root = Path(__file__).parents[1]
+    paths = os.pathsep.join(map(str, (root / "src", root, root / "tests")))
+    command = [sys.executable, __file__, str(corpus), str(out), fault, str(count), *engine]
+    env = {**os.environ, "PYTHONPATH": paths, **env}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def finish(corpus: Path, out: Path, serial: Any) -> list[str]:
+    """Resume, see that all is there and right, resume once more, see that nothing was done. What was said, too."""
+    said: list[str] = []
+    run(corpus, out, progress=lambda progress: said.append(progress.note))
+    assert_whole(out, corpus, serial)
+    before = state(out)
+    run(corpus, out)
+    assert state(out) == before
+    return [note for note in said if note]
 
 
 def assert_whole(out: Path, corpus: Path, serial: Any, rows_each: int = PER_DOCUMENT) -> None:
@@ -140,10 +174,10 @@ DISKS = {
 FAULTS = {**KILLS, **RESUMING, **DISKS}
 
 if __name__ == "__main__":
-    corpus, out, fault, count = sys.argv[1:]
+    corpus, out, fault, count, *engine = sys.argv[1:]
     FAULTS[fault](int(count))
     try:
-        run(Path(corpus), Path(out))
+        run(Path(corpus), Path(out), **{"engine": engine[0], "workers": 2} if engine else {})
     except regard._survey.SurveyError as error:
         print(error)
         sys.exit(3)

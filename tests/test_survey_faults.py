@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow")
 
-from survey_checks import DISKS, FAULTS, KILLS, RESUMING, assert_whole, run, state
+from survey_checks import (
+    DISKS,
+    FAULTS,
+    KILLS,
+    RESUMING,
+    assert_whole,
+    drive,
+    finish,
+    run,
+    state,
+    write_corpus,
+)
 from survey_stub import Stub
 
 import regard
 from regard._survey import SurveyError
 
-ROOT = Path(__file__).parents[1]
 SHARDS = 6
 
 
@@ -29,45 +37,12 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Forty pages of Python's own help, as text, as lines, as a table."""
-    import json
-    from pydoc_data.topics import topics
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder = tmp_path_factory.mktemp("corpus")
-    pages = [topics[name][:2000] for name in sorted(topics)[:40]]
-    for number, page in enumerate(pages[:15]):
-        (folder / f"{number:02}.txt").write_text(page)
-    lines = "".join(json.dumps({"text": page}) + "\n" for page in pages[15:30])
-    (folder / "lines.jsonl").write_text(lines)
-    pq.write_table(pa.table({"text": pages[30:]}), folder / "table.parquet", row_group_size=3)
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
 def serial(corpus, tmp_path_factory):
     return run(corpus, tmp_path_factory.mktemp("serial") / "out")
-
-
-def drive(corpus: Path, out: Path, fault: str, count: int) -> subprocess.CompletedProcess[str]:
-    """A driver of its own in which a fault happens."""
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
-    command = [sys.executable, str(ROOT / "tests/survey_checks.py"), str(corpus), str(out), fault, str(count)]
-    env = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
-def finish(corpus: Path, out: Path, serial: regard._survey.Survey) -> list[str]:
-    """Resume, see that all is there and right, resume once more, see that nothing was done. What was said, too."""
-    said: list[str] = []
-    run(corpus, out, progress=lambda progress: said.append(progress.note))
-    assert_whole(out, corpus, serial)
-    before = state(out)
-    run(corpus, out)
-    assert state(out) == before
-    return [note for note in said if note]
 
 
 def test_the_serial_run_is_whole(corpus, serial):

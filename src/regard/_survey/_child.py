@@ -7,28 +7,48 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import threading
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard._errors import RegardError
+from regard._errors import ArgumentError, RegardError
 
 TRIAL = "One sentence, to see that the model runs. One sentence, to see that it runs."
 
 
+class Sealed(NamedTuple):
+    """A model as bytes, which only the process that runs it opens."""
+
+    name: str
+    data: bytes
+
+    @classmethod
+    def of(cls, model: Any) -> Sealed:
+        """Seal what `open_model` returned, or a stand-in that answers `about()` and `measure(text)` as `Model` does."""
+        own = type(getattr(model, "model", model))
+        try:
+            if own.__module__ == "__main__":
+                raise TypeError(f"its class {own.__name__} is defined in the script that runs")
+            return cls(str(getattr(model, "name", own.__name__)), pickle.dumps(model))
+        except Exception as error:  # pickle raises what it likes
+            raise ArgumentError(
+                "survey",
+                received=f"a model that cannot be sent to another process: {' '.join(str(error).split())[:200]}",
+                expected="a name, module:function, or a model that pickle takes",
+                cure="Write a function that makes it into a module, and give its name: survey('my_models:load', …).",
+            ) from None
+
+
 @dataclass(frozen=True)
 class Task:
-    """What is done with every text.
+    """What is done with every text; `model` is a name for `open_model`, or sealed."""
 
-    `model` is a name for `open_model`, or what that returns; or a stand-in that answers `about()` and `measure(text)`
-    as `Model` does.
-    """
-
-    model: Any
+    model: str | Sealed
     measures: tuple[str, ...]
     max_tokens: int
     device: str | None = None
@@ -50,9 +70,10 @@ class Model:
         from regard._models import open_model
 
         torch.set_num_threads(task.threads)
-        opened = task.model
-        if isinstance(opened, str):
-            opened = open_model(opened, trust_remote_code=task.trust_remote_code, dtype=task.dtype)
+        if isinstance(task.model, str):
+            opened = open_model(task.model, trust_remote_code=task.trust_remote_code, dtype=task.dtype)
+        else:
+            opened = pickle.loads(task.model.data)
         if task.device is not None:
             opened.model.to(task.device)
         self.opened, self.task = opened, task
@@ -153,8 +174,7 @@ def main(channel: int, parent: int) -> None:
     _first_to_die()
     connection = Connection(channel)
     try:
-        task = connection.recv()
-        model = task.model if hasattr(task.model, "measure") else Model(task)
+        model = _answering(connection.recv())
         connection.send(("ready", model.about() if connection.recv() else {}))
     except Exception as error:  # whatever keeps the model from being opened is told to whoever asked
         connection.send(("refused", said(error)))
@@ -169,6 +189,15 @@ def main(channel: int, parent: int) -> None:
         except Exception as error:  # a document may do anything; it is told, and the next one comes
             answer = ("not finite" if isinstance(error, NotFinite) else "raises", said(error))
         connection.send(answer)
+
+
+def _answering(task: Task) -> Any:
+    """Who answers: the model, or a stand-in for one."""
+    if isinstance(task.model, Sealed):
+        opened = pickle.loads(task.model.data)
+        if hasattr(opened, "measure"):
+            return opened
+    return Model(task)
 
 
 def said(error: Exception) -> str:

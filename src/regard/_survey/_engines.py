@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from regard._survey._corpus import Shard
-from regard._survey._measurer import Measurer
+from regard._survey._measurer import Measurer, python_path
 from regard._survey._shard import Work, Worker
 
 Tell = Callable[[int, int, int], None]
@@ -92,11 +93,8 @@ class Ray:
 
     def __enter__(self) -> Ray:
         if not self._ray.is_initialized():
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
             self._ours = True
-            there = os.environ.get("RAY_ADDRESS")
-            own: dict[str, Any] = {} if there else {"num_cpus": self.workers, "include_dashboard": False}
-            self._ray.init(log_to_driver=False, logging_level="error", **own)
+            start(self.workers)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -123,27 +121,56 @@ class Ray:
         """A receipt for every shard, in the order in which they are done."""
         data = self._ray.data
         items = [{"shard": shard.dumps()} for shard in shards]
-        if not items:
-            return
-        context = data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
-        receipts = data.from_items(items, override_num_blocks=len(items)).map_batches(
-            Actor,
-            fn_constructor_args=(work,),
-            batch_size=1,
-            compute=data.ActorPoolStrategy(size=self.workers),
-            **resources(work.task.device),
-        )
-        try:
-            for batch in receipts.iter_batches(batch_size=None, prefetch_batches=0):
-                for line in batch["receipt"]:
-                    receipt = json.loads(str(line))
-                    quarantined = len(receipt.get("quarantined", ()))
-                    tell(receipt.get("documents", 0), receipt.get("tokens", 0), quarantined)
-                    yield receipt
-        except self._ray.exceptions.RayTaskError as error:
-            raise getattr(error, "cause", error) from None
+        with quiet(data):
+            receipts = data.from_items(items, override_num_blocks=len(items)).map_batches(
+                Actor,
+                fn_constructor_args=(work,),
+                batch_size=1,
+                compute=data.ActorPoolStrategy(size=self.workers),
+                **resources(work.task.device),
+            )
+            try:
+                # As each comes: one that waited for the next would be lost with a driver that is killed.
+                for batch in receipts.iter_batches(batch_size=None, prefetch_batches=0):
+                    for line in batch["receipt"]:
+                        receipt = json.loads(str(line))
+                        quarantined = len(receipt.get("quarantined", ()))
+                        tell(receipt.get("documents", 0), receipt.get("tokens", 0), quarantined)
+                        yield receipt
+            except self._ray.exceptions.RayTaskError as error:
+                raise getattr(error, "cause", error) from None
+
+
+@contextlib.contextmanager
+def quiet(data: Any) -> Iterator[None]:
+    """No bars and no lines of Ray Data meanwhile: the survey has a display of its own."""
+    context, log = data.DataContext.get_current(), logging.getLogger("ray.data")
+    before = context.enable_progress_bars, context.print_on_execution_start, log.level
+    context.enable_progress_bars = context.print_on_execution_start = False
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        context.enable_progress_bars, context.print_on_execution_start = before[:2]
+        log.setLevel(before[2])
+
+
+def start(workers: int, **options: Any) -> None:
+    """Start Ray on this machine, or join the cluster that RAY_ADDRESS names, quietly; nothing is told to anyone."""
+    import ray
+
+    if "RAY_ADDRESS" not in os.environ:
+        options = {"num_cpus": workers, "include_dashboard": False, **options}
+    before = dict(os.environ)
+    # Its processes find what is found here.
+    found = {"PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.update(found)
+    try:
+        ray.init(log_to_driver=False, logging_level="error", **options)
+    finally:
+        for name in found:
+            del os.environ[name]
+            os.environ.update({name: before[name]} if name in before else {})
 
 
 class Actor:

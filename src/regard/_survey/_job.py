@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from regard._errors import ArgumentError
-from regard._survey._child import Task
+from regard._survey._child import Sealed, Task
 from regard._survey._corpus import Corpus, Shard
 from regard._survey._engines import Local, Ray
 from regard._survey._ledger import Ledger
@@ -80,6 +80,7 @@ def survey(
     except ImportError as error:
         raise ImportError("survey: pyarrow is not installed. pip install 'regard[survey]'") from error
     kinds = _kinds(measures)
+    model = str(model) if isinstance(model, str | Path) else Sealed.of(model)
     task = Task(model, kinds, max_tokens, device, threads, dtype, trust_remote_code)
     source = Corpus(str(corpus), text, label, shard, max_bytes)
     for name, value in {

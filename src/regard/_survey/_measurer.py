@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
 from typing import Any, NamedTuple
 
-from regard._errors import ArgumentError, RegardError
+from regard._errors import RegardError
 from regard._survey._child import Task
 
 
@@ -71,10 +70,9 @@ class Measurer:
     def _start(self, about: bool = False) -> dict[str, Any]:
         """Start the process anew, and what the model says of itself."""
         self.close()
-        task = _pickled(self.task)
         self._connection, theirs = Pipe()
         # As it is found here, and without what a caller's main module would do when it is imported again.
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+        env = {**os.environ, "PYTHONPATH": python_path()}
         code = f"from regard._survey._child import main; main({theirs.fileno()}, {os.getpid()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -87,7 +85,7 @@ class Measurer:
         )
         theirs.close()
         try:
-            self._connection.send_bytes(task)
+            self._connection.send(self.task)
             self._connection.send(about)
             kind, answer = self._connection.recv()
         except (EOFError, OSError):
@@ -114,16 +112,6 @@ class Measurer:
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def _pickled(task: Task) -> bytes:
-    own = type(getattr(task.model, "model", None))
-    try:
-        if own.__module__ == "__main__":
-            raise TypeError(f"its class {own.__name__} is defined in the script that runs")
-        return pickle.dumps(task)
-    except Exception as error:  # pickle raises what it likes
-        raise ArgumentError(
-            "survey",
-            received=f"a model that cannot be sent to another process: {' '.join(str(error).split())[:200]}",
-            expected="a name, module:function, or a model that pickle takes",
-            cure="Write a function that makes it into a module, and give its name: survey('my_models:load', …).",
-        ) from None
+def python_path() -> str:
+    """Where this process finds modules, for another one."""
+    return os.pathsep.join(each or os.getcwd() for each in sys.path)
