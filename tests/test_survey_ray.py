@@ -12,7 +12,6 @@ pytest.importorskip("ray")
 import ray
 from survey_checks import assert_whole, drive, finish, run, state, write_corpus
 
-import regard
 from regard._survey import SurveyError
 from regard._survey._engines import start
 
@@ -56,7 +55,7 @@ def test_two_workers_of_ray_and_the_laptop_write_the_same_rows(corpus, tmp_path)
     assert rays.documents == 40 and rays.complete
     assert_whole(tmp_path / "ray", corpus, ours, rows_each=sum(ours.settings["heads"]))
     assert [file.read_bytes() for file in ours.files] == [file.read_bytes() for file in rays.files]
-    assert set(seen) == set(range(7)) - {0}  # each was committed when it came
+    assert set(range(1, 7)) <= set(seen)  # each was committed when it came
     # What one engine began, the other finds finished.
     before = state(tmp_path / "ray")
     run(corpus, tmp_path / "ray", **options)
@@ -91,8 +90,3 @@ def test_a_killed_driver_of_ray_is_resumed_without_it(fault, seed, cluster, corp
 def test_a_model_that_cannot_run_is_told_as_the_laptop_tells_it(corpus, tmp_path):
     with pytest.raises(SurveyError, match="these weights are nowhere"):
         run(corpus, tmp_path / "out", engine="ray", model="survey_models:broken")
-
-
-def test_an_unknown_engine_is_refused(corpus, tmp_path):
-    with pytest.raises(regard.ArgumentError, match="'local' or 'ray'"):
-        run(corpus, tmp_path / "out", engine="spark")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 
@@ -11,6 +12,11 @@ class RegardError(Exception):
     def __init__(self, operation: str, *, received: str, expected: str, cure: str) -> None:
         self.operation, self.received, self.expected, self.cure = operation, received, expected, cure
         super().__init__(f"{operation}: received {received}; expected {expected}. {cure}")
+
+    def __reduce__(self) -> Any:
+        """Its parts, so that it comes whole out of another process."""
+        parts = {"received": self.received, "expected": self.expected, "cure": self.cure}
+        return partial(type(self), **parts), (self.operation,)
 
 
 class ArgumentError(RegardError, ValueError):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from regard._survey._corpus import Shard
-from regard._survey._measurer import Measurer, python_path
+from regard._survey._measurer import Measurer, SurveyError, python_path
 from regard._survey._shard import Work, Worker
 
 Tell = Callable[[int, int, int], None]
@@ -104,41 +104,43 @@ class Ray:
     def about(self, measurer: Measurer) -> dict[str, Any]:
         """What the model is, told by a machine that would run it."""
 
-        def ask(task: Any, timeout: float) -> dict[str, Any]:
+        def ask(task: Any, timeout: float) -> Any:
             own = Measurer(task, timeout)
             try:
                 return own.about()
+            except SurveyError as error:
+                return error
             finally:
                 own.close()
 
         remote = self._ray.remote(max_retries=0, **resources(measurer.task.device))(ask)
-        try:
-            return dict(self._ray.get(remote.remote(measurer.task, measurer.timeout)))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+        about = self._ray.get(remote.remote(measurer.task, measurer.timeout))
+        if isinstance(about, SurveyError):
+            raise about
+        return dict(about)
 
     def run(self, work: Work, shards: Iterator[Shard], tell: Tell) -> Iterator[dict[str, Any]]:
         """A receipt for every shard, in the order in which they are done."""
-        data = self._ray.data
+        ray_data = self._ray.data
         items = [{"shard": shard.dumps()} for shard in shards]
-        with quiet(data):
-            receipts = data.from_items(items, override_num_blocks=len(items)).map_batches(
+        with quiet(ray_data):
+            receipts = ray_data.from_items(items, override_num_blocks=len(items)).map_batches(
                 Actor,
                 fn_constructor_args=(work,),
                 batch_size=1,
-                compute=data.ActorPoolStrategy(size=self.workers),
+                compute=ray_data.ActorPoolStrategy(size=self.workers),
                 **resources(work.task.device),
             )
-            try:
-                # As each comes: one that waited for the next would be lost with a driver that is killed.
-                for batch in receipts.iter_batches(batch_size=None, prefetch_batches=0):
-                    for line in batch["receipt"]:
-                        receipt = json.loads(str(line))
-                        quarantined = len(receipt.get("quarantined", ()))
-                        tell(receipt.get("documents", 0), receipt.get("tokens", 0), quarantined)
-                        yield receipt
-            except self._ray.exceptions.RayTaskError as error:
-                raise getattr(error, "cause", error) from None
+            # As each comes: one that waited for the next would be lost with a driver that is killed.
+            for batch in receipts.iter_batches(batch_size=None, prefetch_batches=0):
+                for data in batch["receipt"]:
+                    receipt = pickle.loads(data)
+                    tell(
+                        receipt.get("documents", 0),
+                        receipt.get("tokens", 0),
+                        len(receipt.get("quarantined", ())),
+                    )
+                    yield receipt
 
 
 @contextlib.contextmanager
@@ -181,7 +183,7 @@ class Actor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         done = [self.worker(Shard.loads(str(line))) for line in batch["shard"]]
-        return {"receipt": [json.dumps(receipt) for receipt in done]}
+        return {"receipt": [pickle.dumps(receipt) for receipt in done]}
 
 
 def resources(device: str | None) -> dict[str, float]:

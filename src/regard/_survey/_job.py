@@ -16,10 +16,10 @@ from regard._survey._child import Sealed, Task
 from regard._survey._corpus import Corpus, Shard
 from regard._survey._engines import Local, Ray
 from regard._survey._ledger import Ledger
-from regard._survey._measurer import Measurer, SurveyError
+from regard._survey._measurer import Measurer
 from regard._survey._opened import Survey, open_survey
 from regard._survey._schema import KINDS, VERSION, widths
-from regard._survey._shard import Work
+from regard._survey._shard import Work, unwritten
 
 log = logging.getLogger("regard.survey")
 
@@ -140,27 +140,18 @@ def _run(task: Task, corpus: Corpus, out: Path, engine: Any, timeout: float, pro
         committed.clear()
         work = Work(task, corpus, str(out), ledger.run, columns, timeout, about)
         for receipt in engine.run(work, _left(corpus, done), count.tell) if len(done) < total else ():
-            if "failed" in receipt:
-                raise _stopped(receipt["shard"], receipt["failed"])
+            if "error" in receipt:
+                raise receipt["error"]
             if receipt["shard"] in done:  # an engine that started it again after all
                 ledger.discard(receipt)
                 continue
             try:
                 ledger.commit(receipt)
             except OSError as error:
-                raise _stopped(receipt["shard"], str(error)) from error
+                raise unwritten(receipt["shard"], error) from error
             done.add(receipt["shard"])
             count.shard()
     return open_survey(out)
-
-
-def _stopped(shard: int, why: str) -> SurveyError:
-    return SurveyError(
-        "survey",
-        received=f"shard {shard}, which could not be written: {why}",
-        expected="a directory that can be written to",
-        cure="Make room, then run the same again: what is committed stays.",
-    )
 
 
 def _left(corpus: Corpus, done: set[int]) -> Iterator[Shard]:

@@ -36,8 +36,8 @@ class Work:
 class Worker:
     """Takes shards, gives receipts; a receipt's file is complete and on the disk, but nobody has committed it.
 
-    It is the same for every engine. A receipt with `failed` says what of this machine stood in the way: a full disk is
-    no fault of any document, and stops the run.
+    It is the same for every engine. A receipt may hold an `error` instead, which stops the run: a full disk, or a model
+    that does not run on this machine, is no fault of any document.
     """
 
     def __init__(self, work: Work, measurer: Measurer | None = None) -> None:
@@ -50,8 +50,10 @@ class Worker:
                 self._compare(self.measurer.about())
                 self._known = True
             return self._made(shard, tell or (lambda *_: None))
+        except SurveyError as error:
+            return {"shard": shard.number, "error": error}
         except OSError as error:
-            return {"shard": shard.number, "failed": f"{type(error).__name__}: {error}"}
+            return {"shard": shard.number, "error": unwritten(shard.number, error)}
 
     def close(self) -> None:
         """End the model's process."""
@@ -123,6 +125,16 @@ class Worker:
                 expected="one run at a time",
                 cure="Nothing is lost: that run goes on.",
             )
+
+
+def unwritten(shard: int, error: OSError) -> SurveyError:
+    """The error where a shard finds no place."""
+    return SurveyError(
+        "survey",
+        received=f"shard {shard}, which could not be written: {error}",
+        expected="a directory that can be written to",
+        cure="Make room, then run the same again: what is committed stays.",
+    )
 
 
 class Writer:
