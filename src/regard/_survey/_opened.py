@@ -117,7 +117,7 @@ class Survey:
         for name, mean in means.items():
             result = mean.result()
             if result.shape[1] == 1:
-                table[name] = pa.array(result[:, 0], from_pandas=True)
+                table[name] = pa.array(result[:, 0], mask=result[:, 0] != result[:, 0])
             else:
                 table[name] = pa.FixedSizeListArray.from_arrays(pa.array(result.reshape(-1)), result.shape[1])
         return pa.table(table)

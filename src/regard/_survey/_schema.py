@@ -99,11 +99,12 @@ def batch_of(rows: Mapping[str, Any], document: str, label: str | None, schema: 
         column = given[field.name] if field.name in given else rows[field.name]
         if pa.types.is_fixed_size_list(field.type):
             # NaN says that there is nothing to tell, which is null here.
-            missing = pa.array(column[:, 0] != column[:, 0])
-            flat = pa.array(column.reshape(-1), pa.float32())
+            flat, missing = pa.array(column.reshape(-1)), pa.array(column[:, 0] != column[:, 0])
             arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size, mask=missing))
+        elif pa.types.is_floating(field.type):
+            arrays.append(pa.array(column, mask=column != column))
         else:
-            arrays.append(pa.array(column, field.type, from_pandas=True))
+            arrays.append(pa.array(column, field.type))
     return pa.record_batch(arrays, schema=schema)
 
 

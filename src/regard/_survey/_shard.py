@@ -153,6 +153,7 @@ class Writer:
             write_statistics=["document", "layer"],
         )
         self._held: list[Any] = []
+        self._rows = 0
         self._schema = schema
 
     def __enter__(self) -> Writer:
@@ -161,7 +162,8 @@ class Writer:
     def write(self, batch: Any) -> None:
         """Take a batch; it may wait for others."""
         self._held.append(batch)
-        if sum(map(len, self._held)) >= HELD:
+        self._rows += len(batch)
+        if self._rows >= HELD:
             self._flush()
 
     def _flush(self) -> None:
@@ -170,6 +172,7 @@ class Writer:
         if self._held:
             self._writer.write_table(pa.Table.from_batches(self._held, self._schema))
             self._held.clear()
+            self._rows = 0
 
     def finish(self, about: dict[str, str]) -> None:
         """The last rows, the footer, and all of it on the disk."""
