@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 import zlib
 from pathlib import Path
@@ -51,10 +52,14 @@ class Stub:
 
 
 def suffer(text: str) -> None:
-    """What a document that begins with POISON does; with a path as its last word, only if nothing is there yet."""
+    """What a document that begins with POISON does; with a path as its last word, only if nothing is there yet.
+
+    `kill-worker` kills who started this process, so many milliseconds after it answered.
+    """
     if not text.startswith("POISON"):
         return
     _, what, *once = text.split()
+    wait = int(once.pop(0)) / 1000 if what == "kill-worker" else 0.0
     if once:
         if Path(once[0]).exists():
             return
@@ -68,5 +73,5 @@ def suffer(text: str) -> None:
     if what == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     if what == "kill-worker":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(3600)
+        subprocess.Popen(["sh", "-c", f"sleep {wait}; kill -9 {os.getppid()}"], start_new_session=True)
+        time.sleep(0.0 if wait else 3600)

@@ -18,6 +18,8 @@ from regard._survey._schema import batch_of, footer, schema_of
 
 # Rows that are held before they are written.
 HELD = 1 << 15
+# Workers that may be lost at one document: machines are lost by chance, too.
+LOST = 3
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,15 @@ class Worker:
 
     def _made(self, shard: Shard, tell: Callable[[int, int, int], None]) -> dict[str, Any]:
         work = self.work
-        path = Path(work.out) / f"{name_of(shard.number)}.tmp-{secrets.token_hex(4)}"
+        path = Path(work.out) / f"{name_of(shard.number)}.tmp-{work.run}-{secrets.token_hex(4)}"
         schema, ids, measured = schema_of(work.widths), hashlib.sha256(), []
         quarantined: list[dict[str, str]] = []
         tokens = rows = 0
         try:
-            with Writer(path, schema) as writer:
+            with Trail(path, work.run) as trail, Writer(path, schema) as writer:
                 for document in work.corpus.documents(shard):
                     ids.update(f"{document.id}\n".encode())
-                    found = self._rows(document)
+                    found = trail.lost(document.id) or self._rows(document)
                     if isinstance(found, Refused):
                         quarantined.append({"document": document.id, **found._asdict()})
                         tell(0, 0, 1)
@@ -125,6 +127,40 @@ class Worker:
                 expected="one run at a time",
                 cure="Nothing is lost: that run goes on.",
             )
+
+
+class Trail:
+    """Which document a worker is at, beside its file, for whoever starts the shard again when that worker is gone.
+
+    A document may take its worker along rather than its own process: a machine that runs out of memory kills whom it
+    likes. Where `LOST` workers of this run were last seen at the same document, it is not tried again.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        shard = path.name.split(".tmp-")[0]
+        self._before: list[str] = []
+        for each in path.parent.glob(f"{shard}.tmp-{run}-*.at"):
+            with contextlib.suppress(OSError):
+                self._before.append(each.read_text().strip())
+        self._path = path.with_name(f"{path.name}.at")
+
+    def __enter__(self) -> Trail:
+        self._file = open(self._path, "w")
+        return self
+
+    def lost(self, document: str) -> Refused | None:
+        """Note that this document is next; refuse it if it was the end of others."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(document)
+        self._file.flush()
+        if self._before.count(document) >= LOST:
+            return Refused("kills", f"{LOST} workers were lost while they measured it")
+        return None
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
 
 
 def unwritten(shard: int, error: OSError) -> SurveyError:
