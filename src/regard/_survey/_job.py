@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -100,7 +101,15 @@ def survey(
             expected=" or ".join(map(repr, ENGINES)),
             cure='"local" needs nothing but this machine.',
         )
-    return _run(task, source, Path(out).expanduser().absolute(), ENGINES[engine](workers), timeout, progress)
+    folder = Path(out).expanduser().absolute()
+    if source.holds(folder):
+        raise ArgumentError(
+            "survey",
+            received=f"out {str(out)!r} inside the corpus {str(corpus)!r}",
+            expected="a directory whose files are not taken for documents",
+            cure="Write elsewhere, or give a pattern for the documents: 'texts/*.txt'.",
+        )
+    return _run(task, source, folder, ENGINES[engine](workers), timeout, progress)
 
 
 ENGINES: dict[str, Callable[[int], Any]] = {"local": Local, "ray": Ray}
@@ -134,24 +143,32 @@ def _run(task: Task, corpus: Corpus, out: Path, engine: Any, timeout: float, pro
         )
         committed, notes = ledger.recover()
         count = Count(committed.values(), total, progress)
-        for note in notes:
+        for note in [*about["notes"], *notes]:
             count.say(note)
         done = set(committed)
         committed.clear()
         work = Work(task, corpus, str(out), ledger.run, columns, timeout, about)
-        for receipt in engine.run(work, _left(corpus, done), count.tell) if len(done) < total else ():
-            if "error" in receipt:
-                raise receipt["error"]
-            if receipt["shard"] in done:  # an engine that started it again after all
-                ledger.discard(receipt)
-                continue
-            try:
-                ledger.commit(receipt)
-            except OSError as error:
-                raise unwritten(receipt["shard"], error) from error
-            done.add(receipt["shard"])
-            count.shard()
+        if len(done) < total:
+            # Closed whatever happens, so that nobody writes while the ledger is being put away.
+            with closing(engine.run(work, _left(corpus, done), count.tell)) as receipts:
+                for receipt in receipts:
+                    _take(receipt, ledger, done, count)
     return open_survey(out)
+
+
+def _take(receipt: dict[str, Any], ledger: Ledger, done: set[int], count: Count) -> None:
+    """Commit what a worker wrote, unless it is there already: an engine may start a shard again that was done."""
+    if "error" in receipt:
+        raise receipt["error"]
+    if receipt["shard"] in done:
+        ledger.discard(receipt)
+        return
+    try:
+        ledger.commit(receipt)
+    except OSError as error:
+        raise unwritten(receipt["shard"], error) from error
+    done.add(receipt["shard"])
+    count.shard()
 
 
 def _left(corpus: Corpus, done: set[int]) -> Iterator[Shard]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from regard._errors import ArgumentError
 from regard._survey._ledger import MANIFEST, SETTINGS, read_manifest
-from regard._survey._schema import VERSION
+from regard._survey._schema import VERSION, schema_of
 from regard._survey._shard import sha256_of
 
 
@@ -52,12 +52,13 @@ class Survey:
 
     @cached_property
     def dataset(self) -> Any:
-        """A `pyarrow.dataset.Dataset` of the rows, in the order of the corpus; its columns are told by `schema`."""
+        """A `pyarrow.dataset.Dataset` of the rows, in the order of the corpus; its columns are told in `_schema`."""
         from pyarrow import dataset
 
-        from regard._survey._schema import schema_of
-
-        return dataset.dataset([str(path) for path in self.files], schema=schema_of(self._widths))
+        schema = schema_of(self._widths)
+        if not self._committed:
+            return dataset.dataset(schema.empty_table())
+        return dataset.dataset([str(path) for path in self.files], schema=schema)
 
     @property
     def _widths(self) -> dict[str, int]:
