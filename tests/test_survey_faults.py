@@ -33,7 +33,7 @@ from regard._survey._engines import Local
 from regard._survey._schema import KINDS, widths
 from regard._survey._shard import Work, Worker
 
-SHARDS = 6
+SHARDS = 8
 
 
 def pytest_generate_tests(metafunc):
