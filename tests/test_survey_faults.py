@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from regard._survey._engines import Local
 from regard._survey._schema import KINDS, widths
 from regard._survey._shard import Work, Worker
 
-SHARDS = 6
+SHARDS = 8
 
 
 def pytest_generate_tests(metafunc):
@@ -227,7 +228,7 @@ def test_a_worker_that_outlived_its_driver_writes_nothing(corpus, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path):
+def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path, monkeypatch):
     class Enough(Exception):
         pass
 
@@ -235,10 +236,19 @@ def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path):
         if progress.shards == 2:
             raise Enough
 
+    started = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            started.append(self)
+
+    monkeypatch.setattr("regard._survey._measurer.subprocess.Popen", Noted)
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(Enough):
         run(corpus, tmp_path / "out", workers=2, progress=stop)
     assert {thread.name for thread in threading.enumerate()} <= before
+    assert len(started) >= 2 and all(process.poll() is not None for process in started)
     assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
     assert regard.open_survey(tmp_path / "out").documents >= 10
 
