@@ -135,7 +135,9 @@ _SIDES = {True: "left", False: "right"}
 
 def _whole(*parts: str) -> str:
     # A table that is wider than the page scrolls in its own box, which the keyboard can reach.
-    return f'<div class="regard" tabindex="0" style="line-height: 1.4; overflow-x: auto">{"".join(parts)}</div>'
+    return (
+        f'<div class="regard" tabindex="0" style="line-height: 1.4; overflow-x: auto">{"".join(parts)}</div>'
+    )
 
 
 def _text(words: str, most: int = LETTERS) -> str:
