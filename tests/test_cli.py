@@ -7,6 +7,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,17 @@ def test_help_is_short_and_tells_the_exit_codes(run):
     for command in ("explain", "explore", "look", "doctor", "heads", "profile"):
         own, _ = run(command, "-h")
         assert f"For example: regard {command}" in own and "--json" in own
+
+
+def test_every_command_in_the_docs_is_one(run):
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    lines = [line.split("#")[0].split("|")[-1 if "| regard" in line else 0] for line in page.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.lstrip().startswith("regard ")]
+    assert len(commands) > 10
+    for _, command, *rest in commands:
+        words, _ = run(command, "--help")
+        for option in (each for each in rest if each.startswith("-") and each != "-"):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", words), f"{command} {option}"
 
 
 def test_version(run):
@@ -160,6 +173,13 @@ def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
         "bytes": written.stat().st_size,
     }
     assert opened == [(tmp_path / "own.html").as_uri()]
+
+
+def test_a_terminal_may_know_few_letters(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "regard", "explore", "cost", "-o", tmp_path / "\u00e9\x1b[1m.html"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and r"?\x1b[1m.html" in done.stdout
 
 
 def test_explore_takes_a_file(run, tmp_path):

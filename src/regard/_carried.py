@@ -220,9 +220,11 @@ def _bounds(problem: Problem, query: Side, key: Side) -> Error:
 
     A score moves by scale · (q·δk + δq·k′), and what moves all scores of a row alike cancels in the softmax; so keys
     count by their distance from a common centre. Where no score of a row moves by more than Δ, a weight changes by a
-    factor of at most exp(2Δ), and by at most tanh(Δ / 2). The rounding of products in the arithmetic is added to Δ.
+    factor of at most exp(2Δ), and by at most tanh(Δ / 2). What the arithmetic rounds in products, exponentials and
+    sums is added to Δ.
     """
-    precision = (problem.query.shape[-1] + 8) * float(np.finfo(_wide(problem)).eps)
+    precision = float(np.finfo(_wide(problem)).eps)
+    terms = problem.query.shape[-1] + 8
     worst, exact = 0.0, True
     for i, j in zip(query.of, key.of, strict=True):
         q, dq, _ = query.lengths[i]
@@ -231,7 +233,8 @@ def _bounds(problem: Problem, query: Side, key: Side) -> Error:
             continue
         rounding = q * dk.max() + dq * away.max()
         exact = exact and not rounding.any()
-        worst = max(worst, abs(problem.scale) * float((rounding + precision * q * k.max()).max()))
+        moved = abs(problem.scale) * (rounding + terms * precision * q * k.max())
+        worst = max(worst, float(moved.max()) + 8 * precision)
     with np.errstate(over="ignore"):
         return Error(float(np.expm1(2 * worst)), math.tanh(worst / 2), 0.0, 0.0, 0, exact)
 

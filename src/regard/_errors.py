@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 
@@ -25,6 +26,11 @@ class RegardError(Exception):
     def page(self) -> str:
         """Where the site lists the errors of this operation: `reference/errors.html#seen-find`."""
         return f"reference/errors.html#{anchor(self.operation)}"
+
+    def __reduce__(self) -> Any:
+        """Its parts, so that it comes whole out of another process."""
+        parts = {"received": self.received, "expected": self.expected, "cure": self.cure}
+        return partial(type(self), **parts), (self.operation,)
 
 
 class ArgumentError(RegardError, ValueError):

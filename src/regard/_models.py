@@ -270,9 +270,10 @@ def _of_transformers(name: str, where: str, trust: bool, dtype: str, *, local: b
     hf = _needed("transformers", "hf")
     asked = {"trust_remote_code": trust, "local_files_only": local}
     with _quiet(hf):
-        with _one_line(name, local):
+        with _one_line(name):
             config = hf.AutoConfig.from_pretrained(where, **asked)
             kind = _class_of(hf, config, trust)
+        with _one_line(name, weights=True):
             model, told = kind.from_pretrained(
                 where, config=config, dtype="auto" if dtype == "stored" else dtype,
                 use_safetensors=True, output_loading_info=True, **asked,
@@ -302,25 +303,27 @@ def _class_of(hf: Any, config: Any, trust: bool) -> Any:
 
 
 @contextmanager
-def _one_line(name: str, local: bool) -> Iterator[None]:
+def _one_line(name: str, weights: bool = False) -> Iterator[None]:
     """What transformers says in many lines, said in one, with what to do."""
     try:
         yield
     except Exception as error:  # a broken file fails in as many ways as there are readers
         said, why = str(error), _first_line(error)
+        on_hub = isinstance(error, OSError) and not Path(name).expanduser().is_dir()
         expected, cure = "a model that transformers can open", "Check the folder, or the name on the hub."
         if "trust_remote_code" in said:
             why, expected = (
                 "it brings code of its own, which would run here",
                 "a model of transformers' own classes",
             )
-            cure = "If you have read that code and trust it, ask for it by name: --trust-remote-code."
-        elif "safetensors" in said and not Path(name).expanduser().is_dir():
-            why, expected = "it has no *.safetensors", "weights that can be read without running code"
+            cure = "If you have read that code and trust it: --trust-remote-code, or trust_remote_code=True."
+        elif on_hub and weights:
+            why, expected = (
+                "no *.safetensors of it are to be had",
+                "weights that are read without running code",
+            )
             cure = "Take a copy that has them, or convert it once where you trust it: model.save_pretrained(folder)."
-        elif not Path(name).expanduser().is_dir() and (
-            "connect" in said or "cache" in said or "offline" in said
-        ):
+        elif on_hub and ("connect" in said or "cache" in said or "offline" in said):
             why, expected = "it is not in the cache, and the hub cannot be reached", "a model that is at hand"
             cure = "Fetch it once with a network, or give a folder with config.json and *.safetensors."
         raise ArgumentError(_OPEN, received=f"{name!r} ({why})", expected=expected, cure=cure) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from regard._carried import carried
 from regard._errors import ArgumentError
 from regard.view.html import Page, page
@@ -28,10 +30,11 @@ def deep_map(
             cure="An empty matrix has nothing to show.",
         )
     names = _names(tokens, keys, "tokens", "key")
-    if query_tokens is None and names is not None and problem.frame.q_len == keys:
-        queries: list[str] | None = [names[i] for i in problem.positions]
-    else:
-        queries = _names(query_tokens, rows, "query_tokens", "query")
+    queries = _names(query_tokens, rows, "query_tokens", "query")
+    if queries is None and names is not None and problem.frame.q_len == keys:
+        queries = [names[i] for i in problem.positions]
+    if queries is None and (problem.positions != np.arange(rows)).any():
+        queries = [f"query {i}" for i in problem.positions]  # the rows of a part do not tell it
     made = carried(matrix, "page")
     (overview,) = made.overviews(EDGE)
     words = f"{rows:,} × {keys:,} weights of one attention head; query and key of {problem.query.shape[-1]} entries"

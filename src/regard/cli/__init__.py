@@ -24,4 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     from regard.cli._app import run
 
-    return run(sys.argv[1:] if arguments is None else list(arguments))
+    if arguments is not None:
+        return run(list(arguments))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that knows no · or █ shows a ?
+            stream.reconfigure(errors="replace")
+    return run(sys.argv[1:])

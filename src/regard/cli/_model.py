@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text as Line
-
 from regard._errors import ArgumentError
 from regard._models import Opened, Text, open_model
 from regard.cli._files import text_of
-from regard.cli._out import NUMBER, Out
+from regard.cli._out import NUMBER, Out, styled
 from regard.cli._show import written
 from regard.view.text import printable
 
@@ -65,7 +63,9 @@ def look(out: Out, asked: Asked, output: Path, show: bool) -> int:
     """Write the page of a model on a text."""
     ran = _run(out, asked, "look")
     with out.busy("Making the page"):
-        page = ran.seen.page(ran.text.tokens, title=f"{asked.model} on {len(ran.text):,} tokens")
+        # A page is mailed: of a folder's path it tells the end only.
+        name = "/".join(Path(asked.model).parts[-2:]).strip("/")
+        page = ran.seen.page(ran.text.tokens, title=f"{printable(name)} on {len(ran.text):,} tokens")
     written(out, page, output, show, ran.record)
     return 0
 
@@ -87,9 +87,9 @@ def doctor(out: Out, asked: Asked) -> int:
         out.say()
         head, *rest = block.split("\n")
         severity, _, words = head.partition(": ")
-        out.say(Line.assemble((f"{severity}: ", COLOURS[finding.severity]), (printable(words), "bold")))
+        out.say(styled((f"{severity}: ", COLOURS[finding.severity]), (words, "bold")))
         for line in rest:
-            out.say(Line.assemble((printable(line[:12]), "dim"), printable(line[12:])))
+            out.say(styled((line[:12], "dim"), line[12:]))
     return 1 if errors else 0
 
 
@@ -162,8 +162,8 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
         f" (stored as {about['stored']})" if about.get("stored", about["dtype"]) != about["dtype"] else ""
     )
     out.aside(
-        Line.assemble(
-            (printable(asked.model), "bold"),
+        styled(
+            (asked.model, "bold"),
             f": {about['class']}, {about['parameters']:,} parameters, {about['dtype']}{stored}; ",
             (f"{len(text):,}", NUMBER), " tokens, ", (f"{len(seen):,}", NUMBER), " layers, ",
             (f"{count:,}", NUMBER), f" heads, {seconds:.1f} s",

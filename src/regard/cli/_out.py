@@ -131,6 +131,12 @@ def _console(stderr: bool = False) -> Console:
     return console
 
 
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """One line of texts, each with its style or without; what is not printable is escaped."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((printable(text), style) for text, style in pairs))
+
+
 def _lines(text: str) -> str:
     """Text of several lines, everything else that is not printable escaped."""
     return "\n".join(map(printable, text.split("\n")))
@@ -138,9 +144,9 @@ def _lines(text: str) -> str:
 
 def fail(command: str, words: str) -> None:
     """The one line of an error."""
-    said = printable(" ".join(words.split()))
+    said = " ".join(words.split())
     _console(stderr=True).print(
-        Text.assemble((f"{command}: ", "bold red"), said),
+        styled((f"{command}: ", "bold red"), said),
         soft_wrap=True,
         no_wrap=True,
         overflow="ignore",

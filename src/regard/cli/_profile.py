@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.text import Text
 
 from regard._attention import attention
 from regard._errors import ArgumentError
-from regard.cli._out import NUMBER, Out
+from regard.cli._out import NUMBER, Out, styled
 from regard.cli._out import size as in_bytes
 from regard.learn.cost import fitted_exponent
 from regard.masks import Mask, causal, document, padding, sliding_window
@@ -70,7 +69,7 @@ def profile(out: Out, sizes: list[Size], rounds: int) -> int:
         _print(out, each, record, machine)
     growth = _growth(records)
     for name, exponent in growth.items():
-        out.say(Text.assemble(f"{name} grows as ", (f"n^{exponent:.2f}", NUMBER)))
+        out.say(styled(f"{name} grows as ", (f"n^{exponent:.2f}", NUMBER)))
     out.record({"machine": machine, "rounds": rounds, "sizes": records, "grows_as": growth})
     return 0
 
@@ -289,7 +288,7 @@ def _print(out: Out, size: Size, record: dict[str, Any], machine: dict[str, Any]
     shape = f"batch {size.batch}, heads {heads}, {size.q_len:,} × {size.kv_len:,}, head_dim {size.head_dim}"
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     rest = f", {size.dtype}, mask {size.mask}; torch {machine['torch']}, {threads}"
-    out.say(Text.assemble((shape, "bold"), rest))
+    out.say(styled((shape, "bold"), rest))
     out.say(
         f"If it were stored, the matrix would take {in_bytes(record['matrix_bytes'])}; "
         f"{record['seen']:.1%} of its pairs are seen."

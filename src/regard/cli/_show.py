@@ -11,7 +11,7 @@ from rich.text import Text
 from regard._attention import attention
 from regard._errors import ArgumentError
 from regard.cli._files import matrices, one_head
-from regard.cli._out import NUMBER, Out, size
+from regard.cli._out import NUMBER, Out, size, styled
 from regard.learn.examples import cat
 from regard.masks import causal as causal_mask
 from regard.view.html import Page
@@ -78,7 +78,7 @@ def written(out: Out, page: Page, output: Path, show: bool, record: dict[str, An
     page.save(output)
     bytes_written = output.stat().st_size
     out.record(record | {"title": page.title, "page": str(output), "bytes": bytes_written})
-    out.say(Text.assemble((page.title, "bold"), f": {output}, ", (size(bytes_written), NUMBER)))
+    out.say(styled((page.title, "bold"), f": {output}, ", (size(bytes_written), NUMBER)))
     if show:
         import webbrowser
 
@@ -116,7 +116,7 @@ def _position(query: str, tokens: list[str] | None, shape: tuple[int, ...]) -> i
 
 def _coloured(line: str) -> Text:
     """A line of the explanation: steps bold, bars in colour, what is hidden dim."""
-    text = Text(line)
+    text = styled(line)
     if line[:1].isdigit() or line.startswith("How "):
         text.stylize("bold")
     text.highlight_regex("█+", NUMBER)

@@ -13,6 +13,7 @@ from regard.lens._call import Call
 from regard.lens._finding import Findings
 from regard.lens._hints import Hints
 from regard.lens._table import Table
+from regard.view.html import Page
 
 
 class Asked(Mapping[str, AttentionMatrix]):
@@ -149,3 +150,50 @@ class Asked(Mapping[str, AttentionMatrix]):
         from regard.lens._diagnose import diagnose
 
         return diagnose(self._each(), self._hints, self._runs, self._missed, tokens, attention_mask, causal)
+
+    def page(
+        self,
+        tokens: Any = None,
+        *,
+        key_tokens: Any = None,
+        batch: int = 0,
+        layers: str | Sequence[str] | None = None,
+        heads: Sequence[int] | None = None,
+        findings: Findings | None = None,
+        title: str | None = None,
+        max_bytes: int = 40_000_000,
+    ) -> Page:
+        """A page with every head of the model, one HTML file that needs no server and no network.
+
+        All heads stand as small maps, in the order of the layers or of any measure of `seen.heads`. One that is
+        opened shows every weight: as a map with its tokens, for short texts as lines too, and the largest weights of
+        the row that is pointed at. A search tells which head looks from one token to another, as `seen.find` does;
+        what `seen.diagnose` finds stands at its heads. The address keeps what is looked at.
+
+        `tokens` name queries and keys, `key_tokens` the keys of attention to another sequence; `batch` chooses the
+        entry that is shown. The page carries queries and keys in half precision and works out the weights itself; it
+        says by how much they may differ. Heads are carried until the file has `max_bytes`; those left over keep
+        their map and measures, and the page says so. `layers` (names or patterns with `*`) and `heads` choose some.
+        `findings` are those of `seen.diagnose(tokens)` unless given.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as seen:
+        ...     _ = layer(torch.zeros(1, 3, 8))
+        >>> seen.page(["the", "cat", "it"])
+        <page "Where every head looks", ... kB: save(path) writes it>
+        """
+        from regard.lens._page import model_page
+
+        found = self.diagnose(tokens) if findings is None else findings
+        return model_page(
+            self._each(),
+            found,
+            tokens=tokens,
+            key_tokens=key_tokens,
+            batch=batch,
+            chosen=layers,
+            heads=heads,
+            title=title,
+            max_bytes=max_bytes,
+        )

@@ -41,6 +41,20 @@ class Finding:
         """Plain values, for JSON or a data frame."""
         return asdict(self)
 
+    @property
+    def where(self) -> str:
+        """Its place in words: layer, module, heads, rows and batch entries."""
+        where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
+        for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
+            if numbers:
+                where.append(_plural(word, numbers))
+        return ", ".join(where)
+
+    @property
+    def told(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
+
     def __str__(self) -> str:
         lines = _filled(f"{self.severity}: {self.kind}. {self.what}", "", "  ")
         for word, text in self._lines().items():
@@ -59,13 +73,8 @@ class Finding:
 
     def _lines(self) -> dict[str, str]:
         """Where, on what evidence, and the cure."""
-        where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
-        for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
-            if numbers:
-                where.append(_plural(word, numbers))
-        evidence = ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
-        found = {"evidence": evidence} if evidence else {}
-        return {"where": ", ".join(where), **found, "cure": self.cure}
+        lines = {"where": self.where, "evidence": self.told, "cure": self.cure}
+        return {word: text for word, text in lines.items() if text}
 
 
 class Findings(list[Finding]):

@@ -39,7 +39,7 @@ def heads(
         lengths.add(kv_len)
         own = None if given is None else fitting(given, math.prod(lead[:-1]), kv_len)
         fits = fits or own is not None
-        columns = measured(call, own, windows, copies)
+        columns, _ = measured(call, own, windows, copies)
         if given is not None and own is None:
             nothing = np.full(len(columns["entropy"]), np.nan)
             columns |= {"duplicate": nothing, "induction": nothing}
@@ -52,15 +52,22 @@ def heads(
 
 
 def measured(
-    call: Call, tokens: list[list[Any]] | None, windows: Sequence[int], copies: dict[Any, Any]
-) -> dict[str, Any]:
-    """Columns of one number for each head, means over the rows of all batch entries that are no padding."""
+    call: Call,
+    tokens: list[list[Any]] | None,
+    windows: Sequence[int],
+    copies: dict[Any, Any],
+    **also: Measure,
+) -> tuple[dict[str, Any], Any]:
+    """Columns of one number for each head, means over the rows of all batch entries that are no padding.
+
+    Beside them, what the measures made that share the pass, `also` among them; None of a matrix without entries.
+    """
     positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
     order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
     order += [] if tokens is None else ["duplicate", "induction"]
     nothing = np.full(call.shape[-3] if len(call.shape) > 2 else 1, np.nan)
     if not math.prod(call.shape):
-        return dict.fromkeys(order, nothing)
+        return dict.fromkeys(order, nothing), None
     place = Place.of(call)
     first = np.where(place.rows, place.keys.argmax(-1)[..., None], -1)
     asked: dict[str, Measure] = {
@@ -76,20 +83,20 @@ def measured(
         counted |= dict.fromkeys(positional, place.rows)
         counted["previous"] = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
         if tokens is not None:
-            asked["copies"], again = _copies(place, tokens, copies)
-    made = call.matrix.measure(**asked)
+            asked["copies"], again = copies_of(place, tokens, copies)
+    made = call.matrix.measure(**asked, **also)
     results = {"entropy": made.entropy, "first": made.first}
     if place.first is not None:
         results |= {name: made.bands[..., i] for i, name in enumerate(positional)}
     if "copies" in asked:
         results |= {"duplicate": made.copies[..., 0], "induction": made.copies[..., 1]}
         counted |= dict.fromkeys(("duplicate", "induction"), again)
-    columns = {name: _mean(_numpy(result), counted[name]) for name, result in results.items()}
-    columns["heavy"] = _heavy(_numpy(made.received), place)
-    return {name: columns.get(name, nothing) for name in order}
+    columns = {name: mean_of(numpy_of(result), counted[name]) for name, result in results.items()}
+    columns["heavy"] = heavy_share(numpy_of(made.received), place)
+    return {name: columns.get(name, nothing) for name in order}, made
 
 
-def _copies(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tuple[Measure, Any]:
+def copies_of(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tuple[Measure, Any]:
     """The measure that looks at tokens, and the rows whose token came before."""
     numbers: dict[Any, int] = {}
     ids = np.array([[numbers.setdefault(token, len(numbers)) for token in row] for row in tokens])
@@ -104,7 +111,7 @@ def _copies(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tup
     return Copies(of_query, ids, place.first, alike=found), again
 
 
-def _mean(values: Any, which: Any) -> Any:
+def mean_of(values: Any, which: Any) -> Any:
     """The mean of each head over the rows that count, (…, heads, q_len) to (heads,); NaN where none does."""
     which = np.broadcast_to(which, values.shape)
     over = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 2)
@@ -113,7 +120,7 @@ def _mean(values: Any, which: Any) -> Any:
     return np.atleast_1d(np.where(count > 0, total / np.maximum(count, 1), np.nan))
 
 
-def _heavy(received: Any, place: Place) -> Any:
+def heavy_share(received: Any, place: Place) -> Any:
     """The share of what all keys received that the tenth of them that received most has."""
     keys = np.broadcast_to(place.keys, received.shape)
     count = np.ceil(HEAVY * keys.sum(-1, keepdims=True))
@@ -123,7 +130,7 @@ def _heavy(received: Any, place: Place) -> Any:
     return np.atleast_1d(top.sum(over) / np.maximum(received.sum(-1).sum(over), np.finfo(float).tiny))
 
 
-def _numpy(array: Any) -> Any:
+def numpy_of(array: Any) -> Any:
     """A result as NumPy, with an axis of heads."""
     array = array.detach().double().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
     return array[None] if array.ndim == 1 else array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ class Keep:
     dtype: Any
     copy: bool
     values: bool
-    measures: Mapping[str, Measure] | None
+    measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
 
     def __post_init__(self) -> None:
         # Layers pass the same mask on: it is read once, as long as it lives.
@@ -60,7 +60,10 @@ def call_of(
         call = found
     if keep.measures is not None:
         with torch.no_grad():
-            results = call.matrix.measure(**keep.measures)._asdict()
+            if callable(keep.measures):
+                results = keep.measures(call)
+            else:
+                results = call.matrix.measure(**keep.measures)._asdict()
         return replace(call, query=None, key=None, lse=None, measured=results, extent=call.shape)
     return _hold(call, passed, keep)
 

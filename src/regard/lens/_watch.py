@@ -41,7 +41,8 @@ class watch:  # noqa: N801 - used as a function
 
     `layers` are names of modules, or patterns with `*`, whose attention is kept; all of it by default. `keep="qk"`
     keeps references to queries and keys; `device` and `dtype` move them, `copy=True` copies them, `values=True` keeps
-    values and outputs too. `keep="measures"` keeps the results of `measures`, by name, made as each layer runs.
+    values and outputs too. `keep="measures"` keeps the results of `measures`, by name, made as each layer runs;
+    `measures` may also be a function that is given each `Call` and returns what is to be kept, by name.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -57,7 +58,7 @@ class watch:  # noqa: N801 - used as a function
         *,
         layers: str | Iterable[str] | None = None,
         keep: Literal["qk", "measures"] = "qk",
-        measures: Mapping[str, Measure] | None = None,
+        measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None = None,
         device: Any = None,
         dtype: Any = None,
         copy: bool = False,

@@ -21,11 +21,11 @@ function roundStep(least) {
 
 function ticks(from, length, pixels, apart) {
   const step = roundStep(apart / pixels), found = [];
-  for (let n = Math.ceil(from / step) * step; n < from + length; n += step) found.push(n);
+  for (let n = Math.ceil(from / step - 1e-6) * step; n < from + length; n += step) found.push(n);
   return found;
 }
 
-export function axes(context, style, { left, top, across, down, first, upper, wide, high }, { queries, tokens }) {
+export function axes(context, style, { width, left, top, across, down, first, upper, wide, high }, { queries, tokens }) {
   context.fillStyle = style.getPropertyValue("--soft");
   context.strokeStyle = style.getPropertyValue("--line");
   context.lineWidth = 1;
@@ -61,8 +61,9 @@ export function axes(context, style, { left, top, across, down, first, upper, wi
   } else {
     for (const j of ticks(first, wide, across, APART)) {
       const x = left + (j + (across >= LABELS_FROM ? 0.5 : 0) - first) * across;
-      context.textAlign = x < left + 20 ? "left" : "center";
-      context.fillText(j.toLocaleString("en-GB"), Math.max(x, left), top - 14);
+      const text = j.toLocaleString("en-GB"), half = context.measureText(text).width / 2;
+      context.textAlign = "center";
+      context.fillText(text, Math.min(Math.max(x, left + half), width - half), top - 14);
       context.fillRect(x - 0.5, top - 5, 1, 5);
     }
   }

@@ -7,6 +7,12 @@ export function bar(weight) {
   return el("span", { class: "bar", "aria-hidden": "true" }, fill);
 }
 
+// A weight among others, all with as many digits; the whole number stays with the element.
+export function share(weight, tag = "span") {
+  const text = weight >= 5e-5 ? weight.toFixed(4) : weight > 0 ? weight.toExponential(1) : Number.isNaN(weight) ? "nan" : "0";
+  return el(tag, { class: "much", "data-weight": String(weight) }, text);
+}
+
 export function toggle(label, id, checked, changed) {
   const input = el("input", { type: "checkbox", id, checked, onchange: (event) => changed(event.target.checked) });
   return el("label", { class: "switch" }, input, label);

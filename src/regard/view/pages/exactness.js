@@ -1,9 +1,10 @@
 // How exact the weights of a page are, in one sentence.
 
-function percent(part) {
-  const value = 100 * part;
-  return value >= 1 ? `${Number(value.toPrecision(2))} %` : value >= 1e-4 ? `${Number(value.toFixed(6)).toPrecision(2)} %`
-    : `${value.toExponential(0).replace("-", "−")} %`;
+// Two digits, rounded up, since it is said to be the most.
+function atMost(value) {
+  if (!(value > 0 && value < Infinity)) return `${value}`;
+  const unit = 10 ** (Math.floor(Math.log10(value)) - 1), text = (Math.ceil(value / unit - 1e-9) * unit).toPrecision(2);
+  return value >= 1e-4 ? String(Number(text)) : Number(text).toExponential().replace("-", "−");
 }
 
 // `error` is what `regard._carried.Error` says.
@@ -12,7 +13,8 @@ export function exactness(error) {
   const how = error.exact
     ? "Query and key are carried here as they were; what is left is the rounding of the arithmetic. A weight differs"
     : "Query and key are carried here in half precision, and every weight is worked out from them. It differs";
-  const most = bound < 1 ? `by at most ${percent(bound)} of itself from the original's`
-    : `from the original's by at most ${Number(error.absolute).toPrecision(2)}`;
-  return `${how} ${most}; among ${error.compared.toLocaleString("en-GB")} weights that were compared, by at most ${percent(found)}.`;
+  const stated = bound < 1 ? `by at most ${atMost(100 * bound)} % of itself from the original's`
+    : `from the original's by at most ${atMost(Number(error.absolute))}`;
+  return `${how} ${stated}; among ${error.compared.toLocaleString("en-GB")} weights that were compared, `
+    + `by at most ${atMost(100 * found)} %${bound < 1 ? "" : " of itself"}.`;
 }

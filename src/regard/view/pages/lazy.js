@@ -93,7 +93,8 @@ async function question(matrix, record, head, what, args, { signal = null, urgen
   // In the order they are asked for: what a head needs is sent before anyone can ask it.
   loading = loading.then(async () => {
     for (const { part, kind } of fresh) {
-      send({ part, kind, text: await textOf(part) });
+      const text = await textOf(part); // before `send` is looked up: meanwhile the worker may have become ready
+      send({ part, kind, text });
       document.getElementById(`part${part}`).remove(); // it is the worker's now
     }
   });

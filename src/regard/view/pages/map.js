@@ -12,6 +12,7 @@ const LEAST = 16; // pixels of a cell along the shorter side of a matrix that is
 const LONG = 4;
 const BESIDE = 28; // pixels of a cell that one goes to
 const EDGE = 26; // pixels above the map, without tokens
+const PATIENCE = 150; // milliseconds after which a cell is told without its weight, which is still to come
 const FEW = 64; // keys up to which colours follow the weight itself
 
 const clamped = (x, low, high) => Math.min(Math.max(x, low), high);
@@ -19,8 +20,8 @@ export const counted = (n) => n.toLocaleString("en-GB");
 
 // size: [rows, columns]. tokens name the keys, queries the rows; either may be null. overview is a record of the library's
 // means, or null. view is { row, column, zoom, query, key }, any of them left out or null; `onView(view)` is told when it
-// changes, `onCell(i, j, { weight, hidden })` which cell is pointed at. What comes back: the node, go(row, column) to a
-// cell, show(view), setHead(head, overview), and `ready`, a promise of the first picture.
+// changes, `onCell(i, j, { weight, hidden })` which cell is pointed at (with null where its weight takes a while). What comes
+// back: the node, go(row, column) to a cell, show(view), setHead(head, overview), and `ready`, a promise of the first picture.
 export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null, view = {}, onCell, onView }) {
   const [rows, columns] = size;
   const canvas = el("canvas", { class: "map", tabindex: "0", role: "application", "aria-describedby": "drawn",
@@ -137,7 +138,9 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
     draw();
     asking?.abort();
     asking = new AbortController();
-    const { signal } = asking, answer = await matrix.cell(head, i, j, { signal }).catch(fail);
+    const { signal } = asking, slow = setTimeout(() => signal.aborted || onCell?.(i, j, null), PATIENCE);
+    const answer = await matrix.cell(head, i, j, { signal }).catch(fail);
+    clearTimeout(slow);
     if (answer && !signal.aborted) onCell?.(i, j, answer);
   }
 
@@ -179,8 +182,8 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
       context.drawImage(whole, left - first * across, top - upper * down, columns * across, rows * down);
     }
     const a = step(down), b = step(across), single = a * b === 1;
-    const fine = !levels || single || a < overview.block[0] || b < overview.block[1];
-    const missing = fine ? tiles.paint(context, where, a, b) : 0;
+    const fine = !overview || single || a < overview.block[0] || b < overview.block[1];
+    const missing = fine ? tiles.paint(context, where, a, b) : Number(!levels);
     if (!fine) tiles.drop();
     if (single) cellTexts(context, style, where, tiles.weightAt, scale);
     mark(context, style, where);
@@ -218,12 +221,13 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
   }
 
   function told(fine, a, b) {
-    const [high, wide] = fine ? [a, b] : overview.block.map(Math.round);
-    const block = `${counted(high)} × ${counted(wide)} weights`;
+    const sides = fine ? [a, b] : overview.block, [high, wide] = sides.map(Math.ceil);
+    const upTo = sides.every(Number.isInteger) ? "" : "up to "; // blocks differ by one where they do not fit evenly
+    const block = `${upTo}${counted(high)} × ${counted(wide)} weights`;
     if (high * wide === 1) return "Every weight of this view has a cell of its own.";
     if (!fine && overview.taken) {
-      return `Each point is a mean, made by the library: over ${overview.taken} of each ${counted(high)} queries, `
-        + `drawn by lot, and all of ${counted(wide)} keys.`;
+      return `Each point is a mean, made by the library: over ${overview.taken} of ${upTo || "each "}${counted(high)} queries, `
+        + `drawn by lot, and all of ${upTo}${counted(wide)} keys.`;
     }
     if (!fine) return `Each point is the mean of ${block}, made by the library.`;
     if (a <= PROBES && b <= PROBES) return `Each point is the mean of ${block}, all of them worked out here.`;
@@ -232,7 +236,7 @@ export function mapOf({ matrix, head = 0, size, tokens, queries, overview = null
   }
 
   function fail(error) {
-    failure = `This browser could not unpack the numbers of this page: ${error.message}`;
+    failure = `The numbers of this page could not be worked out: ${error.message}`;
     draw();
     return null;
   }

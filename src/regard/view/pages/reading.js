@@ -22,16 +22,20 @@ export function readingOf({ matrix, tokens, queries, go, head = 0 }) {
   const list = el("div", { class: "strongest" });
   let of = head, row = null, timer = 0, asking = null;
 
-  function tell(i, j, { weight, hidden }) {
+  // `answer` is null while the weight is still to come.
+  function tell(i, j, answer) {
+    const hidden = answer?.hidden;
     const names = [queries ? token(queries[i]) : `query ${spelled(i)}`, " → ", tokens ? token(tokens[j]) : `key ${spelled(j)}`];
+    const where = `query ${spelled(i)} → key ${spelled(j)}${hidden ? ": the mask lets nothing through here" : ""}`;
     node.replaceChildren(...[
       el("p", { class: "pair" }, names),
-      el("p", { class: "weight" }, hidden ? "hidden" : number(weight)),
-      el("p", { class: "place" }, `query ${spelled(i)} → key ${spelled(j)}`, hidden ? ": the mask lets nothing through here" : ""),
+      el("p", { class: "weight" }, answer ? (hidden ? "hidden" : number(answer.weight)) : "…"),
+      el("p", { class: "place" }, answer ? where : "unpacking the numbers of this page"),
       queries || tokens ? el("dl", {},
         queries ? [el("dt", {}, "the query, in its text"), el("dd", {}, around(queries, i))] : [],
         tokens ? [el("dt", {}, "the key, in its text"), el("dd", {}, around(tokens, j))] : []) : [],
     ].flat());
+    if (!answer) return;
     if (i === row) return;
     row = i;
     clearTimeout(timer);
