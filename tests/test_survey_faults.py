@@ -52,6 +52,11 @@ def serial(corpus, tmp_path_factory):
     return run(corpus, tmp_path_factory.mktemp("serial") / "out")
 
 
+def broken(said: list[str]) -> list[str]:
+    """What was said of shards that the manifest named and that were not there, or not whole."""
+    return [note for note in said if "broken" in note or "damaged" in note]
+
+
 def test_the_serial_run_is_whole(corpus, serial):
     assert serial.settings["shards"] == SHARDS
     assert_whole(serial.path, corpus, serial)
@@ -65,7 +70,7 @@ def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
     count = 1 + random.Random(f"{fault} {seed}").randrange(SHARDS)
     done = drive(corpus, tmp_path / "out", fault, count)
     assert done.returncode == -9, done.stderr
-    finish(corpus, tmp_path / "out", serial)
+    assert not broken(finish(corpus, tmp_path / "out", serial))
 
 
 @pytest.mark.parametrize("fault", RESUMING)
@@ -74,7 +79,7 @@ def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial
     first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
     assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS)).returncode == -9
     assert drive(corpus, out, fault, 1).returncode == -9
-    finish(corpus, out, serial)
+    assert not broken(finish(corpus, out, serial))
 
 
 # -- A disk that is full ----------------------------------------------------------------------------------
@@ -87,7 +92,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(fault, seed, corpus, serial
     assert done.returncode == 3, done.stderr
     assert "Make room, then run the same again" in done.stdout
     assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
-    finish(corpus, tmp_path / "out", serial)
+    assert not broken(finish(corpus, tmp_path / "out", serial))
     assert not serial.quarantined  # no document was blamed
 
 
