@@ -67,7 +67,7 @@ def _words(times: tuple[str, str], what: str) -> tuple[str, str]:
 
 
 def _time(milliseconds: float) -> str:
-    return f"{milliseconds / 1e3:.0f} s" if milliseconds >= 1e4 else f"{milliseconds:.0f} ms"
+    return f"{milliseconds / 1e3:.0f} s" if milliseconds >= 1e4 else f"{milliseconds:,.0f} ms"
 
 
 def written(text: str) -> str:
