@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from regard._errors import ArgumentError
 from regard._survey._ledger import MANIFEST, SETTINGS, read_manifest
 from regard._survey._schema import VERSION, schema_of
 from regard._survey._shard import sha256_of
+
+if TYPE_CHECKING:
+    from regard.view.html import Page
 
 
 class Survey:
@@ -122,6 +125,16 @@ class Survey:
             else:
                 table[name] = pa.FixedSizeListArray.from_arrays(pa.array(result.reshape(-1)), result.shape[1])
         return pa.table(table)
+
+    def page(self, title: str | None = None) -> Page:
+        """A report of the survey in a file of its own: an answer in words, every head, its documents and its kind.
+
+        The page needs no network. Making it reads the rows in batches; it has the same size for any number of
+        documents, since of each head and measure it carries counts in fixed bins and the few documents at either end.
+        """
+        from regard._survey._report import Report
+
+        return Report(self).page(title)
 
     def broken(self) -> list[str]:
         """The committed files that are not what was written, by their sha256; a resumed run measures them again."""

@@ -1,0 +1,121 @@
+"""What a report needs of a survey's rows, from one pass over them: as much for ten documents as for a billion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from regard._survey._opened import _numbers
+from regard._survey._schema import WINDOWS
+
+if TYPE_CHECKING:
+    from regard._survey._opened import Survey
+
+# The edges of the bins that documents are counted in; what lies beyond the last is counted in the last.
+SHARES = np.arange(21) / 20
+NATS = np.arange(25) / 2
+TOKENS = np.concatenate([[0], 2 ** np.arange(18)]).astype(float)
+# So many documents at either end are kept for each head and measure, and fewer where heads are many.
+EXTREME, EXTREMES = 5, 30_000
+# Batches that are read ahead; pyarrow's own default would hold many large ones.
+AHEAD = {"batch_readahead": 2, "fragment_readahead": 1}
+
+
+class Document(NamedTuple):
+    """One that stands at an end."""
+
+    id: str
+    label: str | None
+    tokens: int
+
+
+class Gathered(NamedTuple):
+    """Of each head, in the order of `Survey.heads`: how documents spread, which stand at the ends, what windows hold.
+
+    `counts` and `ends` are by measure: counts (heads, bins), and the largest and the smallest. `within` and `kept`
+    are means (windows, heads) over the documents that are longer than the window, `longer` how many those are:
+    of a shorter document all is inside, which tells nothing.
+    """
+
+    counts: dict[str, Any]
+    ends: dict[str, tuple[Ends, Ends]]
+    within: Any
+    kept: Any
+    longer: Any
+    longest: int
+
+
+def edges_of(measure: str) -> Any:
+    """The edges of a measure's bins."""
+    return {"entropy": NATS, "distance": TOKENS}.get(measure, SHARES)
+
+
+def gather(survey: Survey) -> Gathered:
+    """Read the rows, a batch at a time."""
+    heads = survey.settings["heads"]
+    begins, total = np.concatenate([[0], np.cumsum(heads)]), int(sum(heads))
+    measures = [name for name, width in survey.settings["columns"].items() if width == 1]
+    keep = max(1, min(EXTREME, EXTREMES // max(1, 2 * total * len(measures))))
+    counts = {name: np.zeros((total, len(edges_of(name)) - 1), np.int64) for name in measures}
+    ends = {name: (Ends(total, keep), Ends(total, keep)) for name in measures}
+    sums, longer = np.zeros((2, len(WINDOWS), total)), np.zeros((len(WINDOWS), total))
+    longest = 0
+    columns = ["document", "label", "tokens", "layer", "head", *measures]
+    for batch in filter(len, survey.dataset.to_batches(columns=columns, **AHEAD)):
+        column = {name: batch.column(name) for name in columns}
+        at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
+        tokens = column["tokens"].to_numpy()
+        longest = max(longest, int(tokens.max()))
+
+        def of(row: int, column: dict[str, Any] = column) -> Document:
+            return Document(*(column[name][row].as_py() for name in ("document", "label", "tokens")))
+
+        for name in measures:
+            values = _numbers(column[name])
+            there, edges = ~np.isnan(values), edges_of(name)
+            bins = np.clip(np.searchsorted(edges, values[there], "right") - 1, 0, len(edges) - 2)
+            flat = np.bincount(at[there] * (len(edges) - 1) + bins, minlength=counts[name].size)
+            counts[name] += flat.reshape(counts[name].shape)
+            for sign, end in zip((1, -1), ends[name], strict=True):
+                end.take(at, sign * values, of)
+            kind, _, window = name.partition("_")
+            if kind in ("within", "kept"):
+                which = WINDOWS.index(int(window))
+                counted = there & (tokens > int(window))
+                sums[int(kind == "kept"), which] += np.bincount(at[counted], values[counted], total)
+                if kind == "within":
+                    longer[which] += np.bincount(at[counted], minlength=total)
+    with np.errstate(invalid="ignore"):
+        within, kept = sums / longer
+    return Gathered(counts, ends, within, kept, longer, longest)
+
+
+class Ends:
+    """The few largest values of each head, (heads, keep) in descending order, and where they were found.
+
+    Of equal ones the first in the corpus stands first.
+    """
+
+    def __init__(self, heads: int, keep: int) -> None:
+        self.values = np.full((heads, keep), -np.inf)
+        self.documents = np.full((heads, keep), None, object)
+
+    def take(self, at: Any, values: Any, of: Any) -> None:
+        """Values of rows that belong to heads `at`; `of` gives the document of a row. NaN is passed over."""
+        (rows,) = np.nonzero(values > self.values[at, -1])
+        if not len(rows):
+            return
+        rows = rows[np.lexsort((rows, -values[rows], at[rows]))]  # by head, the largest first
+        keep = self.values.shape[1]
+        for head, start, count in zip(
+            *np.unique(at[rows], return_index=True, return_counts=True), strict=True
+        ):
+            new = rows[start : start + min(count, keep)]
+            merged = np.concatenate([self.values[head], values[new]])
+            best = np.argsort(-merged, kind="stable")[:keep]
+            documents = [*self.documents[head], *(None for _ in new)]
+            for place in best[best >= keep]:
+                documents[place] = of(int(new[place - keep]))
+            self.values[head] = merged[best]
+            self.documents[head] = [documents[place] for place in best]
