@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 
 # The edges of the bins that documents are counted in; what lies beyond the last is counted in the last.
 SHARES = np.arange(21) / 20
-NATS = np.arange(25) / 2
-TOKENS = np.concatenate([[0], 2 ** np.arange(18)]).astype(float)
+NATS = np.arange(49) / 4
+TOKENS = np.concatenate([[0.0], np.outer(2.0 ** np.arange(17), [1, 1.5]).ravel()])  # 0, 1, 1.5, 2, 3, 4, 6, …
 # So many documents at either end are kept for each head and measure, and fewer where heads are many.
 EXTREME, EXTREMES = 5, 30_000
+# Rows that are looked at together.
+ROWS = 1 << 15
 # Batches that are read ahead; pyarrow's own default would hold many large ones.
 AHEAD = {"batch_readahead": 2, "fragment_readahead": 1}
 
@@ -55,15 +58,17 @@ def gather(survey: Survey) -> Gathered:
     """Read the rows, a batch at a time."""
     heads = survey.settings["heads"]
     begins, total = np.concatenate([[0], np.cumsum(heads)]), int(sum(heads))
-    measures = [name for name, width in survey.settings["columns"].items() if width == 1]
+    most = survey.settings["max_tokens"]
+    measures = [
+        name for name, width in survey.settings["columns"].items() if width == 1 and _tells(name, most)
+    ]
     keep = max(1, min(EXTREME, EXTREMES // max(1, 2 * total * len(measures))))
     counts = {name: np.zeros((total, len(edges_of(name)) - 1), np.int64) for name in measures}
     ends = {name: (Ends(total, keep), Ends(total, keep)) for name in measures}
     sums, longer = np.zeros((2, len(WINDOWS), total)), np.zeros((len(WINDOWS), total))
     longest = 0
     columns = ["document", "label", "tokens", "layer", "head", *measures]
-    for batch in filter(len, survey.dataset.to_batches(columns=columns, **AHEAD)):
-        column = {name: batch.column(name) for name in columns}
+    for column in _batches(survey.dataset, columns):
         at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
         tokens = column["tokens"].to_numpy()
         longest = max(longest, int(tokens.max()))
@@ -89,6 +94,33 @@ def gather(survey: Survey) -> Gathered:
     with np.errstate(invalid="ignore"):
         within, kept = sums / longer
     return Gathered(counts, ends, within, kept, longer, longest)
+
+
+def _tells(measure: str, most: int) -> bool:
+    """Whether a measure can differ: a window that is as wide as the longest document holds it all.
+
+    >>> _tells("within_512", 512), _tells("within_512", 513), _tells("first", 512)
+    (False, True, True)
+    """
+    return not measure.startswith(("within_", "kept_")) or int(measure.rpartition("_")[2]) < most
+
+
+def _batches(dataset: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows as columns by name, some tens of thousands of rows at a time: a shard alone may have few."""
+    import pyarrow as pa
+
+    waiting: list[Any] = []
+    for batch in dataset.to_batches(columns=columns, **AHEAD):
+        waiting.append(batch)
+        if sum(map(len, waiting)) >= ROWS:
+            yield _together(pa.Table.from_batches(waiting))
+            waiting = []
+    if any(map(len, waiting)):
+        yield _together(pa.Table.from_batches(waiting))
+
+
+def _together(table: Any) -> dict[str, Any]:
+    return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 
 class Ends:

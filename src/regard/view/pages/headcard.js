@@ -3,16 +3,17 @@ import { bar } from "./controls.js";
 import { el, token } from "./dom.js";
 import { brief, counted, percent } from "./figures.js";
 
-export function headCard({ measures, documents }) {
+export function headCard({ heads, measures, documents }) {
   const node = el("section", { class: "card", id: "head", "aria-label": "One head" });
 
-  // Documents by a measure: a column for each bin up to the last that any head needs.
+  // Documents by a measure: a column for each bin from the first to the last that any head needs.
   function histogram(measure, head) {
     const { edges, counts } = measure, bins = edges.length - 1;
-    const last = Math.max(...Array.from(counts, (n, i) => (n ? i % bins : 0)));
-    const own = Array.from(counts.subarray(head.at * bins, head.at * bins + last + 1)), most = Math.max(...own);
+    const used = edges.slice(0, -1).map((_, bin) => heads.some((each) => counts[each.at * bins + bin]));
+    const from = Math.max(used.indexOf(true), 0), to = used.lastIndexOf(true) + 1;
+    const own = Array.from(counts.subarray(head.at * bins + from, head.at * bins + to)), most = Math.max(...own);
     const beyond = measure.name === "entropy" || measure.name === "distance";
-    const span = (i) => (beyond && i === bins - 1 ? `${edges[i]} or more` : `${edges[i]} to ${edges[i + 1]}`);
+    const span = (i) => (beyond && from + i === bins - 1 ? `${edges[from + i]} or more` : `${edges[from + i]} to ${edges[from + i + 1]}`);
     const columns = own.map((n, i) => {
       const column = el("span", { class: n ? "column" : "column none", title: `${span(i)}: ${n}`, "data-count": String(n) });
       column.style.height = `${most ? (100 * n) / most : 0}%`;
@@ -21,7 +22,7 @@ export function headCard({ measures, documents }) {
     const words = own.map((n, i) => (n ? `${span(i)}: ${n}` : "")).filter(Boolean).join("; ");
     return el("figure", { class: "histogram" },
       el("div", { class: "columns", role: "img", "aria-label": `Documents by ${measure.name}. ${words}` }, columns),
-      el("div", { class: "ends soft", "aria-hidden": "true" }, el("span", {}, `${edges[0]}`), el("span", {}, `at most ${most.toLocaleString("en")}`), el("span", {}, `${edges[last + 1]}`)));
+      el("div", { class: "ends soft", "aria-hidden": "true" }, el("span", {}, `${edges[from]}`), el("span", {}, `up to ${most.toLocaleString("en")} documents`), el("span", {}, `${edges[to]}`)));
   }
 
   function listing(title, end, head) {

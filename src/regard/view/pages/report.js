@@ -94,7 +94,7 @@ function answer() {
   const widest = data.windows[last].window, wide = known(last) - atLeast(inWindow, last, share);
   more.replaceChildren(
     `${atLeast(keptToo, state.window, share).toLocaleString("en")} do if the first token is kept besides. `,
-    `${wide.toLocaleString("en")} have less even within ${widest.toLocaleString("en")}, the widest window that some document exceeds: those need the whole context. `,
+    `${wide.toLocaleString("en")} need more than ${widest.toLocaleString("en")}, the widest window that some document exceeds. `,
     el("span", { class: "soft" }, `Over the ${counted(documents, "document")} with more than ${window.toLocaleString("en")} tokens.`));
   rows.replaceChildren(...data.windows.map((each, i) => el("tr", { "aria-current": i === state.window ? "true" : null },
     [each.window, each.documents, atLeast(inWindow, i, share), atLeast(keptToo, i, share)].map((n) => el("td", {}, n.toLocaleString("en"))))));
@@ -127,7 +127,7 @@ const order = el("select", { id: "order", "aria-label": "Order", onchange: () =>
   [["layers", "by layer"], ["largest", "largest first"], ["smallest", "smallest first"]].map(([value, text]) => el("option", { value }, text)));
 const meaning = el("p", { class: "soft", id: "meaning" });
 const atlas = atlasOf({ heads, modules: data.modules, open: (head) => set({ head }) });
-const card = headCard({ measures: data.measures, documents: data.documents });
+const card = headCard({ heads, measures: data.measures, documents: data.documents });
 
 function set(change) {
   Object.assign(state, change);
@@ -158,6 +158,11 @@ function behaviourNode(each) {
     buttons.length ? el("p", { class: "where" }, buttons) : []);
 }
 
+function behavioursNode() {
+  return el("section", { id: "behaviours", "aria-label": "Heads by what they do" }, el("h2", {}, "Heads by what they do"),
+    el("p", { class: "soft" }, "By plain rules on the means over documents: the first that fits, in this order."), data.behaviours.map(behaviourNode));
+}
+
 // -- What was not measured, and what was --
 
 function quarantineNode() {
@@ -183,9 +188,7 @@ document.getElementById("app").append(
   answerNode(),
   el("section", { id: "atlas", "aria-label": "Every head" }, el("h2", {}, "Every head"),
     el("div", { class: "controls" }, el("label", { for: "measure" }, "Measure"), measure, order), meaning,
-    el("div", { class: "both" }, atlas.node, card.node)),
-  el("section", { id: "behaviours", "aria-label": "Heads by what they do" }, el("h2", {}, "Heads by what they do"),
-    el("p", { class: "soft" }, "By plain rules on the means above, the first that fits, in this order."), data.behaviours.map(behaviourNode)),
+    el("div", { class: "both" }, el("div", {}, atlas.node, behavioursNode()), card.node)),
   quarantineNode(),
 );
 addEventListener("hashchange", () => {
