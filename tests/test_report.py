@@ -21,7 +21,7 @@ pytest.importorskip("pandas")
 from survey_made import HEADS, make_survey
 
 import regard
-from regard._survey import _gathered
+from regard._survey import _gathered, _schema
 from regard._survey._gathered import Ends, edges_of, gather
 from regard._survey._report import LEVELS, Report, _short
 from regard.view.text import printable
@@ -447,3 +447,36 @@ def test_a_model_from_the_shell_to_the_page(run, texts, tmp_path):
     said = run("report", out, "-o", tmp_path / "page.html").out
     assert re.match(r"\d of 4 heads have 99 % of their weight within 64 tokens, over \d documents", said)
     assert (tmp_path / "page.html").stat().st_size < 200_000
+
+
+# -- The page of the docs ---------------------------------------------------------------------------------
+
+DOCS = (ROOT / "docs/survey.md").read_text()
+
+
+def test_the_docs_have_the_schema_as_it_is():
+    table = [line for line in _schema.__doc__.splitlines() if line.startswith("|")]
+    assert len(table) > 15 and "\n".join(table) in DOCS
+    names: list[str] = []
+    for line in table[2:]:
+        first = line.split("|")[1]
+        own = re.findall(r"`(\w+)`", first)
+        if "…" in first:
+            own = [f"{own[0].rpartition('_')[0]}_{window}" for window in _schema.WINDOWS]
+        names += own
+    assert sorted(names) == sorted(_schema.schema_of(_schema.widths()).names)
+
+
+def test_the_sql_of_the_docs_runs_where_duckdb_is(survey, rows):
+    duckdb = pytest.importorskip("duckdb")
+    (query,) = re.findall(r"^```sql\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
+    found = duckdb.sql(query.replace("found/", f"{survey.path}/")).fetchall()
+    longer = rows[rows["tokens"] > 128].groupby(["layer", "head"])
+    expected = []
+    for (layer, head), own in longer:
+        if own["within_128"].mean() >= 0.9:
+            least = own.loc[own["within_128"].idxmin()]
+            expected.append(((layer, head), least["within_128"], least["document"]))
+    expected.sort(key=lambda each: each[1])
+    assert len(expected) >= 2
+    assert [((layer, head), least, at) for layer, head, _, least, at in found] == expected
