@@ -1,6 +1,6 @@
 """What `seen.page` takes: to make, to mail, to open, and to search.
 
-python benchmarks/model_page.py [--rounds 5]
+python benchmarks/model_page.py [--rounds 5] [--write]
 python benchmarks/model_page.py --tokens 32768 [--layers 2] [--heads 4] [--width 64]
 
 Without `--tokens`: all-MiniLM-L6-v2, 6 × 12 heads, at 512 tokens; seconds of the model and of the page, the size of the
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from figures import keep
 
 import regard
 
@@ -100,6 +101,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=2)
     arguments.add_argument("--heads", type=int, default=4)
     arguments.add_argument("--width", type=int, default=64)
+    arguments.add_argument("--write", action="store_true", help="keep MiniLM's figures for the README")
     given = arguments.parse_args()
     long = given.tokens is not None
     model, inputs, tokens = (
@@ -131,9 +133,13 @@ def main() -> None:
             )
             rounds = [opened(browser, path) for _ in range(given.rounds)]
             browser.close()
+        kept = {"seconds": times[3] - times[1], "MB file": path.stat().st_size / 1e6}
         for name in rounds[0]:
             found = [each[name] for each in rounds]
-            print(f"{name:<38} {statistics.median(found):8.0f} ms, from {min(found):.0f} to {max(found):.0f}")
+            kept[name] = statistics.median(found)
+            print(f"{name:<38} {kept[name]:8.0f} ms, from {min(found):.0f} to {max(found):.0f}")
+        if given.write:
+            keep("model page", kept)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a page takes: to make, to mail, to open and to look at.
 
-python benchmarks/pages.py [--tokens 131072] [--width 64] [--rounds 5]
+python benchmarks/pages.py [--tokens 131072] [--width 64] [--rounds 5] [--write]
 
 The deep map of one causal head of random numbers in float32, made with torch and opened in Chromium: seconds and peak
 memory to make it, the size of the file, the first paint, when a weight could be read first, and milliseconds of a tile
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import keep
 from playwright.sync_api import sync_playwright
 
 import regard
@@ -74,19 +75,23 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=131_072)
     arguments.add_argument("--width", type=int, default=64)
     arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--write", action="store_true", help="keep the figures for the README")
     given = arguments.parse_args()
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = Path(folder) / "page.html"
-        for name, value in made(given.tokens, given.width, path).items():
+        found |= made(given.tokens, given.width, path)
+        for name, value in found.items():
             print(f"made: {name:<28} {value:8.1f}")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         rounds = [opened(browser, path, given.tokens) for _ in range(given.rounds)]
         browser.close()
         for name in rounds[0]:
             times = [each[name] for each in rounds]
-            print(
-                f"opened: {name:<26} {statistics.median(times):8.0f} ms, from {min(times):.0f} to {max(times):.0f}"
-            )
+            found[name] = statistics.median(times)
+            print(f"opened: {name:<26} {found[name]:8.0f} ms, from {min(times):.0f} to {max(times):.0f}")
+    if given.write:
+        keep("deep map", found)
 
 
 if __name__ == "__main__":

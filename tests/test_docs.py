@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -48,3 +49,11 @@ def test_relative_links_lead_somewhere():
     for page in [*WRITTEN, ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md"]:
         for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_figures_of_the_readme_are_what_the_benchmarks_kept(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    figures = importlib.import_module("figures")
+    readme = (ROOT / "README.md").read_text()
+    assert figures.written(readme) == readme
+    assert figures.written(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme

@@ -448,9 +448,21 @@ def test_axe_finds_no_serious_fault(show, long_page, scheme, width):
 # -- 131,072 tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_long_context_in_one_file(show):
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other on a busy machine take many times what one does."""
     torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_long_context_in_one_file(show):
+    import torch
+
     n, made = 131_072, torch.Generator().manual_seed(0)
     query, key = (torch.randn(n, 64, generator=made) for _ in range(2))
     A = attention(query, key, mask=causal())

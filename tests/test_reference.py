@@ -33,7 +33,13 @@ IDLE = re.compile(
 )
 
 # Public functions and classes without an example of their own, and why.
-WITHOUT_EXAMPLE: dict[str, str] = {}
+WITHOUT_EXAMPLE: dict[str, str] = {
+    "regard.survey": "it starts processes that run a model over files; tests/test_survey.py does",
+    "regard.open_survey": "it reads what a survey wrote",
+    "regard._survey.Survey": "it is what a survey wrote",
+    "regard._survey.Progress": "a running survey makes it",
+    "regard._survey.SurveyError": "a broken survey raises it",
+}
 
 
 def told_badly(name: Name) -> list[str]:

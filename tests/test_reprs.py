@@ -78,7 +78,7 @@ def read(thing: Any) -> Read:
         "li",
         "span",
     }
-    assert found.attributes <= {"style", "class", "scope"}
+    assert found.attributes <= {"style", "class", "scope", "tabindex"}
     return found
 
 

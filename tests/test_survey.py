@@ -343,7 +343,7 @@ def test_progress_is_told(corpus, tmp_path):
     run(corpus, tmp_path / "out", workers=2, progress=told.append)
     assert [each.shards for each in told] == sorted(each.shards for each in told)
     last = told[-1]
-    assert (last.documents, last.quarantined, last.shards, last.of, last.left) == (40, 0, 6, 6, 0.0)
+    assert (last.documents, last.quarantined, last.shards, last.of, last.left) == (40, 0, 8, 8, 0.0)
     assert last.tokens == regard.open_survey(tmp_path / "out").tokens and last.rate > 0
 
 
@@ -389,7 +389,7 @@ def test_a_survey_that_has_just_begun_is_empty(survey, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(survey.settings))
     fresh = regard.open_survey(tmp_path)
     assert not fresh.complete and fresh.documents == 0 and len(fresh.to_pandas()) == 0
-    assert repr(fresh).endswith("0 quarantined, 0 of 6 shards so far")
+    assert repr(fresh).endswith("0 quarantined, 0 of 8 shards so far")
     assert fresh.heads().column("entropy").null_count == 4
 
 

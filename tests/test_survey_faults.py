@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from regard._survey._engines import Local
 from regard._survey._schema import KINDS, widths
 from regard._survey._shard import Work, Worker
 
-SHARDS = 6
+SHARDS = 8
 
 
 def pytest_generate_tests(metafunc):
@@ -51,6 +52,11 @@ def serial(corpus, tmp_path_factory):
     return run(corpus, tmp_path_factory.mktemp("serial") / "out")
 
 
+def broken(said: list[str]) -> list[str]:
+    """What was said of shards that the manifest named and that were not there, or not whole."""
+    return [note for note in said if "broken" in note or "damaged" in note]
+
+
 def test_the_serial_run_is_whole(corpus, serial):
     assert serial.settings["shards"] == SHARDS
     assert_whole(serial.path, corpus, serial)
@@ -64,7 +70,7 @@ def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
     count = 1 + random.Random(f"{fault} {seed}").randrange(SHARDS)
     done = drive(corpus, tmp_path / "out", fault, count)
     assert done.returncode == -9, done.stderr
-    finish(corpus, tmp_path / "out", serial)
+    assert not broken(finish(corpus, tmp_path / "out", serial))
 
 
 @pytest.mark.parametrize("fault", RESUMING)
@@ -73,7 +79,7 @@ def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial
     first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
     assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS)).returncode == -9
     assert drive(corpus, out, fault, 1).returncode == -9
-    finish(corpus, out, serial)
+    assert not broken(finish(corpus, out, serial))
 
 
 # -- A disk that is full ----------------------------------------------------------------------------------
@@ -86,7 +92,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(fault, seed, corpus, serial
     assert done.returncode == 3, done.stderr
     assert "Make room, then run the same again" in done.stdout
     assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
-    finish(corpus, tmp_path / "out", serial)
+    assert not broken(finish(corpus, tmp_path / "out", serial))
     assert not serial.quarantined  # no document was blamed
 
 
@@ -227,7 +233,7 @@ def test_a_worker_that_outlived_its_driver_writes_nothing(corpus, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path):
+def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path, monkeypatch):
     class Enough(Exception):
         pass
 
@@ -235,10 +241,19 @@ def test_nobody_is_left_when_a_run_is_broken_off(corpus, tmp_path):
         if progress.shards == 2:
             raise Enough
 
+    started = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            started.append(self)
+
+    monkeypatch.setattr("regard._survey._measurer.subprocess.Popen", Noted)
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(Enough):
         run(corpus, tmp_path / "out", workers=2, progress=stop)
     assert {thread.name for thread in threading.enumerate()} <= before
+    assert len(started) >= 2 and all(process.poll() is not None for process in started)
     assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
     assert regard.open_survey(tmp_path / "out").documents >= 10
 

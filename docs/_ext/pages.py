@@ -36,7 +36,7 @@ def pages() -> dict[str, str]:
     made = {room.page: room_page(room, links) for room in rooms()}
     made["errors"] = errors_page([markdown_of(name, links) for name in exceptions()], links.find)
     made["architecture"] = house_page()
-    entries = "\n".join(f"{room.name} <{room.page}>" for room in rooms())
+    entries = "\n".join(f"{room.title} <{room.page}>" for room in rooms())
     lists = "\n\n".join(listed(room, links) for room in rooms())
     made["index"] = f"{INDEX}\n{entries}\n```\n\n{lists}\n"
     return made
@@ -51,13 +51,13 @@ def exceptions() -> list[Name]:
 def listed(room: Room, links: Links) -> str:
     """The room in the index: what it is for, and its names."""
     names = ", ".join(f"{{py:obj}}`{it.name.rpartition('.')[2]} <{it.name}>`" for it in room.names)
-    return f"## [{room.name}]({room.page}.md)\n{links.text(room.doc.split(chr(10) * 2)[0], room.name)}\n\n{names}"
+    return f"## [{room.title}]({room.page}.md)\n{links.text(room.doc.split(chr(10) * 2)[0], room.name)}\n\n{names}"
 
 
 def room_page(room: Room, links: Links) -> str:
     shown = [name for name in room.names if name.kind != "exception"]
     parts = [
-        f"# {room.name}",
+        f"# {room.title}",
         links.docstring(room.doc, room.name),
         *(markdown_of(it, links) for it in shown),
     ]

@@ -69,9 +69,14 @@ class Room:
         return self.module.__name__
 
     @property
+    def title(self) -> str:
+        """The name as callers know it: regard.survey, whose room is private."""
+        return self.name.replace("._", ".")
+
+    @property
     def page(self) -> str:
         """The name of the page: matrix for regard itself, learn-family for regard.learn.family."""
-        return "-".join(self.name.split(".")[1:]) or "matrix"
+        return "-".join(self.name.split(".")[1:]).removeprefix("_") or "matrix"
 
     @property
     def doc(self) -> str:
@@ -97,6 +102,10 @@ def modules() -> Iterator[ModuleType]:
     for found in pkgutil.iter_modules(regard.__path__):
         if not found.name.startswith("_"):
             yield from _with_inner(f"regard.{found.name}")
+    for name in lazy_names():  # a private room with a public face, such as that of regard.survey
+        home = ".".join((getattr(getattr(regard, name), "__module__", None) or "").split(".")[:2])
+        if home == f"regard._{name}":
+            yield from _with_inner(home)
 
 
 def _with_inner(name: str) -> Iterator[ModuleType]:
@@ -141,7 +150,7 @@ def rooms() -> tuple[Room, ...]:
 
 
 def _place(name: str) -> tuple[int, str]:
-    top = name.split(".")[1] if "." in name else name
+    top = name.split(".")[1].removeprefix("_") if "." in name else name
     return (ORDER.index(top) if top in ORDER else len(ORDER)), name
 
 

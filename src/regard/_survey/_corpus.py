@@ -2,7 +2,8 @@
 
 A document is a text file, a line of a JSON lines file, or a row of a Parquet file. Its id is where it stands, so that
 no two have the same: `guide/intro.txt`, `pages.jsonl@18034` (the byte at which the line begins), `pages.parquet@17`.
-Nothing is read to cut the corpus but the names and sizes of its files, and the footers of Parquet files.
+To cut the corpus, only the names and sizes of its files are read, the footers of Parquet files, and the beginning of
+one file of lines.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from regard._errors import ArgumentError
 
 LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-# What a line of JSON is taken to weigh where a file of them is cut.
-LINE = 4096
+# So much of the first file of lines is read to see how long they are; of compressed ones it is taken for granted.
+SAMPLE, LINE = 1 << 18, 4096
 BLOCK = 1 << 20
 
 
@@ -153,7 +154,7 @@ class Corpus:
             digest.update(f"{name}\0{size}\n".encode())
         settings = {key: value for key, value in asdict(self).items() if key != "path"}
         return {"files": len(self.files), "bytes": sum(size for _, size in self.files), **settings,
-                "sha256": digest.hexdigest()}  # fmt: skip
+                "line": self._line_bytes, "sha256": digest.hexdigest()}  # fmt: skip
 
     # How it is cut
 
@@ -179,10 +180,20 @@ class Corpus:
             yield Part(name, kind), max(1.0, size / LINE)
         else:
             step = self.per_shard
-            total, weight = (size, step * LINE) if kind == "lines" else (self._rows(name), step)
+            total, weight = (size, step * self._line_bytes) if kind == "lines" else (self._rows(name), step)
             for start in range(0, total, weight):
                 stop = min(start + weight, total)
                 yield Part(name, kind, start, stop), step * (stop - start) / weight
+
+    @cached_property
+    def _line_bytes(self) -> int:
+        """About how long a line is."""
+        for name, size in self.files:
+            if size and _kind(name or self.path) == ("lines", False):
+                with self._system[0].open_input_file(self._at(name)) as file:
+                    block = bytes(file.read(SAMPLE))
+                return max(64, len(block) // max(1, block.count(b"\n")))
+        return LINE
 
     def _rows(self, name: str) -> int:
         from pyarrow import ArrowInvalid, parquet

@@ -71,10 +71,12 @@ class Local:
         finally:
             stop.set()
             for worker in workers:
-                worker.close()
+                worker.measurer.stop()
             while any(thread.is_alive() for thread in threads):
                 with contextlib.suppress(queue.Empty):
-                    done.get(timeout=0.1)
+                    done.get(timeout=0.01)
+            for worker in workers:
+                worker.close()
 
 
 class Ray:

@@ -35,6 +35,7 @@ class Measurer:
         self.task, self.timeout = task, timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
+        self._stopped = False
 
     def about(self) -> dict[str, Any]:
         """What the model is, with its fingerprints; starts the process."""
@@ -58,8 +59,15 @@ class Measurer:
                 return answer if kind == "rows" else Refused(kind, answer)
         raise AssertionError("unreachable")
 
+    def stop(self) -> None:
+        """End the process for good, from any thread: whoever waits for an answer gets an error."""
+        self._stopped = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
-        """End the process."""
+        """End the process; the next question would start another."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -70,6 +78,7 @@ class Measurer:
     def _start(self, about: bool = False) -> dict[str, Any]:
         """Start the process anew, and what the model says of itself."""
         self.close()
+        self._check()
         self._connection, theirs = Pipe()
         # As it is found here, and without what a caller's main module would do when it is imported again.
         env = {**os.environ, "PYTHONPATH": python_path()}
@@ -84,6 +93,7 @@ class Measurer:
             start_new_session=True,
         )
         theirs.close()
+        self._check()
         try:
             self._connection.send(self.task)
             self._connection.send(about)
@@ -100,6 +110,16 @@ class Measurer:
                 cure="Try it alone: regard.watch(model) around one call says the same.",
             )
         return dict(answer)
+
+    def _check(self) -> None:
+        if self._stopped:
+            self.close()
+            raise SurveyError(
+                "survey",
+                received="a question to a model that was stopped",
+                expected="a run that goes on",
+                cure="Run the same again: what is committed stays.",
+            )
 
     def _ended(self) -> str:
         """What ended the process, which is then gone."""

@@ -134,7 +134,10 @@ _SIDES = {True: "left", False: "right"}
 
 
 def _whole(*parts: str) -> str:
-    return f'<div class="regard" style="line-height: 1.4">{"".join(parts)}</div>'
+    # A table that is wider than the page scrolls in its own box, which the keyboard can reach.
+    return (
+        f'<div class="regard" tabindex="0" style="line-height: 1.4; overflow-x: auto">{"".join(parts)}</div>'
+    )
 
 
 def _text(words: str, most: int = LETTERS) -> str:

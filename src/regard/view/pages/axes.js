@@ -21,7 +21,7 @@ function roundStep(least) {
 
 function ticks(from, length, pixels, apart) {
   const step = roundStep(apart / pixels), found = [];
-  for (let n = Math.ceil(from / step - 1e-6) * step; n < from + length; n += step) found.push(n);
+  for (let n = Math.ceil(from / step - 1e-6) * step; n < from + length; n += step) found.push(n + 0); // no −0
   return found;
 }
 

@@ -13,20 +13,24 @@ export function within(text, low, high) {
   return value >= low && value <= high ? value : null;
 }
 
-// Keep these by name, and what else was kept; null takes one away.
+// Keep these by name, and what else was kept; null takes one away. `keepNow` does not wait, for who goes on from here.
 export function keep(values) {
   clearTimeout(timer);
   wanted = { ...wanted, ...values };
-  const here = location.hash;
-  timer = setTimeout(() => {
-    const kept = Object.entries({ ...fragment(), ...wanted }).filter(([, value]) => value !== null);
-    wanted = {};
-    if (location.hash !== here) return; // someone went elsewhere meanwhile
-    try {
-      history.replaceState(null, "", `#${new URLSearchParams(kept)}`);
-    } catch {
-      // A frame without an address of its own keeps nothing.
-    }
-  }, KEEP_AFTER);
+  keptFrom = location.hash;
+  timer = setTimeout(keepNow, KEEP_AFTER);
 }
-let wanted = {};
+let wanted = {}, keptFrom = "";
+
+export function keepNow() {
+  clearTimeout(timer);
+  const kept = Object.entries({ ...fragment(), ...wanted }).filter(([, value]) => value !== null);
+  const changed = Object.keys(wanted).length > 0;
+  wanted = {};
+  if (!changed || location.hash !== keptFrom) return; // someone went elsewhere meanwhile
+  try {
+    history.replaceState(null, "", `#${new URLSearchParams(kept)}`);
+  } catch {
+    // A frame without an address of its own keeps nothing.
+  }
+}

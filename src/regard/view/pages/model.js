@@ -1,7 +1,7 @@
 // All heads of a model: a grid of small maps, one head opened, a search over all of them, and what was found wrong.
 import { el, record } from "./dom.js";
 import { exactness } from "./exactness.js";
-import { fragment, keep, within } from "./fragment.js";
+import { fragment, keep, keepNow, within } from "./fragment.js";
 import { brief, gridOf, headName } from "./grid.js";
 import { capital, findingNode, headView } from "./head.js";
 import { numbersOf, openMatrix } from "./lazy.js";
@@ -72,6 +72,7 @@ function writeFragment() {
 
 // The way back leads here.
 function stepForth() {
+  keepNow();
   try {
     history.pushState(null, "", location.hash || "#");
   } catch {
