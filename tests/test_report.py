@@ -21,7 +21,7 @@ pytest.importorskip("pandas")
 from survey_made import HEADS, make_survey
 
 import regard
-from regard._survey import _gathered, _schema
+from regard._survey import _schema
 from regard._survey._gathered import Ends, edges_of, gather
 from regard._survey._report import LEVELS, Report, _short
 from regard.view.text import printable
@@ -285,7 +285,8 @@ def test_a_page_has_one_size_however_many_documents(tmp_path):
 def test_batches_do_not_matter(survey, monkeypatch):
     whole = gather(survey)
     monkeypatch.setattr("regard._survey._gathered.ROWS", 7)
-    monkeypatch.setitem(_gathered.AHEAD, "batch_size", 5)
+    small = [batch.slice(start, 5) for batch in survey.batches() for start in range(0, len(batch), 5)]
+    monkeypatch.setattr(type(survey), "batches", lambda _, columns: (each.select(columns) for each in small))
     parts = gather(survey)
     assert repr(whole.ends["first"][0].documents) == repr(parts.ends["first"][0].documents)
     for name, counts in whole.counts.items():

@@ -18,11 +18,9 @@ SHARES = np.arange(21) / 20
 NATS = np.arange(49) / 4
 TOKENS = np.concatenate([[0.0], np.outer(2.0 ** np.arange(17), [1, 1.5]).ravel()])  # 0, 1, 1.5, 2, 3, 4, 6, …
 # So many documents at either end are kept for each head and measure, and fewer where heads are many.
-EXTREME, EXTREMES = 5, 30_000
+EXTREME, EXTREMES = 5, 60_000
 # Rows that are looked at together.
 ROWS = 1 << 15
-# Batches that are read ahead; pyarrow's own default would hold many large ones.
-AHEAD = {"batch_readahead": 2, "fragment_readahead": 1}
 
 
 class Document(NamedTuple):
@@ -68,7 +66,7 @@ def gather(survey: Survey) -> Gathered:
     sums, longer = np.zeros((2, len(WINDOWS), total)), np.zeros((len(WINDOWS), total))
     longest = 0
     columns = ["document", "label", "tokens", "layer", "head", *measures]
-    for column in _batches(survey.dataset, columns):
+    for column in _together(survey.batches(columns)):
         at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
         tokens = column["tokens"].to_numpy()
         longest = max(longest, int(tokens.max()))
@@ -105,21 +103,23 @@ def _tells(measure: str, most: int) -> bool:
     return not measure.startswith(("within_", "kept_")) or int(measure.rpartition("_")[2]) < most
 
 
-def _batches(dataset: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows as columns by name, some tens of thousands of rows at a time: a shard alone may have few."""
+def _together(batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    """Columns by name, some tens of thousands of rows at a time: a shard alone may have few."""
     import pyarrow as pa
 
     waiting: list[Any] = []
-    for batch in dataset.to_batches(columns=columns, **AHEAD):
+    rows = 0
+    for batch in batches:
         waiting.append(batch)
-        if sum(map(len, waiting)) >= ROWS:
-            yield _together(pa.Table.from_batches(waiting))
-            waiting = []
-    if any(map(len, waiting)):
-        yield _together(pa.Table.from_batches(waiting))
+        rows += len(batch)
+        if rows >= ROWS:
+            yield _columns(pa.Table.from_batches(waiting))
+            waiting, rows = [], 0
+    if waiting:
+        yield _columns(pa.Table.from_batches(waiting))
 
 
-def _together(table: Any) -> dict[str, Any]:
+def _columns(table: Any) -> dict[str, Any]:
     return {name: table.column(name).combine_chunks() for name in table.column_names}
 
 

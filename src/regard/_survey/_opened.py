@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +68,17 @@ class Survey:
     def _widths(self) -> dict[str, int]:
         return {name: int(width) for name, width in self.settings["columns"].items()}
 
+    def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
+        """The rows as record batches of pyarrow, a file after the other; memory does not grow with the files.
+
+        A scan of `dataset` reads ahead and keeps every file's metadata, which is much where files are many.
+        """
+        from pyarrow import parquet
+
+        for path in self.files:
+            with parquet.ParquetFile(path) as file:
+                yield from filter(len, file.iter_batches(columns=columns))
+
     def to_pandas(self, columns: list[str] | None = None) -> Any:
         """The rows as a DataFrame of pandas; `columns` for some of them."""
         return self.dataset.to_table(columns=columns).to_pandas()
@@ -98,7 +110,7 @@ class Survey:
         means = {name: _Mean(len(layers), width) for name, width in self._widths.items()}
         seen = _Mean(len(layers), 1)
         modules, kv_heads = [""] * len(layers), np.zeros(len(layers), np.int16)
-        for batch in filter(len, self.dataset.to_batches()):
+        for batch in self.batches():
             column = {name: batch.column(name) for name in batch.schema.names}
             at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
             tokens = column["tokens"].to_numpy().astype(float)

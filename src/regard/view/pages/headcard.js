@@ -31,7 +31,7 @@ export function headCard({ heads, measures, documents }) {
     return [el("h4", {}, title), el("ol", { class: "documents" }, places.map((i) => {
       const [id, label, tokens] = documents[end.documents[i]];
       return el("li", { "data-value": String(end.values[i]) }, el("b", {}, brief(end.values[i])), " ", token(id),
-        el("span", { class: "soft" }, label === null ? "" : [" ", token(label)], ` ${counted(tokens, "token")}`));
+        el("span", { class: "soft" }, label === null ? "" : [" ", token(label)], ` (${counted(tokens, "token")})`));
     }))];
   }
 
