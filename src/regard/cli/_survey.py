@@ -15,6 +15,7 @@ from regard.cli._out import NUMBER, Out, console_of, styled
 from regard.cli._show import written
 from regard.view.text import printable
 
+SHOWN = 5  # of the documents that were set aside
 STOPPED = 130  # as a shell tells of an interrupt
 
 
@@ -52,9 +53,6 @@ def survey(out: Out, model: str, corpus: str, folder: Path, options: dict[str, A
     return 0
 
 
-SHOWN = 5
-
-
 def report(out: Out, folder: Path, output: Path, show: bool) -> int:
     """Write the page of a survey."""
     from regard._survey import open_survey
@@ -75,7 +73,7 @@ def _display(out: Out, model: str, notes: list[str]) -> Iterator[Callable[[Any],
     """A line that tells how far it is, in a terminal; notes stay, above it."""
     where = console_of(stderr=True)
     shown = where.is_terminal and out.for_people
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
     with Progress(*columns, console=where, transient=True, disable=not shown) as bar:
         task = bar.add_task(printable(f"Opening {Path(model).name}"), total=None)
 
@@ -93,13 +91,9 @@ def words(progress: Any) -> str:
 
     >>> from regard._survey import Progress
     >>> words(Progress(1234, 56789, 2, 3, 40, 8.0, 7098.6, 98.7))
-    '1,234 documents, 56,789 tokens, 7,099 tokens/s, 2 set aside, 1:39 left'
+    '1,234 documents, 56,789 tokens (7,099/s), 2 set aside, 1:39 left'
     """
-    parts = [
-        f"{progress.documents:,} documents",
-        f"{progress.tokens:,} tokens",
-        f"{progress.rate:,.0f} tokens/s",
-    ]
+    parts = [f"{progress.documents:,} documents", f"{progress.tokens:,} tokens ({progress.rate:,.0f}/s)"]
     parts += [f"{progress.quarantined:,} set aside"]
     parts += [] if progress.left is None else [f"{duration(progress.left)} left"]
     return ", ".join(parts)
