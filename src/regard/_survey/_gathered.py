@@ -13,8 +13,9 @@ from regard._survey._schema import WINDOWS
 if TYPE_CHECKING:
     from regard._survey._opened import Survey
 
-# The edges of the bins that documents are counted in; what lies beyond the last is counted in the last.
-SHARES = np.arange(21) / 20
+# The edges of the bins that documents are counted in, finer where numbers crowd; what lies beyond the last is in it.
+_ENDS = np.array([0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05])
+SHARES = np.concatenate([_ENDS, np.arange(1, 10) / 10, np.round(1 - _ENDS[::-1], 3)])
 NATS = np.arange(49) / 4
 TOKENS = np.concatenate([[0.0], np.outer(2.0 ** np.arange(17), [1, 1.5]).ravel()])  # 0, 1, 1.5, 2, 3, 4, 6, …
 # So many documents at either end are kept for each head and measure, and fewer where heads are many.

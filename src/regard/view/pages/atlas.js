@@ -1,6 +1,6 @@
 // Layers by heads, a number and a shade in each; in the order of the layers or of the numbers. One stop of the Tab key.
 import { el } from "./dom.js";
-import { brief, place } from "./figures.js";
+import { brief, place, tight } from "./figures.js";
 
 export function atlasOf({ heads, modules, open }) {
   const box = el("div", { class: "atlas", id: "heads", role: "group", "aria-label": "Heads: arrow keys move, Enter opens" });
@@ -56,7 +56,7 @@ export function atlasOf({ heads, modules, open }) {
     const low = Math.min(...told), wide = Math.max(...told) - low;
     for (const cell of cells) {
       const mean = means[cell.head.at], here = cell.head === chosen;
-      cell.value.textContent = brief(mean);
+      cell.value.textContent = tight(mean);
       cell.name.textContent = order === "layers" ? `${cell.head.head}` : place(cell.head);
       cell.node.dataset.value = `${mean}`;
       cell.node.style.setProperty("--strength", Number.isNaN(mean) || !wide ? "0" : `${(mean - low) / wide}`);

@@ -3,6 +3,8 @@ import { bar } from "./controls.js";
 import { el, token } from "./dom.js";
 import { brief, counted, percent } from "./figures.js";
 
+const FINER = { entropy: "", distance: "Columns stand for more the farther away." };
+
 export function headCard({ heads, measures, documents }) {
   const node = el("section", { class: "card", id: "head", "aria-label": "One head" });
 
@@ -22,7 +24,8 @@ export function headCard({ heads, measures, documents }) {
     const words = own.map((n, i) => (n ? `${span(i)}: ${n}` : "")).filter(Boolean).join("; ");
     return el("figure", { class: "histogram" },
       el("div", { class: "columns", role: "img", "aria-label": `Documents by ${measure.name}. ${words}` }, columns),
-      el("div", { class: "ends soft", "aria-hidden": "true" }, el("span", {}, `${edges[from]}`), el("span", {}, `up to ${most.toLocaleString("en")} documents`), el("span", {}, `${edges[to]}`)));
+      el("div", { class: "ends soft", "aria-hidden": "true" }, el("span", {}, `${edges[from]}`), el("span", {}, `up to ${most.toLocaleString("en")} documents`), el("span", {}, `${edges[to]}`)),
+      el("figcaption", { class: "soft" }, FINER[measure.name] ?? "Columns stand for less near 0 and near 1."));
   }
 
   function listing(title, end, head) {

@@ -188,7 +188,7 @@ document.getElementById("app").append(
   answerNode(),
   el("section", { id: "atlas", "aria-label": "Every head" }, el("h2", {}, "Every head"),
     el("div", { class: "controls" }, el("label", { for: "measure" }, "Measure"), measure, order), meaning,
-    el("div", { class: "both" }, el("div", {}, atlas.node, behavioursNode()), card.node)),
+    el("div", { class: "both" }, atlas.node, card.node, behavioursNode())),
   quarantineNode(),
 );
 addEventListener("hashchange", () => {
