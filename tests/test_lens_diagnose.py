@@ -276,6 +276,15 @@ def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
     assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("word", "to"), [("previous", [3, 0, 1, 2, 3]), ("next", [1, 2, 3, 4, 1])])
+def test_a_row_that_has_no_such_token_does_not_count_against_it(word, to, batch):
+    at = torch.eye(5).expand(batch, 1, 5, 5)
+    finding = only(watched(Given(), 1e3 * at[:, :, to], at), "saturated heads")
+    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+    assert finding.evidence[f"share of the {word} token"] == pytest.approx(1)
+
+
 def test_fault_7_a_uniform_head():
     model = llama()
     with torch.no_grad():

@@ -137,6 +137,14 @@ def test_generated_text_is_searched_whole():
     )
 
 
+def test_capitals_count_where_both_are_there():
+    seen = watched(bert(), torch.arange(1, 5)[None])
+    assert seen.find("Cat", "THE", ["the", "cat", "sat", "."]) == seen.find(1, 0)
+    both = ["Cat", "cat", "sat", "."]
+    assert seen.find("sat", "Cat", both) == seen.find(2, 0)
+    assert seen.find("sat", "cat", both) == seen.find(2, 1)
+
+
 def test_what_is_not_there_is_said_with_the_cure():
     seen = watched(bert(), torch.arange(1, 5)[None])
     tokens = ["the", "cat", "sat", "."]

@@ -300,7 +300,7 @@ def test_every_pair_of_occurrences_is_looked_at(whole, show):
     seen, tokens, page, *_ = whole
     tab = show(page)
     error = stated(page)
-    for query, key in (("it", "cat"), ("the", "the"), (-1, 0)):
+    for query, key in (("it", "cat"), ("It", "CAT"), ("the", "the"), (-1, 0)):
         check_hits(
             look(tab, query if isinstance(query, str) else f"#{query}", key),
             seen.find(query, key, tokens),
@@ -313,10 +313,12 @@ def test_every_pair_of_occurrences_is_looked_at(whole, show):
 def test_what_is_not_there_is_said(cat, show):
     tab = show(cat[2])
     tab.get_by_label("from token").fill("cats")
+    tab.keyboard.press("Enter")
+    assert tab.locator("#found").text_content() == "Which token to? Fill in both."
     tab.get_by_label("to token").fill("it")
     tab.keyboard.press("Enter")
     tab.locator("#results[data-ready]").wait_for(state="attached")
-    assert tab.locator("#found").text_content().startswith("No token cats; there is cat")
+    assert tab.locator("#found").text_content().startswith("No token cats; there are cat, ")
     assert look(tab, "#99", "it") == [] and tab.locator("#found").text_content().startswith("No token #99")
     tab.get_by_role("button", name="Clear").click()
     assert tab.locator("#found").text_content() == ""

@@ -312,7 +312,8 @@ def heads(layer: Layer, usual: float | None) -> list[Finding]:
             f"Pass scale=None, or {usual if unlike else proper:.4g}; scale once only, before or in the call."
         )
         found.append(layer.finding("scale", "warning", what, where, evidence, cure))
-    made = call.matrix.measure(entropy=Entropy(), **_resting(layer))
+    resting = _resting(layer)
+    made = call.matrix.measure(entropy=Entropy(), **{word: At(keys) for word, keys in resting.items()})
     entropy = layer.spread_out(made.entropy)
     most = np.log(np.maximum(np.broadcast_to(_seen_keys(layer), entropy.shape), 1))
     counts = layer.rows[:, None] & (most >= math.log(4))
@@ -322,8 +323,12 @@ def heads(layer: Layer, usual: float | None) -> list[Finding]:
         share = (np.where(counts, entropy / np.maximum(most, 1e-9), 0.0)).sum((0, 2)) / total
         mean = (entropy * over).sum((0, 2)) / total
         collapsed = (share < SATURATED) & ~(hot if found else np.zeros_like(hot))
-        for word in _resting(layer):
-            rest = (layer.spread_out(getattr(made, word)) * over).sum((0, 2)) / total
+        for word, keys in resting.items():
+            # Of the rows that have such a key: the first token has none before it, which tells in a short text.
+            theirs = over * (keys >= 0).reshape(batch, 1, -1)
+            rest = (layer.spread_out(getattr(made, word)) * theirs).sum((0, 2)) / np.maximum(
+                theirs.sum((0, 2)), 1
+            )
             if (collapsed & (rest > 0.9)).any():
                 found.append(_saturated(layer, collapsed & (rest > 0.9), mean, deviation, word, rest))
             collapsed &= rest <= 0.9
@@ -339,14 +344,14 @@ def heads(layer: Layer, usual: float | None) -> list[Finding]:
     return found
 
 
-def _resting(layer: Layer) -> dict[str, At]:
-    """The weight on keys that heads of healthy models may rest on altogether, by what they are."""
+def _resting(layer: Layer) -> dict[str, Any]:
+    """The keys that heads of healthy models may rest on altogether, by what they are; −1 where a row has none."""
     place = layer.place
     keys = {"first": place.keys.argmax(-1)[..., None]}
     if place.first is not None:
         own = place.own
         keys |= {"previous": own - 1, "own": own, "next": np.where(own + 1 < layer.shape[3], own + 1, -1)}
-    return {word: At(np.where(place.rows, key, -1)) for word, key in keys.items()}
+    return {word: np.where(place.rows, key, -1) for word, key in keys.items()}
 
 
 def _saturated(

@@ -92,7 +92,7 @@ def _of(tokens: list[list[Any]] | None, size: int, length: int, batch: int) -> l
 def _positions(
     asked: Any, tokens: list[Any] | None, length: int, role: str, operation: str = "seen.find"
 ) -> Any:
-    """Where a token is: everywhere its text occurs, or at the position that was given."""
+    """Where a token is: everywhere its text occurs, in other capitals where it does not, or at the position given."""
     if hasattr(asked, "__index__") and not isinstance(asked, bool):
         index = int(asked)
         if not -length <= index < length:
@@ -118,14 +118,17 @@ def _positions(
             cure="Add tokens=tokenizer.convert_ids_to_tokens(input_ids[0]), or give positions.",
         )
     texts = [_word(token) for token in tokens]
-    where = [i for i, text in enumerate(texts) if text == _word(asked)]
+    wanted = _word(asked)
+    where = [i for i, text in enumerate(texts) if text == wanted]
+    # A model without capitals has them in its text: what is asked for as it stands there is found all the same.
+    where = where or [i for i, text in enumerate(texts) if text.lower() == wanted.lower()]
     if not where:
         near = difflib.get_close_matches(asked, [text for text in texts if text], n=3, cutoff=0.5)
         raise ArgumentError(
             operation,
             received=f"{role}={asked!r}",
             expected="one of the tokens" + (f", such as {', '.join(map(repr, near))}" if near else ""),
-            cure="A word may be several tokens; capitals and word pieces (##…) count. Or give its position.",
+            cure="A word may be several tokens, and word pieces (##…) count. Or give its position.",
         )
     return np.array(where)
 

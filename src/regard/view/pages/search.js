@@ -11,12 +11,15 @@ export function word(text) {
   return text.replace(/^[Ġ▁ ]+/, "") || text;
 }
 
-// Where a token is: everywhere its text occurs, or at the position that is asked for.
+// Where a token is: everywhere its text occurs, in other capitals where it does not, or at the position that is asked for.
 export function occurrences(asked, names, length) {
   const place = /^(#?)([-−]?\d+)$/.exec(asked.trim());
-  const found = [];
-  if (names && !place?.[1]) names.forEach((name, i) => { if (word(name) === word(asked)) found.push(i); });
-  if (found.length || !place) return found;
+  const same = (as) => names.flatMap((name, i) => (as(word(name)) === as(word(asked)) ? [i] : []));
+  if (names && !place?.[1]) {
+    const exact = same((text) => text), found = exact.length ? exact : same((text) => text.toLowerCase());
+    if (found.length) return found;
+  }
+  if (!place) return [];
   const index = Number(place[2].replace("−", "-"));
   return index >= -length && index < length ? [(index + length) % length] : [];
 }
@@ -95,7 +98,7 @@ export function searchOf({ cells, texts, open, changed }) {
     delete results.dataset.ready;
     if (!quiet) changed(x, y);
     if (!x || !y) {
-      said.textContent = "";
+      said.textContent = x || y ? `Which token ${x ? "to" : "from"}? Fill in both.` : "";
       return;
     }
     said.textContent = "Looking …";
@@ -109,7 +112,7 @@ export function searchOf({ cells, texts, open, changed }) {
     const wrong = missing.from ? x : missing.to ? y : null;
     if (wrong !== null) {
       const others = near(wrong, texts.flat());
-      said.replaceChildren("No token ", token(wrong), others.length ? "; there is " : ". ",
+      said.replaceChildren("No token ", token(wrong), others.length ? (others.length > 1 ? "; there are " : "; there is ") : ". ",
         ...others.flatMap((text, i) => [i ? ", " : "", token(text)]),
         others.length ? ". " : "", "A word may be several tokens; a position is written #7.");
       return;
