@@ -285,7 +285,7 @@ def test_names_that_are_none(name, words):
 def test_folders_that_are_no_models(folder, tmp_path):
     assert "which has no config.json" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "with no weights" in refusal(tmp_path)
+    assert "with no weights" in refusal(tmp_path) and "Give the folder that holds them" in refusal(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no")
     assert "expected a model that transformers can open" in refusal(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())

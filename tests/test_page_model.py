@@ -365,7 +365,10 @@ def test_lines_of_a_short_text(cat, show):
     seen, _, page = cat
     tab = show(page)
     tab.get_by_role("button", name="Layer 5, head 11").click()
+    card = tab.locator(".reading-card:visible")
+    assert card.text_content().startswith("Point at the map")
     tab.get_by_role("radio", name="Lines").check()
+    assert card.text_content().startswith("Point at a token")
     tab.get_by_role("button", name="query 8: it").hover()
     told = tab.locator(".side1 .end").evaluate_all(
         "nodes => nodes.map(n => n.querySelector('.value').textContent)"

@@ -290,6 +290,12 @@ def test_no_colour_bar_and_what_imshow_takes():
             "tokens name the keys, query_tokens the queries where those are another sequence.",
         ),
         (
+            lambda: plot.heatmap(matrix(3, 3), reduce="median"),
+            ArgumentError,
+            'plot.heatmap: received reduce=\'median\'; expected "max", "mean" or "sum". '
+            "It says how the weights of one of the cells become one number.",
+        ),
+        (
             lambda: plot.row(matrix(3, 3), 0, "abc"),
             KindError,
             "plot.row: received tokens, str 'abc'; expected a sequence of texts. "

@@ -262,7 +262,9 @@ def _check_folder(path: Path) -> None:
             + (f"{pickled[0]} and no *.safetensors" if pickled else "no weights"),
             expected="weights in *.safetensors, since reading a pickled file can run any code",
             cure="If you trust where it comes from, convert it once: "
-            "AutoModel.from_pretrained(folder).save_pretrained(new_folder) writes safetensors.",
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder) writes safetensors."
+            if pickled
+            else "Give the folder that holds them, or fetch them: this may be a checkout without its large files.",
         )
 
 

@@ -385,7 +385,8 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
-        fail(command, f"{error.format_message().rstrip('.')}. Try '{command} --help'.")
+        words = error.format_message().replace("Value error, ", "").rstrip(".")
+        fail(command, f"{words}{'' if words.endswith('?') else '.'} Try '{command} --help'.")
         return 2
     except BrokenPipeError:  # somebody has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

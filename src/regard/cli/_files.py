@@ -59,7 +59,9 @@ def one_head(given: dict[str, Any], head: str | None, operation: str) -> dict[st
                 operation,
                 received=f"{name} with shape {given[name].shape}" + (f" and --head {head}" if head else ""),
                 expected="one head, with 2 axes",
-                cure="Choose one with --head 3, or --head 0,3 for head 3 of batch entry 0.",
+                cure="Leave --head out: this is one head already."
+                if given[name].ndim == 2
+                else "Choose one with --head 3, or --head 0,3 for head 3 of batch entry 0.",
             )
     return given | picked
 
@@ -73,9 +75,18 @@ def text_of(text: str | None, file: Path | None, operation: str) -> str:
             expected="one text",
             cure='Give --text "…", --file FILE, or --file - for standard input.',
         )
-    if file is None:
-        assert text is not None
-        return text
+    words = _words(file, operation) if file is not None else str(text)
+    if not words.strip():  # a tokenizer would make its special tokens of it, and the model read those
+        raise ArgumentError(
+            operation,
+            received="an empty text" if file is None else f"{str(file)!r}, which has no text in it",
+            expected="at least a word",
+            cure='Give --text "…", --file FILE, or --file - for standard input.',
+        )
+    return words
+
+
+def _words(file: Path, operation: str) -> str:
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8")

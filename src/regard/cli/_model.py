@@ -14,7 +14,7 @@ from regard._errors import ArgumentError
 from regard._models import Opened, Text, open_model
 from regard.cli._files import text_of
 from regard.cli._out import NUMBER, Out, styled
-from regard.cli._show import written
+from regard.cli._show import check_place, written
 from regard.view.text import printable
 
 SHOWN = 20
@@ -61,6 +61,7 @@ class Ran:
 
 def look(out: Out, asked: Asked, output: Path, show: bool) -> int:
     """Write the page of a model on a text."""
+    check_place(output, "look")
     ran = _run(out, asked, "look")
     with out.busy("Making the page"):
         # A page is mailed: of a folder's path it tells the end only.

@@ -52,11 +52,12 @@ def explore(
     out: Out, name: str, file: Path | None, output: Path, head: str | None, causal: bool, show: bool
 ) -> int:
     """Write one of the explorers' pages."""
+    check_place(output, "explore")
     from regard import explore
 
     explorer = getattr(explore, name)
     given: dict[str, Any] = {}
-    if file is not None or causal:
+    if file is not None or causal or head is not None:
         given = {key: each for key, each in _given(file, head, causal, "explore").items() if each is not None}
     takes = inspect.signature(explorer).parameters
     refused = [key for key in given if key not in takes and key != "value"]
@@ -71,6 +72,20 @@ def explore(
     page = explorer(**{key: each for key, each in given.items() if key in takes})
     written(out, page, output, show, {"explorer": name})
     return 0
+
+
+def check_place(output: Path, operation: str) -> None:
+    """Refuse a place where no page can be written, before the work is done."""
+    missing = not output.parent.is_dir()
+    if missing or output.is_dir():
+        raise ArgumentError(
+            operation,
+            received=f"-o {str(output)!r} ({'No such file or directory' if missing else 'Is a directory'})",
+            expected="a file in a folder that is there",
+            cure=f"Make the folder first: mkdir -p {output.parent}."
+            if missing
+            else f"Name the file too: -o {output / 'page.html'}.",
+        )
 
 
 def written(out: Out, page: Page, output: Path, show: bool, record: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from regard.plot._axes import COLOURS, INK, ORANGE, axes, check_axes, label, lit
 
 SPACIOUS = 0.28  # inches for a cell with a number in it
 NUMBERED = 12  # cells along an edge up to which numbers are written into them
+REDUCED = {"max": "the largest", "mean": "the mean", "sum": "the sum"}
 UNITS = {
     "entropy": "entropy (nats)",
     "distance": "mean distance (tokens)",
@@ -84,6 +85,13 @@ def heatmap(
         query_tokens = [tokens[i] for i in positions]
     rows = named(query_tokens, q_len, "plot.heatmap", "query_tokens")
     columns = named(tokens, kv_len, "plot.heatmap", "tokens")
+    if reduce not in REDUCED:  # of a small matrix, which is not reduced, too
+        raise ArgumentError(
+            "plot.heatmap",
+            received=f"reduce={reduce!r}",
+            expected='"max", "mean" or "sum"',
+            cure="It says how the weights of one of the cells become one number.",
+        )
     shown = _weights(A, cells, reduce)
     coarse = shown.shape != (q_len, kv_len)
     if coarse:
@@ -208,8 +216,7 @@ def _told(cells: tuple[int, int], lengths: tuple[int, int], reduce: str) -> str:
     if cells == lengths:
         return "weight"
     sizes = [f"{n / cell:.4g}" for n, cell in zip(lengths, cells, strict=True)]
-    word = {"max": "the largest", "mean": "the mean", "sum": "the sum"}[reduce]
-    return f"weight, {word} of {sizes[0]} × {sizes[1]}"
+    return f"weight, {REDUCED[reduce]} of {sizes[0]} × {sizes[1]}"
 
 
 def _paint(ax: Any, shown: Any, numbers: bool | None, colorbar: bool, told: str, how: dict[str, Any]) -> None:

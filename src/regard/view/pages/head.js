@@ -8,6 +8,7 @@ import { readingOf } from "./reading.js";
 import { paintLevels } from "./small.js";
 
 const LINES_UP_TO = 64; // tokens, so that both columns can be read
+const LINES_HINT = "Point at a token, or choose one with the arrow keys: here stands its largest weight, with both tokens.";
 
 export function capital(text) {
   return text[0].toUpperCase() + text.slice(1);
@@ -49,7 +50,7 @@ export function headView({ cells, texts, back, step, changed }) {
     if (!made.has(name)) {
       const queries = texts[query_text]?.slice(shift, shift + shape[0]) ?? null, tokens = texts[key_text]?.slice(0, shape[1]) ?? null;
       const head = cells.indexOf(cell);
-      const reading = readingOf({ matrix, head, tokens, queries, go: (i, j) => part.go(i, j) });
+      const reading = readingOf({ matrix, head, tokens, queries, go: (i, j) => part.go(i, j), ...(lines && { hint: LINES_HINT }) });
       const onCell = (query, key, answer) => {
         reading.tell(query, key, answer);
         changed({ query, key });

@@ -15,10 +15,12 @@ function around(names, n) {
   return [low > 0 ? "… " : "", words, high < names.length ? " …" : ""];
 }
 
-// `go(row, column)` is called when a key of the list is chosen.
-export function readingOf({ matrix, tokens, queries, go, head = 0 }) {
+const HINT = "Point at the map, or choose a cell with the arrow keys: here stands its weight, with both tokens.";
+
+// `go(row, column)` is called when a key of the list is chosen; `hint` stands here before anything is.
+export function readingOf({ matrix, tokens, queries, go, head = 0, hint = HINT }) {
   const node = el("div", { class: "card reading-card", role: "status" },
-    el("p", { class: "place" }, "Point at the map, or choose a cell with the arrow keys: here stands its weight, with both tokens."));
+    el("p", { class: "place" }, hint));
   const list = el("div", { class: "strongest" });
   let of = head, row = null, timer = 0, asking = null;
 
