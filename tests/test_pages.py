@@ -30,7 +30,7 @@ HOSTILE = [
     "&lt;b&gt;",
     "${alert(1)}",
 ]
-EXPLORERS = [getattr(explore, name) for name in explore.__all__]
+EXPLORERS = [getattr(explore, name) for name in explore.__all__ if name != "Page"]
 
 
 # -- The shell --------------------------------------------------------------------------------------------

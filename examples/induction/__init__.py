@@ -10,4 +10,9 @@ from __future__ import annotations
 from examples.induction.data import Repeats, decode, encode, repeats
 from examples.induction.model import Config, Model, load, save
 
-__all__ = ["Config", "Model", "Repeats", "decode", "encode", "load", "repeats", "save"]
+__all__ = ["Config", "Model", "Repeats", "decode", "encode", "load", "repeats", "save", "text"]
+
+
+def text() -> Model:
+    """`load("text")`, for who takes the name of a function: `regard heads examples.induction:text`."""
+    return load("text")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from regard._errors import ArgumentError
 from regard._survey._ledger import MANIFEST, SETTINGS, read_manifest
 from regard._survey._schema import VERSION, schema_of
 from regard._survey._shard import sha256_of
+
+if TYPE_CHECKING:
+    from regard.view.html import Page
 
 
 class Survey:
@@ -64,6 +68,17 @@ class Survey:
     def _widths(self) -> dict[str, int]:
         return {name: int(width) for name, width in self.settings["columns"].items()}
 
+    def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
+        """The rows as record batches of pyarrow, a file after the other; memory does not grow with the files.
+
+        A scan of `dataset` reads ahead and keeps every file's metadata, which is much where files are many.
+        """
+        from pyarrow import parquet
+
+        for path in self.files:
+            with parquet.ParquetFile(path) as file:
+                yield from filter(len, file.iter_batches(columns=columns))
+
     def to_pandas(self, columns: list[str] | None = None) -> Any:
         """The rows as a DataFrame of pandas; `columns` for some of them."""
         return self.dataset.to_table(columns=columns).to_pandas()
@@ -95,7 +110,7 @@ class Survey:
         means = {name: _Mean(len(layers), width) for name, width in self._widths.items()}
         seen = _Mean(len(layers), 1)
         modules, kv_heads = [""] * len(layers), np.zeros(len(layers), np.int16)
-        for batch in filter(len, self.dataset.to_batches()):
+        for batch in self.batches():
             column = {name: batch.column(name) for name in batch.schema.names}
             at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
             tokens = column["tokens"].to_numpy().astype(float)
@@ -122,6 +137,16 @@ class Survey:
             else:
                 table[name] = pa.FixedSizeListArray.from_arrays(pa.array(result.reshape(-1)), result.shape[1])
         return pa.table(table)
+
+    def page(self, title: str | None = None) -> Page:
+        """A report of the survey in a file of its own: an answer in words, every head, its documents and its kind.
+
+        The page needs no network. Making it reads the rows in batches; it has the same size for any number of
+        documents, since of each head and measure it carries counts in fixed bins and the few documents at either end.
+        """
+        from regard._survey._report import Report
+
+        return Report(self).page(title)
 
     def broken(self) -> list[str]:
         """The committed files that are not what was written, by their sha256; a resumed run measures them again."""

@@ -1,4 +1,7 @@
-"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `profile`. It needs `regard[cli]`."""
+"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `survey`, `report`, `profile`.
+
+It needs `regard[cli]`.
+"""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ EXIT_CODES = (
     "4 something else failed."
 )
 
-LOOK = Path("look.html")
+LOOK, REPORT = Path("look.html"), Path("report.html")
 
 app = typer.Typer(
     name="regard",
-    help="Scaled dot-product attention you can look at: explained, drawn, measured, in models and by itself.",
+    help="Scaled dot-product attention you can look at, in models and by itself.",
     epilog=EXIT_CODES,
     rich_markup_mode=None,  # plain help: shorter, and the same in a pipe
     pretty_exceptions_enable=False,
@@ -50,6 +50,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     stored = "stored"
+
+
+class Engine(StrEnum):
+    """What runs a survey's workers."""
+
+    local = "local"
+    ray = "ray"
 
 
 class Number(StrEnum):
@@ -242,6 +249,86 @@ def profile(
     return profile(Out(as_json), sizes, rounds)
 
 
+def survey(
+    model: Model,
+    corpus: Annotated[
+        str,
+        typer.Argument(
+            metavar="CORPUS",
+            show_default=False,
+            help="A file, a directory or a pattern: text, JSON lines, Parquet.",
+        ),
+    ],
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="DIR", show_default=False, help="Where to; goes on with what is there."
+        ),
+    ],
+    measures: Annotated[
+        str | None,
+        typer.Option(
+            "--measures", metavar="NAMES", help="Some of entropy,distance,first,heavy,copies; else all."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="Read no more of a document than this.")
+    ] = 1024,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="Processes with a model each.")
+    ] = 1,
+    engine: Annotated[Engine, typer.Option("--engine", help="ray is for several machines.")] = Engine.local,
+    field: Annotated[
+        str, typer.Option("--field", metavar="NAME", help="Where lines and tables have the text.")
+    ] = "text",
+    label: Annotated[
+        str | None, typer.Option("--label", metavar="NAME", help="… and the documents' own names.")
+    ] = None,
+    shard: Annotated[
+        int, typer.Option("--shard", metavar="N", min=1, help="Documents that are committed together.")
+    ] = 64,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0.001, help="Seconds that a document may take.")
+    ] = 600.0,
+    device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="As cuda:0.")] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.float32,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> int:
+    """A model's heads measured over a corpus, as Parquet in a directory. Broken off, the same command goes on."""
+    from regard.cli._survey import survey
+
+    options = {
+        "measures": None if measures is None else [each.strip() for each in measures.split(",")],
+        "max_tokens": max_tokens,
+        "workers": workers,
+        "engine": engine.value,
+        "text": field,
+        "label": label,
+        "shard": shard,
+        "timeout": timeout,
+        "device": device,
+        "dtype": dtype.value,
+        "trust_remote_code": trust,
+    }
+    return survey(Out(as_json), model, corpus, folder, options)
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", show_default=False, help="What regard survey wrote, finished or not."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="Where to.")] = REPORT,
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    as_json: Json = False,
+) -> int:
+    """A page of a survey: which heads need the context, what each does, and the documents behind it."""
+    from regard.cli._survey import report
+
+    return report(Out(as_json), folder, output, show)
+
+
 SHORT = {
     explain: ("The four steps of one query, every number.", "regard explain --query sat --causal"),
     explore: ("A page to work through.", "regard explore heatmap mine.npz -o mine.html"),
@@ -251,6 +338,11 @@ SHORT = {
         "What each head does, in numbers.",
         "regard heads my_models:make --file text.txt --by induction --top 5",
     ),
+    survey: (
+        "A model over a corpus: every head, every document.",
+        "regard survey ./model 'texts/*.txt' --out found",
+    ),
+    report: ("A page of a survey.", "regard report found -o report.html"),
     profile: ("What attention costs here, and why.", "regard profile -n 4096 --mask window:256"),
 }
 for command, (short, example) in SHORT.items():
@@ -299,6 +391,9 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # somebody has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except typer.Abort:
+        fail(command, "stopped.")
+        return 130
     except Exception as error:
         if _settings["traceback"]:
             traceback.print_exc()
@@ -310,7 +405,9 @@ def run(arguments: list[str]) -> int:
 def _told(error: Exception) -> tuple[str, int]:
     """The line for an error, and its exit code."""
     if isinstance(error, RegardError):
-        return f"received {error.received}; expected {error.expected}. {error.cure}", 2
+        # What stops a survey half-way is nobody's question.
+        code = 4 if isinstance(error, RuntimeError) else 2
+        return f"received {error.received}; expected {error.expected}. {error.cure}", code
     if isinstance(error, ImportError) and "is not installed. pip install" in str(error):
         return str(error).partition(": ")[2], 3
     if isinstance(error, OSError) and error.filename is not None:

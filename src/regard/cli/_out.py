@@ -37,7 +37,7 @@ class Out:
     def say(self, text: str | Text = "", style: str = "") -> None:
         """Lines for people; with --json there are none."""
         if self.for_people:
-            _console().print(text if isinstance(text, Text) else Text(_lines(text), style), soft_wrap=True)
+            console_of().print(text if isinstance(text, Text) else Text(_lines(text), style), soft_wrap=True)
 
     def table(
         self,
@@ -62,7 +62,7 @@ class Out:
             )
         for row in rows:
             made.add_row(*(Text(cell(each)) for each in row))
-        console = _console()
+        console = console_of()
         if console.is_terminal:
             console.print(made)
             return
@@ -85,12 +85,12 @@ class Out:
 
     def note(self, text: str) -> None:
         """A sentence beside the result, which is always told."""
-        _console(stderr=True).print(Text(f"note: {printable(text)}", "yellow"), soft_wrap=True)
+        console_of(stderr=True).print(Text(f"note: {printable(text)}", "yellow"), soft_wrap=True)
 
     def aside(self, text: Text) -> None:
         """What people like to know and scripts do not."""
         if self.for_people:
-            _console(stderr=True).print(text, soft_wrap=True)
+            console_of(stderr=True).print(text, soft_wrap=True)
 
     @contextmanager
     def busy(
@@ -100,7 +100,7 @@ class Out:
 
         `done` is asked how far it has come, or the function that is handed over is called for each step.
         """
-        console = _console(stderr=True)
+        console = console_of(stderr=True)
         shown = console.is_terminal and self.for_people
         columns = TextColumn("{task.description}", markup=False), _Bar(bar_width=30), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
@@ -124,7 +124,7 @@ class _Console(Console):  # type: ignore[misc]
         raise BrokenPipeError
 
 
-def _console(stderr: bool = False) -> Console:
+def console_of(stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
@@ -145,7 +145,7 @@ def _lines(text: str) -> str:
 def fail(command: str, words: str) -> None:
     """The one line of an error."""
     said = " ".join(words.split())
-    _console(stderr=True).print(
+    console_of(stderr=True).print(
         styled((f"{command}: ", "bold red"), said),
         soft_wrap=True,
         no_wrap=True,
