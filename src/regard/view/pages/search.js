@@ -11,12 +11,19 @@ export function word(text) {
   return text.replace(/^[Ġ▁ ]+/, "") || text;
 }
 
-// Where a token is: everywhere its text occurs, in other capitals where it does not, or at the position that is asked for.
-export function occurrences(asked, names, length) {
+const asIs = (text) => text;
+const inAnyCapitals = (text) => text.toLowerCase();
+
+// How letters are compared: as they are where some text has the token so, else in any capitals.
+export function letters(asked, texts) {
+  return texts.some((names) => names?.some((name) => word(name) === word(asked))) ? asIs : inAnyCapitals;
+}
+
+// Where a token is: everywhere its text occurs, or at the position that is asked for.
+export function occurrences(asked, names, length, as) {
   const place = /^(#?)([-−]?\d+)$/.exec(asked.trim());
-  const same = (as) => names.flatMap((name, i) => (as(word(name)) === as(word(asked)) ? [i] : []));
   if (names && !place?.[1]) {
-    const exact = same((text) => text), found = exact.length ? exact : same((text) => text.toLowerCase());
+    const found = names.flatMap((name, i) => (as(word(name)) === as(word(asked)) ? [i] : []));
     if (found.length) return found;
   }
   if (!place) return [];
@@ -56,12 +63,13 @@ async function largestPair(cell, at, keys) {
 export async function find(cells, texts, from, to) {
   const rows = [], where = new Map();
   const missing = { from: true, to: true };
+  const [asFrom, asTo] = [letters(from, texts), letters(to, texts)];
   for (const cell of cells) {
     const { entry } = cell, shift = entry.first ?? 0;
     if (!where.has(entry)) {
       const [q_len, kv_len] = entry.shape;
-      const at = occurrences(from, texts[entry.query_text], entry.first === null ? q_len : shift + q_len);
-      const keys = occurrences(to, texts[entry.key_text], kv_len);
+      const at = occurrences(from, texts[entry.query_text], entry.first === null ? q_len : shift + q_len, asFrom);
+      const keys = occurrences(to, texts[entry.key_text], kv_len, asTo);
       if (at.length) missing.from = false;
       if (keys.length) missing.to = false;
       where.set(entry, { at: at.map((i) => i - shift).filter((i) => i >= 0), keys });
