@@ -218,7 +218,7 @@ def test_cells_are_the_matrix_within_the_stated_error(show, make):
 def long_page():
     """4,096 tokens with an overview of blocks of 16 × 16, so that they have views of every kind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard._looking.EDGE", 256)
+        patch.setattr("regard._page.EDGE", 256)
         return square(4096, mask=causal()).page(tokens(4096))
 
 
@@ -261,7 +261,7 @@ def test_the_map_says_what_a_point_is(show, long_page):
 @pytest.mark.slow
 def test_an_overview_of_some_rows_says_so(show, monkeypatch):
     monkeypatch.setattr("regard._carried.MOST_LOOKED_AT", 1024 * 1024 // 4)
-    monkeypatch.setattr("regard._looking.EDGE", 256)
+    monkeypatch.setattr("regard._page.EDGE", 256)
     tab = show(square(1024, mask=causal()).page(), **NARROW)
     assert settled(tab) == (
         "Each point is a mean, made by the library: over 1 of each 4 queries, drawn by lot, and all of 4 keys."
