@@ -6,12 +6,23 @@ benchmarks/run.py keeps its rows in history.jsonl; pages.py and model_page.py ke
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 KEPT = HERE / "pages.json"
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure in milliseconds; printed with the range it has."""
+    found = {}
+    for name in rounds[0]:
+        times = [each[name] for each in rounds]
+        found[name] = statistics.median(times)
+        print(f"{name:<38} {found[name]:8.0f} ms, from {min(times):.0f} to {max(times):.0f}")
+    return found
 
 
 def keep(name: str, found: dict[str, float]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from figures import keep
+from figures import keep, medians
 
 import regard
 
@@ -133,13 +132,10 @@ def main() -> None:
             )
             rounds = [opened(browser, path) for _ in range(given.rounds)]
             browser.close()
-        kept = {"seconds": times[3] - times[1], "MB file": path.stat().st_size / 1e6}
-        for name in rounds[0]:
-            found = [each[name] for each in rounds]
-            kept[name] = statistics.median(found)
-            print(f"{name:<38} {kept[name]:8.0f} ms, from {min(found):.0f} to {max(found):.0f}")
+        sizes = {"seconds": times[3] - times[1], "MB file": path.stat().st_size / 1e6}
+        found = sizes | medians(rounds)
         if given.write:
-            keep("model page", kept)
+            keep("model page", found)
 
 
 if __name__ == "__main__":

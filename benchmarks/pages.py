@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep
+from figures import keep, medians
 from playwright.sync_api import sync_playwright
 
 import regard
@@ -82,14 +82,11 @@ def main() -> None:
         path = Path(folder) / "page.html"
         found |= made(given.tokens, given.width, path)
         for name, value in found.items():
-            print(f"made: {name:<28} {value:8.1f}")
+            print(f"{name:<38} {value:8.1f}")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         rounds = [opened(browser, path, given.tokens) for _ in range(given.rounds)]
         browser.close()
-        for name in rounds[0]:
-            times = [each[name] for each in rounds]
-            found[name] = statistics.median(times)
-            print(f"opened: {name:<26} {found[name]:8.0f} ms, from {min(times):.0f} to {max(times):.0f}")
+        found |= medians(rounds)
     if given.write:
         keep("deep map", found)
 

@@ -74,6 +74,13 @@ Head = Annotated[
     typer.Option("--head", metavar="H", help="Which head of larger arrays: 3, or 0,3 with a batch."),
 ]
 Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
+Show = Annotated[bool, typer.Option("--open", help="Open it in a browser.")]
+Given = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[FILE]", show_default=False, help="JSON or NPZ with query, key, value, tokens, mask."
+    ),
+]
 Model = Annotated[
     str,
     typer.Argument(
@@ -101,12 +108,7 @@ Trust = Annotated[
 
 
 def explain(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE]", show_default=False, help="JSON or NPZ with query, key, value, tokens, mask."
-        ),
-    ] = None,
+    file: Given = None,
     query: Annotated[
         str, typer.Option("--query", "-q", metavar="N", help="Which query: its position, or its token.")
     ] = "0",
@@ -122,18 +124,13 @@ def explain(
 
 def explore(
     name: Annotated[Explorer, typer.Argument(show_default=False, help="Which page.")],
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE]", show_default=False, help="JSON or NPZ with query, key, value, tokens, mask."
-        ),
-    ] = None,
+    file: Given = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Where to; NAME.html by default.")
     ] = None,
     head: Head = None,
     causal: Causal = False,
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    show: Show = False,
     as_json: Json = False,
 ) -> int:
     """A page to work through, one file without a server: of the book's example, or of a FILE of your own."""
@@ -151,7 +148,7 @@ def look(
     max_tokens: MaxTokens = None,
     dtype: DtypeOption = None,
     trust: Trust = False,
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    show: Show = False,
     as_json: Json = False,
 ) -> int:
     """A page of every head of a model on a text: maps, measures, findings, and who looks at whom."""
@@ -320,7 +317,7 @@ def report(
         typer.Argument(metavar="DIR", show_default=False, help="What regard survey wrote, finished or not."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="Where to.")] = REPORT,
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    show: Show = False,
     as_json: Json = False,
 ) -> int:
     """A page of a survey: which heads need the context, what each does, and the documents behind it."""

@@ -32,7 +32,7 @@ def find(layers: Sequence[Layer], query: Any, key: Any, tokens: Any, key_tokens:
     own = None if tokens is None else listed(tokens, "seen.find")
     other = own if key_tokens is None else listed(key_tokens, "seen.find")
     for number, name, which, call in layers:
-        _check_kept(call, "seen.find")
+        check_kept(call, "seen.find")
         place = Place.of(call)
         *lead, q_len, kv_len = call.shape
         across = place.first is None
@@ -54,8 +54,8 @@ def find(layers: Sequence[Layer], query: Any, key: Any, tokens: Any, key_tokens:
         if (at < 0).all():
             continue
         at = at[at >= 0]
-        matrix = _one(call, batch, "seen.find").lazy[..., at, :]
-        weights = _numpy(matrix[..., to]).reshape(-1, len(at), len(to))
+        matrix = one_entry(call, batch, "seen.find").lazy[..., at, :]
+        weights = as_numpy(matrix[..., to]).reshape(-1, len(at), len(to))
         for head, each in enumerate(weights):
             row, column = np.unravel_index(np.nanargmax(np.nan_to_num(each, nan=-1.0)), each.shape)
             rows.append(
@@ -140,7 +140,7 @@ def _word(token: Any) -> str:
     return bare or text
 
 
-def _check_kept(call: Call, operation: str) -> None:
+def check_kept(call: Call, operation: str) -> None:
     if call.query is None:
         raise ArgumentError(
             operation,
@@ -150,7 +150,7 @@ def _check_kept(call: Call, operation: str) -> None:
         )
 
 
-def _one(call: Call, batch: int, operation: str) -> Any:
+def one_entry(call: Call, batch: int, operation: str) -> Any:
     """The matrix of one batch entry, (heads, q_len, kv_len)."""
     matrix, lead = call.matrix, call.shape[:-2]
     size = math.prod(lead[:-1])
@@ -164,7 +164,17 @@ def _one(call: Call, batch: int, operation: str) -> Any:
     return matrix.lazy[(*map(int, np.unravel_index(batch % size, lead[:-1])),)] if len(lead) > 1 else matrix
 
 
-def _numpy(array: Any) -> Any:
+def named(layers: Sequence[Layer], chosen: str | Sequence[str] | None, operation: str) -> list[Layer]:
+    """The layers that are asked for, by name or pattern, all by default; their weights must have been kept."""
+    patterns = ["*"] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
+    found = [each for each in layers if any(fnmatch.fnmatchcase(each[1], pattern) for pattern in patterns)]
+    for _, _, _, call in found:
+        check_kept(call, operation)
+    return found
+
+
+def as_numpy(array: Any) -> Any:
+    """A tensor as NumPy, in float64."""
     return array.detach().double().cpu().numpy()
 
 
@@ -196,20 +206,16 @@ def rollout(
     for call in reversed(calls):
         rows = np.flatnonzero(share)
         # The rows that nothing flows from have no part in the product; under a causal mask they are most of them.
-        part = _one(call, batch, "seen.rollout").lazy[..., rows[0] : rows[-1] + 1, :]
+        part = one_entry(call, batch, "seen.rollout").lazy[..., rows[0] : rows[-1] + 1, :]
         vector = torch.as_tensor(share[rows[0] : rows[-1] + 1], dtype=part.dtype, device=call.key.device)
-        flow = _numpy(part.mT @ vector)
+        flow = as_numpy(part.mT @ vector)
         share = 0.5 * share + 0.5 * flow.reshape(-1, length).mean(0)
     return share
 
 
 def _stack(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[Call]:
     """The calls through which a token's attention flows, first to last: self-attention of one sequence."""
-    patterns = ["*"] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
-    named = [each for each in layers if any(fnmatch.fnmatchcase(each[1], pattern) for pattern in patterns)]
-    calls = [call for _, _, _, call in named]
-    for call in calls:
-        _check_kept(call, "seen.rollout")
+    calls = [call for _, _, _, call in named(layers, chosen, "seen.rollout")]
     calls = [call for call in calls if Place.of(call).first == 0]
     stacks = {(_stem(call.name), call.shape[-1]) for call in calls}
     if len({length for _, length in stacks}) == 1 and len(stacks) == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 from regard._carried import Carried, Error, carried
 from regard._errors import ArgumentError, OutOfRange, RegardError
 from regard.lens._call import Call
-from regard.lens._find import _check_kept, _one
+from regard.lens._find import as_numpy, named, one_entry
 from regard.lens._finding import Finding, Findings
 from regard.lens._heads import measured
 from regard.lens._live import Place, fitting, listed, misfit
@@ -73,7 +72,7 @@ def model_page(
 ) -> Page:
     """What `Seen.page` returns."""
     own, other = (None if each is None else listed(each, "seen.page") for each in (tokens, key_tokens))
-    entries = _entries(_named(layers, chosen), own, other, heads, batch)
+    entries = _entries(_shown(layers, chosen), own, other, heads, batch)
     texts: dict[tuple[str, ...], int] = {}
     measures = [name for name in MEANINGS if any(name in entry.columns for entry in entries)]
     kinds, calls = _kinds([entry.name for entry in entries]), Counter(entry.name for entry in entries)
@@ -123,14 +122,10 @@ def model_page(
     return page(name, "model.js", record)
 
 
-def _named(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[Layer]:
+def _shown(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[Layer]:
     """The layers that are asked for, by name or pattern; those without entries have nothing to show."""
-    patterns = ["*"] if chosen is None else [chosen] if isinstance(chosen, str) else list(chosen)
-    named = [each for each in layers if any(fnmatch.fnmatchcase(each[1], pattern) for pattern in patterns)]
-    for _, _, _, call in named:
-        _check_kept(call, "seen.page")
-    named = [each for each in named if math.prod(each[3].shape)]
-    if not named:
+    found = [each for each in named(layers, chosen, "seen.page") if math.prod(each[3].shape)]
+    if not found:
         raise ArgumentError(
             "seen.page",
             received="nothing that was seen"
@@ -141,7 +136,7 @@ def _named(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[
             if layers
             else "Run the model inside the with block.",
         )
-    return named
+    return found
 
 
 def _entries(
@@ -153,7 +148,7 @@ def _entries(
         *lead, q_len, kv_len = call.shape
         count, size = lead[-1] if lead else 1, math.prod(lead[:-1])
         if not -size <= batch < size:
-            _one(call, batch, "seen.page")  # which raises, and says why
+            one_entry(call, batch, "seen.page")  # which raises, and says why
         place = Place.of(call)
         texts = _texts(call, place, own, other)
         edge = LARGE if max(q_len, kv_len) > LONG else SMALL
@@ -161,7 +156,7 @@ def _entries(
         same = texts[1] if place.first is not None else None
         columns, made = measured(call, same, WINDOWS, copies, map=Coarse(blocks))
         shown = list(range(count)) if heads is None else [head for head in heads if 0 <= head < count]
-        maps = _numpy(made.map).reshape(size, count, *blocks)[batch, shown].astype(np.float32)
+        maps = as_numpy(made.map).reshape(size, count, *blocks)[batch, shown].astype(np.float32)
         if shown:
             entries.append(_Entry(number, name, which, call, shown, place.first, texts, columns, maps))
     if not entries:
@@ -203,10 +198,6 @@ def _column(entry: _Entry, name: str) -> list[float]:
     """A measure of each head, NaN where the layer has none."""
     column = entry.columns.get(name)
     return [math.nan if column is None else float(column[head]) for head in entry.heads]
-
-
-def _numpy(array: Any) -> Any:
-    return array.detach().double().cpu().numpy()
 
 
 def _kinds(names: list[str]) -> dict[str, str]:
@@ -269,7 +260,7 @@ def _carry(entry: _Entry, batch: int, room: int) -> tuple[dict[str, Any] | None,
     """As many of the heads as there is room for, with all that their weights are made from; their error and size."""
     call, fits = entry.call, entry.heads
     *lead, q_len, kv_len = call.shape
-    matrix = _one(call, batch, "seen.page")
+    matrix = one_entry(call, batch, "seen.page")
     while fits:
         if _about(call, fits) <= room:
             made = carried(matrix.lazy[fits] if lead else matrix, "seen.page")
