@@ -141,19 +141,36 @@ def half_a_line(ledger: Any, entry: dict[str, Any]) -> None:
     die()
 
 
-def half_a_file(writer: Any, *_: Any) -> None:
-    writer._flush()
-    writer._file.flush()
-    die()
+def half_a_file(then: Any) -> Any:
+    def do(writer: Any, *_: Any) -> None:
+        writer._flush()
+        writer._file.flush()
+        then()
+
+    return do
+
+
+def kill_models(*_: Any) -> None:
+    """Kill the processes that this one started, and say that there were some."""
+    started = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    for process in (int(each) for some in started for each in some):
+        os.kill(process, signal.SIGKILL)
+        print("killed", process)
 
 
 def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+# Where a worker can be interrupted: given which of its shards, and what then happens.
+WRITES: dict[str, Any] = {
+    "before a write": lambda n, then: At(_shard.Writer, "__init__", n, then),
+    "during a write": lambda n, then: At(_shard.Writer, "finish", n, half_a_file(then)),
+    "after a write": lambda n, then: At(_shard, "checked", n, then, after=True),
+}
 KILLS = {
-    "before a write": lambda n: At(_shard.Writer, "__init__", n, die),
-    "during a write": lambda n: At(_shard.Writer, "finish", n, half_a_file),
+    "before a write": lambda n: WRITES["before a write"](n, die),
+    "during a write": lambda n: WRITES["during a write"](n, die),
     "after a write": lambda n: At(_ledger.Ledger, "commit", n, die),
     "between name and manifest": lambda n: At(_ledger.Ledger, "_add", n, die),
     "during the manifest": lambda n: At(_ledger.Ledger, "_add", n, half_a_line),
@@ -171,7 +188,29 @@ DISKS = {
     "full for the manifest": lambda n: At(_ledger.Ledger, "_add", n, full),
     "full by limit": lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (4096 * n, -1)),
 }
-FAULTS = {**KILLS, **RESUMING, **DISKS}
+MODELS = {
+    f"its model killed {when}": lambda n, at=at: at(n, kill_models)  # type: ignore[misc]
+    for when, at in WRITES.items()
+}
+FAULTS = {**KILLS, **RESUMING, **DISKS, **MODELS}
+
+
+def in_actors() -> None:
+    """Run by every process of Ray: the fault that the file named by SURVEY_FAULT asks for, once in all of them."""
+    asked = Path(os.environ["SURVEY_FAULT"])
+    if not asked.exists():
+        return
+    when, count, once = json.loads(asked.read_text())
+
+    def then(*_: Any) -> None:
+        try:
+            Path(once).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        die()
+
+    WRITES[when](count, then)
+
 
 if __name__ == "__main__":
     corpus, out, fault, count, *engine = sys.argv[1:]

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 import regard
 from regard._survey._ledger import line_of
-from regard._survey._schema import DISTANCES, KINDS, WINDOWS, batch_of, footer, schema_of, widths
+from regard._survey._schema import DISTANCES, KINDS, WINDOWS, Rows, batch_of, footer, schema_of, widths
 
 HEADS = [3, 2, 1]
 # What each head of the first two layers is made to do; the third layer looks at another sequence.
@@ -43,17 +42,16 @@ def make_survey(
     for shard, part in enumerate(np.array_split(np.arange(len(names)), shards)):
         file = f"shard-{shard:06}.parquet"
         aside = quarantined if shard == 0 else ()
-        batches = [
-            batch_of(
-                rows(random, lengths[number % len(lengths)], columns, module),
+        documents = [
+            Rows(
                 names[number],
                 None if number % 2 else f"label of {number}",
-                schema,
+                rows(random, lengths[number % len(lengths)], columns, module),
             )
             for number in part
         ]
         with pq.ParquetWriter(folder / file, schema) as writer:
-            writer.write_table(pa.Table.from_batches(batches, schema))
+            writer.write_batch(batch_of(documents, schema))
             writer.add_key_value_metadata(footer(shard, aside))
         tokens = sum(lengths[number % len(lengths)] for number in part)
         entry = {"shard": shard, "file": file, "documents": len(part), "tokens": tokens}

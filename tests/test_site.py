@@ -187,8 +187,7 @@ def test_the_search_finds_a_name_without_a_server(site, quiet):
     quiet.goto((site / "index.html").as_uri())
     quiet.get_by_placeholder("Search").fill("entropy")
     quiet.keyboard.press("Enter")
-    found = quiet.locator("#search-results li a")
-    found.filter(has_text="regard.Entropy").click()
+    quiet.locator("#search-results").get_by_role("link", name="regard.Entropy", exact=True).click()
     assert quiet.url.split("/")[-1] == "measures.html#regard.Entropy"
 
 

@@ -35,7 +35,7 @@ from regard._survey._child import Model, Task, tokenizer_of, weights_of
 from regard._survey._corpus import Corpus, Shard, lines
 from regard._survey._measurer import python_path
 from regard._survey._profile import Offsets, profile
-from regard._survey._schema import DISTANCES, KINDS, WINDOWS, schema_of, widths
+from regard._survey._schema import DISTANCES, KINDS, WINDOWS, Rows, batch_of, schema_of, widths
 from regard.lens import watch
 
 # -- What it reads ----------------------------------------------------------------------------------------
@@ -275,11 +275,9 @@ def test_rows_take_the_same_bytes_whatever_the_length(tmp_path):
     model = Model(Task(model="survey_models:tiny", measures=KINDS, max_tokens=10_000))
 
     def size(length):
-        from regard._survey._schema import batch_of
-
         rows = model.measure("".join(chr(97 + n * n % 26) for n in range(length)))
         assert rows["tokens"] == length
-        batch = batch_of(rows, "document", None, schema_of(widths()))
+        batch = batch_of([Rows("document", None, rows)], schema_of(widths()))
         return batch.nbytes / len(batch)
 
     assert size(256) == size(2048) == size(17)

@@ -16,6 +16,7 @@ from survey_checks import (
     DISKS,
     FAULTS,
     KILLS,
+    MODELS,
     RESUMING,
     assert_whole,
     drive,
@@ -80,6 +81,23 @@ def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial
     assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS)).returncode == -9
     assert drive(corpus, out, fault, 1).returncode == -9
     assert not broken(finish(corpus, out, serial))
+
+
+# -- A model's process that is killed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("fault", MODELS)
+def test_a_killed_model_is_started_again(fault, resumed, seed, corpus, serial, tmp_path):
+    chance, out = random.Random(f"{fault} {resumed} {seed}"), tmp_path / "out"
+    if resumed:
+        first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
+        assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS - 1)).returncode == -9
+    done = drive(corpus, out, fault, 1 if resumed else 1 + chance.randrange(SHARDS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("killed")
+    assert_whole(out, corpus, serial)
+    assert not finish(corpus, out, serial)
 
 
 # -- A disk that is full ----------------------------------------------------------------------------------
@@ -314,5 +332,5 @@ def test_a_model_that_cannot_run_is_refused_before_anything_is_written(corpus, t
 
 
 def test_the_faults_can_be_told_apart():
-    assert len(FAULTS) == len(KILLS) + len(RESUMING) + len(DISKS)
+    assert len(FAULTS) == len(KILLS) + len(RESUMING) + len(DISKS) + len(MODELS)
     assert Stub().measure("a")["entropy"][0] != Stub().measure("b")["entropy"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("ray")
 
 import ray
-from survey_checks import assert_whole, drive, finish, run, state, write_corpus
+from survey_checks import KILLS, WRITES, assert_whole, drive, finish, run, state, write_corpus
 
 from regard._survey import SurveyError
 from regard._survey._engines import start
@@ -24,9 +25,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """The file in which the fault stands that actors started from now on are to have."""
+    return tmp_path_factory.mktemp("asked") / "fault"
+
+
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
-    start(2, object_store_memory=250_000_000)
+def cluster(asked):
+    hook = {"worker_process_setup_hook": "survey_checks.in_actors", "env_vars": {"SURVEY_FAULT": str(asked)}}
+    start(2, object_store_memory=250_000_000, runtime_env=hook)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -84,6 +92,22 @@ def test_whichever_process_a_document_kills_every_other_is_measured(seed, corpus
     # What is left of it, measured without Ray and without what would kill this process.
     (folder / f"{texts.index(harm[-1]):02}.txt").write_text(" ".join(["POISON raise"]).ljust(len(harm[-1])))
     assert_whole(tmp_path / "out", folder, run(folder, tmp_path / "serial", timeout=2.0))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("fault", WRITES)
+def test_a_killed_actor_of_ray_is_started_again(fault, resumed, seed, asked, corpus, serial, tmp_path):
+    chance, out = random.Random(f"{fault} {resumed} {seed}"), tmp_path / "out"
+    if resumed:
+        first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
+        assert drive(corpus, out, first, 1 + chance.randrange(1, 7)).returncode == -9
+    # One of two actors comes to a fourth of eight shards.
+    asked.write_text(json.dumps([fault, 1 if resumed else 1 + chance.randrange(4), str(tmp_path / "once")]))
+    run(corpus, out, engine="ray", workers=2)
+    asked.unlink()
+    assert (tmp_path / "once").exists()
+    assert_whole(out, corpus, serial)
+    assert not finish(corpus, out, serial)
 
 
 @pytest.mark.parametrize("fault", ["after a write", "during the manifest"])

@@ -30,8 +30,10 @@ footer has the version, the shard's number, and what of it went to quarantine.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 VERSION = 1
 KEY = "regard.survey"
@@ -83,28 +85,42 @@ def schema_of(widths: Mapping[str, int]) -> Any:
     return pa.schema(fields)
 
 
-def batch_of(rows: Mapping[str, Any], document: str, label: str | None, schema: Any) -> Any:
-    """One document's rows, as they came from its process."""
+class Rows(NamedTuple):
+    """One document's rows: `columns` as they came from its process, one entry for each layer and head."""
+
+    document: str
+    label: str | None
+    columns: Mapping[str, Any]
+
+
+def batch_of(documents: Sequence[Rows], schema: Any) -> Any:
+    """The rows of some documents, one after the other, as a batch of this schema."""
     import pyarrow as pa
 
-    count = len(rows["layer"])
-    given: dict[str, Any] = {
-        "document": [document] * count,
-        "label": [label] * count,
-        "tokens": [rows["tokens"]] * count,
-        "cut": [rows["cut"]] * count,
-    }
+    counts = [len(each.columns["layer"]) for each in documents]
+
+    def column(name: str) -> Any:
+        if name in ("document", "label"):
+            given = [getattr(each, name) for each in documents]
+        elif name in ("tokens", "cut"):
+            given = [each.columns[name] for each in documents]
+        elif name == "module":
+            return [module for each in documents for module in each.columns[name]]
+        else:
+            return np.concatenate([each.columns[name] for each in documents])
+        return [value for value, count in zip(given, counts, strict=True) for _ in range(count)]
+
     arrays = []
     for field in schema:
-        column = given[field.name] if field.name in given else rows[field.name]
+        values = column(field.name)
         if pa.types.is_fixed_size_list(field.type):
             # NaN says that there is nothing to tell, which is null here.
-            flat, missing = pa.array(column.reshape(-1)), pa.array(column[:, 0] != column[:, 0])
+            flat, missing = pa.array(values.reshape(-1)), pa.array(values[:, 0] != values[:, 0])
             arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size, mask=missing))
         elif pa.types.is_floating(field.type):
-            arrays.append(pa.array(column, mask=column != column))
+            arrays.append(pa.array(values, mask=values != values))
         else:
-            arrays.append(pa.array(column, field.type))
+            arrays.append(pa.array(values, field.type))
     return pa.record_batch(arrays, schema=schema)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from regard._survey._child import Task
 from regard._survey._corpus import Corpus, Document, Shard
 from regard._survey._measurer import Measurer, Refused, SurveyError
-from regard._survey._schema import batch_of, footer, schema_of
+from regard._survey._schema import Rows, batch_of, footer, schema_of
 
 # Rows that are held before they are written.
 HELD = 1 << 15
@@ -86,7 +86,7 @@ class Worker:
                         quarantined.append({"document": document.id, **found._asdict()})
                         tell(0, 0, 1)
                         continue
-                    writer.write(batch_of(found, document.id, document.label, schema))
+                    writer.write(Rows(document.id, document.label, found))
                     measured.append(document.id)
                     tokens, rows = tokens + found["tokens"], rows + len(found["layer"])
                     tell(1, found["tokens"], 0)
@@ -188,25 +188,23 @@ class Writer:
             use_dictionary=strings,
             write_statistics=["document", "layer"],
         )
-        self._held: list[Any] = []
+        self._held: list[Rows] = []
         self._rows = 0
         self._schema = schema
 
     def __enter__(self) -> Writer:
         return self
 
-    def write(self, batch: Any) -> None:
-        """Take a batch; it may wait for others."""
-        self._held.append(batch)
-        self._rows += len(batch)
+    def write(self, rows: Rows) -> None:
+        """Take a document's rows; they may wait for others."""
+        self._held.append(rows)
+        self._rows += len(rows.columns["layer"])
         if self._rows >= HELD:
             self._flush()
 
     def _flush(self) -> None:
-        import pyarrow as pa
-
         if self._held:
-            self._writer.write_table(pa.Table.from_batches(self._held, self._schema))
+            self._writer.write_batch(batch_of(self._held, self._schema))
             self._held.clear()
             self._rows = 0
 
