@@ -1,13 +1,14 @@
 """What a survey costs: beside the same pipeline with the bare model, in bytes for each row, and in the driver's memory.
 
-python benchmarks/survey.py [--rounds 5] [--only cost|bytes|engines|driver] [--documents N] [--engine local|ray]
+python benchmarks/survey.py [--only cost|bytes|engines|driver] [--documents N] [--engine local|ray] [--shard 64]
 
 `cost`: documents of 1,024 tokens, from reading to a file on the disk, by two workers that take turns: one measures,
 the other runs its model unwatched and writes rows that were made before. Models have random weights. `bytes`: the
 files of documents of 256 and of 8,192 tokens. `engines`: the trained models of examples/induction, and MiniLM where its
 package is, over 2,000 docstrings and pages of help of Python, on the laptop's way and on Ray with two workers: the
 tables must be equal. `driver`: a stand-in for the model, so many documents, and the memory of
-the process that drives them at every tenth of the way.
+the process that drives them at every tenth of the way; then how long it takes to see that nothing is left to do, and to
+make the report.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def cost(folder: Path, name: str, rounds: int) -> None:
     bare, ours = (lambda side=side: side(shard)["rows"] for side in sides)
     row = alternate(Duel(f"{name}, 1,024 tokens", bare, ours, "1.67×"), rounds)
     print(HEADINGS)
-    print(f"{told(row)}  {1 / row['ratio']:.2f} of the documents by the second, asked 0.6", flush=True)
+    tokens = 2 * 1024 / row["ours_ms"] * 1000
+    print(f"{told(row)}  {1 / row['ratio']:.2f} of the documents by the second, asked 0.6; "
+          f"{tokens:,.0f} tokens by the second and worker", flush=True)  # fmt: skip
     for side in sides:
         side.close()
 
@@ -195,7 +198,7 @@ def engines(folder: Path, documents: int, max_tokens: int) -> None:
         print(f"{len(tables[0][0]):,} rows, equal row for row", flush=True)
 
 
-def driver(folder: Path, documents: int, engine: str) -> None:
+def driver(folder: Path, documents: int, engine: str, shard: int) -> None:
     """The driver's memory while it drives so many documents."""
     import survey as named
 
@@ -206,7 +209,7 @@ def driver(folder: Path, documents: int, engine: str) -> None:
             for each in range(documents // 10):
                 file.write(json.dumps({"text": f"document {each} of file {number} " + "x" * 170}) + "\n")
     if engine == "ray":
-        start(2, object_store_memory=250_000_000)
+        start(2, object_store_memory=80_000_000)  # the least that Ray takes: receipts are small
     begin, tenth = time.perf_counter(), [0]
 
     def show(progress: Any) -> None:
@@ -216,11 +219,19 @@ def driver(folder: Path, documents: int, engine: str) -> None:
             print(f"{progress.documents:>9,} documents, {progress.shards:>6,} of {progress.of:,} shards, "
                   f"{rate:,.0f} by the second, {resident() / 2**20:,.0f} MiB", flush=True)  # fmt: skip
 
-    survey = regard.survey(named.Constant(), corpus, folder / "out", workers=2, engine=engine, progress=show)  # type: ignore[arg-type]
+    def once() -> Any:
+        model, out = named.Constant(), folder / "out"
+        return regard.survey(model, corpus, out, workers=2, engine=engine, shard=shard, progress=show)  # type: ignore[arg-type]
+
+    survey = once()
     size = sum(path.stat().st_size for path in survey.files)
     manifest = (folder / "out/manifest.jsonl").stat().st_size
     print(f"{survey}\n{time.perf_counter() - begin:.0f} s, {len(survey.files):,} files of {size:,} bytes, "
           f"a manifest of {manifest:,}")  # fmt: skip
+    for what, do in (("seen that nothing is left to do", once), ("the report", lambda: survey.page().html)):
+        begin = time.perf_counter()
+        do()
+        print(f"{what}: {time.perf_counter() - begin:.0f} s, {resident() / 2**20:,.0f} MiB", flush=True)
 
 
 def resident() -> int:
@@ -236,6 +247,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=0, help="2,000 for engines, 1,000,000 for driver")
     parser.add_argument("--tokens", type=int, default=128, help="the most that engines read of a document")
     parser.add_argument("--engine", default="local", choices=["local", "ray"])
+    parser.add_argument("--shard", type=int, default=64, help="documents of a file, for driver")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -247,7 +259,7 @@ def main() -> None:
         if options.only in ("", "engines"):
             engines(folder, options.documents or 2000, options.tokens)
         if options.only in ("", "driver"):
-            driver(folder, options.documents or 1_000_000, options.engine)
+            driver(folder, options.documents or 1_000_000, options.engine, options.shard)
 
 
 if __name__ == "__main__":

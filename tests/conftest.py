@@ -15,6 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", type=int, default=7000, help="draws of the case matrix, each a case for every engine"
     )
+    parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="the seed they are drawn with")
 

@@ -195,21 +195,32 @@ MODELS = {
 FAULTS = {**KILLS, **RESUMING, **DISKS, **MODELS}
 
 
-def in_actors() -> None:
-    """Run by every process of Ray: the fault that the file named by SURVEY_FAULT asks for, once in all of them."""
-    asked = Path(os.environ["SURVEY_FAULT"])
-    if not asked.exists():
-        return
-    when, count, once = json.loads(asked.read_text())
+class Deadly(Corpus):
+    """A corpus that brings faults to whichever process it is sent to: each is the end of one of them.
 
-    def then(*_: Any) -> None:
+    A fault is (when, which of a process's shards, a file that says that it happened).
+    """
+
+    def __init__(self, faults: list[tuple[str, int, Path]], *settings: Any) -> None:
+        super().__init__(*settings)
+        object.__setattr__(self, "_faults", faults)
+
+    def __reduce__(self) -> Any:
+        return _arrived, (os.getpid(), self._faults, super().__reduce__()[1])  # type: ignore[attr-defined]
+
+
+def _arrived(sender: int, faults: list[tuple[str, int, Path]], settings: tuple[Any, ...]) -> Corpus:
+    def once(happened: Path) -> None:
         try:
-            Path(once).touch(exist_ok=False)
+            happened.touch(exist_ok=False)
         except FileExistsError:
             return
         die()
 
-    WRITES[when](count, then)
+    if os.getpid() != sender:
+        for when, count, happened in faults:
+            WRITES[when](count, lambda *_, happened=happened: once(happened))
+    return Corpus(*settings)
 
 
 if __name__ == "__main__":

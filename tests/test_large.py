@@ -1,4 +1,7 @@
-"""70,000 × 70,000 in one process: right where it is looked at, and never more than 1 GB (failure mode 14)."""
+"""A long head in one process: right where it is looked at, and never more than 1 GB (failure mode 14).
+
+24,000 tokens; `--large 70000`, as scripts/nightly has it, is the size that is promised.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,32 @@ from regard import attention, causal, reference
 from regard.testing import assert_matches, epsilon
 
 ROOT = Path(__file__).parents[1]
-TOKENS = 70_000
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def tokens(request):
+    return request.config.getoption("--large")
+
+
+@pytest.fixture(scope="module")
+def found(tokens, tmp_path_factory):
     """What examples/long_context.py finds, from a process of its own, so that its memory is its own."""
     path = tmp_path_factory.mktemp("large") / "found.npz"
     code = "import sys, numpy, long_context; numpy.savez(sys.argv[1], **long_context.main(int(sys.argv[2])))"
     own = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     env = {**own, "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(ROOT / "src")])}
-    subprocess.run([sys.executable, "-c", code, str(path), str(TOKENS)], check=True, env=env)
+    subprocess.run([sys.executable, "-c", code, str(path), str(tokens)], check=True, env=env)
     with np.load(path) as archive:
         return {name: archive[name].copy() for name in archive.files}
 
 
 @pytest.fixture(scope="module")
-def some(found):
+def some(found, tokens):
     """The definition of the first 32 chosen rows, in float64 and naively in float32."""
     rows = found["chosen"][:32]
-    mask = np.arange(TOKENS) <= rows[:, None]
+    mask = np.arange(tokens) <= rows[:, None]
     return rows, [
         reference.attention(found["query"][rows], found["key"], mask=mask, dtype=dtype)
         for dtype in (np.float64, np.float32)
@@ -76,18 +83,18 @@ def test_14_top_keys_are_the_definitions(found, some):
     assert np.array_equal(found["top"][:32], np.argsort(-exact.weights, axis=-1, kind="stable")[:, :8])
 
 
-def test_14_received_mass_is_the_columns_sum(found):
-    assert np.isclose(found["received"].sum(), TOKENS, rtol=1e-6)
+def test_14_received_mass_is_the_columns_sum(found, tokens):
+    assert np.isclose(found["received"].sum(), tokens, rtol=1e-6)
     query, lse = found["query"].astype(np.float64), found["lse"].astype(np.float64)
-    for j in (0, 1, 12_345, 69_999):
+    for j in (0, 1, 12_345, tokens - 1):
         weights = np.exp(query[j:] @ found["key"][j].astype(np.float64) / 8 - lse[j:])
         assert np.isclose(found["received"][j], weights.sum(), rtol=1e-5)
 
 
-def test_14_coarse_cells_are_means_of_their_entries(found):
+def test_14_coarse_cells_are_means_of_their_entries(found, tokens):
     coarse = found["coarse"]
     assert coarse.shape == (512, 512)
-    cell = np.arange(TOKENS) * 512 // TOKENS
+    cell = np.arange(tokens) * 512 // tokens
     for a, b in ((0, 0), (7, 3), (300, 299), (511, 0), (511, 511), (5, 400)):
         rows, columns = np.flatnonzero(cell == a), np.flatnonzero(cell == b)
         scores = found["query"][rows].astype(np.float64) @ found["key"][columns].astype(np.float64).T / 8

@@ -467,7 +467,7 @@ def test_the_docs_have_the_schema_as_it_is():
     assert sorted(names) == sorted(_schema.schema_of(_schema.widths()).names)
 
 
-def test_the_sql_of_the_docs_runs_where_duckdb_is(survey, rows):
+def test_the_sql_of_the_docs_runs(survey, rows):
     duckdb = pytest.importorskip("duckdb")
     (query,) = re.findall(r"^```sql\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
     found = duckdb.sql(query.replace("found/", f"{survey.path}/")).fetchall()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+from functools import partial
 
 import pytest
 
@@ -11,9 +11,9 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("ray")
 
 import ray
-from survey_checks import KILLS, WRITES, assert_whole, drive, finish, run, state, write_corpus
+from survey_checks import KILLS, WRITES, Deadly, assert_whole, drive, finish, run, state, write_corpus
 
-from regard._survey import SurveyError
+from regard._survey import SurveyError, _job
 from regard._survey._engines import start
 
 # Ray Data warns of its own settings as it makes them.
@@ -25,16 +25,9 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory):
-    """The file in which the fault stands that actors started from now on are to have."""
-    return tmp_path_factory.mktemp("asked") / "fault"
-
-
 @pytest.fixture(scope="module", autouse=True)
-def cluster(asked):
-    hook = {"worker_process_setup_hook": "survey_checks.in_actors", "env_vars": {"SURVEY_FAULT": str(asked)}}
-    start(2, object_store_memory=250_000_000, runtime_env=hook)
+def cluster():
+    start(2, object_store_memory=250_000_000)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
@@ -95,17 +88,18 @@ def test_whichever_process_a_document_kills_every_other_is_measured(seed, corpus
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("fault", WRITES)
-def test_a_killed_actor_of_ray_is_started_again(fault, resumed, seed, asked, corpus, serial, tmp_path):
-    chance, out = random.Random(f"{fault} {resumed} {seed}"), tmp_path / "out"
+def test_actors_killed_around_their_writes_are_started_again(
+    resumed, seed, corpus, serial, tmp_path, monkeypatch
+):
+    chance, out = random.Random(f"{resumed} {seed}"), tmp_path / "out"
     if resumed:
         first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
-        assert drive(corpus, out, first, 1 + chance.randrange(1, 7)).returncode == -9
-    # One of two actors comes to a fourth of eight shards.
-    asked.write_text(json.dumps([fault, 1 if resumed else 1 + chance.randrange(4), str(tmp_path / "once")]))
-    run(corpus, out, engine="ray", workers=2)
-    asked.unlink()
-    assert (tmp_path / "once").exists()
+        assert drive(corpus, out, first, 1 + chance.randrange(1, 5)).returncode == -9
+    faults = [(when, 1 if resumed else 1 + chance.randrange(2), tmp_path / when) for when in WRITES]
+    with monkeypatch.context() as patch:
+        patch.setattr(_job, "Corpus", partial(Deadly, faults))
+        run(corpus, out, engine="ray", workers=2)
+    assert all(happened.exists() for _, _, happened in faults)
     assert_whole(out, corpus, serial)
     assert not finish(corpus, out, serial)
 

@@ -116,7 +116,7 @@ class Frame:
         """`(len(picked) or 1, *extra)` from an array whose axes but the last `extra` broadcast to `lead`."""
         shape = tuple(array.shape)
         own, rest = shape[: len(shape) - extra], shape[len(shape) - extra :]
-        count = int(np.prod(own, dtype=np.int64))
+        count = math.prod(own)
         if count == 1:
             return array.reshape((1, *rest))
         try:

@@ -12,7 +12,9 @@ import os
 import secrets
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,22 +124,12 @@ class Ledger:
         committed, bad = read_manifest(path)
         if bad:
             notes.append(f"{bad} lines of the manifest are damaged; their shards are measured again")
-        for shard, entry in sorted(committed.items()):
-            why = self._broken(entry)
-            if why:
-                notes.append(f"shard {shard} is broken ({why}); it is measured again")
-                self._add({"shard": shard, "withdrawn": why})
-                del committed[shard]
+        for entry, why in damaged(self.out, sorted(committed.values(), key=itemgetter("shard"))):
+            notes.append(f"shard {entry['shard']} is broken ({why}); it is measured again")
+            self._add({"shard": entry["shard"], "withdrawn": why})
+            del committed[entry["shard"]]
         self.sweep({entry["file"] for entry in committed.values()})
         return committed, notes
-
-    def _broken(self, entry: dict[str, Any]) -> str:
-        path = self.out / entry["file"]
-        if not path.exists():
-            return "its file is gone"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{path.stat().st_size:,} bytes where {entry['bytes']:,} were written"
-        return "" if sha256_of(path) == entry["sha256"] else "its sha256 is another"
 
     def commit(self, receipt: dict[str, Any]) -> dict[str, Any]:
         """Give a shard's file its name, and only then name it in the manifest."""
@@ -214,6 +206,23 @@ def read_manifest(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
         else:
             committed[entry["shard"]] = entry
     return committed, bad
+
+
+def damaged(out: Path, committed: Collection[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The entries whose files are not what was written, and why. Files are read side by side."""
+
+    def why(entry: dict[str, Any]) -> str:
+        path = out / entry["file"]
+        if not path.exists():
+            return "its file is gone"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{path.stat().st_size:,} bytes where {entry['bytes']:,} were written"
+        return "" if sha256_of(path) == entry["sha256"] else "its sha256 is another"
+
+    with ThreadPoolExecutor() as pool:
+        yield from (
+            (entry, said) for entry, said in zip(committed, pool.map(why, committed), strict=True) if said
+        )
 
 
 def torn_tail(path: Path) -> int:

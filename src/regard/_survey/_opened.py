@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard._errors import ArgumentError
-from regard._survey._ledger import MANIFEST, SETTINGS, read_manifest
+from regard._survey._ledger import MANIFEST, SETTINGS, damaged, read_manifest
 from regard._survey._schema import VERSION, schema_of
-from regard._survey._shard import sha256_of
 
 if TYPE_CHECKING:
     from regard.view.html import Page
@@ -150,12 +149,7 @@ class Survey:
 
     def broken(self) -> list[str]:
         """The committed files that are not what was written, by their sha256; a resumed run measures them again."""
-        return [
-            entry["file"]
-            for entry in self._committed.values()
-            if not (self.path / entry["file"]).exists()
-            or sha256_of(self.path / entry["file"]) != entry["sha256"]
-        ]
+        return [entry["file"] for entry, _ in damaged(self.path, self._committed.values())]
 
     def __repr__(self) -> str:
         heads = sum(self.settings["heads"])
