@@ -51,7 +51,8 @@ def make_survey(
             for number in part
         ]
         with pq.ParquetWriter(folder / file, schema) as writer:
-            writer.write_batch(batch_of(documents, schema))
+            if documents:
+                writer.write_batch(batch_of(documents, schema))
             writer.add_key_value_metadata(footer(shard, aside))
         tokens = sum(lengths[number % len(lengths)] for number in part)
         entry = {"shard": shard, "file": file, "documents": len(part), "tokens": tokens}
