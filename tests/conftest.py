@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases", type=int, default=7000, help="draws of the case matrix, each a case for every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
+    parser.addoption("--whole-gradients", action="store_true", help="each derivative, not random directions")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="the seed they are drawn with")
+
+
+@pytest.fixture
+def gradcheck(request):
+    """torch's, in float64: along random directions, which a wrong derivative meets, or each by itself."""
+    import torch
+
+    fast = not request.config.getoption("--whole-gradients")
+    return partial(torch.autograd.gradcheck, fast_mode=fast)
 
 
 @pytest.fixture(scope="module")

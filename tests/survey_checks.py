@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -53,6 +54,12 @@ def drive(corpus: Path, out: Path, fault: str, count: int, *engine: str, **env: 
     command = [sys.executable, __file__, str(corpus), str(out), fault, str(count), *engine]
     env = {**os.environ, "PYTHONPATH": paths, **env}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def interrupt(chance: random.Random, corpus: Path, out: Path, most: int) -> None:
+    """A run whose driver is killed somewhere, after one shard at least and `most` at most."""
+    fault = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
+    assert drive(corpus, out, fault, 1 + chance.randrange(1, most)).returncode == -9
 
 
 def finish(corpus: Path, out: Path, serial: Any) -> list[str]:

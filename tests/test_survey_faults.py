@@ -21,6 +21,7 @@ from survey_checks import (
     assert_whole,
     drive,
     finish,
+    interrupt,
     run,
     state,
     write_corpus,
@@ -77,8 +78,7 @@ def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
 @pytest.mark.parametrize("fault", RESUMING)
 def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial, tmp_path):
     chance, out = random.Random(f"{fault} {seed}"), tmp_path / "out"
-    first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
-    assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS)).returncode == -9
+    interrupt(chance, corpus, out, SHARDS)
     assert drive(corpus, out, fault, 1).returncode == -9
     assert not broken(finish(corpus, out, serial))
 
@@ -91,8 +91,7 @@ def test_a_killed_model_is_started_again(fault, seed, corpus, serial, tmp_path):
     chance, out = random.Random(f"{fault} {seed}"), tmp_path / "out"
     resumed = chance.randrange(2)
     if resumed:
-        first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
-        assert drive(corpus, out, first, 1 + chance.randrange(1, SHARDS - 1)).returncode == -9
+        interrupt(chance, corpus, out, SHARDS - 1)
     done = drive(corpus, out, fault, 1 if resumed else 1 + chance.randrange(SHARDS))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("killed")

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("ray")
 
 import ray
-from survey_checks import KILLS, WRITES, Deadly, assert_whole, drive, finish, run, state, write_corpus
+from survey_checks import WRITES, Deadly, assert_whole, drive, finish, interrupt, run, state, write_corpus
 
 from regard._survey import SurveyError, _job
 from regard._survey._engines import start
@@ -93,8 +93,7 @@ def test_actors_killed_around_their_writes_are_started_again(
 ):
     chance, out = random.Random(f"{resumed} {seed}"), tmp_path / "out"
     if resumed:
-        first = chance.choice(sorted(KILLS.keys() - {"before the settings"}))
-        assert drive(corpus, out, first, 1 + chance.randrange(1, 5)).returncode == -9
+        interrupt(chance, corpus, out, 5)
     faults = [(when, 1 if resumed else 1 + chance.randrange(2), tmp_path / when) for when in WRITES]
     with monkeypatch.context() as patch:
         patch.setattr(_job, "Corpus", partial(Deadly, faults))

@@ -372,7 +372,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("what", ["product", "entropy", "mass", "received"])
-def test_gradients_are_right(name, what, small):
+def test_gradients_are_right(name, what, small, gradcheck):
     arguments = GRADIENTS[name]
     query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
 
@@ -383,11 +383,11 @@ def test_gradients_are_right(name, what, small):
         return A.entropy() if what == "entropy" else A.mass(first(3)) if what == "mass" else A.sum(axis=-2)
 
     inputs = (query, key, value) if what == "product" else (query, key, value.detach())
-    assert torch.autograd.gradcheck(of, inputs, fast_mode=True)  # along random directions
+    assert gradcheck(of, inputs)
 
 
 @pytest.mark.parametrize("mask", [None, causal(), causal() & sliding_window(3)], ids=repr)
-def test_sinks_and_biases_have_gradients(mask, small):
+def test_sinks_and_biases_have_gradients(mask, small, gradcheck):
     query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
     (extra,) = draw(7, 7, dtype=torch.float64, count=1)
     (sink,) = draw(2, dtype=torch.float64, count=1)
@@ -399,8 +399,8 @@ def test_sinks_and_biases_have_gradients(mask, small):
     def with_bias(query, key, value, extra):
         return attention(query, key, mask=mask, score_mod=bias(extra)) @ value
 
-    assert torch.autograd.gradcheck(with_sink, (query, key, value, learnt[1]), fast_mode=True)
-    assert torch.autograd.gradcheck(with_bias, (query, key, value, learnt[0]), fast_mode=True)
+    assert gradcheck(with_sink, (query, key, value, learnt[1]))
+    assert gradcheck(with_bias, (query, key, value, learnt[0]))
 
 
 @pytest.mark.parametrize("what", ["window", "cap", "entropy"])
@@ -419,7 +419,7 @@ def test_nothing_of_size_n_by_n_is_kept_for_the_gradient(what):
 
 
 @pytest.mark.parametrize("name", ["causal", "empty rows", "sink", "cap"])
-def test_lse_and_entries_have_gradients(name, small):
+def test_lse_and_entries_have_gradients(name, small, gradcheck):
     query, key, _ = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
     arguments = GRADIENTS[name]
 
@@ -427,13 +427,11 @@ def test_lse_and_entries_have_gradients(name, small):
         lse = attention(query, key, **arguments).lse
         return torch.where(lse == -math.inf, 0.0, lse)
 
-    assert torch.autograd.gradcheck(finite_lse, (query, key), fast_mode=True)
-    assert torch.autograd.gradcheck(
-        lambda q, k: attention(q, k, **arguments)[0, 1, 2:5, 1:3], (query, key), fast_mode=True
-    )
+    assert gradcheck(finite_lse, (query, key))
+    assert gradcheck(lambda q, k: attention(q, k, **arguments)[0, 1, 2:5, 1:3], (query, key))
 
 
-def test_shards_merge_with_their_gradients(small):
+def test_shards_merge_with_their_gradients(small, gradcheck):
     query, key, value = (x.requires_grad_() for x in draw(2, 9, 3, dtype=torch.float64))
 
     def merged(query, key, value):
@@ -441,7 +439,7 @@ def test_shards_merge_with_their_gradients(small):
         return regard.merge([(A @ v, A.lse) for A, v in shards])[0]
 
     torch.testing.assert_close(merged(query, key, value), attention(query, key) @ value)
-    assert torch.autograd.gradcheck(merged, (query, key, value), fast_mode=True)
+    assert gradcheck(merged, (query, key, value))
 
 
 @pytest.mark.parametrize("change", [None, softcap(4.0)], ids=["plain", "cap"])
