@@ -31,11 +31,11 @@ def made(kind: type, implementation: str) -> torch.nn.Module:
 
 
 def watched(
-    model: torch.nn.Module, tokens: torch.Tensor, ask: Callable[[regard.lens.Seen], object]
+    model: torch.nn.Module, tokens: torch.Tensor, ask: Callable[[regard.lens.Recording], object]
 ) -> object:
-    with torch.no_grad(), regard.watch(model) as seen:
+    with torch.no_grad(), regard.watch(model) as recording:
         model(tokens)
-    return ask(seen)
+    return ask(recording)
 
 
 def ways(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
@@ -53,8 +53,8 @@ def ways(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {
         "bare": bare,
         "watched": lambda: watched(model, tokens, len),
-        "heads": lambda: watched(model, tokens, lambda seen: seen.heads()),
-        "heads with tokens": lambda: watched(model, tokens, lambda seen: seen.heads(tokens)),
+        "heads": lambda: watched(model, tokens, lambda recording: recording.heads()),
+        "heads with tokens": lambda: watched(model, tokens, lambda recording: recording.heads(tokens)),
         "eager": eager,
     }
 

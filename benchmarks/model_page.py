@@ -1,4 +1,4 @@
-"""What `seen.page` takes: to make, to mail, to open, and to search.
+"""What `recording.page` takes: to make, to mail, to open, and to search.
 
 python benchmarks/model_page.py [--rounds 5] [--write]
 python benchmarks/model_page.py --tokens 32768 [--layers 2] [--heads 4] [--width 64]
@@ -109,12 +109,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         times = [time.perf_counter()]
-        with torch.no_grad(), regard.watch(model) as seen:
+        with torch.no_grad(), regard.watch(model) as recording:
             model(**inputs)
         times.append(time.perf_counter())
-        findings = seen.diagnose(tokens)
+        findings = recording.diagnose(tokens)
         times.append(time.perf_counter())
-        page = seen.page(tokens, findings=findings)
+        page = recording.page(tokens, findings=findings)
         times.append(time.perf_counter())
         page.save(path)
         peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024

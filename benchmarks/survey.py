@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 import regard
-from regard._survey._child import Model, Sealed, Task
-from regard._survey._corpus import Corpus
-from regard._survey._engines import start
-from regard._survey._schema import KINDS, widths
-from regard._survey._shard import Work, Worker
+from regard.survey.corpus import Corpus
+from regard.survey.executors import start
+from regard.survey.schema import KINDS, widths
+from regard.survey.shard_writer import Work, Worker
+from regard.survey.worker_process import Model, PickledModel, Task
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # for the processes that have a model
@@ -120,7 +120,7 @@ def texts(folder: Path, count: int, length: int) -> Corpus:
 def worker(model: Any, corpus: Corpus, out: Path, max_tokens: int) -> Worker:
     out.mkdir()
     (out / "lock").write_text("benchmark")
-    task = Task(Sealed.of(model), KINDS, max_tokens)
+    task = Task(PickledModel.of(model), KINDS, max_tokens)
     return Worker(
         Work(task, corpus, str(out), "benchmark", widths(), 600.0, {"weights": "", "tokenizer": ""})
     )
@@ -187,7 +187,7 @@ def engines(folder: Path, documents: int, max_tokens: int) -> None:
         for engine in ("local", "ray"):
             out = folder / f"{number}-{engine}"
             begin = time.perf_counter()
-            survey = regard.survey(model, corpus, out, max_tokens=max_tokens, workers=2, engine=engine)  # type: ignore[arg-type]
+            survey = regard.survey.run(model, corpus, out, max_tokens=max_tokens, workers=2, engine=engine)  # type: ignore[arg-type]
             seconds = time.perf_counter() - begin
             print(
                 f"{engine:>5} {survey}: {survey.documents / seconds:.1f} documents by the second", flush=True
@@ -221,7 +221,7 @@ def driver(folder: Path, documents: int, engine: str, shard: int) -> None:
 
     def once() -> Any:
         model, out = named.Constant(), folder / "out"
-        return regard.survey(model, corpus, out, workers=2, engine=engine, shard=shard, progress=show)  # type: ignore[arg-type]
+        return regard.survey.run(model, corpus, out, workers=2, engine=engine, shard=shard, progress=show)  # type: ignore[arg-type]
 
     survey = once()
     size = sum(path.stat().st_size for path in survey.files)

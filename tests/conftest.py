@@ -80,9 +80,10 @@ def show(browser, tmp_path):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and blocks so small that short sequences meet many."""
-    from regard import _stream
-    from regard.engines import _torch_fused
-    from regard.masks import _atoms, _base
+    from regard.core import block_loop as _stream
+    from regard.engines import torch_fused as _torch_fused
+    from regard.masks import atoms as _atoms
+    from regard.masks import base as _base
 
     monkeypatch.setattr(_stream, "ROWS", 3)
     monkeypatch.setattr(_stream, "COLUMNS", 4)

@@ -9,10 +9,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from api_reference import Name, Room, rooms
+from architecture import house_page
 from docutils import nodes
-from house import house_page
-from raised import errors_page
-from rooms import Name, Room, rooms
+from error_index import errors_page
 from sphinx.application import Sphinx
 
 INDEX = """\
@@ -89,7 +89,8 @@ def markdown_of(name: Name, links: Links) -> str:
 
 def commands() -> str:
     """What each command of the command line says of itself."""
-    from regard.cli import _app, main
+    from regard.cli import app as _app
+    from regard.cli import main
 
     def said(*arguments: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -117,7 +118,11 @@ class Links:
                     tail = it.name.removeprefix(f"{name.module}.")
                     if it is not name or room.name == "regard":
                         self.known.setdefault(tail, it.name)
-                    for owner, called in (("AttentionMatrix", "A"), ("Seen", "seen"), ("Mask", "mask")):
+                    for owner, called in (
+                        ("AttentionMatrix", "A"),
+                        ("Recording", "recording"),
+                        ("Mask", "mask"),
+                    ):
                         if tail.startswith(f"{owner}."):
                             self.known.setdefault(called + tail.removeprefix(owner), it.name)
                         elif tail == owner:

@@ -1,48 +1,80 @@
-"""regard: scaled dot-product attention you can look at."""
+"""Scaled dot-product attention that can be inspected.
+
+`attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
+the functions that need them (`watch`, `load_recording`) are imported on first access, so `import regard` loads NumPy only.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from regard._attention import attention, linear_attention
-from regard._errors import ArgumentError, KindError, OutOfRange, RegardError, TooLarge
-from regard._explain import Explanation
-from regard._matrix import AttentionMatrix
-from regard._products import merge
-from regard.masks import (
-    Mask,
-    causal,
-    dense,
-    document,
-    first,
-    padding,
-    prefix,
-    sliding_window,
-    true_means_ignore,
+from regard._public import set_public_module
+from regard.core.attention import attention, linear_attention
+from regard.core.explanation import Explanation
+from regard.core.matrix import AttentionMatrix
+from regard.core.products import merge
+from regard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IndexOutOfRangeError,
+    NotCapturedError,
+    RegardError,
+    TooLargeError,
 )
-from regard.measures import Coarse, Distance, Entropy, Mass, Measure, Output, Position, Received, Spread, TopK
+from regard.masks import Mask, causal, dense, document, first, padding, prefix, sliding_window
+from regard.measures import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    MaxWeight,
+    Measure,
+    Output,
+    Position,
+    Received,
+    Spread,
+    TopK,
+)
 from regard.positions import rope, sinusoidal
-from regard.scores import ScoreMod, alibi, bias, relative_bias, softcap
+from regard.score_mods import ScoreMod, alibi, bias, relative_bias, softcap
+
+if TYPE_CHECKING:
+    from regard import explore as explore
+    from regard import feature_maps as feature_maps
+    from regard import learn as learn
+    from regard import lens as lens
+    from regard import models as models
+    from regard import nn as nn
+    from regard import plot as plot
+    from regard import survey as survey
+    from regard import testing as testing
+    from regard.lens.recording import load_recording
+    from regard.lens.watch import watch
+
+    __version__: str
 
 __all__ = [
     "ArgumentError",
+    "ArgumentTypeError",
     "AttentionMatrix",
     "Coarse",
     "Distance",
     "Entropy",
     "Explanation",
-    "KindError",
+    "IndexOutOfRangeError",
     "Mask",
     "Mass",
+    "MaxWeight",
     "Measure",
-    "OutOfRange",
+    "NotCapturedError",
     "Output",
     "Position",
     "Received",
     "RegardError",
     "ScoreMod",
     "Spread",
-    "TooLarge",
+    "TooLargeError",
     "TopK",
     "alibi",
     "attention",
@@ -50,30 +82,60 @@ __all__ = [
     "causal",
     "dense",
     "document",
+    "explore",
+    "feature_maps",
     "first",
+    "learn",
+    "lens",
     "linear_attention",
+    "load_recording",
     "merge",
+    "models",
+    "nn",
     "padding",
+    "plot",
     "prefix",
     "relative_bias",
     "rope",
     "sinusoidal",
     "sliding_window",
     "softcap",
-    "true_means_ignore",
+    "survey",
+    "testing",
+    "watch",
 ]
+
+_LAZY_PACKAGES = (
+    "explore",
+    "feature_maps",
+    "learn",
+    "lens",
+    "models",
+    "nn",
+    "plot",
+    "survey",
+    "testing",
+)
+_LAZY_FUNCTIONS = {"load_recording": "regard.lens.recording", "watch": "regard.lens.watch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Rooms that are opened when somebody asks for them, and the version."""
-    import importlib
-
-    if name in ("explore", "features", "learn", "lens", "nn", "plot", "testing"):
+    """Import an optional subpackage or function on first access; `__version__` is read from the metadata."""
+    if name in _LAZY_PACKAGES:
         return importlib.import_module(f"regard.{name}")
-    if name in ("load", "watch"):
-        return getattr(importlib.import_module("regard.lens"), name)
-    if name in ("open_survey", "survey"):
-        return getattr(importlib.import_module("regard._survey"), name)
+    if name in _LAZY_FUNCTIONS:
+        function = getattr(importlib.import_module(_LAZY_FUNCTIONS[name]), name)
+        function.__module__ = "regard"
+        globals()[name] = function
+        return function
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, those imported on first access included."""
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+set_public_module(globals())

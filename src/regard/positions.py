@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from regard._errors import ArgumentError, kind_of
-from regard._types import Array, as_array, check_count
+from regard.errors import ArgumentError, describe_argument
+from regard.types import Array
+from regard.validation import as_array, check_count
 
 __all__ = ["frequencies", "rope", "sinusoidal"]
 
@@ -57,9 +58,9 @@ def rope(
     if x.ndim < 2 or not numbers:
         raise ArgumentError(
             "rope",
-            received=kind_of(x),
+            received=describe_argument(x),
             expected="numbers of shape (…, length, head_dim)",
-            cure="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
+            hint="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
         )
     check_pairing(pairing, "rope")
     length, dim = x.shape[-2:]
@@ -75,7 +76,7 @@ def rope(
             "rope",
             received=f"positions of shape {positions.shape}",
             expected=f"one position for each of {length} tokens, or what broadcasts to {lead}",
-            cure="Left out, positions count from 0; with a cache pass arange(start, start + length).",
+            hint="Left out, positions count from 0; with a cache pass arange(start, start + length).",
         )
     cos, sin = tables(positions, frequencies(dim, base), pairing)
     if tensor:
@@ -120,7 +121,7 @@ def check_pairing(pairing: object, operation: str) -> None:
             operation,
             received=f"pairing={pairing!r}",
             expected='"halves" or "neighbours"',
-            cure='Models of transformers that call rotate_half are "halves"; GPT-J is "neighbours".',
+            hint='Models of transformers that call rotate_half are "halves"; GPT-J is "neighbours".',
         )
 
 
@@ -134,5 +135,5 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def _even(dim: int, operation: str) -> None:
     if not isinstance(dim, int | np.integer) or dim % 2 or dim < 0:
         raise ArgumentError(
-            operation, received=f"dim {dim}", expected="an even number", cure="Entries are turned in pairs."
+            operation, received=f"dim {dim}", expected="an even number", hint="Entries are turned in pairs."
         )

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from regard._errors import KindError, kind_of
-from regard._types import Array, IntArray, Namespace
-from regard.engines._array import ArrayEngine
-from regard.engines._numpy import NumpyEngine
+from regard._public import set_public_module
+from regard.engines.array_api import ArrayEngine
+from regard.engines.numpy import NumpyEngine
+from regard.errors import ArgumentTypeError, describe_argument
+from regard.types import Array, IntArray, Namespace
 
 __all__ = ["ArrayEngine", "Engine", "engine_of", "register", "registered"]
 
@@ -45,10 +46,10 @@ class Engine(Protocol):
     def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
         """Output, lse and what ran, from a fused kernel; None where the block loop must do it."""
 
-    def is_rough(self, problem: Any) -> bool:
+    def needs_exact_rows(self, problem: Any) -> bool:
         """Whether weights must not be recomputed from the lse of a fused kernel, but from their own row's sum."""
 
-    def is_learning(self, problem: Any, *arrays: Array) -> bool:
+    def requires_grad(self, problem: Any, *arrays: Array) -> bool:
         """Whether a gradient is wanted of what the matrix is made of, or of these."""
 
     def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
@@ -136,16 +137,16 @@ def register(engine: Engine) -> None:
     missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
     named = not missing and not isinstance(engine, type) and engine.name not in ("", "numpy", "torch")
     if not named:
-        what = f"the class {engine.__name__}" if isinstance(engine, type) else kind_of(engine)
+        what = f"the class {engine.__name__}" if isinstance(engine, type) else describe_argument(engine)
         if missing:
             what += f" without {', '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
         elif not isinstance(engine, type):
             what += f" named {engine.name!r}"
-        raise KindError(
+        raise ArgumentTypeError(
             "register",
             received=what,
             expected="an engine with a name of its own",
-            cure="Subclass regard.engines.ArrayEngine, and give an instance: register(MyEngine()).",
+            hint="Subclass regard.engines.ArrayEngine, and give an instance: register(MyEngine()).",
         )
     _REGISTERED[engine.name] = engine
 
@@ -164,13 +165,13 @@ def registered(name: str) -> Engine:
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
-    raise KindError(
+    raise ArgumentTypeError(
         "engines.registered",
         received=f"the name {name!r}",
         expected=f"one of {', '.join(map(repr, _REGISTERED))}"
         if _REGISTERED
         else "an engine, and there is none",
-        cure="Register it first: regard.engines.register(MyEngine()).",
+        hint="Register it first: regard.engines.register(MyEngine()).",
     )
 
 
@@ -188,13 +189,13 @@ def engine_of(operation: str, **arrays: Any) -> Engine:
                 if array.device in _TORCH_ENGINES:
                     return _TORCH_ENGINES[array.device]
                 try:
-                    from regard.engines._torch import TorchEngine
+                    from regard.engines.torch import TorchEngine
                 except ImportError as error:
-                    raise KindError(
+                    raise ArgumentTypeError(
                         operation,
                         received=f"torch tensors, without {error.name}",
                         expected="the torch extra installed",
-                        cure="pip install 'regard[torch]'",
+                        hint="pip install 'regard[torch]'",
                     ) from None
                 return _TORCH_ENGINES.setdefault(array.device, TorchEngine(array.device))
     for own in _REGISTERED.values():
@@ -203,10 +204,13 @@ def engine_of(operation: str, **arrays: Any) -> Engine:
     engine = NumpyEngine()
     for name, array in arrays.items():
         if not engine.owns(array):
-            raise KindError(
+            raise ArgumentTypeError(
                 operation,
-                received=f"{name} as {kind_of(array)} from {type(array).__module__}",
+                received=f"{name} as {describe_argument(array)} from {type(array).__module__}",
                 expected="NumPy arrays, torch tensors, or nested lists of numbers",
-                cure="Convert it first: numpy.asarray(array). Or register an engine for it: regard.engines.register.",
+                hint="Convert it first: numpy.asarray(array). Or register an engine for it: regard.engines.register.",
             )
     return engine
+
+
+set_public_module(globals())

@@ -1,11 +1,14 @@
 """Pages a reader works: each explorer returns a page that stands by itself, with the reader's own numbers in it."""
 
-from regard.explore._code import code
-from regard.explore._cost import cost
-from regard.explore._geometry import geometry
-from regard.explore._heatmap import heatmap
-from regard.explore._pipeline import pipeline
-from regard.explore._scaling import scaling
-from regard.view.html import Page
+from regard._public import set_public_module
+from regard.explore.code_explorer import code
+from regard.explore.cost_explorer import cost
+from regard.explore.geometry_explorer import geometry
+from regard.explore.heatmap_explorer import heatmap
+from regard.explore.pipeline_explorer import pipeline
+from regard.explore.scaling_explorer import scaling
+from regard.pages.html import Page
 
 __all__ = ["Page", "code", "cost", "geometry", "heatmap", "pipeline", "scaling"]
+
+set_public_module(globals())

@@ -34,8 +34,9 @@ from regard.learn.heads import MultiHeadAttention
 from regard.learn.kernel import exponential_kernel, gaussian_kernel, kernel_attention
 from regard.learn.loops import CountedAttention, Counts, attention_by_loops
 from regard.learn.masks import create_causal_mask, create_padding_mask
+from regard.learn.multiply_adds import Multiplication, multiplications
 from regard.learn.recurrent import Recurrence
-from regard.learn.rivals import (
+from regard.learn.softmax_alternatives import (
     RivalTable,
     Shares,
     compare_rivals,
@@ -56,7 +57,6 @@ from regard.learn.variance import (
     unit_vectors,
     variance_experiment,
 )
-from regard.learn.walk import Multiplication, multiplications
 
 __all__ = [
     "AdditiveAttention",

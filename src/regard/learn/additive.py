@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats, check_leading_axes
+from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.validation import Floats, as_count, as_floats, check_leading_axes
 
 
 class AdditiveAttention:
@@ -104,7 +104,7 @@ class AdditiveAttention:
                 "score_by_loops",
                 received=f"Q of shape {Q.shape} and K of shape {K.shape}",
                 expected="Q (q_len, d_q) and K (kv_len, d_k), one sequence",
-                cure="Loop over the batch and call it for each, as in Q[0].",
+                hint="Loop over the batch and call it for each, as in Q[0].",
             )
         counts = AdditiveCounts()
         from_query = _project_by_loops(Q, W_Q, counts)
@@ -143,7 +143,7 @@ class AdditiveAttention:
                     f"AdditiveAttention, {name}",
                     received=f"an array of shape {shape}",
                     expected=f"shape {form} with d_q {self.d_q}, d_k {self.d_k} and hidden_dim {self.hidden_dim}",
-                    cure="Give it that shape, or make an AdditiveAttention of the size of the array.",
+                    hint="Give it that shape, or make an AdditiveAttention of the size of the array.",
                 )
         check_leading_axes("AdditiveAttention", "Q", Q, "K", K)
         return Q, K, W_Q, W_K, w

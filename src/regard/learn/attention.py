@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats, as_mask, check_leading_axes
+from regard.errors import ArgumentError
+from regard.learn.validation import Floats, as_count, as_floats, as_mask, check_leading_axes
 
 if TYPE_CHECKING:
-    from regard._explain import Explanation
+    from regard.core.explanation import Explanation
 
 
 class ScaledDotProductAttention:
@@ -123,7 +123,7 @@ class ScaledDotProductAttention:
                 "compute_output",
                 received=f"weights over {weights.shape[-1]} keys and V with {V.shape[-2]} values",
                 expected="one value for each key: weights (…, q_len, kv_len) and V (…, kv_len, d_v)",
-                cure="Make K and V from the same sequence.",
+                hint="Make K and V from the same sequence.",
             )
         check_leading_axes("compute_output", "weights", weights, "V", V)
         finite = np.isfinite(V)
@@ -146,7 +146,7 @@ class ScaledDotProductAttention:
         >>> steps.weights.round(3)
         array([0.804, 0.196])
         """
-        from regard._attention import attention
+        from regard.core.attention import attention
 
         Q, K = self._vectors("Q", Q, "q_len"), self._vectors("K", K, "kv_len")
         V = as_floats("explain", "V", V, "kv_len", "d_v")
@@ -159,7 +159,7 @@ class ScaledDotProductAttention:
                 "ScaledDotProductAttention",
                 received=f"{name} of shape {vectors.shape}, vectors of {vectors.shape[-1]}",
                 expected=f"{name} of shape (…, {length}, {self.d_k}), since d_k is {self.d_k}",
-                cure=f"Make one with d_k={vectors.shape[-1]}, or pass vectors of {self.d_k}.",
+                hint=f"Make one with d_k={vectors.shape[-1]}, or pass vectors of {self.d_k}.",
             )
         return vectors
 

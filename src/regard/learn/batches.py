@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError, KindError, kind_of
-from regard.learn._checks import Floats, as_floats
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.learn.validation import Floats, as_floats
 
 
 def pad_batch(
@@ -29,11 +29,11 @@ def pad_batch(
     array([1, 2])
     """
     if not isinstance(sequences, Iterable):
-        raise KindError(
+        raise ArgumentTypeError(
             "pad_batch",
-            received=f"sequences, {kind_of(sequences)}",
+            received=f"sequences, {describe_argument(sequences)}",
             expected="a list of sequences of shape (n, d)",
-            cure="A single sequence is a batch of one: pad_batch([x]).",
+            hint="A single sequence is a batch of one: pad_batch([x]).",
         )
     tables = [as_floats("pad_batch", f"sequences[{i}]", one, "n", "d") for i, one in enumerate(sequences)]
     shapes = [table.shape for table in tables]
@@ -42,7 +42,7 @@ def pad_batch(
             "pad_batch",
             received=f"sequences of shapes {shapes}",
             expected="at least one sequence, each of shape (n, d) with the same d",
-            cure="Give every token of every sequence equally many numbers.",
+            hint="Give every token of every sequence equally many numbers.",
         )
     lengths = np.array([len(table) for table in tables], dtype=np.int64)
     padded = np.full((len(tables), lengths.max(), shapes[0][1]), fill, dtype=np.float64)

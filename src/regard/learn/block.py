@@ -16,9 +16,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_choice, as_count, as_floats, as_number
+from regard.errors import ArgumentError
 from regard.learn.heads import MultiHeadAttention
+from regard.learn.validation import Floats, as_choice, as_count, as_floats, as_number
 
 
 def relu(x: npt.ArrayLike) -> Floats:
@@ -198,10 +198,10 @@ def dropout(weights: npt.ArrayLike, rate: float, *, seed: int = 0) -> Floats:
     array([[0.5, 0.5, 0. , 0.5]])
     """
     weights = as_floats("dropout", "weights", weights)
-    cure = "It is the chance that a weight is dropped: 0.1, say; 0 drops nothing."
-    rate = as_number("dropout", "rate", rate, cure)
+    hint = "It is the chance that a weight is dropped: 0.1, say; 0 drops nothing."
+    rate = as_number("dropout", "rate", rate, hint)
     if rate >= 1:
-        raise ArgumentError("dropout", received=f"rate {rate:g}", expected="rate below 1", cure=cure)
+        raise ArgumentError("dropout", received=f"rate {rate:g}", expected="rate below 1", hint=hint)
     kept = np.random.default_rng(seed).random(weights.shape) >= rate
     return np.where(kept, weights / (1 - rate), 0.0)
 
@@ -213,7 +213,7 @@ def _of_width(operation: str, x: npt.ArrayLike, embed_dim: int) -> Floats:
             operation,
             received=f"x of shape {x.shape}",
             expected=f"x of shape (…, {embed_dim}), since embed_dim is {embed_dim}",
-            cure=f"Make one with embed_dim={x.shape[-1]}, or pass tokens of {embed_dim} numbers.",
+            hint=f"Make one with embed_dim={x.shape[-1]}, or pass tokens of {embed_dim} numbers.",
         )
     return x
 
@@ -225,6 +225,6 @@ def _of_shape(operation: str, name: str, array: npt.ArrayLike, *shape: int) -> F
             f"{operation}, {name}",
             received=f"an array of shape {floats.shape}",
             expected=f"shape {shape}, as it was when the {operation} was made",
-            cure=f"Set {name} to an array of that shape, or make a {operation} of another size.",
+            hint=f"Set {name} to an array of that shape, or make a {operation} of another size.",
         )
     return floats

@@ -20,10 +20,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError, KindError, kind_of
-from regard.learn._checks import Floats, as_count, as_counts
-from regard.learn._tables import in_bytes, in_seconds, set_out
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.learn.attention import scaled_dot_product_attention
+from regard.learn.tables import in_bytes, in_seconds, set_out
+from regard.learn.validation import Floats, as_count, as_counts
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def fitted_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
             "fitted_exponent",
             received=f"{len(lengths)} lengths and {len(amounts)} amounts",
             expected="one amount for each of two or more different lengths, all above 0",
-            cure="A line needs two points, and a logarithm a number above 0: measure more lengths.",
+            hint="A line needs two points, and a logarithm a number above 0: measure more lengths.",
         )
     x, y = np.log(lengths), np.log(amounts)
     x = x - x.mean()
@@ -199,14 +199,14 @@ def profile(
             "profile",
             received=f"lengths {sizes}",
             expected="two lengths or more, since an exponent is the slope of a line",
-            cure=f"Add another: lengths=({sizes[0]}, {2 * sizes[0]}).",
+            hint=f"Add another: lengths=({sizes[0]}, {2 * sizes[0]}).",
         )
     if not callable(attend):
-        raise KindError(
+        raise ArgumentTypeError(
             "profile",
-            received=f"attend, {kind_of(attend)}",
+            received=f"attend, {describe_argument(attend)}",
             expected="a function attend(Q, K, V)",
-            cure="Leave it out to measure scaled_dot_product_attention.",
+            hint="Leave it out to measure scaled_dot_product_attention.",
         )
     repeats = as_count("profile", "repeats", repeats, least=1)
     costs = cost_table(sizes, d_k=d_k, d_v=d_v, dtype=np.float64).rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from regard.learn._checks import Floats
+from regard.learn.validation import Floats
 
 Rows = Sequence[Sequence[float]]
 

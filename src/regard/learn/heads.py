@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats
+from regard.errors import ArgumentError
 from regard.learn.attention import scaled_dot_product_attention
+from regard.learn.validation import Floats, as_count, as_floats
 
 
 class MultiHeadAttention:
@@ -37,7 +37,7 @@ class MultiHeadAttention:
                 "MultiHeadAttention",
                 received=f"embed_dim {embed_dim} and num_heads {num_heads}",
                 expected="an embed_dim that divides into num_heads equal parts",
-                cure=f"Take num_heads from {fitting}, or embed_dim {wider}.",
+                hint=f"Take num_heads from {fitting}, or embed_dim {wider}.",
             )
         self.head_dim = self.embed_dim // self.num_heads
 
@@ -71,7 +71,7 @@ class MultiHeadAttention:
                 "MultiHeadAttention",
                 received="a value without a key",
                 expected="a key for every value",
-                cure="Pass key= too; where keys and values come from one sequence, key= alone is enough.",
+                hint="Pass key= too; where keys and values come from one sequence, key= alone is enough.",
             )
         key = query if key is None else key
         value = key if value is None else value
@@ -138,5 +138,5 @@ class MultiHeadAttention:
                 received=f"an array of shape {shape}",
                 expected=f"shape {form} with embed_dim {self.embed_dim}, num_heads {self.num_heads} "
                 f"and head_dim {self.head_dim}",
-                cure="Give it that shape, or make a MultiHeadAttention of the size of the array.",
+                hint="Give it that shape, or make a MultiHeadAttention of the size of the array.",
             )

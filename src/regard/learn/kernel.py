@@ -15,10 +15,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_floats, as_number, check_leading_axes
+from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.rivals import normalised_relu
+from regard.learn.softmax_alternatives import normalised_relu
+from regard.learn.validation import Floats, as_floats, as_number, check_leading_axes
 
 
 def exponential_kernel(Q: Floats, K: Floats) -> Floats:
@@ -73,7 +73,7 @@ def kernel_attention(
             "kernel_attention",
             received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
             expected="Q (…, q_len, d_k), K (…, kv_len, d_k) and V (…, kv_len, d_v)",
-            cure="Project queries and keys to the same d_k, and make K and V from the same sequence.",
+            hint="Project queries and keys to the same d_k, and make K and V from the same sequence.",
         )
     check_leading_axes("kernel_attention", "Q", Q, "K", K)
     nearness = as_floats("kernel_attention", "kernel(Q, K)", kernel(Q, K), "q_len", "kv_len")
@@ -82,7 +82,7 @@ def kernel_attention(
             "kernel_attention",
             received=f"a kernel with values down to {nearness.min():g}",
             expected="a kernel that is never negative, so that its shares are shares",
-            cure="Take its exponential, or what it has above 0.",
+            hint="Take its exponential, or what it has above 0.",
         )
     weights = normalised_relu(nearness, mask)  # nothing is below 0: each is divided by the sum
     return ScaledDotProductAttention(d_k=Q.shape[-1]).compute_output(weights, V, mask), weights

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_floats, as_mask
+from regard.errors import ArgumentError
+from regard.learn.validation import Floats, as_floats, as_mask
 
 FLOAT_BYTES = np.dtype(np.float64).itemsize
 
@@ -106,7 +106,7 @@ def attention_by_loops(
             "attention_by_loops",
             received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
             expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), with d_k at least 1",
-            cure="Project queries and keys to the same d_k, and make K and V from the same sequence.",
+            hint="Project queries and keys to the same d_k, and make K and V from the same sequence.",
         )
     may_see = np.ones((n_q, n_k), dtype=bool)
     if mask is not None:
@@ -176,6 +176,6 @@ def _table(name: str, array: npt.ArrayLike, *axes: str) -> Floats:
             "attention_by_loops",
             received=f"{name} of shape {table.shape}",
             expected=f"{name} of shape ({', '.join(axes)}), one head of one sequence",
-            cure="Loop over the batch and the heads and call it for each, as in Q[0, 3].",
+            hint="Loop over the batch and the heads and call it for each, as in Q[0, 3].",
         )
     return table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError, KindError, kind_of
-from regard.learn._checks import Bools, as_count
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.learn.validation import Bools, as_count
 
 
 def create_causal_mask(seq_len: int) -> Bools:
@@ -34,18 +34,18 @@ def create_padding_mask(lengths: npt.ArrayLike, max_length: int) -> Bools:
     max_length = as_count("create_padding_mask", "max_length", max_length, least=0)
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size > 0):
-        raise KindError(
+        raise ArgumentTypeError(
             "create_padding_mask",
-            received=f"lengths, {kind_of(given)}",
+            received=f"lengths, {describe_argument(given)}",
             expected="lengths as whole numbers, one for each sequence: shape (batch,)",
-            cure="Count the real tokens of each sequence; from a table of them, table.sum(axis=1).",
+            hint="Count the real tokens of each sequence; from a table of them, table.sum(axis=1).",
         )
     if (given < 0).any() or (given > max_length).any():
         raise ArgumentError(
             "create_padding_mask",
             received=f"lengths from {given.min()} to {given.max()} with max_length {max_length}",
             expected="lengths between 0 and max_length",
-            cure=f"Raise max_length to {max(given.max(), 0)}, or cut the sequences first.",
+            hint=f"Raise max_length to {max(given.max(), 0)}, or cut the sequences first.",
         )
     real: Bools = np.arange(max_length)[None, :] < given[:, None]  # (batch, max_length)
     return real[:, None, None, :]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats
+from regard.errors import ArgumentError
+from regard.learn.validation import Floats, as_count, as_floats
 
 
 class Recurrence:
@@ -42,7 +42,7 @@ class Recurrence:
                 "Recurrence",
                 received=f"x of shape {x.shape}",
                 expected=f"x of shape (n, {self.embed_dim}), one sequence",
-                cure="Loop over a batch and call it for each; make one of the size of your tokens.",
+                hint="Loop over a batch and call it for each; make one of the size of your tokens.",
             )
         states = np.zeros((len(x), self.hidden_dim))
         state = np.zeros(self.hidden_dim)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from regard.learn._checks import Floats, as_count, as_counts, as_floats, as_number
-from regard.learn._tables import set_out
-from regard.learn.rivals import softmax, softmax_jacobian
+from regard.learn.softmax_alternatives import softmax, softmax_jacobian
+from regard.learn.tables import set_out
+from regard.learn.validation import Floats, as_count, as_counts, as_floats, as_number
 
 
 def unit_vectors(vectors: npt.ArrayLike) -> Floats:
@@ -158,8 +158,8 @@ def variance_experiment(
     sizes = as_counts("variance_experiment", "d_k", d_k, least=1)
     keys = as_count("variance_experiment", "keys", keys, least=1)
     samples = as_count("variance_experiment", "samples", samples, least=1)
-    cure = "It is the standard deviation of the entries; 1 is the usual one."
-    sigma = as_number("variance_experiment", "sigma", sigma, cure, above=True)
+    hint = "It is the standard deviation of the entries; 1 is the usual one."
+    sigma = as_number("variance_experiment", "sigma", sigma, hint, above=True)
 
     rng = np.random.default_rng(seed)
     rows = []

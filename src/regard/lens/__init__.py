@@ -2,10 +2,10 @@
 
 >>> import regard, torch
 >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
->>> with regard.watch(layer) as seen:
+>>> with regard.watch(layer) as recording:
 ...     output = layer(torch.ones(1, 3, 8))
->>> seen
-Seen(1 layer, 216 bytes held)
+>>> recording
+Recording(1 layer, 216 bytes held)
   self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
 """
 
@@ -16,11 +16,12 @@ try:
 except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
-from regard.lens._call import Call
-from regard.lens._finding import Finding, Findings
-from regard.lens._seen import NotSeen, Seen
-from regard.lens._store import load
-from regard.lens._table import Table
-from regard.lens._watch import watch
+from regard._public import set_public_module
+from regard.lens.analysis.finding import Finding, Findings
+from regard.lens.call import Call
+from regard.lens.recording import Recording
+from regard.lens.table import Table
 
-__all__ = ["Call", "Finding", "Findings", "NotSeen", "Seen", "Table", "load", "watch"]
+__all__ = ["Call", "Finding", "Findings", "Recording", "Table"]
+
+set_public_module(globals())

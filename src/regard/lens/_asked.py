@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from regard._matrix import AttentionMatrix
-from regard._types import Array
-from regard.lens._call import Call
-from regard.lens._finding import Findings
-from regard.lens._hints import Hints
-from regard.lens._table import Table
-from regard.view.html import Page
+from regard.core.matrix import AttentionMatrix
+from regard.lens.analysis.finding import Findings
+from regard.lens.call import Call
+from regard.lens.capture.module_hints import Hints
+from regard.lens.table import Table
+from regard.pages.html import Page
+from regard.types import Array
 
 
 class Asked(Mapping[str, AttentionMatrix]):
-    """The questions that a mapping of layers answers from its calls; `Seen` is the one there is."""
+    """The questions that a mapping of layers answers from its calls; `Recording` is the one there is."""
 
     _hints: Hints
     _runs: dict[str, list[Any]]
@@ -59,14 +59,14 @@ class Asked(Mapping[str, AttentionMatrix]):
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> with regard.watch(layer) as seen:
+        >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.zeros(1, 4, 8))
-        >>> print(seen.heads(windows=[2]))
+        >>> print(recording.heads(windows=[2]))
         module     layer  call  head  entropy  first  previous  distance  within_2  heavy
         self_attn      0     0     0    1.386  0.250     0.250     1.250     0.625  0.250
         self_attn      0     0     1    1.386  0.250     0.250     1.250     0.625  0.250
         """
-        from regard.lens._heads import heads
+        from regard.lens.analysis.head_table import heads
 
         return heads(self._each(), tokens, windows)
 
@@ -83,14 +83,14 @@ class Asked(Mapping[str, AttentionMatrix]):
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> with regard.watch(layer) as seen:
+        >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.zeros(1, 3, 8))
-        >>> print(seen.find("it", "cat", tokens=["the", "cat", "it"]))
+        >>> print(recording.find("it", "cat", tokens=["the", "cat", "it"]))
         module     layer  call  head  query  key  weight
         self_attn      0     0     0      2    1   0.333
         self_attn      0     0     1      2    1   0.333
         """
-        from regard.lens._find import find
+        from regard.lens.analysis.find import find
 
         return find(self._each(), query, key, tokens, key_tokens, batch)
 
@@ -107,21 +107,21 @@ class Asked(Mapping[str, AttentionMatrix]):
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> with regard.watch(layer) as seen:
+        >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.zeros(1, 4, 8))
-        >>> seen.rollout(-1)
+        >>> recording.rollout(-1)
         array([0.125, 0.125, 0.125, 0.625])
         """
-        from regard.lens._find import rollout
+        from regard.lens.analysis.find import rollout
 
         return rollout(self._each(), token, tokens, batch, layers)
 
     def save(self, path: str | Path) -> None:
         """Write everything that was seen to one file: safetensors, with the rest as JSON in its header; no pickle.
 
-        `regard.load(path)` reads it. Masks and score modifications are written as what they are.
+        `regard.load_recording(path)` reads it. Masks and score modifications are written as what they are.
         """
-        from regard.lens._store import save
+        from regard.lens.serialization import save
 
         named = {name: causal for name, causal in self._hints.causal.items() if name in self._runs}
         save(self._each(), named, path)
@@ -129,7 +129,7 @@ class Asked(Mapping[str, AttentionMatrix]):
     def diagnose(
         self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
     ) -> Findings:
-        """What looks wrong: findings with severity, place, evidence in numbers, and the cure; `print` shows them.
+        """What looks wrong: findings with severity, place, evidence in numbers, and the hint; `print` shows them.
 
         `attention_mask` is what the model was given, (batch, n), 1 = token; without it, padding is known from `tokens`
         such as "[PAD]". `causal=True` says that no token may see later ones; without it, a layer should be causal if
@@ -142,12 +142,12 @@ class Asked(Mapping[str, AttentionMatrix]):
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> with regard.watch(layer) as seen:
+        >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.randn(1, 3, 8))
-        >>> seen.diagnose()
+        >>> recording.diagnose()
         Nothing found in 1 layer, 2 heads.
         """
-        from regard.lens._diagnose import diagnose
+        from regard.lens.analysis.diagnose import diagnose
 
         return diagnose(self._each(), self._hints, self._runs, self._missed, tokens, attention_mask, causal)
 
@@ -165,25 +165,25 @@ class Asked(Mapping[str, AttentionMatrix]):
     ) -> Page:
         """A page with every head of the model, one HTML file that needs no server and no network.
 
-        All heads stand as small maps, in the order of the layers or of any measure of `seen.heads`. One that is
+        All heads stand as small maps, in the order of the layers or of any measure of `recording.heads`. One that is
         opened shows every weight: as a map with its tokens, for short texts as lines too, and the largest weights of
-        the row that is pointed at. A search tells which head looks from one token to another, as `seen.find` does;
-        what `seen.diagnose` finds stands at its heads. The address keeps what is looked at.
+        the row that is pointed at. A search tells which head looks from one token to another, as `recording.find` does;
+        what `recording.diagnose` finds stands at its heads. The address keeps what is looked at.
 
         `tokens` name queries and keys, `key_tokens` the keys of attention to another sequence; `batch` chooses the
         entry that is shown. The page carries queries and keys in half precision and works out the weights itself; it
         says by how much they may differ. Heads are carried until the file has `max_bytes`; those left over keep
         their map and measures, and the page says so. `layers` (names or patterns with `*`) and `heads` choose some.
-        `findings` are those of `seen.diagnose(tokens)` unless given.
+        `findings` are those of `recording.diagnose(tokens)` unless given.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-        >>> with regard.watch(layer) as seen:
+        >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.zeros(1, 3, 8))
-        >>> seen.page(["the", "cat", "it"])
+        >>> recording.page(["the", "cat", "it"])
         <page "Where every head looks", ... kB: save(path) writes it>
         """
-        from regard.lens._page import model_page
+        from regard.pages.model_page import model_page
 
         found = self.diagnose(tokens) if findings is None else findings
         return model_page(

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from regard._errors import ArgumentError, KindError, kind_of
-from regard._types import Align, as_array, check_align
-from regard.masks._atoms import Band, Dense, Document, Keys, Numbers, whole_numbers
-from regard.masks._base import Mask
+from regard._public import set_public_module
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.masks.atoms import Band, Dense, Document, Keys, Numbers, whole_numbers
+from regard.masks.base import Mask
+from regard.types import Align
+from regard.validation import as_array, check_align
 
 __all__ = [
     "Mask",
@@ -28,7 +30,6 @@ __all__ = [
     "padding",
     "prefix",
     "sliding_window",
-    "true_means_ignore",
 ]
 
 
@@ -73,7 +74,7 @@ def sliding_window(
             "sliding_window",
             received=f"size={size!r}, left={left!r}, right={right!r}",
             expected="either size, or left and right",
-            cure="sliding_window(4) is sliding_window(left=3, right=0): size counts the query's own key.",
+            hint="sliding_window(4) is sliding_window(left=3, right=0): size counts the query's own key.",
         )
     if size is not None:
         counted = whole_numbers(size, "sliding_window", 1)
@@ -99,7 +100,7 @@ def padding(lengths: Any, side: Literal["left", "right"] = "right") -> Mask:
             "padding",
             received=f"side={side!r}",
             expected='"left" or "right"',
-            cure="side is where the padding stands.",
+            hint="side is where the padding stands.",
         )
     return Keys(whole_numbers(lengths, "padding", 0), side, "padding")
 
@@ -152,37 +153,52 @@ def document(ids: Any, query_ids: Any = None) -> Mask:
     of_query = of_key if query_ids is None else whole_numbers(query_ids, "document", None)
     if of_key.array.ndim == 0 or of_query.array.ndim == 0:
         raise ArgumentError(
-            "document", received=f"{ids!r}", expected="one id for each token", cure="Pass a list of ids."
+            "document", received=f"{ids!r}", expected="one id for each token", hint="Pass a list of ids."
         )
     return Document(of_key, of_query)
 
 
-def dense(array: Any) -> Mask:
-    """A mask from a boolean array, True = attend, that broadcasts to (…, q_len, kv_len).
+def dense(array: Any, true_means: Literal["attend", "ignore"] = "attend") -> Mask:
+    """Make a mask from a boolean array.
+
+    Args:
+        array: Booleans that broadcast to (…, q_len, kv_len).
+        true_means: What True stands for. The default, "attend", is the library's own convention and that of
+            `F.scaled_dot_product_attention`; "ignore" is the convention of `nn.MultiheadAttention`.
+
+    Returns:
+        A mask; with `true_means="ignore"` it equals `~dense(array)`.
+
+    Raises:
+        ArgumentTypeError: The array does not hold booleans.
+        ArgumentError: `true_means` is neither "attend" nor "ignore".
 
     >>> dense([[True, False], [True, True]]).to_dense(2, 2).astype(int)
     array([[1, 0],
            [1, 1]])
-    """
-    if not hasattr(array, "dtype"):
-        array = as_array(array, "dense", "array")
-    if not str(array.dtype).endswith("bool"):
-        raise KindError(
-            "dense",
-            received=kind_of(array),
-            expected="booleans, True = attend",
-            cure="For 1 = attend write dense(array != 0); "
-            "for an additive tensor of 0 and -inf use score_mod=bias(array); "
-            "for True = ignore, as in nn.MultiheadAttention, use true_means_ignore(array).",
-        )
-    return Dense(array)
-
-
-def true_means_ignore(array: Any) -> Mask:
-    """A mask from a boolean array of the opposite polarity, True = ignore, as `nn.MultiheadAttention` takes it.
-
-    >>> true_means_ignore([[False, True]]).to_dense(2, 2).astype(int)
+    >>> dense([[False, True]], true_means="ignore").to_dense(2, 2).astype(int)
     array([[1, 0],
            [1, 0]])
     """
-    return ~dense(array)
+    if true_means not in ("attend", "ignore"):
+        raise ArgumentError(
+            "dense",
+            received=f"true_means={true_means!r}",
+            expected='"attend" or "ignore"',
+            hint='Pass true_means="ignore" for a mask of nn.MultiheadAttention, "attend" for one of SDPA.',
+        )
+    if not hasattr(array, "dtype"):
+        array = as_array(array, "dense", "array")
+    if not str(array.dtype).endswith("bool"):
+        raise ArgumentTypeError(
+            "dense",
+            received=describe_argument(array),
+            expected="booleans, True = attend",
+            hint="For 1 = attend write dense(array != 0); "
+            "for an additive tensor of 0 and -inf use score_mod=bias(array); "
+            'for True = ignore, as in nn.MultiheadAttention, write dense(array, true_means="ignore").',
+        )
+    return Dense(array) if true_means == "attend" else ~Dense(array)
+
+
+set_public_module(globals())

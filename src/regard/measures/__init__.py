@@ -16,16 +16,17 @@ array([1.        , 0.5       , 0.66666667, 0.5       ])
 
 from __future__ import annotations
 
-from regard.measures._base import Measure, name_of, span
-from regard.measures._largest import Largest, Top, TopK
-from regard.measures._positions import Distance, Position, Spread
-from regard.measures._sums import Coarse, Entropy, Mass, Output, Received, Sum
+from regard._public import set_public_module
+from regard.measures.base import Measure, name_of, span
+from regard.measures.distance import Distance, Position, Spread
+from regard.measures.sums import Coarse, Entropy, Mass, Output, Received, Sum
+from regard.measures.topk import MaxWeight, Top, TopK
 
 __all__ = [
     "Coarse",
     "Distance",
     "Entropy",
-    "Largest",
+    "MaxWeight",
     "Mass",
     "Measure",
     "Output",
@@ -38,3 +39,5 @@ __all__ = [
     "name_of",
     "span",
 ]
+
+set_public_module(globals())

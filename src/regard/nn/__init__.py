@@ -15,12 +15,13 @@ try:
 except ImportError as error:
     raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
 
-from regard.nn._cache import KVCache
-from regard.nn._convert import torch_masks
-from regard.nn._multihead import MultiHeadAttention
+from regard._public import set_public_module
 from regard.nn._plain import ScaledDotProductAttention
-from regard.nn._rope import Rope
-from regard.nn._transformers import from_transformers
+from regard.nn.attention import MultiHeadAttention
+from regard.nn.cache import KVCache
+from regard.nn.convert_torch import torch_masks
+from regard.nn.convert_transformers import from_transformers
+from regard.nn.rope import Rope
 
 __all__ = [
     "KVCache",
@@ -30,3 +31,5 @@ __all__ = [
     "from_transformers",
     "torch_masks",
 ]
+
+set_public_module(globals())

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from regard._attention import matrix_of
-from regard._errors import ArgumentError, kind_of
+from regard.core.attention import matrix_of
+from regard.errors import ArgumentError, describe_argument
 from regard.masks import Mask
 
 Tensor = Any  # the types of torch are not followed
@@ -34,9 +34,9 @@ class ScaledDotProductAttention(nn.Module):  # type: ignore[misc]
         if Q.shape[-1] != self.d_k:
             raise ArgumentError(
                 "ScaledDotProductAttention",
-                received=f"Q as {kind_of(Q)}",
+                received=f"Q as {describe_argument(Q)}",
                 expected=f"(…, q_len, d_k {self.d_k})",
-                cure=f"Make the module for this width: ScaledDotProductAttention({Q.shape[-1]}).",
+                hint=f"Make the module for this width: ScaledDotProductAttention({Q.shape[-1]}).",
             )
         A = matrix_of(Q, K, V, mask=mask, scale=1 / math.sqrt(self.d_k))
         return A.to_dense(), A @ V

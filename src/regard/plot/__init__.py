@@ -17,8 +17,11 @@ try:
 except ImportError as error:
     raise ImportError("regard.plot: matplotlib is not installed. pip install 'regard[plot]'") from error
 
-from regard.plot._bars import row
-from regard.plot._growth import cost
-from regard.plot._maps import heads, heatmap
+from regard._public import set_public_module
+from regard.plot.bars import row
+from regard.plot.growth import cost
+from regard.plot.maps import heads, heatmap
 
 __all__ = ["cost", "heads", "heatmap", "row"]
+
+set_public_module(globals())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from regard.testing._cases import FACTORS, Case, Inputs, count_table, draw, empty_cells, fill
-from regard.testing._check import ENGINES, check
-from regard.testing._conformance import Trial, conformance, trials
-from regard.testing._convention import Convention
-from regard.testing._diagnose import Finding
-from regard.testing._report import Capability, Report
-from regard.testing._rule import ORDINARY, assert_matches, epsilon
+from regard._public import set_public_module
+from regard.testing.cases.engine_check import ENGINES, check
+from regard.testing.cases.generate import FACTORS, Case, Inputs, count_table, draw, empty_cells, fill
+from regard.testing.conformance.convention import Convention
+from regard.testing.conformance.diagnosis import Finding
+from regard.testing.conformance.report import Capability, Report
+from regard.testing.conformance.runner import Trial, conformance, trials
+from regard.testing.tolerance import ORDINARY, assert_matches, epsilon
 
 __all__ = [
     "ENGINES",
@@ -31,3 +32,5 @@ __all__ = [
     "fill",
     "trials",
 ]
+
+set_public_module(globals())

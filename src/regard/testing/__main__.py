@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from regard._errors import RegardError
-from regard._models import named_function as load
-from regard.testing._conformance import SIZES, conformance
-from regard.testing._ready import READY
+from regard.errors import RegardError
+from regard.models.loading import named_function as load
+from regard.testing.conformance.presets import READY
+from regard.testing.conformance.runner import SIZES, conformance
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

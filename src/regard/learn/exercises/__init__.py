@@ -12,15 +12,15 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from regard._types import check_count
-from regard.learn.exercises._check import judge
-from regard.learn.exercises._exercise import Exercise, Result, Solution, Task, wrapped
+from regard.learn.exercises.checker import judge
+from regard.learn.exercises.exercise import Exercise, Result, Solution, Task, wrapped
 from regard.learn.exercises.four_steps import FOUR_STEPS
 from regard.learn.exercises.heads import SPLIT_HEADS
 from regard.learn.exercises.keys import KEYS_EQUAL_QUERIES, ORTHOGONAL_KEYS
 from regard.learn.exercises.masks import MASKS
-from regard.learn.exercises.own import WRITE_IT
 from regard.learn.exercises.scale import VARIANCE, WITHOUT_SCALING
+from regard.learn.exercises.write_attention import WRITE_IT
+from regard.validation import check_count
 
 __all__ = ["Result", "Solution", "Task", "check", "show", "solution"]
 
@@ -75,5 +75,5 @@ def solution(n: int) -> Solution:
 
 
 def _exercise(operation: str, n: int) -> Exercise:
-    cure = "exercises.show(1) is the first."
-    return EXERCISES[check_count(n, 1, len(EXERCISES), f"exercises.{operation}", "n", "", cure) - 1]
+    hint = "exercises.show(1) is the first."
+    return EXERCISES[check_count(n, 1, len(EXERCISES), f"exercises.{operation}", "n", "", hint) - 1]

@@ -9,8 +9,8 @@ import numpy as np
 
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
-from regard.learn.exercises._exercise import Exercise, Mistake, Part
-from regard.learn.exercises._kinds import Numbers
+from regard.learn.exercises.answer_types import Numbers
+from regard.learn.exercises.exercise import Exercise, Mistake, Part
 
 D_K = cat.Q.shape[-1]
 SAT = cat.tokens.index("sat")

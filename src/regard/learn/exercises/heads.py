@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from regard.learn.exercises._exercise import Exercise, Mistake, Part
-from regard.learn.exercises._kinds import Numbers
+from regard.learn.exercises.answer_types import Numbers
+from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.heads import MultiHeadAttention
 
 HEADS, WIDTH = 8, 512

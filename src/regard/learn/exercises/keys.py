@@ -10,11 +10,11 @@ import numpy as np
 
 from regard.learn.attention import scaled_dot_product_attention
 from regard.learn.examples import three_tokens
-from regard.learn.exercises._exercise import Exercise, Mistake, Part
-from regard.learn.exercises._kinds import Numbers, Tokens, Word
+from regard.learn.exercises.answer_types import Numbers, Tokens, Word
+from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.exercises.four_steps import softmax
 from regard.learn.masks import create_causal_mask
-from regard.view.text import number, vector
+from regard.render.text import number, vector
 
 # -- 3. K = Q -----------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from regard.learn.exercises._exercise import Exercise, Mistake, Part
-from regard.learn.exercises._kinds import Table
+from regard.learn.exercises.answer_types import Table
+from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.masks import create_causal_mask, create_padding_mask
-from regard.view.text import columns
+from regard.render.text import columns
 
 LENGTHS, MAX_LENGTH = (3, 5), 5
 PADDED = (((3, 5), 5), ((1, 4, 2), 6))  # what functions are called with

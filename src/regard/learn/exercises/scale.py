@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from regard.learn.examples import cat
-from regard.learn.exercises._exercise import Exercise, Mistake, Part
-from regard.learn.exercises._kinds import Numbers
+from regard.learn.exercises.answer_types import Numbers
+from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.exercises.four_steps import softmax
-from regard.view.text import number, vector
+from regard.render.text import number, vector
 
 # -- 2. Without scaling -------------------------------------------------------------------------------------
 

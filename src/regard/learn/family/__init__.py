@@ -17,15 +17,11 @@ array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
 
 from __future__ import annotations
 
-from regard._types import check_count
-from regard.learn._checks import as_choice
-from regard.learn.family._by_hand import ByHand, Step
-from regard.learn.family._data import MECHANISMS
-from regard.learn.family._mechanism import FamilyTable, Mechanism, Page, Use
-from regard.learn.family._variant import Variant
+from regard.learn.family.by_hand import ByHand, Step
+from regard.learn.family.catalog import MECHANISMS
 from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, pooled
-from regard.learn.family.masked import BlockSparse, Causal, Cross, Masked, SlidingWindow
-from regard.learn.family.orders import Cached, Flash, Linear, Tile
+from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
+from regard.learn.family.mechanism import FamilyTable, Mechanism, Page, Use
 from regard.learn.family.scores import (
     ALiBi,
     Biased,
@@ -35,6 +31,10 @@ from regard.learn.family.scores import (
     SinkAndSoftcap,
     Softcap,
 )
+from regard.learn.family.streaming import Cached, Flash, Linear, Tile
+from regard.learn.family.variant import Variant
+from regard.learn.validation import as_choice
+from regard.validation import check_count
 
 __all__ = [
     "ALiBi",

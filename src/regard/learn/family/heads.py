@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats
-from regard.learn.family._variant import Variant
+from regard.errors import ArgumentError
+from regard.learn.family.variant import Variant
+from regard.learn.validation import Floats, as_count, as_floats
 
 
 class MultiHead(Variant):
@@ -45,7 +45,7 @@ class MultiHead(Variant):
                 type(self).__name__,
                 received=f"{name} of shape {x.shape}, {x.shape[-1]} columns",
                 expected=f"columns that divide into {parts} equal parts",
-                cure=f"Take a multiple of {parts} columns, or another number of heads.",
+                hint=f"Take a multiple of {parts} columns, or another number of heads.",
             )
         return x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts).swapaxes(-3, -2)
 
@@ -71,7 +71,7 @@ class GroupedQuery(MultiHead):
                 "GroupedQuery",
                 received=f"num_heads {num_heads} and num_kv_heads {num_kv_heads}",
                 expected="as many heads of queries for each head of keys",
-                cure=f"Take num_kv_heads from {[n for n in range(1, num_heads + 1) if num_heads % n == 0]}.",
+                hint=f"Take num_kv_heads from {[n for n in range(1, num_heads + 1) if num_heads % n == 0]}.",
             )
 
     def heads(self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike) -> tuple[Floats, Floats, Floats]:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from regard._errors import ArgumentError
-from regard.learn._checks import Floats, as_count, as_floats, as_mask, as_number
-from regard.learn.family._variant import Variant, ahead
+from regard.errors import ArgumentError
+from regard.learn.family.variant import Variant, ahead
+from regard.learn.validation import Floats, as_count, as_floats, as_mask, as_number
 
 
 class Biased(Variant):
@@ -43,7 +43,7 @@ class RelativeBias(Biased):
                 "RelativeBias",
                 received=f"table of shape {self.table.shape} and max_distance {max_distance}",
                 expected="a number for each of 4, 8, 12, … buckets, and a max_distance above a fourth of them",
-                cure="T5 has 32 buckets and a max_distance of 128.",
+                hint="T5 has 32 buckets and a max_distance of 128.",
             )
 
     def bias(self, q_len: int, kv_len: int) -> Floats:
@@ -91,7 +91,7 @@ class Rotary(Variant):
         self.base = as_number("Rotary", "base", base, "10 000 is the published one.", above=True)
         if self.d_k % 2:
             raise ArgumentError(
-                "Rotary", received=f"d_k {d_k}", expected="an even d_k", cure="Entries are turned in pairs."
+                "Rotary", received=f"d_k {d_k}", expected="an even d_k", hint="Entries are turned in pairs."
             )
 
     def compute_scores(self, Q: npt.ArrayLike, K: npt.ArrayLike) -> Floats:

@@ -1,0 +1,91 @@
+"""Every multiplication of attention, one after the other, with its factors and the sum it goes into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from regard.errors import ArgumentError
+from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.validation import Bools, as_floats, as_mask
+
+
+@dataclass(frozen=True)
+class Multiplication:
+    """One multiply-add: `left` · `right`, added to an entry of `table` that then holds `total`.
+
+    `table` is "scores" or "output", the entry is [`row`, `column`], and `term` is the place of this product in its sum:
+    for a score the coordinate of query and key, for an output the key. `number` counts from 1 over both tables.
+
+    >>> from regard.learn import cat
+    >>> next(multiplications(cat.Q, cat.K, cat.V))
+    Multiplication(number=1, table='scores', row=0, column=0, term=0, left=1.0, right=0.0, total=0.0)
+    """
+
+    number: int
+    table: str
+    row: int
+    column: int
+    term: int
+    left: float
+    right: float
+    total: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.number:>4}  {self.table}[{self.row}, {self.column}]"
+            f" += {self.left:.4g} · {self.right:.4g}  →  {self.total:.4g}"
+        )
+
+
+def multiplications(
+    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> Iterator[Multiplication]:
+    """Each multiply-add in order: those of the scores before scaling, then those of the output.
+
+    Q is (q_len, d_k), K is (kv_len, d_k), V is (kv_len, d_v). Scaling and softmax come in between and are not walked.
+    The mask, True = attend, broadcasts to (q_len, kv_len): a hidden pair is passed over, as in `attention_by_loops`.
+
+    >>> for step in multiplications(Q=[[1, 2]], K=[[3, 4], [3, 4]], V=[[6], [8]]):
+    ...     print(step)
+       1  scores[0, 0] += 1 · 3  →  3
+       2  scores[0, 0] += 2 · 4  →  11
+       3  scores[0, 1] += 1 · 3  →  3
+       4  scores[0, 1] += 2 · 4  →  11
+       5  output[0, 0] += 0.5 · 6  →  3
+       6  output[0, 0] += 0.5 · 8  →  7
+    """
+    Q = as_floats("multiplications", "Q", Q, "q_len", "d_k")
+    K = as_floats("multiplications", "K", K, "kv_len", "d_k")
+    V = as_floats("multiplications", "V", V, "kv_len", "d_v")
+    if Q.ndim != 2 or K.ndim != 2 or V.ndim != 2:
+        raise ArgumentError(
+            "multiplications",
+            received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
+            expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), one head of one sequence",
+            hint="Take one head of one sequence, as in Q[0, 3].",
+        )
+    attention = ScaledDotProductAttention(d_k=Q.shape[-1])
+    weights, _ = attention(Q, K, V, mask)  # checks the shapes before the first step
+    seen = np.ones(weights.shape, bool) if mask is None else as_mask("multiplications", mask, weights.shape)
+    return _walk(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist(), seen)
+
+
+Rows = list[list[float]]
+
+
+def _walk(queries: Rows, keys: Rows, columns: Rows, weights: Rows, seen: Bools) -> Iterator[Multiplication]:
+    number = 0
+    # Both tables are products of rows with rows: queries with keys, then weights with the columns of V.
+    for table, lefts, rights in (("scores", queries, keys), ("output", weights, columns)):
+        for row, left in enumerate(lefts):
+            for column, right in enumerate(rights):
+                total = 0.0
+                for term, (a, b) in enumerate(zip(left, right, strict=True)):
+                    if seen[row, column if table == "scores" else term]:
+                        total += a * b
+                        number += 1
+                        yield Multiplication(number, table, row, column, term, a, b, total)

@@ -1,0 +1,16 @@
+// Small maps: levels as `regard.pages.parts` writes them, each map by the square root of its weights, up to its own largest.
+import { palette } from "./ramp.js";
+
+const RATIO = Math.log(1e8) / 253; // of a level to the next, by the logarithm
+
+export function paintLevels(canvas, levels) {
+  const colours = palette(), most = levels.reduce((a, b) => Math.max(a, b), 0);
+  const table = Uint8Array.from({ length: 256 }, (_, level) =>
+    2 + (level > 1 ? Math.round(253 * Math.min(1, Math.exp(((level - most) * RATIO) / 2))) : 0));
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  for (let i = 0; i < levels.length; i++) {
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = colours[3 * table[levels[i]] + c];
+    image.data[4 * i + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
+}

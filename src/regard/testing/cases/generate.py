@@ -1,0 +1,342 @@
+"""Cases: one choice from each factor of the case matrix, drawn so that every pair of choices occurs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from regard import masks
+from regard import score_mods as scores
+from regard.types import Array
+
+ATOMS = ("causal", "window", "two_sided", "padding", "left_padding", "document", "prefix", "first", "dense")
+
+# What the cases differ in, and the choices of each: a case is one choice from every factor.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "mask": (
+        "none",
+        *ATOMS,
+        *(f"{a} & {b}" for a, b in itertools.combinations(ATOMS, 2)),
+        *(f"{a} | ~{b}" for a, b in itertools.combinations(ATOMS, 2)),
+        "triple",
+    ),
+    "q_len": (0, 1, 2, 31, 33, 257, "tile - 1", "tile + 1", "2 tile + 1"),
+    "kv_len": (0, 1, 2, 31, 33, 257, "tile - 1", "tile + 1", "2 tile + 1"),
+    "head_dim": (1, 2, 3, 8, 64, 72, 129),
+    "value_dim": ("head_dim", 1, 5, 48),
+    "heads": ("none", "three", "batch", "grouped", "multi-query"),
+    "layout": ("contiguous", "transposed", "expanded", "sliced", "reversed"),
+    "values": ("normal", "large scores", "one-hot", "denormal", "NaN masked", "NaN live"),
+    "change": (
+        "none",
+        "softcap",
+        "alibi",
+        "bias",
+        "relative_bias",
+        "sink",
+        "scale 0",
+        "scale -1",
+        "scale 1e-30",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One choice from each factor, and the seed that fills it with numbers.
+
+    >>> case, whole = next(draw(1, seed=0, tile=8))
+    >>> case.dtype, case.mask, whole
+    ('float16', 'causal | ~first', True)
+    """
+
+    dtype: str
+    mask: str
+    q_len: Any
+    kv_len: Any
+    head_dim: int
+    value_dim: Any
+    heads: str
+    layout: str
+    values: str
+    change: str
+    seed: int
+
+    @property
+    def cells(self) -> list[tuple[str, Any]]:
+        """Its (factor, choice) pairs."""
+        return [(name, getattr(self, name)) for name in FACTORS]
+
+
+@dataclass
+class Inputs:
+    """A case filled in: arrays, the arguments of `regard.attention`, and the same as whole arrays.
+
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> fill(case, tile=8).query.shape
+    (33, 3)
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    arguments: dict[str, Any]
+    definition: dict[str, Any]
+    ordinary: bool
+
+
+# Pairs of choices that contradict each other: where no key is hidden, none can be poisoned.
+IMPOSSIBLE = {
+    (("mask", "none"), ("values", "NaN masked")),
+    (("kv_len", 0), ("values", "NaN masked")),
+}
+
+
+def _all_pairs() -> set[tuple[Any, Any]]:
+    every = itertools.combinations(FACTORS, 2)
+    return {((a, x), (b, y)) for a, b in every for x in FACTORS[a] for y in FACTORS[b]} - IMPOSSIBLE
+
+
+def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
+    """Cases, and whether each can be filled in, until `count` can.
+
+    While a pair of choices has not occurred, the most useful of several candidates is taken; then at random.
+
+    >>> [whole for case, whole in draw(2, seed=0, tile=8)]
+    [True, True]
+    """
+    rng = np.random.default_rng(seed)
+    missing = _all_pairs()
+    while count:
+        candidates = [_random_case(rng) for _ in range(24 if missing else 1)]
+        covered = [set(itertools.combinations(case.cells, 2)) & missing for case in candidates]
+        best = max(range(len(candidates)), key=lambda i: len(covered[i]))
+        # Only what is to be hidden can be missing; everything else can always be filled in.
+        possible = candidates[best].values != "NaN masked" or fill(candidates[best], tile) is not None
+        if possible:
+            missing -= covered[best]
+            count -= 1
+        yield candidates[best], possible
+
+
+def _random_case(rng: np.random.Generator) -> Case:
+    chosen = {name: choices[rng.integers(len(choices))] for name, choices in FACTORS.items()}
+    return Case(**chosen, seed=int(rng.integers(2**31)))
+
+
+def empty_cells(cases: list[Case]) -> list[tuple[Any, Any]]:
+    """Pairs of choices of two factors that could occur and that no case has.
+
+    >>> cases = [case for case, _ in draw(20, seed=0, tile=8)]
+    >>> len(empty_cells(cases)) < len(empty_cells(cases[:10]))
+    True
+    """
+    seen = {pair for case in cases for pair in itertools.combinations(case.cells, 2)}
+    return sorted(_all_pairs() - seen, key=repr)
+
+
+def count_table(cases: list[Case], skipped: list[Case]) -> str:
+    """How many cases ran and were skipped for each choice, by dtype.
+
+    >>> cases = [case for case, _ in draw(3, seed=0, tile=8)]
+    >>> count_table(cases, []).splitlines()[0].split()
+    ['factor', 'choice', 'float64', 'float32', 'bfloat16', 'float16', 'skipped']
+    """
+    ran = Counter((name, choice, case.dtype) for case in cases for name, choice in case.cells)
+    left = Counter((name, choice) for case in skipped for name, choice in case.cells)
+    dtypes = FACTORS["dtype"]
+    lines = [f"{'factor':<10} {'choice':<28} " + " ".join(f"{d:>9}" for d in dtypes) + "   skipped"]
+    for name, choices in FACTORS.items():
+        for choice in choices if name != "dtype" else ():
+            counts = " ".join(f"{ran[name, choice, d]:>9}" for d in dtypes)
+            lines.append(f"{name:<10} {choice!s:<28} {counts} {left[name, choice]:>9}")
+    return "\n".join(lines)
+
+
+def fill(case: Case, tile: int) -> Inputs | None:
+    """The case's arrays and arguments; None where it contradicts itself (nothing to poison).
+
+    >>> case, _ = next(draw(1, seed=0, tile=8))
+    >>> sorted(fill(case, tile=8).arguments)
+    ['mask', 'scale']
+    """
+    rng = np.random.default_rng(case.seed)
+    lengths = {"tile - 1": tile - 1, "tile + 1": tile + 1, "2 tile + 1": 2 * tile + 1}
+    q_len, kv_len = lengths.get(case.q_len, case.q_len), lengths.get(case.kv_len, case.kv_len)
+    lead, kv_lead = {
+        "none": ((), ()),
+        "three": ((3,), (3,)),
+        "batch": ((2, 3), (2, 3)),
+        "grouped": ((2, 6), (2, 2)),
+        "multi-query": ((2, 3), (2, 1)),
+    }[case.heads]
+    value_dim = case.head_dim if case.value_dim == "head_dim" else case.value_dim
+    query, key = (rng.normal(size=(*x, n, case.head_dim)) for x, n in ((lead, q_len), (kv_lead, kv_len)))
+    value = rng.normal(size=(*kv_lead, kv_len, value_dim))
+    mask, allowed = build_mask(case.mask, (*lead, q_len, kv_len), rng)
+    arguments, definition = _change(case.change, (*lead, q_len, kv_len), rng)
+    if mask is not None:
+        arguments["mask"], definition["mask"] = mask, allowed
+    if case.heads == "grouped":
+        arguments["enable_gqa"] = True
+    if case.values == "large scores":
+        query, key = query * 100, key * 100 / np.sqrt(case.head_dim)
+    elif case.values == "one-hot":
+        query, key = (20 * (x == x.max(-1, keepdims=True)) for x in (query, key))
+    elif case.values == "denormal":
+        query = query * {"float64": 1e-310, "float32": 1e-40, "bfloat16": 1e-40, "float16": 1e-7}[case.dtype]
+    elif case.values == "NaN masked":
+        if not _poison_hidden(key, value, allowed, kv_lead, rng):
+            return None
+    elif case.values == "NaN live":
+        for array in (x for x in (query, key, value) if x.size):
+            array.flat[rng.integers(array.size)] = rng.choice([np.nan, np.inf, -np.inf])
+    with np.errstate(over="ignore"):
+        query, key, value = (
+            _layout(array.astype(numpy_dtype(case.dtype)), case.layout) for array in (query, key, value)
+        )
+    ordinary = case.values == "normal" and case.change in ("none", "sink")
+    return Inputs(query, key, value, arguments, definition, ordinary)
+
+
+def numpy_dtype(name: str) -> Any:
+    """The NumPy dtype of that name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def build_mask(spec: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[masks.Mask | None, Any]:
+    """A mask and, worked out apart from it, the boolean array it must amount to."""
+    if spec == "none":
+        return None, np.ones(shape, bool)
+    if spec == "triple":
+        a, b, c = rng.choice(ATOMS, 3)
+        (x, x_allowed), (y, y_allowed), (z, z_allowed) = (_atom(name, shape, rng) for name in (a, b, c))
+        return x & (y | ~z), x_allowed & (y_allowed | ~z_allowed)
+    if " & " in spec:
+        (x, x_allowed), (y, y_allowed) = (_atom(name, shape, rng) for name in spec.split(" & "))
+        return x & y, x_allowed & y_allowed
+    if " | ~" in spec:
+        (x, x_allowed), (y, y_allowed) = (_atom(name, shape, rng) for name in spec.split(" | ~"))
+        return x | ~y, x_allowed | ~y_allowed
+    return _atom(spec, shape, rng)
+
+
+def _atom(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[masks.Mask, Any]:
+    *lead, q_len, kv_len = shape
+    i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
+    align: Any = "lower_right" if rng.random() < 0.5 else "upper_left" if q_len != kv_len else None
+    at = i + (kv_len - q_len if align == "lower_right" else 0)
+    batch = tuple(lead[:-1])
+    whole = np.ones(shape, bool)
+    if name == "causal":
+        return masks.causal(align), whole & (j <= at)
+    if name == "window":
+        size = rng.integers(1, kv_len + 2, size=lead[-1:])  # one for each head
+        heads = size.reshape(*lead[-1:], 1, 1)
+        return masks.sliding_window(size, align=align), whole & (j > at - heads) & (j <= at)
+    if name == "two_sided":
+        left, right = (int(n) for n in rng.integers(0, kv_len // 2 + 2, size=2))
+        return masks.sliding_window(left=left, right=right, align=align), whole & (at - left <= j) & (
+            j <= at + right
+        )
+    if name in ("padding", "left_padding", "prefix", "first"):
+        lengths = rng.integers(0, kv_len + 1, size=batch)
+        count = lengths.reshape(*batch, *(1,) * (len(shape) - len(batch)))
+        if name == "padding":
+            return masks.padding(lengths), whole & (j < count)
+        if name == "left_padding":
+            return masks.padding(lengths, side="left"), whole & (j >= kv_len - count)
+        if name == "first":
+            return masks.first(lengths), whole & (j < count)
+        return masks.prefix(lengths, align), whole & ((j < count) | (j <= at))
+    if name == "document":
+        ids = np.sort(rng.integers(0, 4, size=(*batch, kv_len)), axis=-1)
+        query_ids = rng.integers(0, 5, size=(*batch, q_len))
+        expand = (1,) * (len(lead) - len(batch))
+        same = query_ids.reshape(*batch, *expand, q_len, 1) == ids.reshape(*batch, *expand, 1, kv_len)
+        return masks.document(ids, query_ids), whole & same
+    array = rng.random((*lead[-1:], q_len, kv_len)) < 0.7
+    return masks.dense(array), whole & array
+
+
+def _change(
+    name: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a score modification, sink or scale, and the same for the definition."""
+    *lead, q_len, kv_len = shape
+    heads = lead[-1] if lead else 1
+    ahead = np.arange(kv_len)[None, :] - np.arange(q_len)[:, None] - (kv_len - q_len)
+    per_head = (heads, 1, 1) if lead else (1, 1)
+    if name == "softcap":
+        return {"score_mod": scores.softcap(2.5)}, {"cap": 2.5}
+    if name == "alibi":
+        slopes = scores.alibi_slopes(heads).reshape(per_head)
+        return {"score_mod": scores.alibi(align="lower_right")}, {"biases": [-slopes * np.abs(ahead)]}
+    if name == "bias":
+        array = rng.normal(size=(heads, q_len, kv_len) if lead else (q_len, kv_len)).astype(np.float32)
+        array[rng.random(array.shape) < 0.2] = -np.inf
+        return {"score_mod": scores.bias(array)}, {"biases": [array]}
+    if name == "relative_bias":
+        table = rng.normal(size=(32, heads)).astype(np.float32)
+        bucket = scores.relative_buckets(ahead, buckets=32, max_distance=128, bidirectional=True)
+        bias = np.moveaxis(table[bucket], -1, 0).reshape(*per_head[:-2], q_len, kv_len)
+        return {"score_mod": scores.relative_bias(table, bidirectional=True, align="lower_right")}, {
+            "biases": [bias]
+        }
+    if name == "sink":
+        sink = rng.normal(size=(heads,) if lead else ()).astype(np.float32) * 3
+        return {"sink": sink}, {"sink": sink}
+    if name.startswith("scale "):
+        scale = float(name.removeprefix("scale "))
+        return {"scale": scale}, {"scale": scale}
+    return {}, {}
+
+
+def seen_keys(live: Array, kv_lead: tuple[int, ...]) -> Array:
+    """Which keys any query sees, (*kv_lead, kv_len), of what is live: (*lead, q_len, kv_len)."""
+    seen = live.any(-2)
+    if seen.shape[:-1] == kv_lead:
+        return seen
+    return seen.reshape(*kv_lead, seen.shape[-2] // kv_lead[-1], seen.shape[-1]).any(-2)
+
+
+def _poison_hidden(
+    key: Array, value: Array, allowed: Array, kv_lead: tuple[int, ...], rng: np.random.Generator
+) -> bool:
+    """Put NaN, inf or 1e30 into keys that no query sees, and into one value; False where every key is seen."""
+    hidden = ~seen_keys(allowed, kv_lead)
+    if not hidden.any():
+        return False
+    poison = rng.choice([np.nan, np.inf, -np.inf, 1e30], size=int(hidden.sum()))
+    key[hidden] = poison[:, None]
+    value[hidden] = poison[:, None]
+    return True
+
+
+def _layout(array: Array, layout: str) -> Array:
+    """The same numbers in memory that is laid out otherwise."""
+    if layout == "transposed":
+        return array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
+    if layout == "expanded" and array.ndim > 2:
+        # Stride 0: every batch entry or head is the first one's.
+        return np.broadcast_to(array[:1], array.shape)
+    if layout == "sliced":
+        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1] + 1), array.dtype)
+        wide[..., 1::2] = array
+        return wide[..., 1::2]
+    if layout == "reversed":
+        return array[..., ::-1, :].copy()[..., ::-1, :]
+    return array
+
+
+assert [field.name for field in fields(Case)][:-1] == list(FACTORS)

@@ -1,0 +1,245 @@
+"""The questions of the conformance kit: small calls, each asking about one capability."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from regard.errors import ArgumentError
+from regard.testing.conformance.attention_call import Align, Call, causal_mask
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One call, the capability it asks about, and whether the gradients are asked for too."""
+
+    capability: str
+    name: str
+    call: Call
+    gradients: bool = False
+    ordinary: bool = True
+    uses: frozenset[str] = field(default_factory=frozenset)
+
+    def __str__(self) -> str:
+        return f"{self.capability}: {self.name}"
+
+
+def questions(dtype: str, align: Align | None, size: str = "quick") -> Iterator[Question]:
+    """Every question of the kit, in the order of the table, smallest first within a capability."""
+    for capability, name, options in _specified(align, size):
+        yield _question(capability, name, {"dtype": dtype, **options})
+    if size == "full":
+        yield from _drawn()
+
+
+def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    whole = {"batch": 2, "heads": 3, "q_len": 5, "kv_len": 5, "head_dim": 4}
+    longer = {**whole, "kv_len": 7, "q_len": 4}
+    yield "plain", "two keys", {"q_len": 2, "kv_len": 2}
+    yield "plain", "three keys", {"head_dim": 4}
+    yield "heads and batch", "two heads", {"heads": 2}
+    yield "heads and batch", "batch of two", {"batch": 2}
+    yield "heads and batch", "both", whole
+    yield "q_len ≠ kv_len", "2 × 5", {"q_len": 2, "kv_len": 5}
+    yield "q_len ≠ kv_len", "5 × 2", {"q_len": 5, "kv_len": 2}
+    yield "q_len ≠ kv_len", "4 × 7, heads and batch", longer
+    yield "one query or key", "one query", {"q_len": 1, "kv_len": 7}
+    yield "one query or key", "one key", {"q_len": 7, "kv_len": 1}
+    yield "no query, key or batch", "q_len 0", {"q_len": 0}
+    yield "no query, key or batch", "kv_len 0", {"kv_len": 0}
+    yield "no query, key or batch", "batch 0", {"batch": 0, "heads": 2}
+    yield "value_dim ≠ head_dim", "value_dim 3", {"head_dim": 4, "value_dim": 3}
+    yield "value_dim ≠ head_dim", "value_dim 5, heads and batch", {**longer, "value_dim": 5}
+    yield "grouped heads", "6 heads on 2", {"heads": 6, "kv_heads": 2}
+    yield "grouped heads", "3 heads on 1", {"heads": 3, "kv_heads": 1}
+    yield (
+        "grouped heads",
+        "4 heads on 2, batch, mask",
+        {**longer, "heads": 4, "kv_heads": 2, "mask": "random"},
+    )
+    yield "scale given", "0.25", {"scale": 0.25}
+    yield "scale given", "2, heads and batch", {**longer, "scale": 2.0}
+    for scale in (0.0, -1.0, 1e-30):
+        yield "scale 0 or negative", f"{scale:g}", {"scale": scale}
+    yield (
+        "scale 0 or negative",
+        "-1, large scores, mask",
+        {**longer, "scale": -1.0, "grow": 16, "mask": "random"},
+    )
+    yield "boolean mask", "3 × 3", {"mask": "random"}
+    yield "boolean mask", "4 × 6", {"mask": "random", "q_len": 4, "kv_len": 6}
+    yield "boolean mask", "6 × 4", {"mask": "random", "q_len": 6, "kv_len": 4}
+    yield "boolean mask", "causal as a mask", {**whole, "mask": "causal"}
+    yield "mask per head or batch", "a mask for each batch entry", {**longer, "mask": "random", "per": "b"}
+    yield "mask per head or batch", "a mask for each head", {**longer, "mask": "random", "per": "h"}
+    yield "mask per head or batch", "a mask for each", {**longer, "mask": "random", "per": "bh"}
+    yield "padding", "one row for all queries", {"kv_len": 5, "mask": "padding"}
+    yield "padding", "lengths 4 and 6", {**longer, "mask": "padding", "per": "b"}
+    yield "padding", "on the left", {**longer, "mask": "left padding", "per": "b"}
+    causal = {"causal": align or "lower_right"}
+    yield "causal", "3 × 3", causal
+    yield "causal", "5 × 5, heads and batch", {**whole, **causal}
+    yield "causal, q_len ≠ kv_len", "2 × 5", {**causal, "q_len": 2, "kv_len": 5}
+    yield "causal, q_len ≠ kv_len", "5 × 2", {**causal, "q_len": 5, "kv_len": 2}
+    yield "causal, q_len ≠ kv_len", "4 × 7, heads and batch", {**longer, **causal}
+    yield "causal and mask", "5 × 5, padding", {**whole, **causal, "mask": "padding", "per": "b"}
+    yield "empty rows", "one row", {"mask": "one row empty"}
+    yield "empty rows", "every row", {"mask": "all empty"}
+    yield "empty rows", "of one batch entry", {**longer, "mask": "one batch empty", "per": "b"}
+    for where in ("key", "value"):
+        for number in (np.nan, np.inf, 1e30):
+            yield f"masked NaN or inf in {where}", f"{number:g}", {"mask": "last hidden", where: number}
+        yield (
+            f"masked NaN or inf in {where}", "NaN, hidden from some",
+            {**longer, "mask": "last hidden from some", where: np.nan},
+        )  # fmt: skip
+        square = {"q_len": 4, "kv_len": 4, **causal}
+        yield f"masked NaN or inf in {where}, causal", "NaN", {**square, where: np.nan}
+    for where in ("query", "key", "value"):
+        yield "live NaN", f"in {where}", {where: np.nan}
+    yield "live inf", "in value", {"value": np.inf}
+    yield "large scores", "1e4", {"grow": 64}
+    yield "large scores", "1e4, masked", {**longer, "grow": 64, "mask": "random"}
+    yield "large scores", "3 × 33, every score below −90", {"kv_len": 33, "grow": 32, "sign": -1}
+    for dtype in ("float64", "float32", "float16", "bfloat16"):
+        yield dtype, "5 × 7", {"dtype": dtype, "q_len": 5, "kv_len": 7, "head_dim": 8}
+        yield dtype, "heads, batch, mask", {**longer, "dtype": dtype, "mask": "random"}
+    half = {"dtype": "float16", "head_dim": 8, "grow": 96, "sign": 1}
+    yield "float16, scores above 65504", "before the scale", half
+    for memory in ("transposed", "sliced", "expanded", "reversed"):
+        yield "layout in memory", memory, {**longer, "memory": memory}
+    for q_len, kv_len in (
+        (31, 33),
+        (33, 31),
+        (3, 65),
+        (1, 129),
+        *(((257, 255), (2, 513)) if size == "full" else ()),
+    ):
+        yield "lengths around tiles", f"{q_len} × {kv_len}", {"q_len": q_len, "kv_len": kv_len, "head_dim": 8}
+    yield "lengths around tiles", "5 × 67, padding", {"q_len": 5, "kv_len": 67, "mask": "padding"}
+    yield "gradients", "3 × 3", {"gradients": True}
+    yield "gradients", "heads, batch, mask", {**longer, "mask": "random", "gradients": True}
+    yield "gradients, causal", "4 × 4", {**causal, "q_len": 4, "kv_len": 4, "gradients": True}
+    yield "gradients, empty rows", "one row", {"mask": "one row empty", "gradients": True}
+    for where in ("key", "value"):
+        yield (
+            "gradients, masked NaN", f"in {where}", {"mask": "last hidden", where: np.nan, "gradients": True},
+        )  # fmt: skip
+
+
+def _question(capability: str, name: str, options: dict[str, Any]) -> Question:
+    """The call of a line of the table, filled with multiples of a quarter, which every dtype holds exactly."""
+    rng = np.random.default_rng(
+        zlib.crc32(f"{capability}: {name}".encode())
+    )  # its own, whatever stands before it
+    get = options.get
+    batch, heads, q_len, kv_len, head_dim = (
+        get(axis, usual)
+        for axis, usual in (("batch", 1), ("heads", 1), ("q_len", 3), ("kv_len", 3), ("head_dim", 2))
+    )
+    kv_heads, value_dim = get("kv_heads", heads), get("value_dim", head_dim)
+    grow = get("grow", 1)
+
+    def numbers(*shape: int) -> Any:
+        return rng.integers(1, 9, size=shape) * rng.choice([-1, 1], size=shape) / 4
+
+    arrays = {
+        "query": numbers(batch, heads, q_len, head_dim) * grow,
+        "key": numbers(batch, kv_heads, kv_len, head_dim) * grow,
+        "value": numbers(batch, kv_heads, kv_len, value_dim),
+    }
+    if get("sign"):  # of every score
+        arrays["query"], arrays["key"] = abs(arrays["query"]), get("sign") * abs(arrays["key"])
+    if get("memory") == "expanded":
+        arrays = {name: np.repeat(array[:1], batch, axis=0) for name, array in arrays.items()}
+    for where in arrays.keys() & options.keys():
+        arrays[where][..., -1, :] = options[where]
+    mask = _mask(get("mask"), get("per", ""), (batch, heads, q_len, kv_len), rng)
+    call = Call(
+        **arrays, dtype=options["dtype"], mask=mask, causal=get("causal"), scale=get("scale"),
+        memory=get("memory", "contiguous"),
+    )  # fmt: skip
+    odd = grow > 1 or arrays.keys() & options.keys() or get("scale") is not None
+    return Question(
+        capability, name, call, get("gradients", False), not odd, _uses(capability, call, options)
+    )
+
+
+def _uses(capability: str, call: Call, options: dict[str, Any]) -> frozenset[str]:
+    """What a call is made of, for telling what failing calls have in common."""
+    sizes = call.sizes
+    made_of = {
+        "every call": True,
+        "several heads": sizes["heads"] > 1,
+        "a batch": sizes["batch"] > 1,
+        "q_len ≠ kv_len": sizes["q_len"] != sizes["kv_len"],
+        "a mask": call.mask is not None,
+        "causal": call.causal is not None,
+        "a scale": call.scale is not None,
+        "gradients": options.get("gradients", False),
+    }
+    return frozenset({capability, *(name for name, present in made_of.items() if present)})
+
+
+def _mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """A boolean mask of a kind; with `per` it has four axes, those of batch and heads one unless named in it."""
+    if kind is None:
+        return None
+    batch, heads, q_len, kv_len = shape
+    lead = (batch if "b" in per else 1, heads if "h" in per else 1)
+    mask = np.ones((*lead, q_len, kv_len), bool)
+    if kind == "random":
+        mask = rng.random(mask.shape) < 0.5
+        # One key for each query, never a symmetric choice: no row is empty, and a transposed mask is another mask.
+        mask[..., np.arange(q_len), (np.arange(q_len) * 2 + 1) % kv_len] = True
+        mask[..., 0, kv_len - 1], mask[..., q_len - 1, 0] = False, True
+        mask[..., 0, 0] = True
+    elif kind == "causal":
+        mask &= causal_mask(q_len, kv_len, "lower_right")
+    elif kind.endswith("padding"):
+        lengths = (kv_len - 1 - 2 * np.arange(lead[0]))[::-1, None, None, None]
+        j = np.arange(kv_len)
+        mask = j < lengths if kind == "padding" else j >= kv_len - lengths
+    elif kind == "one row empty":
+        mask[..., 1, :] = False
+        mask[..., 0, 1] = False
+    elif kind == "all empty":
+        mask[...] = False
+    elif kind == "one batch empty":
+        mask[0], mask[1:, ..., 0] = False, False
+    elif kind == "last hidden":
+        mask[..., -1] = False
+    else:  # the last key, hidden from some queries
+        mask[..., : q_len // 2, -1] = False
+    return mask if per else mask[0, 0]
+
+
+def _drawn(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[Question]:
+    """Calls drawn from the case matrix: its masks, lengths, dtypes and values, without score modifications."""
+    from regard.testing.cases.generate import draw, fill
+
+    if find_spec("ml_dtypes") is None:
+        raise ArgumentError(
+            "conformance", received='size "full" without ml_dtypes', expected="ml_dtypes, for bfloat16 in NumPy",
+            hint="pip install ml_dtypes, or ask at the quick size.",
+        )  # fmt: skip
+    for case, possible in draw(count, seed, tile):
+        plain = case.change == "none" or case.change.startswith("scale")
+        inputs = fill(case, tile) if possible and plain else None
+        if inputs is None:
+            continue
+        query, key, value = (
+            np.asarray(x).astype(np.float64).reshape((1,) * (4 - x.ndim) + x.shape)
+            for x in (inputs.query, inputs.key, inputs.value)
+        )
+        mask = inputs.definition.get("mask")
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        call = Call(query, key, value, case.dtype, mask, None, inputs.definition.get("scale"))
+        name = f"{case.mask}, {case.values}, seed {case.seed}"
+        yield Question("drawn", name, call, False, inputs.ordinary, _uses("drawn", call, {}))

@@ -1,0 +1,729 @@
+"""The code walk: the recorder on functions of every kind, and the page in a real browser."""
+
+from __future__ import annotations
+
+import functools
+import json
+import linecache
+import re
+import sys
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+import regard
+from regard import explore
+from regard.explore import tracer as _record
+from regard.explore.snapshot import kept
+from regard.explore.tracer import record
+from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
+from regard.render.text import number, printable
+from tests.helpers.pages import HOSTILE, LOADED, faults, pace
+
+slow = pytest.mark.slow  # the browser, not the library
+
+
+def walked(function, *args, **kwargs):
+    return record("walk", function, args, kwargs)
+
+
+def story(run) -> list[str]:
+    """Each step in a line: kind, the text of the line, the values that changed, the result."""
+    found = []
+    for step in run.steps:
+        listing = run.listings[step.listing]
+        changed = ", ".join(
+            f"{name}={'gone' if value is None else run.values[value].get('text', '…')}"
+            for name, value in step.changed.items()
+        )
+        result = "" if step.result is None else f" -> {run.values[step.result].get('text', '…')}"
+        text = listing.lines[step.line].split("#")[0].strip()
+        found.append(f"{step.kind} {text} [{changed}]{result}{f' ! {step.says}' if step.says else ''}")
+    return found
+
+
+# -- What is recorded -------------------------------------------------------------------------------------
+
+
+def add_up(numbers):
+    total = 0
+    for x in numbers:
+        total += x
+    return total
+
+
+def test_a_line_comes_with_what_it_produced():
+    assert story(walked(add_up, [3, 4])) == [
+        "enter def add_up(numbers): [numbers=…]",
+        "line total = 0 [total=0]",
+        "line for x in numbers: [x=3]",
+        "line total += x [total=3]",
+        "line for x in numbers: [x=4]",
+        "line total += x [total=7]",
+        "line for x in numbers: []",
+        "return return total [] -> 7",
+    ]
+
+
+def test_rounds_of_loops_are_counted():
+    def board(n):
+        cells = 0
+        for i in range(n):
+            for j in range(i):
+                cells += i * j
+            while cells % 2:
+                cells += 1
+        return cells
+
+    run = walked(board, 4)
+    for step in run.steps:
+        times = [time for _, time in step.rounds]
+        names = [run.loops[number][0] for number, _ in step.rounds]
+        values = {name: run.values[step.changed[name]]["text"] for name in ("i", "j") if name in step.changed}
+        if "i" in values:
+            assert (names, times) == ([("i",)], [values["i"] + 1])
+        if "j" in values:
+            assert (names, times[1]) == ([("i",), ("j",)], values["j"] + 1)
+    assert [total for names, total in run.loops if names == ("i",)] == [4]
+    assert [total for names, total in run.loops if names == ("j",)] == [1, 2, 3]
+    assert run.steps[-1].rounds == () and run.steps[-2].rounds == ()  # the loop is over
+
+
+def test_leaving_a_loop_ends_its_rounds():
+    def find(row, wanted):
+        for x in row:
+            if x == wanted:
+                break
+        else:
+            return None
+        for x in row:
+            return x
+
+    run = walked(find, [1, 2, 3], 2)
+    by_line = {run.listings[0].lines[step.line].strip(): step for step in run.steps}
+    assert by_line["break"].rounds == ((0, 2),)
+    assert run.steps[-1].rounds == ((1, 1),)
+    run = walked(find, [1], 2)
+    assert story(run)[-1] == "return return None [] -> None" and run.steps[-1].rounds == ()
+
+
+def test_later_mutation_leaves_the_past_alone():
+    def fill(n):
+        row = np.zeros(n)
+        listed = [0] * n
+        row[1] = 5.0
+        listed[0] = 7
+        return row
+
+    run = walked(fill, 2)
+    rows = [run.values[s.changed["row"]]["cells"] for s in run.steps if "row" in s.changed]
+    assert rows == [[[0.0, 0.0]], [[0.0, 5.0]]]
+    lists = [run.values[s.changed["listed"]]["cells"] for s in run.steps if "listed" in s.changed]
+    assert lists == [[[0, 0]], [[7, 0]]]
+
+
+class Doubling:
+    """Twice a number."""
+
+    def __init__(self, factor=2):
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.times(x)
+
+    def times(self, x):
+        """The number, so many times."""
+        return helper(x) * self.factor
+
+
+def helper(x):
+    return float(x)
+
+
+def test_calls_of_the_same_module_are_followed():
+    run = walked(Doubling(3).times, 4)
+    assert story(run) == [
+        "enter def times(self, x): [self=…, x=4]",
+        "call return helper(x) * self.factor []",
+        "enter def helper(x): [x=4]",
+        "return return float(x) [] -> 4.0",
+        "return return helper(x) * self.factor [] -> 12.0",
+    ]
+    assert [step.depth for step in run.steps] == [0, 0, 1, 1, 0]
+    assert run.values[run.steps[0].changed["self"]]["parts"] == [["factor", {"type": "int", "text": 3}]]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "first"),
+    [
+        (Doubling(), (1,), "def __call__(self, x):"),
+        (Doubling, (), "def __init__(self, factor=2):"),
+        (functools.partial(add_up, [1]), (), "def add_up(numbers):"),
+        (functools.lru_cache(add_up), ((1, 2),), "def add_up(numbers):"),
+        (lambda x: x + 1, (1,), "(lambda x: x + 1, (1,)"),
+    ],
+)
+def test_whatever_can_be_called(function, args, first):
+    run = walked(function, *args)
+    assert run.listings[0].lines[run.listings[0].line].strip().startswith(first)
+    assert run.steps[-1].kind == "return"
+
+
+def test_a_function_that_calls_itself_keeps_its_calls_apart():
+    def factorial(n):
+        if n == 0:
+            return 1
+        return n * factorial(n - 1)
+
+    run = walked(factorial, 3)
+    assert len({step.frame for step in run.steps}) == 4
+    assert max(step.depth for step in run.steps) == 3
+    assert [run.values[s.result]["text"] for s in run.steps if s.kind == "return"] == [1, 1, 2, 6]
+    assert len(run.listings) == 1
+
+
+def test_a_function_inside_another_is_shown_once():
+    def outer(n):
+        def inner(k):
+            """Never shown."""
+            # One more.
+            return k + n
+
+        return inner(1)
+
+    run = walked(outer, 2)
+    assert [listing.name.split(".")[-1] for listing in run.listings] == ["outer", "inner"]
+    assert run.name.endswith("outer")
+    page = explore.code(outer, 2).html
+    assert page.count("return k + n") == 1 and "One more." in page
+
+
+def test_generators():
+    def pairs(n):
+        for i in range(n):
+            got = yield i * i
+            del got
+
+    def consumer():
+        return sum(x for x in pairs(2))
+
+    assert story(walked(pairs, 2)) == [
+        "enter def pairs(n): [n=2]",
+        "line for i in range(n): [i=0]",
+        "yield got = yield i * i [] -> 0",
+        "line got = yield i * i [got=None]",
+        "line del got [got=gone]",
+        "line for i in range(n): [i=1]",
+        "yield got = yield i * i [] -> 1",
+        "line got = yield i * i [got=None]",
+        "line del got [got=gone]",
+        "return for i in range(n): [] -> None",
+    ]
+    run = walked(consumer)
+    assert [s.kind for s in run.steps].count("yield") == 2
+    assert run.values[run.steps[-1].result]["text"] == 1
+
+
+def test_an_endless_generator_is_left(monkeypatch):
+    monkeypatch.setattr(_record, "MOST_STEPS", 50)
+
+    def forever():
+        while True:
+            yield 1
+
+    run = walked(forever)
+    assert len(run.steps) == 50
+    assert run.cut == "The walk ends here, after 50 steps; the run went on."
+
+
+def test_a_long_run_is_cut_in_words_and_still_done(monkeypatch):
+    monkeypatch.setattr(_record, "MOST_STEPS", 20)
+    done = []
+
+    def long(n):
+        for i in range(n):
+            done.append(i)
+
+    run = walked(long, 500)
+    assert len(run.steps) == 20 and len(done) == 500
+    monkeypatch.setattr(_record, "MOST_STEPS", 2000)
+    monkeypatch.setattr(_record, "MOST_CHARACTERS", 100)
+    assert len(walked(long, 500).steps) < 20
+    assert "The walk ends here" in explore.code(long, 500).html
+
+
+def test_an_exception_ends_the_walk_at_its_line():
+    def careless(x):
+        y = 1 / x
+        return y
+
+    def caller(x):
+        return careless(x)
+
+    run = walked(caller, 0)
+    assert story(run)[-1] == "raise y = 1 / x [] ! ZeroDivisionError: division by zero"
+    assert [step.kind for step in run.steps].count("raise") == 1
+
+
+def deeper(n):
+    return deeper(n + 1)
+
+
+def test_calls_without_end_are_told():
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(500)  # libraries that others imported raise it
+    try:
+        run = walked(deeper, 0)
+    finally:
+        sys.setrecursionlimit(before)
+    assert "RecursionError" in (run.cut or story(run)[-1])
+
+
+def test_an_exception_that_is_caught_goes_on():
+    def careful(row):
+        try:
+            first = row[0]
+        except IndexError as error:
+            first = str(error)
+        return first
+
+    told = story(walked(careful, []))
+    assert told[2] == "raise first = row[0] [] ! IndexError: list index out of range"
+    assert told[-1] == "return return first [] -> 'list index out of range'"
+
+
+def test_an_iterator_that_ends_is_no_exception():
+    class Two:
+        def __init__(self):
+            self.left = 2
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return self.left
+
+    def through(two):
+        for x in two:
+            x + 1
+
+    run = walked(through, Two())
+    assert run.steps[-1].kind == "return" and run.steps[-1].frame == 0
+    assert run.steps[-1].rounds == ()  # the loop is over
+
+
+def test_a_statement_is_one_step_however_many_lines():
+    # fmt: off
+    def spread(a, b):
+        c = max(
+            a,
+            b,
+        )
+        for x in (c, a): c += x  # noqa: E701
+        with np.errstate(
+            over="ignore"
+        ):
+            return c
+    # fmt: on
+
+    run = walked(spread, 1, 2)
+    assert story(run) == [
+        "enter def spread(a, b): [a=1, b=2]",
+        "line c = max( [c=2]",
+        "line for x in (c, a): c += x [c=5, x=1]",
+        "line with np.errstate( []",
+        "return return c [] -> 5",
+    ]
+    ends = run.listings[0].ends
+    assert [ends[step.line] - step.line for step in run.steps] == [0, 3, 0, 2, 0]
+
+
+def test_comprehensions_are_one_step_and_what_they_call_is_followed():
+    def squares(n):
+        return [helper(i) for i in range(n)]
+
+    run = walked(squares, 2)
+    assert [step.kind for step in run.steps] == [
+        "enter",
+        "call",
+        "enter",
+        "return",
+        "call",
+        "enter",
+        "return",
+        "return",
+    ]
+
+
+def test_the_tracer_that_was_there_comes_back():
+    seen = []
+
+    def tracer(frame, event, arg):
+        seen.append(event)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        walked(add_up, [1])
+        assert sys.gettrace() is tracer
+        walked(lambda: 1 / 0)
+        assert sys.gettrace() is tracer
+        with pytest.raises(KeyboardInterrupt):
+            walked(stop)
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+    assert seen
+
+
+def test_a_cell_of_a_notebook():
+    lines = ["def cell(x):\n", "    y = x + 1  # one more\n", "    return y\n"]
+    linecache.cache["<cell 1>"] = (len("".join(lines)), None, lines, "<cell 1>")
+    names: dict = {}
+    exec(compile("".join(lines), "<cell 1>", "exec"), names)
+    run = walked(names["cell"], 1)
+    assert story(run)[1] == "line y = x + 1 [y=2]"
+    assert run.listings[0].notes[2] == "one more"
+    # With a line that is not Python, there are still the lines.
+    linecache.cache["<cell 1>"] = (1, None, [*lines, "%matplotlib inline\n"], "<cell 1>")
+    run = walked(names["cell"], 1)
+    assert list(run.listings[0].lines.values()) == [line.rstrip() for line in lines]
+    assert story(run)[-1] == "return return y [] -> 2"
+    del linecache.cache["<cell 1>"]
+
+
+# -- Values -----------------------------------------------------------------------------------------------
+
+
+class Unwilling:
+    """Fails at every look."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+    def __repr__(self):
+        raise RuntimeError
+
+    __eq__ = __hash__ = __bool__ = __len__ = __repr__  # type: ignore[assignment]
+
+
+def test_any_value_is_kept():
+    class Slots:
+        __slots__ = ("x",)
+
+    cyclic: list = []
+    cyclic.append(cyclic)
+    point = namedtuple("point", "x y")(1, 2.5)
+    for value, want in [
+        (Unwilling(), {"type": "Unwilling", "text": "cannot be shown"}),
+        ({"a": Unwilling()}, None),
+        (cyclic, None),
+        (Slots(), {"type": "Slots", "text": "…"}),
+        (10**5000, {"type": "int", "text": "an int of 16610 bits"}),
+        (10**6, {"type": "int", "text": "1000000"}),
+        (True, {"type": "bool", "text": "True"}),
+        ("x" * 500, None),
+        ("\u202eab\0", {"type": "str", "text": "'\\u202eab\\x00'"}),
+        (range(3), {"type": "range", "text": "range(0, 3)"}),
+        (np.int64(4), {"type": "int64", "text": 4}),
+        (np.array([True]), {"type": "bool", "shape": [1], "cells": [["True"]]}),
+        (np.zeros((0, 3)), {"type": "float64", "shape": [0, 3], "cells": []}),
+        (np.array([{}, "a"], dtype=object), {"type": "object", "shape": [2], "cells": [["dict", "'a'"]]}),
+        ([[1, 2], [3, 4.5]], {"type": "list", "shape": [2, 2], "cells": [[1, 2], [3, 4.5]]}),
+        ([[1, 2], [3]], None),
+        ([], None),
+        ((), None),
+        (point, None),
+        (np, {"type": "module", "text": "numpy"}),
+        (helper, {"type": "function", "text": "helper"}),
+        (Doubling, {"type": "type", "text": "Doubling"}),
+    ]:
+        record = kept(value)
+        assert want is None or record == want
+        assert len(str(record)) < 2000
+    assert [name for name, _ in kept(point)["parts"]] == ["x", "y"]
+
+
+def test_long_values_are_cut_and_counted():
+    matrix = kept(np.arange(10_000).reshape(100, 100))
+    assert matrix["shape"] == [100, 100] and len(matrix["cells"]) == 8
+    assert matrix["cells"][0] == [0, 1, 2, 3, 4, 5, "…", 99]
+    assert matrix["cells"][6] == ["…"] * 8 and matrix["cells"][7][-1] == 9999
+    assert kept(np.arange(24.0).reshape(2, 3, 4))["cells"] == np.arange(12.0).reshape(3, 4).tolist()
+    many = kept(list(range(100_000)))
+    assert len(many["parts"]) == 16 and many["left_out"] == 100_000 - 16
+
+
+def test_tensors_are_kept():
+    torch = pytest.importorskip("torch")
+    value = torch.tensor([[0.5, 1.5]], dtype=torch.bfloat16, requires_grad=True)
+    assert kept(value) == {"type": "torch.bfloat16", "shape": [1, 2], "cells": [[0.5, 1.5]]}
+    assert kept(torch.tensor(3)) == {"type": "torch.int64", "text": 3}
+
+
+# -- What is said of a line -------------------------------------------------------------------------------
+
+
+def commented(n):
+    """What it is for,
+    in a sentence.
+
+    And more.
+    """
+    # Start low,
+    # and count.
+    total = 0
+    # Round and round.
+    for i in range(n):
+        total += i
+        total += 1  # one extra
+    total -= 1  # pragma: no cover
+    return Doubling().times(total)
+
+
+def notes_of(page) -> dict[str, str]:
+    data = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
+    lines = {(i, n): text.strip() for i, (_, every) in enumerate(data["listings"]) for n, text in every}
+    functions = [(data["functions"][i], line) for _, i, line, *_ in data["steps"]]
+    return {lines[each["place"], line]: each["notes"].get(str(line)) for each, line in functions}
+
+
+def test_comments_and_docstrings_explain():
+    notes = notes_of(explore.code(commented, 1))
+    assert notes["def commented(n):"] == "What it is for, in a sentence."
+    assert notes["total = 0"] == "Start low, and count."
+    assert notes["for i in range(n):"] == notes["total += i"] == "Round and round."
+    assert notes["total += 1  # one extra"] == "one extra"
+    assert notes["total -= 1  # pragma: no cover"] is None
+    assert notes["return Doubling().times(total)"] == "The number, so many times."  # what it calls
+
+
+def test_notes_say_more():
+    first = commented.__code__.co_firstlineno
+    notes = notes_of(explore.code(commented, 1, notes={"total +=": "grows", first: "begins"}))
+    assert notes["total += i"] == notes["total += 1  # one extra"] == "grows"
+    assert notes["def commented(n):"] == "begins"
+    for where in ("never written", 1, "What it is for"):
+        with pytest.raises(regard.ArgumentError, match=r"a note on .*docstrings are not shown"):
+            explore.code(commented, 1, notes={where: "?"})
+
+
+# -- What is refused --------------------------------------------------------------------------------------
+
+
+async def later():
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (max, "the function max; expected a function written in Python that runs when it is called"),
+        (later, "the function later"),
+        (3, "int 3"),
+        (
+            eval("lambda x: x"),
+            "whose source is not to be found; expected a function from a file or a notebook",
+        ),
+    ],
+)
+def test_what_is_refused(function, words):
+    with pytest.raises(regard.ArgumentError, match=re.escape(words)):
+        explore.code(function, 1)
+
+
+def test_arguments_that_do_not_fit_are_the_caller_s_error():
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        explore.code(add_up)
+    with pytest.raises(regard.ArgumentError, match="arguments without a function"):
+        explore.code(None, 1)
+    cached = functools.lru_cache(add_up)
+    cached((1,))
+    with pytest.raises(regard.ArgumentError, match="of which no line was run"):
+        explore.code(cached, (1,))
+
+
+# -- The page ---------------------------------------------------------------------------------------------
+
+
+# Goes through the whole walk in the page itself, one call instead of hundreds.
+HARVEST = """() => {
+  const text = (node) => node.textContent;
+  const told = (node) => node.querySelector(".matrix")
+    ? [...node.querySelectorAll(".matrix")].map((m) => [...m.rows].map((r) => [...r.cells].map(text)))
+    : [...node.querySelectorAll(".text")].map(text);
+  const found = [];
+  for (;;) {
+    found.push({
+      line: Number(document.querySelector("[aria-current] .no").textContent),
+      where: document.querySelector("#where").textContent,
+      fresh: Object.fromEntries(
+        [...document.querySelectorAll(".fresh")].map((v) => [text(v.querySelector("strong")), told(v)])),
+      other: [...document.querySelectorAll(".others strong")].map(text),
+    });
+    if (document.querySelector("#next").disabled) return found;
+    document.querySelector("#next").click();
+  }
+}"""
+
+
+def cells(array) -> list:
+    return [[[number(x) for x in row] for row in np.atleast_2d(array)]]
+
+
+@slow
+def test_the_class_walked_with_every_number(show):
+    tab = show(explore.code())
+    seen = tab.evaluate(HARVEST)
+    attention = ScaledDotProductAttention(4)
+    scores = attention.compute_scores(cat.Q, cat.K)
+    weights, output = attention(cat.Q, cat.K, cat.V)
+    own = [step for step in seen if step["where"] == "forward"]
+    produced = {name: value for step in own[1:] for name, value in step["fresh"].items()}
+    assert seen[0]["fresh"]["Q"] == cells(cat.Q)
+    assert produced["scores"] == cells(scores)
+    assert produced["scaled"] == cells(scores / 2)
+    assert produced["weights"] == cells(weights)
+    assert produced["output"] == cells(output)
+    assert produced["returns"] == [*cells(weights), *cells(output)]
+    inner = {
+        name: v for s in seen if s["where"] == "forward › compute_weights" for name, v in s["fresh"].items()
+    }
+    exponentials = np.exp(scores / 2 - (scores / 2).max(axis=1, keepdims=True))
+    assert inner["exponentials"] == cells(exponentials)
+    assert inner["total"] == cells(exponentials.sum(axis=1, keepdims=True))
+    assert seen[-1]["other"] == ["mask", "Q", "K", "V", "scores", "scaled", "weights", "output", "self"]
+
+
+@slow
+def test_the_loops_walked_round_by_round(show):
+    tab = show(explore.code(attention_by_loops, tiny_head.Q, tiny_head.K, tiny_head.V))
+    seen = tab.evaluate(HARVEST)
+    scores = tiny_head.Q @ tiny_head.K.T
+    dots = {}
+    for step in seen:
+        found = re.search(r"i = (\d) \d of 2 › j = (\d) (\d) of 3(?! ›)", step["where"])
+        if found and "scores" in step["fresh"]:
+            i, j = int(found[1]), int(found[2])
+            assert int(found[3]) == j + 1
+            dots[i, j] = step["fresh"]["scores"][0][i][j]
+    assert dots == {(i, j): number(scores[i, j] / np.sqrt(2)) for i in range(2) for j in range(3)}
+
+
+@slow
+def test_moving_by_button_slider_and_keyboard(show):
+    tab = show(explore.code(attention_by_loops, tiny_head.Q, tiny_head.K, tiny_head.V))
+    count, where = tab.locator("#count"), tab.locator("#where")
+    total = int(count.text_content().split()[-1])
+    assert tab.locator("#back").is_disabled()
+    tab.keyboard.press("ArrowRight")
+    assert count.text_content() == f"step 2 of {total}"
+    assert "calls _table" in tab.locator("#says").text_content()
+    assert "calls _table" in tab.get_by_role("status").text_content()
+    tab.keyboard.press("ArrowRight")
+    assert where.text_content() == "attention_by_loops › _table"
+    tab.keyboard.press("ArrowLeft")
+    tab.locator("#over").click()
+    assert where.text_content() == "attention_by_loops"
+    assert tab.locator(".fresh strong").all_text_contents() == ["Q"]
+    slider = tab.get_by_role("slider", name="Step")
+    slider.focus()
+    tab.keyboard.press("End")
+    assert count.text_content() == f"step {total} of {total}"
+    assert slider.get_attribute("aria-valuetext").startswith(f"step {total} of {total}, line ")
+    assert tab.locator("#over").is_disabled() and tab.locator("#next").is_disabled()
+    tab.keyboard.press("Home")
+    assert tab.locator("#again").is_disabled()
+    while not tab.locator("#again").is_enabled():
+        tab.locator("#over").click()
+    assert where.text_content() == "attention_by_loops › i = 0 1 of 2"
+    tab.locator("#again").click()
+    assert where.text_content() == "attention_by_loops › i = 1 2 of 2"
+    tab.locator("#again").click()
+    assert where.text_content() == "attention_by_loops"
+    assert "goes on at line" in tab.locator("#says").text_content()  # the loop is over
+    marked = tab.locator("[aria-current]").bounding_box()
+    box = tab.locator("#listing").bounding_box()
+    assert box["y"] <= marked["y"] <= box["y"] + box["height"] - marked["height"]
+
+
+@slow
+def test_entries_that_changed_are_marked(show):
+    def fill(n):
+        row = np.zeros((2, n))
+        row[1, 2] = 5.0
+        return row
+
+    tab = show(explore.code(fill, 3))
+    for want in (0, 0, 1):
+        assert tab.locator(".entry.new").count() == want
+        tab.keyboard.press("ArrowRight")
+    assert tab.locator("#result .matrix").count() == 1
+
+
+def hostile_source():
+    # </script><script>alert(1)</script> <img src=x onerror=alert(1)>
+    text = "<!--<script>${alert(1)}"  # '"`&lt;b&gt;
+    return {text: HOSTILE, "</script>": text}
+
+
+@slow
+def test_hostile_source_and_values_are_text(show):
+    def meet(tokens, **named):
+        for token in tokens:
+            held = {token: token}
+        raise ValueError(held, "<img src=x onerror=alert(1)>")
+
+    tab = show(explore.code(hostile_source, notes={"return": HOSTILE[0]}))
+    assert HOSTILE[0] in tab.locator("#listing").text_content()
+    tab.evaluate(HARVEST)
+    assert tab.locator("#note").text_content() == HOSTILE[0]
+    tab = show(explore.code(meet, HOSTILE, **{token: token for token in HOSTILE}))
+    seen = tab.evaluate(HARVEST)
+    shown = [step["fresh"]["token"] for step in seen if "token" in step["fresh"]]
+    assert shown == [[printable(repr(token))] for token in HOSTILE]
+    assert "raises ValueError" in tab.locator("#says").text_content()
+    assert "<img src=x" in tab.locator("#says").text_content()
+    assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
+
+
+@slow
+def test_what_is_not_finite_and_what_was_cut_is_told(show, monkeypatch):
+    monkeypatch.setattr(_record, "MOST_STEPS", 4)
+
+    def endless():
+        row = np.array([np.inf, -np.inf, np.nan])
+        x = -np.inf
+        for _ in range(9):
+            x = x + 1
+        return row
+
+    tab = show(explore.code(endless))
+    seen = tab.evaluate(HARVEST)
+    assert seen[1]["fresh"]["row"] == [[["inf", "-inf", "nan"]]]
+    assert seen[2]["fresh"]["x"] == ["-inf"]
+    assert tab.locator("#cut").text_content() == "The walk ends here, after 4 steps; the run went on."
+
+
+@slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+def test_it_fits_and_has_no_serious_fault(show, scheme, width):
+    options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme}
+    tab = show(explore.code(), **options)
+    assert tab.evaluate(LOADED) < 20 * pace(tab)
+    assert faults(tab) == []
+    for _ in range(7):
+        for _ in range(5):
+            tab.keyboard.press("ArrowRight")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.locator("#told").evaluate("box => box.scrollWidth <= box.clientWidth")
+    assert faults(tab) == []
+    boxes = [tab.locator(f"#{name}").bounding_box() for name in ("listing", "told")]
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1200)

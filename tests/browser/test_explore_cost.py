@@ -1,0 +1,353 @@
+"""The cost explorer in a real browser: each step is the library's, each counter what its loops counted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+import regard
+from regard import explore
+from regard.explore.cost_explorer import COUNTED, DOUBLINGS, MOST_MULTIPLICATIONS, moments
+from regard.learn import attention_by_loops, cat, cost_table, multiplications, three_by_three
+from regard.render.text import number, printable, vector
+from tests.helpers.pages import HOSTILE, faults
+
+pytestmark = pytest.mark.slow  # the browser, not the library
+
+Q, K, V = three_by_three.Q, three_by_three.K, three_by_three.V
+
+# All that the page shows of a step, in one call.
+SHOWN = """() => {
+  const text = (what) => [...document.querySelectorAll(what)].map((node) => node.textContent);
+  const cells = (what) => [...document.querySelectorAll(`#product .${what} tbody tr`)]
+    .map((row) => [...row.querySelectorAll("td")].map((cell) => cell.textContent));
+  return { title: text("#walk-title")[0], sum: text("#sum")[0], counters: text("#counters b").map(Number),
+    left: cells("left"), right: cells("right"), made: cells("made"),
+    factors: text("#product .factor"), work: text("#product .at-work") };
+}"""
+EVERY_STEP = f"""() => {{
+  const shown = {SHOWN}, steps = [];
+  while (!document.getElementById("step").disabled) {{
+    document.getElementById("step").click();
+    steps.push(shown());
+  }}
+  return steps;
+}}"""
+
+
+def in_text(table) -> list[list[str]]:
+    return [[number(x) for x in row] for row in table]
+
+
+def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
+    """What the page must show after each step, from the walk and the loops of `regard.learn`."""
+    (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
+    loops = attention_by_loops(Q, K, V, seen)
+    made = {
+        "scores": np.full((n_q, n_k), "·", dtype=object),
+        "output": np.full((n_q, d_v), "·", dtype=object),
+    }
+    made["scores"][~seen] = "hidden"
+    made["output"][~seen.any(axis=1)] = "0"
+    weights = np.full((n_q, n_k), "·", dtype=object)
+    counts = dict.fromkeys(COUNTED, 0)
+    steps = []
+
+    def multiplied(step) -> dict:
+        of, before = queries[step.row], made[step.table][step.row, step.column]
+        entry = number(step.total)
+        made[step.table][step.row, step.column] = entry
+        scores = step.table == "scores"
+        counts["score_multiply_adds" if scores else "value_multiply_adds"] += 1
+        product = f"{number(step.left)} · {number(step.right)} = {entry}"
+        return {
+            "title": f"Score of {of} → {tokens[step.column]}"
+            if scores
+            else f"Output of {of}, entry {step.column}",
+            "sum": product if before == "·" else f"{before} + {product}",
+            "left": in_text(Q) if scores else weights.tolist(),
+            "right": in_text(K.T if scores else V),
+            "made": made[step.table].tolist(),
+            "factors": sorted([number(step.left), number(step.right)]),
+            "work": [entry],
+            "counters": list(counts.values()),
+        }
+
+    walk = list(multiplications(Q, K, V, seen))
+    steps += [multiplied(step) for step in walk if step.table == "scores"]
+    for i in range(n_q):
+        alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts
+        for name in COUNTED[2:]:
+            counts[name] += getattr(alone, name)
+        weights[i] = [number(x) for x in loops.weights[i]]
+        steps.append(
+            {
+                "title": f"Weights of {queries[i]}",
+                "sum": f"softmax([{', '.join(made['scores'][i])}] / √{d_k}) = {vector(loops.weights[i])}",
+                "left": weights.tolist(),
+                "right": in_text(V),
+                "made": made["output"].tolist(),
+                "factors": [],
+                "work": weights[i].tolist(),
+                "counters": list(counts.values()),
+            }
+        )
+    steps += [multiplied(step) for step in walk if step.table == "output"]
+    np.testing.assert_allclose([float(x) for x in made["output"].flat], loops.output.ravel(), atol=6e-5)
+    return steps
+
+
+def every_step(tab) -> list[dict]:
+    steps = tab.evaluate(EVERY_STEP)
+    for step in steps:
+        step["factors"].sort()
+    return steps
+
+
+def test_the_example_step_by_step(show):
+    tab = show(explore.cost())
+    opening = tab.evaluate(SHOWN)
+    assert opening["counters"] == [0] * 6 and opening["made"] == [["·"] * 3] * 3
+    names = list(three_by_three.tokens)
+    steps = every_step(tab)
+    assert len(steps) == 27 + 3 + 27
+    assert steps == wanted(Q, K, V, names, names, np.ones((3, 3), bool))
+    counts = attention_by_loops(Q, K, V).counts
+    assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTED]
+    assert tab.locator("#counters dd").all_text_contents() == [f"{n} of {n}" for n in steps[-1]["counters"]]
+
+
+def test_ones_own_with_a_mask(show):
+    rng = np.random.default_rng(5)
+    own = rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
+    for mask, seen in [
+        (None, np.ones((2, 4), bool)),
+        (regard.dense(np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)), np.array([[1, 0, 1, 1], [0] * 4], bool)),
+        (~regard.first(4), np.zeros((2, 4), bool)),
+    ]:
+        tab = show(explore.cost(*own, mask=mask))
+        steps = every_step(tab)
+        assert steps == wanted(*own, ["query 0", "query 1"], [f"key {j}" for j in range(4)], seen)
+        counts = attention_by_loops(*own, seen).counts
+        assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTED]
+    causal = np.tril(np.ones((5, 5), bool))
+    tab = show(explore.cost(cat.Q, cat.K, cat.V, tokens=cat.tokens, mask=regard.causal()))
+    assert every_step(tab) == wanted(cat.Q, cat.K, cat.V, cat.tokens, cat.tokens, causal)
+
+
+def test_hidden_numbers_that_are_not_finite_do_no_harm(show):
+    key, value = K.copy(), V.copy()
+    key[2], value[2] = np.nan, np.inf
+    tab = show(explore.cost(Q, key, value, mask=regard.first(2)))
+    last = every_step(tab)[-1]
+    output = attention_by_loops(Q, key, value, np.array([True, True, False])).output
+    assert last["made"] == in_text(output) and np.isfinite(output).all()
+
+
+def done(tab) -> int:
+    return int(tab.locator("#steps").input_value())
+
+
+def test_by_button_and_by_keyboard(show):
+    tab = show(explore.cost())
+    status = tab.get_by_role("status")
+    tab.keyboard.press("ArrowRight")
+    assert status.text_content() == "step 1 of 57. Score of cats → cats: 1 · 1 = 1"
+    for key, at in [
+        ("ArrowRight", 2),
+        ("Shift+ArrowRight", 3),
+        ("Shift+ArrowRight", 6),
+        ("ArrowLeft", 5),
+        ("Shift+ArrowLeft", 3),
+        ("Shift+ArrowLeft", 0),
+        ("ArrowLeft", 0),
+    ]:
+        tab.keyboard.press(key)
+        assert done(tab) == at
+    assert tab.locator("#back").is_disabled()
+    forward = [tab.evaluate(SHOWN)]
+    for _ in range(57):
+        tab.locator("#step").evaluate("node => node.click()")
+        forward.append(tab.evaluate(SHOWN))
+    assert tab.locator("#step").is_disabled() and tab.locator("#cell").is_disabled()
+    for at in reversed(range(57)):  # stepping back shows what was there before
+        tab.locator("#back").evaluate("node => node.click()")
+        assert tab.evaluate(SHOWN) == forward[at]
+    tab.locator("#cell").click()
+    assert done(tab) == 3
+    for name, at in [("Normalise", 28), ("Aggregate", 31), ("Compare", 0)]:
+        tab.get_by_role("navigation").get_by_role("button", name=name).click()
+        assert done(tab) == at
+        assert name in tab.locator('[aria-current="step"]').text_content()
+    tab.locator("#steps").fill("57")
+    assert tab.evaluate(SHOWN) == forward[57]
+    tab.locator("#steps").press("ArrowLeft")  # the slider's own, taken once
+    assert done(tab) == 56
+
+
+def until(tab, met) -> None:
+    """Waits until it is so; the page's policy forbids Playwright's own way."""
+    for _ in range(250):
+        if met():
+            return
+        tab.wait_for_timeout(20)
+    raise AssertionError("it never came to that")
+
+
+def test_playing(show):
+    tab = show(explore.cost())
+    tab.locator("#speed").fill("4")
+    status = tab.get_by_role("status").text_content()
+    tab.locator("#play").click()
+    assert tab.locator("#play").text_content() == "Pause"
+    until(tab, lambda: done(tab) > 3)
+    assert tab.get_by_role("status").text_content() == status  # a screen reader is not talked over
+    tab.locator("#play").click()
+    at = done(tab)
+    assert tab.get_by_role("status").text_content().startswith(f"step {at} of 57")
+    tab.wait_for_timeout(200)
+    assert done(tab) == at and tab.locator("#play").text_content() == "Play"
+    tab.evaluate("document.activeElement.blur()")
+    tab.keyboard.press("Space")
+    assert tab.locator("#play").text_content() == "Pause"
+    tab.keyboard.press("ArrowLeft")  # taking a step oneself stops it
+    assert tab.locator("#play").text_content() == "Play"
+    tab.locator("#steps").fill("55")
+    tab.locator("#play").click()
+    until(tab, lambda: tab.locator("#play").text_content() == "Play")  # at the end it stops by itself
+    assert done(tab) == 57
+    tab.locator("#play").click()
+    assert done(tab) < 57  # and begins again
+    tab.locator("#play").click()
+
+
+def test_the_lengths_are_those_of_the_cost_table(show):
+    tab = show(explore.cost())
+    lengths = [3 * 2**power for power in range(DOUBLINGS + 1)]
+    table = cost_table(lengths, d_k=3, d_v=3, dtype=np.float64)
+    said = str(table).splitlines()
+    rows = tab.locator("#lengths tbody tr").evaluate_all(
+        "rows => rows.map((r) => [...r.cells].map((c) => c.textContent))"
+    )
+    assert [" ".join(" ".join(row).split()) for row in rows] == [" ".join(line.split()) for line in said[1:]]
+    counts = attention_by_loops(Q, K, V).counts  # the first is the walk itself
+    assert (table.rows[0].multiply_adds, table.rows[0].bytes) == (counts.multiply_adds, counts.bytes_scores)
+    for place in (0, 1, 10):
+        tab.locator("#length").fill(str(place))
+        row = table.rows[place]
+        n = f"{row.q_len:,}"
+        assert (
+            tab.locator("#growth-formula").text_content()
+            == f"{n}² · (3 + 3) = {row.multiply_adds:,} multiply-adds"
+        )
+        assert tab.locator("#lengths [aria-current] th").text_content() == n
+        assert tab.locator(".board").get_attribute("aria-label") == f"A board of {n} × {n} cells."
+        assert tab.locator("#board-says").text_content().startswith(f"{row.entries:,} cells")
+        part = tab.evaluate(
+            "() => { const area = (what) => { const b = document.querySelector(what).getBoundingClientRect();"
+            " return b.width * b.height; }; return area('.before') / area('.board'); }"
+        )
+        assert part == pytest.approx(0.25 if place else 1, abs=0.02)
+
+
+def test_the_board_has_as_many_cells_as_it_says(show):
+    tab = show(explore.cost())
+    tab.locator("#length").fill("2")
+    size = tab.evaluate("getComputedStyle(document.querySelector('.board'), '::after').backgroundSize")
+    parts = [float(part) for part in re.findall(r"([\d.]+)%", size)]  # of the board, down and across
+    np.testing.assert_allclose(parts, [100 / 12] * 4, rtol=1e-5)
+    tab.locator("#length").fill("10")
+    assert tab.evaluate("getComputedStyle(document.querySelector('.board'), '::after').content") == "none"
+
+
+def test_hostile_tokens_are_shown_as_text(show):
+    numbers = np.ones((len(HOSTILE), 1))
+    tab = show(explore.cost(numbers, numbers, numbers, tokens=HOSTILE))
+    names = [printable(token) for token in HOSTILE]
+    assert tab.locator("#product .left tbody th").all_text_contents() == names
+    assert tab.locator("#product .right thead th").all_text_contents() == names
+    for j, name in enumerate(names):
+        tab.locator("#steps").fill(str(j + 1))
+        assert tab.locator("#walk-title").text_content() == f"Score of {names[0]} → {name}"
+    tab.get_by_role("button", name="Aggregate").click()
+    assert tab.locator("#product .right tbody th").all_text_contents() == names
+    assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
+    options = {
+        "viewport": {"width": width, "height": 800},
+        "color_scheme": scheme,
+        "reduced_motion": "reduce",
+    }
+    tab = show(explore.cost(mask=regard.causal()), **options)
+    for at in (4, 26):  # a score, an output
+        tab.locator("#steps").fill(str(at))
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.locator("#product .scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
+        assert faults(tab) == []
+    assert tab.evaluate("document.getAnimations().length") == 0
+
+
+def test_a_wide_product_is_followed_sideways(show):
+    tab = show(explore.cost(cat.Q, cat.K, cat.V), viewport={"width": 390, "height": 800})
+    in_view = """() => {
+      const place = (what) => document.querySelector(what).getBoundingClientRect();
+      const [cell, box] = [".at-work", "#product .scroll"].map(place);
+      return cell.left >= box.left - 1 && cell.right <= box.right + 1;
+    }"""
+    top = tab.evaluate("scrollY")
+    for at in (1, 20, 21, 100, 1):
+        tab.locator("#steps").evaluate(
+            "(s, at) => { s.value = at; s.dispatchEvent(new Event('input')); }", at
+        )
+        assert tab.evaluate(in_view)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.evaluate("scrollY") == top
+
+
+def test_the_largest_stays_below_300_kb():
+    x = np.random.default_rng(0).normal(size=(5, 20))
+    assert 5 * 5 * (20 + 20) == MOST_MULTIPLICATIONS
+    assert len(explore.cost(x, x, x).html.encode()) <= 300_000
+
+
+def test_the_moments_count_as_the_loops_do():
+    rng = np.random.default_rng(2)
+    Q, K, V = rng.normal(size=(3, 2)), rng.normal(size=(5, 2)), rng.normal(size=(5, 3))
+    for seen in (np.ones((3, 5), bool), rng.random((3, 5)) < 0.6, np.zeros((3, 5), bool)):
+        counts = attention_by_loops(Q, K, V, seen).counts
+        assert moments(Q, K, V, seen)[-1][5:] == [getattr(counts, name) for name in COUNTED]
+    arithmetic = {field.name for field in fields(counts) if not field.name.startswith("bytes")}
+    assert set(COUNTED) == arithmetic
+
+
+def test_tensors_make_the_same_page():
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(np.array(x), requires_grad=True) for x in (Q, K, V)]
+    assert explore.cost(*tensors, tokens=three_by_three.tokens).html == explore.cost().html
+
+
+# -- What is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(query=Q), "a query without a key"),
+        (dict(query=Q, key=K), "a query and a key without a value; expected query, key and value"),
+        (dict(query=Q, key=K, value=V[None]), "value with 3 axes"),
+        (dict(tokens=["a"]), "1 tokens; expected 3"),
+        (
+            dict(query=np.ones((5, 9)), key=np.ones((5, 9)), value=np.ones((5, 32))),
+            "1025 multiplications to go through",
+        ),
+    ],
+)
+def test_cost_refuses(arguments, words):
+    with pytest.raises(regard.ArgumentError, match=re.escape(words)):
+        explore.cost(**arguments)

@@ -1,0 +1,274 @@
+"""The geometry explorer in a real browser: what the reader moves changes what the library says it must."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import regard
+from regard import explore
+from regard.learn import magnitude, pronoun, three_tokens, tiny_head
+from regard.render.text import number, printable, vector
+from tests.helpers.pages import HOSTILE, LOADED, faults, pace, table
+
+slow = pytest.mark.slow  # the browser, not the library
+
+
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[str]]:
+    """What the table must say, from the library and from NumPy's lengths."""
+    query, key = np.asarray(query, float), np.asarray(key, float)
+    steps = regard.attention(query, key, mask=mask, scale=None if scaled else 1.0).explain(row)
+    lengths = np.linalg.norm(key, axis=1)
+    cosines = key @ query[row] / lengths / np.linalg.norm(query[row])
+    return [
+        [
+            f"{name} {vector(key[j])}",
+            number(lengths[j]),
+            number(cosines[j]),
+            "hidden" if steps.scores[j] == -np.inf else number(steps.scores[j]),
+            number(steps.weights[j]),
+            "",
+        ]
+        for j, name in enumerate(tokens)
+    ]
+
+
+def output(query, key, value, row=0, **options) -> str:
+    return f"output = {vector(regard.attention(query, key, **options).explain(row, value).output)}"
+
+
+def drag(tab, name: str, by: tuple[float, float], reach: float) -> None:
+    """Take a tip and pull it; `reach` is what half the picture spans."""
+    spot = tab.get_by_role("slider", name=name, exact=True).locator("circle").bounding_box()
+    scale = tab.locator("#compare").bounding_box()["width"] / 2 / reach
+    x, y = spot["x"] + spot["width"] / 2, spot["y"] + spot["height"] / 2
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x + by[0] * scale / 2, y - by[1] * scale / 2)
+    tab.mouse.move(x + by[0] * scale, y - by[1] * scale)
+    tab.mouse.up()
+
+
+@slow
+def test_it_opens_with_the_library_s_numbers(show):
+    tab = show(explore.geometry())
+    assert table(tab) == expected(pronoun.Q, pronoun.K, pronoun.tokens)
+    assert tab.locator("#output").text_content() == output(pronoun.Q, pronoun.K, pronoun.V)
+    assert tab.locator("#query").text_content() == f"query = [3, 1], length {number(np.sqrt(10))}"
+    assert tab.locator("#formula").text_content() == "score = 3.1623 × length × cosine × 0.7071"
+    assert tab.locator("#reset").is_disabled()
+    sizes = tab.locator("#mix .weighed").evaluate_all("dots => dots.map((d) => Number(d.getAttribute('r')))")
+    weights = regard.attention(pronoun.Q, pronoun.K).to_dense()[0]
+    assert np.argsort(sizes).tolist() == np.argsort(weights).tolist()
+    np.testing.assert_allclose(sizes[0] ** 2 / sizes[1] ** 2, weights[0] / weights[1], rtol=1e-6)
+
+
+# Whether the output lies in the hull, and the path ends there.
+IN_THE_HULL = """() => {
+  const [hull, output] = [".hull", ".output"].map((what) => document.querySelector(what));
+  const [x, y] = ["cx", "cy"].map((name) => Number(output.getAttribute(name)));
+  const end = [...document.querySelectorAll(".path")].at(-1);
+  const gap = Math.hypot(end.getAttribute("x2") - x, end.getAttribute("y2") - y);
+  return hull.isPointInFill(Object.assign(document.querySelector("#mix").createSVGPoint(), { x, y })) && gap < 1e-6;
+}"""
+
+
+@slow
+def test_the_output_stays_among_the_values(show):
+    tab = show(explore.geometry())
+    tab.get_by_role("slider", name="query", exact=True).focus()
+    for press in ["Shift+ArrowUp", "Shift+ArrowLeft", "Shift+ArrowLeft", "Shift+ArrowDown", "ArrowLeft"]:
+        tab.keyboard.press(press)
+        assert tab.evaluate(IN_THE_HULL)
+
+
+@slow
+@pytest.mark.parametrize("size", [1e100, 1e-100, 5e-324, 0.0])
+def test_sizes_beyond_imagination_are_drawn(show, size):
+    x = size * np.array([[1.0, 0.0], [1.0, 1.0]])
+    tab = show(explore.geometry(x, x, x))
+    tab.get_by_label("normalise").check()
+    tab.get_by_role("slider", name="query", exact=True).focus()
+    tab.keyboard.press("ArrowUp")
+    assert "nan" not in tab.locator("main").text_content().lower()
+
+
+@slow
+def test_the_pointer_moves_query_and_keys(show):
+    tab = show(explore.geometry())
+    drag(tab, "query", (-2.0, 2.5), reach=5)
+    query, key = np.array([[1.0, 3.5]]), np.array(pronoun.K)
+    assert table(tab) == expected(query, key, pronoun.tokens)
+    drag(tab, "key street", (-3.0, -1.5), reach=5)
+    key[1] = [-2.0, 2.5]
+    assert table(tab) == expected(query, key, pronoun.tokens)
+    assert tab.locator("#output").text_content() == output(query, key, pronoun.V)
+    drag(tab, "query", (0.0, 40.0), reach=5)  # not out of the picture
+    assert tab.locator("#query").text_content().startswith("query = [1, 5],")
+    tab.locator("#reset").click()
+    assert table(tab) == expected(pronoun.Q, pronoun.K, pronoun.tokens)
+
+
+@slow
+def test_the_keyboard_moves_query_and_keys(show):
+    tab = show(explore.geometry())
+    names = []
+    for _ in range(4):
+        tab.keyboard.press("Tab")
+        names.append(tab.evaluate("document.activeElement.getAttribute('aria-label')"))
+        width = "getComputedStyle(document.activeElement.querySelector('circle')).strokeWidth"
+        assert tab.evaluate(width) == "3px"  # the ring of the focus
+    assert names == ["key animal", "key street", "key because", "query"]
+    for press in ["ArrowLeft", "Shift+ArrowLeft", "ArrowUp", "ArrowUp", "Shift+ArrowDown", "ArrowRight"]:
+        tab.keyboard.press(press)
+    query = np.array([[2.0, 0.2]])
+    assert table(tab) == expected(query, pronoun.K, pronoun.tokens)
+    held = tab.get_by_role("slider", name="query", exact=True)
+    top = number(regard.attention(query, pronoun.K).to_dense().max())
+    assert held.get_attribute("aria-valuetext") == f"[2, 0.2], most weight on animal, {top}"
+    assert held.get_attribute("aria-valuenow") == str(round(np.degrees(np.arctan2(0.2, 2.0))))
+    assert top in tab.get_by_role("status").text_content()
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Shift+ArrowDown")
+    key = np.array(pronoun.K)
+    key[2] = [1.5, -0.5]
+    assert table(tab) == expected(query, key, pronoun.tokens)
+
+
+@slow
+def test_switches_agree_with_the_library(show):
+    tab = show(explore.geometry())
+    for scaled in (True, False):
+        tab.get_by_label("scale").set_checked(scaled)
+        for normalised in (True, False):
+            tab.get_by_label("normalise").set_checked(normalised)
+            query, key = (unit(pronoun.Q), unit(pronoun.K)) if normalised else (pronoun.Q, pronoun.K)
+            assert table(tab) == expected(query, key, pronoun.tokens, scaled=scaled)
+            scale = None if scaled else 1.0
+            assert tab.locator("#output").text_content() == output(query, key, pronoun.V, scale=scale)
+
+
+@slow
+def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
+    tab = show(explore.geometry(magnitude.Q, magnitude.K, tokens=magnitude.tokens))
+    assert tab.locator("#mix").count() == 0  # no value, no second plane
+    raw = [5, 15, 7]
+    assert [row[3] for row in table(tab)] == [number(x / np.sqrt(2)) for x in raw]
+    tab.get_by_label("scale").uncheck()
+    assert [row[3] for row in table(tab)] == [number(x) for x in raw]
+    tab.get_by_label("normalise").check()
+    short, long, misaligned = [float(row[4]) for row in table(tab)]
+    assert short == long > misaligned
+    # Turning an arrow keeps its length for later.
+    tab.get_by_role("slider", name="query", exact=True).focus()
+    tab.keyboard.press("ArrowUp")
+    turned = unit(unit(magnitude.Q) + [[0.0, 0.1]])
+    assert table(tab) == expected(turned, unit(magnitude.K), magnitude.tokens, scaled=False)
+    tab.get_by_label("normalise").uncheck()
+    assert table(tab) == expected(turned * np.sqrt(10), magnitude.K, magnitude.tokens, scaled=False)
+
+
+@slow
+def test_each_query_has_its_own_place_and_mask(show):
+    mask = regard.dense([[True, False, True], [False, False, False]])
+    tab = show(explore.geometry(tiny_head.Q, tiny_head.K, tiny_head.V, tokens=tiny_head.tokens, mask=mask))
+    assert table(tab) == expected(tiny_head.Q, tiny_head.K, tiny_head.tokens, mask=mask)
+    corners = "polygon => polygon.getAttribute('points').split(' ').length"
+    assert tab.locator(".hull").evaluate(corners) == 2  # the hidden value is no corner
+    tab.get_by_role("slider", name="query", exact=True).focus()
+    tab.keyboard.press("ArrowUp")
+    moved = np.array([[1.0, 0.1], [0.0, 1.0]])
+    assert table(tab) == expected(moved, tiny_head.K, tiny_head.tokens, mask=mask)
+    tab.get_by_role("radio", name="query 1").check()
+    assert table(tab) == expected(tiny_head.Q, tiny_head.K, tiny_head.tokens, mask=mask, row=1)
+    assert tab.locator("#output").text_content() == "output = [0, 0]"
+    assert "sees no key" in tab.get_by_role("status").text_content()
+
+
+@slow
+def test_zeros_do_no_harm(show):
+    tab = show(explore.geometry([[0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0]], [[1.0, 1.0], [3.0, 1.0]]))
+    assert [row[4] for row in table(tab)] == ["0.5", "0.5"]
+    assert [row[2] for row in table(tab)] == ["0", "0"]
+    tab.get_by_label("normalise").check()
+    tab.get_by_role("slider", name="query", exact=True).focus()
+    tab.keyboard.press("ArrowUp")  # a zero has no length to keep
+    assert tab.locator("#output").text_content() == "output = [2, 1]"
+
+
+@slow
+def test_hostile_tokens_are_text(show):
+    rng = np.random.default_rng(2)
+    numbers = rng.normal(size=(len(HOSTILE), 2))
+    tab = show(explore.geometry(numbers, numbers, numbers, tokens=HOSTILE))
+    shown = [printable(token) for token in HOSTILE]
+    for i in range(3):
+        tab.locator(".chip").nth(i).click()
+        assert tab.locator("tbody bdi").all_text_contents() == shown
+        assert shown[i] in tab.get_by_role("status").text_content()
+    drag(tab, f"key {shown[0]}", (0.4, 0.4), reach=1.25 * np.abs(numbers).max())
+    assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
+
+
+@slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+def test_it_fits_and_has_no_serious_fault(show, scheme, width):
+    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    tab = show(explore.geometry(mask=regard.first(2)), **options)
+    assert tab.evaluate(LOADED) < 20 * pace(tab)
+    assert faults(tab) == []
+    tab.get_by_label("normalise").check()
+    assert faults(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.locator(".scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
+    boxes = [plane.bounding_box() for plane in tab.locator(".plane").all()]
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1200)
+
+
+@slow
+def test_touch_moves_the_query_and_not_the_page(show):
+    tab = show(explore.geometry(), viewport={"width": 390, "height": 844}, has_touch=True)
+    assert tab.locator(".handle").last.evaluate("node => getComputedStyle(node).touchAction") == "none"
+    assert tab.locator(".plane").first.evaluate("node => getComputedStyle(node).touchAction") == "auto"
+
+
+# -- What needs no browser --------------------------------------------------------------------------------
+
+
+def test_tensors_are_taken():
+    torch = pytest.importorskip("torch")
+    query = torch.tensor([[3.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    key = torch.tensor(np.array(pronoun.K))
+    assert explore.geometry(query, key).html == explore.geometry(pronoun.Q, pronoun.K).html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(query=pronoun.Q), "a query without a key"),
+        (
+            dict(query=three_tokens.Q, key=three_tokens.K),
+            "query with 4 entries each; expected query with 2, the two directions of a plane. explore.pipeline",
+        ),
+        (dict(query=pronoun.Q, key=pronoun.K, value=np.ones((3, 1))), "value with 1 entry each"),
+        (dict(query=[[np.nan, 0]], key=[[1, 0]]), "query with entries that are not finite"),
+        (dict(query=[[0, 1]], key=[[np.inf, 0]]), "key with entries that are not finite, or all but"),
+        (dict(query=[[0, 1]], key=[[0, 1]], value=[[0, 1e101]]), "value with entries that are not finite"),
+        (dict(query=np.ones((1, 2)), key=np.ones((41, 2))), "41 queries or keys; expected at most 40"),
+        (dict(tokens=["a"]), "1 tokens; expected 3"),
+    ],
+)
+def test_what_is_refused(arguments, words):
+    with pytest.raises(regard.ArgumentError, match=re.escape(words)):
+        explore.geometry(**arguments)
+
+
+def test_as_many_as_are_taken_stay_below_300_kb():
+    x = np.random.default_rng(0).normal(size=(40, 2))
+    assert len(explore.geometry(x, x, x).html.encode()) <= 300_000

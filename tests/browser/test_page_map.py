@@ -1,0 +1,501 @@
+"""The deep map in a real browser, worked as a reader would; what is on screen is compared with the matrix itself."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+import numpy as np
+import pytest
+
+from regard import alibi, attention, bias, causal, document, first, padding, sliding_window, softcap
+from regard.errors import ArgumentError
+from regard.pages import html
+from regard.pages.payload import carried
+from regard.render.text import number, printable
+from tests.helpers.pages import HOSTILE, faults, pace
+
+LOWER = {"align": "lower_right"}
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "because", "it", "was", "tired", "and", "lazy"]
+
+
+def normal(*shape, seed=0, by=1.5):
+    return np.random.default_rng(seed).normal(size=shape) * by
+
+
+def square(n=40, width=8, **options):
+    return attention(normal(n, width), normal(n, width, seed=1), **options)
+
+
+def tokens(n):
+    return [WORDS[i % len(WORDS)] for i in range(n)]
+
+
+# -- The file ---------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_a_policy_for_its_worker_and_begins_before_its_end(tmp_path):
+    page = square().page(tokens(40), title="A <b>head</b>")
+    page.save(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text == page.html and repr(page).startswith('<page "A <b>head</b>", ')
+    ((begin, script),) = re.findall(r'<script type="module"( async)?>(.*?)</script>', text, re.DOTALL)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert f"script-src {html.digest(script)};" in policy and policy.endswith("; worker-src blob:")
+    assert "unsafe" not in policy and begin == " async"
+    places = [text.index(f'id="part{n}"') for n in range(text.count('type="text/plain"'))]
+    # The overview is there when the script begins, query and key come after it.
+    assert len(places) > 5 and places[0] < text.index('type="module"') < places[1]
+    assert not re.search(r"https?:|//[a-z]+\.|src=|href=", text)
+    assert "<title>A &lt;b&gt;head&lt;/b&gt;</title>" in text
+
+
+def test_what_cannot_be_shown_is_refused():
+    heads = attention(np.ones((2, 3, 4, 5)), np.ones((2, 3, 4, 5)))
+    with pytest.raises(ArgumentError, match=r"page: received a matrix of \(batch 2, .*A\.lazy\[0, 0\]\.page"):
+        heads.page()
+    heads.lazy[0, 1].page()
+    with pytest.raises(ArgumentError, match=r"page: received 0 queries and 4 keys; expected at least one"):
+        attention(np.ones((0, 5)), np.ones((4, 5))).page()
+    with pytest.raises(ArgumentError, match=r"page: received 3 tokens; expected 4, one for each key"):
+        heads.lazy[0, 1].page(["a", "b", "c"])
+    with pytest.raises(ArgumentError, match=r"page: received 1 query_tokens; expected 4, one for each query"):
+        heads.lazy[0, 1].page(query_tokens=["a"])
+
+
+# -- In the browser ---------------------------------------------------------------------------------------
+
+
+def settled(tab) -> str:
+    """What the map says that it shows, once all of it is drawn."""
+    tab.locator('.map-box[data-missing="0"]').wait_for()
+    return tab.locator("#drawn").text_content()
+
+
+def go(tab, i: int, j: int) -> dict[str, str]:
+    """What is told of a cell that one goes to by its numbers."""
+    tab.get_by_role("spinbutton", name="query").fill(str(i))
+    tab.get_by_role("spinbutton", name="key").fill(str(j))
+    tab.get_by_role("button", name="Go to this cell").click()
+    return told(tab, i, j)
+
+
+def told(tab, i: int, j: int) -> dict[str, str]:
+    card = tab.locator(".reading-card")
+    card.locator(".place", has_text=re.compile(f"query {i:,} → key {j:,}(:|$)")).wait_for()
+    return {name: card.locator(f".{name}").text_content() for name in ("pair", "weight", "place")}
+
+
+def stated(tab) -> float:
+    """What the page says that a weight may be wrong by, as a part of itself."""
+    return float(re.search(r"by at most ([\d.]+) % of itself", tab.locator(".exact").text_content())[1]) / 100
+
+
+def check(shown: str, weight: float, relative: float) -> None:
+    """The number on screen is the weight within the stated error, and the digits it is shown with."""
+    if shown == "hidden":
+        assert weight == 0
+        return
+    digits = 5e-5 if "e" not in shown else 5.1e-4 * float(shown)
+    assert abs(float(shown) - weight) <= relative * weight + digits
+
+
+@pytest.mark.slow
+def test_hostile_tokens_are_text(show):
+    n = len(HOSTILE)
+    tab = show(square(n).page(HOSTILE, title=HOSTILE[0]))
+    assert tab.locator("h1").text_content() == printable(HOSTILE[0])
+    for i, name in enumerate(HOSTILE):
+        at = go(tab, i, n - 1 - i)
+        assert at["pair"] == f"{printable(name)} → {printable(HOSTILE[n - 1 - i])}"
+        context = tab.locator(".reading-card dd").first.text_content()
+        assert printable(name) in context
+    tab.locator(".strongest li").first.wait_for()
+    names = {printable(name) for name in HOSTILE}
+    assert set(tab.locator(".strongest .name").all_text_contents()) <= names
+    assert tab.locator("img, script:not([type])").count() == 0
+
+
+@pytest.mark.slow
+def test_the_policy_stops_a_script_that_got_in(browser):
+    context = browser.new_context()
+    tab = context.new_page()
+    opened, said = [], []
+    tab.on("dialog", lambda d: (opened.append(d.message), d.dismiss()))
+    tab.on("console", lambda message: said.append(message.text))
+    page = square().page(tokens(40))
+    tab.set_content(
+        page.html.replace("</main>", "</main><script>alert(1)</script><img src=x onerror=alert(2)>")
+    )
+    assert go(tab, 3, 4)["pair"] == "on → a"
+    assert opened == [] and any("Content Security Policy" in text for text in said)
+    context.close()
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_it_in_a_sandbox(browser):
+    context = browser.new_context()
+    tab = context.new_page()
+    said = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.set_content(f"<!DOCTYPE html><title>notebook</title>{square().page(tokens(40))._repr_html_()}")
+    frame = tab.frame_locator("iframe")
+    assert settled(frame) == "Every weight of this view has a cell of its own."
+    assert go(frame, 3, 4)["weight"] == number(float(square()[3, 4]))
+    tab.wait_for_timeout(400)  # when the address would be written
+    assert tab.locator("iframe").get_attribute("sandbox") == "allow-scripts" and said == []
+    assert len(tab.workers) == 1
+    context.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", ["none", "refused"])
+def test_without_a_worker_the_page_does_it_itself(browser, hint):
+    context = browser.new_context()
+    tab = context.new_page()
+    text = square(mask=causal()).page(tokens(40)).html
+    if hint == "none":
+        tab.evaluate("() => { delete window.Worker; }")
+    else:
+        text = text.replace("worker-src blob:", "worker-src 'none'")
+    tab.set_content(text)
+    settled(tab)
+    weights = square(mask=causal())
+    check(go(tab, 30, 12)["weight"], float(weights[30, 12]), 0.02)
+    assert go(tab, 12, 30)["weight"] == "hidden"
+    assert tab.workers == []
+    context.close()
+
+
+def mixed():
+    query, key = normal(2, 4, 50, 8), normal(2, 2, 70, 8, seed=1)
+    mask = (
+        padding([60, 70]) & causal(**LOWER) & (sliding_window(np.array([9, 30, 5, 70]), **LOWER) | first(2))
+    )
+    whole = attention(query, key, mask=mask, score_mod=[alibi(**LOWER), softcap(4.0)], sink=[1.0, 0.0, 2.0, 1.0],
+                      enable_gqa=True)  # fmt: skip
+    return whole.lazy[1, 2]
+
+
+def documents():
+    ids = np.repeat(np.arange(6), [3, 20, 9, 1, 40, 27])
+    added = np.where(np.random.default_rng(0).random((100, 100)) < 0.1, -np.inf, normal(100, 100))
+    return square(100, mask=document(ids) & causal(), score_mod=bias(added))
+
+
+CASES = {"windows, cap, slope, sink, grouped": mixed, "documents, bias": documents, "all": lambda: square(90)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_cells_are_the_matrix_within_the_stated_error(show, make):
+    A = make()
+    error = carried(A, "page").error
+    tab = show(A.page())
+    # What is stated is what is held here.
+    assert error.relative <= stated(tab) <= 1.1 * error.relative
+    weights, seen = A.to_dense(), A.scores[...] != -np.inf
+    rng = np.random.default_rng(1)
+    picked = [*zip(*(rng.integers(n, size=6) for n in A.shape), strict=True)]
+    picked += [tuple(ij) for ij in rng.permutation(np.argwhere(seen))[:6]]
+    for i, j in picked:
+        at = go(tab, i, j)
+        assert at["pair"] == f"query {i} → key {j}"
+        check(at["weight"], weights[i, j], error.relative)
+    i = picked[-1][0]
+    tab.get_by_role("heading", name=f"Where query {i}, looks most").wait_for()
+    best = tab.locator(".strongest .name").all_text_contents()
+    wanted = np.argsort(-weights[i], kind="stable")[: min(8, (weights[i] > 0).sum())]
+    assert best == [f"key {j}" for j in wanted]
+    for text, weight in zip(
+        tab.locator(".strongest .number").all_text_contents(), weights[i, wanted], strict=True
+    ):
+        check(text, weight, error.relative)
+
+
+@pytest.fixture(scope="module")
+def long_page():
+    """4,096 tokens with an overview of blocks of 16 × 16, so that they have views of every kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("regard.pages.head_map.EDGE", 256)
+        return square(4096, mask=causal()).page(tokens(4096))
+
+
+NARROW = {"viewport": {"width": 360, "height": 800}}
+KINDS = [
+    "Each point is the mean of 16 × 16 weights, made by the library.",
+    "A sample: each point is the mean of 16 weights drawn by lot from 8 × 8 weights; the others were not looked at.",
+    "Each point is the mean of 4 × 4 weights, all of them worked out here.",
+    "Each point is the mean of 2 × 2 weights, all of them worked out here.",
+    "Every weight of this view has a cell of its own.",
+]
+
+
+def until(tab, question, answer) -> None:
+    """Wait until the page answers so."""
+    for _ in range(100):
+        if question() == answer:
+            return
+        tab.wait_for_timeout(50)
+    assert question() == answer
+
+
+def in_view(tab) -> str:
+    return tab.locator(".zoomed").text_content()
+
+
+@pytest.mark.slow
+def test_the_map_says_what_a_point_is(show, long_page):
+    tab = show(long_page, **NARROW)
+    seen = [settled(tab)]
+    tab.locator(".map").focus()
+    for _ in range(10):
+        before = in_view(tab)
+        tab.keyboard.press("+")
+        until(tab, lambda before=before: in_view(tab) != before, True)
+        seen += [settled(tab)] * (settled(tab) != seen[-1])
+    assert seen == KINDS
+
+
+@pytest.mark.slow
+def test_an_overview_of_some_rows_says_so(show, monkeypatch):
+    monkeypatch.setattr("regard.pages.payload.MOST_LOOKED_AT", 1024 * 1024 // 4)
+    monkeypatch.setattr("regard.pages.head_map.EDGE", 256)
+    tab = show(square(1024, mask=causal()).page(), **NARROW)
+    assert settled(tab) == (
+        "Each point is a mean, made by the library: over 1 of each 4 queries, drawn by lot, and all of 4 keys."
+    )
+
+
+@pytest.mark.slow
+def test_the_address_keeps_the_view(show, long_page):
+    tab = show(long_page)
+    go(tab, 700, 130)
+    tab.get_by_role("button", name="Zoom in").click()
+    tab.wait_for_url("**#*query=700&key=130*")
+    tab.wait_for_timeout(400)
+    kept, at = in_view(tab), tab.url
+    assert re.search(r"#row=[\d.]+&column=[\d.]+&zoom=[\d.]+&query=700&key=130$", at)
+    tab.reload()
+    assert told(tab, 700, 130)["pair"] == f"{WORDS[700 % len(WORDS)]} → {WORDS[130 % len(WORDS)]}"
+    until(tab, lambda: in_view(tab), kept)
+    tab.get_by_role("button", name="Show the whole map").click()
+    tab.wait_for_timeout(400)
+    assert tab.url.endswith("#query=700&key=130")
+    # An address that is pasted into the open page moves it.
+    tab.evaluate("address => { location.hash = address; }", "row=90&column=80&zoom=40&query=91&key=81")
+    told(tab, 91, 81)
+    assert "queries 8" in in_view(tab)
+
+
+@pytest.mark.slow
+def test_some_rows_keep_their_names(show):
+    A = square(mask=causal())
+    tab = show(A.lazy[[30, 4]].page())
+    at = go(tab, 0, 7)
+    assert at["pair"] == "query 30 → key 7"
+    check(at["weight"], float(A[30, 7]), 0.02)
+    assert go(tab, 1, 7)["weight"] == "hidden"
+    tab = show(A.lazy[[30, 4]].page(tokens(40)))
+    assert go(tab, 1, 3)["pair"] == f"{WORDS[4]} → {WORDS[3]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        "row=banana&column=&zoom=-1&query=1e99&key=0",
+        "zoom=NaN&query=3",
+        "query=-1&key=2&row=Infinity",
+        "%%%&zoom=1e9",
+        "constructor=1&__proto__=2",
+    ],
+)
+def test_an_address_written_by_hand_is_taken_where_it_makes_sense(show, long_page, nonsense):
+    tab = show(long_page)
+    whole = "queries 0 to 4,095, keys 0 to 4,095"
+    until(tab, lambda: in_view(tab), whole)
+    tab.evaluate("address => { location.hash = address; }", nonsense)
+    tab.reload()
+    settled(tab)
+    until(tab, lambda: in_view(tab), whole)
+    assert tab.locator(".reading-card .weight").count() == 0
+
+
+@pytest.mark.slow
+def test_keys(show):
+    A = square(60, mask=causal())
+    tab = show(A.page(tokens(60)))
+    settled(tab)
+    tab.keyboard.press("Tab")
+    for _ in range(4):
+        if tab.evaluate("document.activeElement.tagName") == "CANVAS":
+            break
+        tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.getAttribute('role')") == "application"
+    at = [30, 30]
+    moves = {"ArrowDown": (1, 0), "ArrowUp": (-1, 0), "ArrowLeft": (0, -1), "ArrowRight": (0, 1)}
+    for key in ["ArrowDown", "ArrowLeft", "ArrowLeft", "ArrowUp", "ArrowRight", "Shift+ArrowLeft"]:
+        far = 16 if key.startswith("Shift") else 1
+        at = [n + far * move for n, move in zip(at, moves[key.split("+")[-1]], strict=True)]
+        tab.keyboard.press(key)
+        check(told(tab, *at)["weight"], float(A[tuple(at)]), 0.02)
+    for _ in range(5):
+        tab.keyboard.press("Shift+ArrowUp")
+    told(tab, 0, at[1])  # it stops at the edge
+    tab.keyboard.press("+")
+    tab.keyboard.press("+")
+    until(tab, lambda: in_view(tab) == "queries 0 to 59, keys 0 to 59", False)
+    for _ in range(8):
+        tab.keyboard.press("Shift+ArrowDown")
+    told(tab, 59, at[1])
+    until(tab, lambda: "to 59, keys" in in_view(tab), True)  # the view went along
+    tab.keyboard.press("Home")
+    tab.get_by_text("queries 0 to 59, keys 0 to 59").wait_for()
+
+
+@pytest.mark.slow
+def test_pointer_and_wheel(show, long_page):
+    A = square(4096, mask=causal())
+    tab = show(long_page)
+    settled(tab)
+    box = tab.locator(".map").bounding_box()
+    x, y = box["x"] + 200, box["y"] + 400
+    tab.mouse.move(x, y)
+    tab.locator(".reading-card .weight").wait_for()
+
+    def pointed():
+        numbers = re.search(r"query ([\d,]+) → key ([\d,]+)", tab.locator(".place").first.text_content())
+        return tuple(int(n.replace(",", "")) for n in numbers.groups())
+
+    i, j = pointed()
+    # On a picture of means the number is that of the single cell under the pointer.
+    check(tab.locator(".reading-card .weight").text_content(), float(A[i, j]), 0.02)
+    for _ in range(12):
+        tab.mouse.wheel(0, -120)
+    tab.wait_for_timeout(100)
+    settled(tab)
+    tab.mouse.move(x + 1, y)
+    tab.wait_for_timeout(100)
+    near = pointed()
+    assert abs(near[0] - i) <= 2 and abs(near[1] - j) <= 2  # what was under the pointer still is
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x + 60, y + 30, steps=5)
+    tab.mouse.up()
+    tab.mouse.move(x + 61, y + 30)
+    tab.wait_for_timeout(100)
+    assert abs(pointed()[0] - near[0]) <= 1 and abs(pointed()[1] - near[1]) <= 1  # it came along
+    tab.mouse.dblclick(x + 60, y + 30)
+    for _ in range(60):
+        tab.mouse.wheel(0, 240)
+    until(tab, lambda: in_view(tab), "queries 0 to 4,095, keys 0 to 4,095")
+
+
+@pytest.mark.slow
+def test_two_fingers_zoom_and_one_chooses(show, long_page):
+    tab = show(long_page, has_touch=True)
+    whole = "queries 0 to 4,095, keys 0 to 4,095"
+    until(tab, lambda: in_view(tab), whole)
+    box, hand = tab.locator(".map").bounding_box(), tab.context.new_cdp_session(tab)
+    x, y = box["x"] + 300, box["y"] + 300
+
+    def touch(kind, *apart):
+        points = [{"x": x + n, "y": y + n, "id": int(n > 0)} for n in apart]
+        hand.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", -20, 20)
+    for apart in range(30, 170, 10):
+        touch("touchMove", -apart, apart)
+    touch("touchEnd")
+    until(tab, lambda: in_view(tab) == whole, False)
+    low, high = (
+        int(n.replace(",", "")) for n in re.match(r"queries ([\d,]+) to ([\d,]+),", in_view(tab)).groups()
+    )
+    assert 300 < high - low < 1200  # eight times nearer
+    assert tab.locator(".reading-card .weight").count() == 0
+    tab.touchscreen.tap(x, y)
+    tab.locator(".reading-card .weight").wait_for()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 3000), (3000, 1), (2, 2), (1, 1), (30, 2000)])
+def test_any_shape_has_room(show, shape):
+    A = attention(normal(shape[0], 4), normal(shape[1], 4, seed=1))
+    tab = show(A.page(tokens(shape[1]), query_tokens=[f"q{i}" for i in range(shape[0])]))
+    said = {(3000, 1): "up to 3 × 1", (1, 3000): "up to 1 × 3", (30, 2000): "up to 1 × 2"}.get(shape)
+    every = f"Each point is the mean of {said} weights, made by the library." if said else KINDS[-1]
+    until(tab, lambda: settled(tab), every)
+    i, j = shape[0] - 1, shape[1] // 2
+    at = go(tab, i, j)
+    check(at["weight"], float(A[i, j]), 0.02)
+    assert at["pair"] == f"q{i} → {WORDS[j % len(WORDS)]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+def test_axe_finds_no_serious_fault(show, long_page, scheme, width):
+    tab = show(long_page, viewport={"width": width, "height": 800}, color_scheme=scheme, has_touch=True)
+    assert faults(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    box = tab.locator(".map").bounding_box()
+    tab.touchscreen.tap(box["x"] + 150, box["y"] + 150)
+    tab.locator(".strongest li").first.wait_for()
+    assert faults(tab) == []
+
+
+# -- 131,072 tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other on a busy machine take many times what one does."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_long_context_in_one_file(show):
+    import torch
+
+    n, made = 131_072, torch.Generator().manual_seed(0)
+    query, key = (torch.randn(n, 64, generator=made) for _ in range(2))
+    A = attention(query, key, mask=causal())
+    page = A.page(tokens(n))
+    assert len(page.html) <= 50_000_000
+    tab = show(page)
+    tab.set_default_timeout(60_000)  # a busy machine may take its time
+    until(tab, lambda: in_view(tab), "queries 0 to 131,071, keys 0 to 131,071")
+    assert settled(tab) == (
+        "Each point is a mean, made by the library: over 16 of each 128 queries, drawn by lot, and all of 128 keys."
+    )
+    # The picture is there before the numbers are.
+    tab.wait_for_load_state("load")
+    painted, loaded = tab.evaluate(
+        "() => [performance.getEntriesByName('first-contentful-paint')[0].startTime, "
+        "performance.getEntriesByType('navigation')[0].domContentLoadedEventStart]"
+    )
+    assert painted < loaded
+    relative = (
+        float(re.search(r"by at most ([\d.]+) % of itself", tab.locator(".exact").text_content())[1]) / 100
+    )
+    rng = np.random.default_rng(2)
+    rows = np.sort(rng.integers(n, size=50))
+    keys = rng.integers(rows + 1)
+    weights = A[rows].numpy()[np.arange(50), keys]
+    assert 0 < relative < 0.05
+    for i, j, weight in zip(rows.tolist(), keys.tolist(), weights.tolist(), strict=True):
+        check(go(tab, i, j)["weight"], weight, relative)
+    assert go(tab, 5, n - 1)["weight"] == "hidden"
+    # A view that is a sample, tile by tile, against what else this browser does in its time.
+    tab.locator(".map").focus()
+    for _ in range(9):
+        tab.keyboard.press("-")
+    sample = "A sample: each point is the mean of 16 weights drawn by lot from 32 × 32 weights"
+    until(tab, lambda: settled(tab).startswith(sample), True)
+    took = tab.evaluate("() => performance.getEntriesByName('picture').map((each) => each.detail)")
+    assert len(took) > 20 and statistics.median(took[-20:]) < 4 * pace(tab)

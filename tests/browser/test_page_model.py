@@ -1,0 +1,661 @@
+"""`recording.page` in a real browser: what is on screen is held against what the lens says in Python."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+
+import numpy as np
+import pytest
+
+from tests.helpers.pages import HOSTILE, faults
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import regard  # noqa: E402
+from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
+from regard.pages import model_page as _page  # noqa: E402
+from regard.render.text import printable  # noqa: E402
+from tests.helpers.tiny_models import TINY  # noqa: E402
+
+CAT = "The cat sat on the mat because it was tired."
+
+
+def watched(model, **inputs):
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(**inputs)
+    return recording
+
+
+@pytest.fixture(scope="module")
+def cat(minilm):
+    """The sentence through MiniLM: what was seen, its tokens, and the page."""
+    model, tokenizer = minilm
+    inputs = tokenizer(CAT, return_tensors="pt")
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+    recording = watched(model, **inputs)
+    return recording, tokens, recording.page(tokens, title="MiniLM")
+
+
+@pytest.fixture(scope="module")
+def whole(minilm):
+    """512 tokens through MiniLM: what was seen, its tokens, the page, and the seconds of the model and of the page."""
+    model, tokenizer = minilm
+    text = " ".join([CAT, "A dog was at the door, and it barked; nobody came to open."] * 60)
+    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+    watched(model, **inputs)
+    times = [time.perf_counter()]
+    for _ in range(3):
+        recording = watched(model, **inputs)
+        times.append(time.perf_counter())
+    page = recording.page(tokens)
+    making = time.perf_counter() - times[-1]
+    return recording, tokens, page, statistics.median(np.diff(times)), making
+
+
+def stated(page) -> dict[str, float]:
+    """The error that the page states."""
+    return record(page)["error"]
+
+
+def record(page) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="record">(.*?)</script>', page.html)[1])
+
+
+def hits(tab) -> list[dict]:
+    """The results of the search on screen, all of them."""
+    tab.locator("#results[data-ready]").wait_for(state="attached")
+    if tab.locator("#every").count():
+        tab.locator("#every").click()
+    return tab.locator(".hit").evaluate_all(
+        "nodes => nodes.map(n => ({place: n.dataset.place, weight: Number(n.querySelector('.much').dataset.weight),"
+        " pair: [...n.querySelectorAll('sub')].map(s => Number(s.textContent)), text: n.textContent}))"
+    )
+
+
+def look(tab, query, key) -> list[dict]:
+    """What the search box finds."""
+    tab.get_by_label("from token").fill(str(query))
+    tab.get_by_label("to token").fill(str(key))
+    tab.get_by_role("button", name="Find").click()
+    return hits(tab)
+
+
+def settled(tab) -> str:
+    """The fragment, once it is what it was half a second before."""
+    return tab.evaluate(
+        """async () => { for (let last = null; last !== location.hash;) {
+        last = location.hash; await new Promise((done) => setTimeout(done, 500)); } return location.hash; }"""
+    )
+
+
+def weight(tab) -> str:
+    """The weight beside the map, once it is worked out."""
+    shown = tab.locator(".reading-card .weight").filter(has_not_text="…")
+    shown.wait_for()
+    return shown.text_content()
+
+
+def place(row) -> str:
+    return f"{row['layer']}.{row['call']}.{row['head']}"
+
+
+def near(value: float, error: dict) -> float:
+    """How far a weight on screen may be from Python's."""
+    return min(error["absolute"], error["relative"] * value) + 1e-6
+
+
+def check_hits(found, table, error) -> None:
+    """Every head of the table on screen, its weight within the stated error, in descending order."""
+    wanted = {place(row): row for row in table}
+    assert {hit["place"] for hit in found} == wanted.keys()
+    weights = [hit["weight"] for hit in found]
+    assert weights == sorted(weights, reverse=True)
+    for hit in found:
+        row = wanted[hit["place"]]
+        assert abs(hit["weight"] - row["weight"]) <= near(row["weight"], error)
+
+
+# -- The file ---------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_512_tokens_is_small_and_soon_made(whole):
+    _, tokens, page, forward, making = whole
+    assert len(tokens) == 512
+    assert len(page.html.encode()) <= 7_000_000
+    assert making <= 100 * forward
+    print(f"{len(page.html) / 1e6:.2f} MB, made in {making:.2f} s, the model took {forward:.2f} s")
+
+
+def test_what_was_saved_gives_the_same_page(cat, tmp_path):
+    recording, tokens, page = cat
+    recording.save(tmp_path / "seen")
+    assert regard.load_recording(tmp_path / "seen").page(tokens, title="MiniLM").html == page.html
+
+
+def test_the_page_is_known_by_its_title():
+    model = TINY["BERT"].build()
+    recording = watched(model, **TINY["BERT"].inputs("none"))
+    assert re.match(r'<page "Where every head looks", \d+ kB', repr(recording.page()))
+    assert "<title>a &lt;b&gt;</title>" in recording.page(title="a <b>").html
+
+
+def test_no_more_is_carried_than_was_asked_for():
+    inputs = TINY["Llama"].inputs("none", batch=1)
+    recording = watched(TINY["Llama"].build(), **inputs)
+    every = record(recording.page())["entries"]
+    assert [entry["carried"]["heads"] for entry in every] == [[0, 1, 2, 3]] * 2
+    most = len(recording.page().html) - 600
+    page = recording.page(max_bytes=most)
+    assert len(page.html) <= most
+    first, second = record(page)["entries"]
+    assert first["carried"]["heads"] == [0, 1, 2, 3] and 0 < len(second["carried"]["heads"]) < 4
+    none = record(recording.page(max_bytes=1))
+    assert [entry["carried"] for entry in none["entries"]] == [None, None] and none["error"] is None
+    few = record(recording.page(layers="*.1.*", heads=[3, 1]))["entries"]
+    assert [(entry["layer"], entry["heads"], entry["carried"]["heads"]) for entry in few] == [
+        (1, [3, 1], [3, 1])
+    ]
+
+
+def test_maps_are_means_of_blocks(monkeypatch):
+    recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
+    A = recording[next(iter(recording))].to_dense()[0].double().numpy()
+    monkeypatch.setattr(_page, "SMALL", 4)
+    monkeypatch.setattr(_page, "LARGE", 8)
+    for long in (1024, 5):  # 11 tokens are short, then long
+        monkeypatch.setattr(_page, "LONG", long)
+        (entry, *_) = _page._entries(recording._each(), None, None, None, 0)
+        size = entry.maps.shape[-1]
+        assert size == (4 if long > 11 else 8)
+        np.testing.assert_allclose(entry.maps, blocks(A, size), rtol=1e-5)
+        small, top = _page._means(entry), _page._small(entry)["top"]
+        np.testing.assert_allclose(small, blocks(A, 4), rtol=1e-5)
+        assert top == pytest.approx(blocks(A, 4).max(), rel=1e-5)
+
+
+def blocks(A, cells):
+    which = np.arange(A.shape[-1]) * cells // A.shape[-1]
+    return np.array(
+        [[[head[which == i][:, which == j].mean() for j in range(cells)] for i in range(cells)] for head in A]
+    )
+
+
+def test_what_cannot_be_shown_is_refused_with_the_cure():
+    model, inputs = TINY["BERT"].build(), TINY["BERT"].inputs("none")
+    recording = watched(model, **inputs)
+    with pytest.raises(
+        IndexOutOfRangeError, match=r"seen\.page: received batch=2; expected one of 2 batch entries"
+    ):
+        recording.page(batch=2)
+    with pytest.raises(ArgumentError, match=r"layers='decoder\.\*', which none of .* list\(seen\)"):
+        recording.page(layers="decoder.*")
+    with pytest.raises(IndexOutOfRangeError, match=r"heads=\[9\]; expected numbers from 0 to 3"):
+        recording.page(heads=[9])
+    with pytest.raises(ArgumentError, match=r"seen\.page: received 3 tokens .* keys: 11"):
+        recording.page(["a", "b", "c"], findings=recording.diagnose())
+    with pytest.raises(ArgumentTypeError, match=r"seen\.page: received tokens as .* a list of tokens"):
+        recording.page("text", findings=recording.diagnose())
+    with torch.no_grad(), regard.watch(model, keep="measures", measures={"e": regard.Entropy()}) as kept:
+        model(**inputs)
+    with pytest.raises(ArgumentError, match=r'seen\.page: .* keep="measures"; expected keep="qk"'):
+        kept.page()
+    with torch.no_grad(), regard.watch(model) as nothing:
+        pass
+    with pytest.raises(ArgumentError, match=r"nothing that was seen.*inside the with block"):
+        nothing.page()
+
+
+# -- The grid ---------------------------------------------------------------------------------------------
+
+# Chooses every measure and both orders in the page itself, one call instead of dozens.
+ORDERS = """() => {
+  const [sort, order] = ["sort", "order"].map((id) => document.getElementById(id));
+  const set = (node, value) => { node.value = value; node.dispatchEvent(new Event("change")); };
+  const read = () => [[...document.querySelectorAll("button.head")].map((n) => n.dataset.place),
+    document.querySelector("button.head b").textContent];
+  const both = (measure) => ["largest", "smallest"].map((way) => {
+    set(sort, measure);
+    set(order, way);
+    return read();
+  });
+  return Object.fromEntries([...sort.options].map((o) => o.value).filter(Boolean).map((name) => [name, both(name)]));
+}"""
+GRID = "nodes => nodes.map(n => n.dataset.place)"
+
+
+@pytest.mark.slow
+def test_heads_stand_in_the_order_of_every_measure(cat, show):
+    recording, tokens, page = cat
+    tab = show(page)
+    table = recording.heads(tokens)
+    heads = tab.locator("button.head")
+    assert heads.evaluate_all(GRID) == [place(row) for row in table]
+    assert tab.locator(".layer").count() == 6
+    assert tab.locator("#findings summary").text_content() == "Diagnosis: 1 note in 6 layers, 72 heads"
+    tab.get_by_label("Heads by").select_option("previous")
+    tab.get_by_label("Largest or smallest first").select_option("smallest")
+    assert heads.evaluate_all(GRID) == [place(row) for row in table.by("previous", largest=False)]
+    found = tab.evaluate(ORDERS)
+    assert list(found) == table.columns[4:]
+    for measure, ways in found.items():
+        for (order, first), largest in zip(ways, (True, False), strict=True):
+            rows = table.by(measure, largest=largest)
+            assert order == [place(row) for row in rows]
+            assert float(first) == pytest.approx(rows[0][measure], rel=5e-2)
+    tab.get_by_label("Heads by").select_option("layers")
+    assert heads.evaluate_all(GRID) == [place(row) for row in table]
+
+
+@pytest.mark.slow
+def test_the_grid_is_drawn_before_the_weights_are_read(whole, show):
+    page = whole[2]
+    script = page.html.index('<script type="module" async>')
+    parts = [int(n) for n in re.findall(r'<script type="text/plain" id="part(\d+)">', page.html[:script])]
+    carried = [
+        each["query"][0]["numbers"]["part"] for entry in record(page)["entries"] if (each := entry["carried"])
+    ]
+    assert parts == [entry["maps"]["levels"]["part"] for entry in record(page)["entries"]]
+    assert len(carried) == 6 and not set(carried) & set(parts)
+    tab = show(page)
+    tab.locator("button.head").first.wait_for()
+    paint, end = tab.evaluate(
+        "() => new Promise(done => { const tell = () => { const [paint] = performance.getEntriesByName("
+        "'first-contentful-paint'); const t = performance.getEntriesByType('navigation')[0];"
+        " paint && t.domComplete ? done([paint.startTime, t.domComplete]) : setTimeout(tell, 20); }; tell(); })"
+    )
+    assert tab.locator("button.head").count() == 72
+    print(f"first paint after {paint:.0f} ms, all read after {end:.0f} ms")
+    drawn = tab.evaluate(
+        "() => { const c = document.querySelector('button.head canvas');"
+        " return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size; }"
+    )
+    assert drawn > 10
+
+
+# -- The search -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_it_finds_the_cat(cat, show):
+    recording, tokens, page = cat
+    tab = show(page)
+    tab.get_by_label("from token").fill("it")
+    tab.get_by_label("to token").fill("cat")
+    tab.keyboard.press("Enter")
+    found, table = hits(tab), recording.find("it", "cat", tokens)
+    check_hits(found, table, stated(page))
+    assert [hit["place"] for hit in found[:20]] == [place(row) for row in table[:20]]
+    assert found[0]["place"] == "5.0.11" and found[0]["pair"] == [8, 2] and "it8 → cat2" in found[0]["text"]
+    tab.locator(".hit").first.click()
+    assert tab.locator("#which").text_content() == "Layer 5, head 11"
+    assert float(weight(tab)) == pytest.approx(table[0]["weight"], abs=stated(page)["absolute"] + 1e-4)
+    assert tab.locator(".reading-card .pair").text_content() == "it → cat"
+
+
+@pytest.mark.slow
+def test_every_pair_of_occurrences_is_looked_at(whole, show):
+    recording, tokens, page, *_ = whole
+    tab = show(page)
+    error = stated(page)
+    for query, key in (("it", "cat"), ("It", "CAT"), ("the", "the"), (-1, 0)):
+        check_hits(
+            look(tab, query if isinstance(query, str) else f"#{query}", key),
+            recording.find(query, key, tokens),
+            error,
+        )
+    assert tab.locator("#found").text_content() == "The largest weight of each of 72 heads."
+
+
+@pytest.mark.slow
+def test_what_is_not_there_is_said(cat, show):
+    tab = show(cat[2])
+    tab.get_by_label("from token").fill("cats")
+    tab.keyboard.press("Enter")
+    assert tab.locator("#found").text_content() == "Which token to? Fill in both."
+    tab.get_by_label("to token").fill("it")
+    tab.keyboard.press("Enter")
+    tab.locator("#results[data-ready]").wait_for(state="attached")
+    assert tab.locator("#found").text_content().startswith("No token cats; there are cat, ")
+    assert look(tab, "#99", "it") == [] and tab.locator("#found").text_content().startswith("No token #99")
+    tab.get_by_role("button", name="Clear").click()
+    assert tab.locator("#found").text_content() == ""
+
+
+# -- One head ---------------------------------------------------------------------------------------------
+
+# Goes to many cells in the page itself, by its address, and reads what stands beside the map.
+READ = """async (places) => {
+  const read = [];
+  for (const [layer, head, query, key] of places) {
+    location.hash = `layer=${layer}&head=${head}&query=${query}&key=${key}`;
+    const want = `query ${query} → key ${key}`;
+    const card = () => document.querySelector("#head:not([hidden]) .reading-card");
+    const there = () => document.querySelector("#which").textContent === `Layer ${layer}, head ${head}`
+      && card()?.querySelector(".place")?.textContent.startsWith(want)
+      && card().querySelector(".weight").textContent !== "…" && card().querySelector(".weight");
+    for (let n = 0; !there() && n < 500; n++) await new Promise((done) => setTimeout(done, 10));
+    if (!there()) throw new Error(`${location.hash}: ${card()?.textContent}`);
+    read.push(there().textContent);
+  }
+  return read;
+}"""
+
+
+@pytest.mark.slow
+def test_weights_on_screen_are_those_of_python(whole, show):
+    recording, _, page, *_ = whole
+    rng = np.random.default_rng(0)
+    places = [[int(rng.integers(n)) for n in (6, 12, 512, 512)] for _ in range(100)]
+    tab = show(page)
+    tab.set_default_timeout(30_000)
+    told = tab.evaluate(READ, places)
+    names, error = list(recording), stated(page)
+    dense = {
+        layer: recording[names[layer]].to_dense()[0].double().numpy() for layer in {p[0] for p in places}
+    }
+    for (layer, head, i, j), text in zip(places, told, strict=True):
+        want = dense[layer][head, i, j]
+        rounded = 5e-5 if want >= 9e-4 else 5e-4 * want  # to four digits
+        assert abs(float(text) - want) <= near(want, error) + rounded
+
+
+@pytest.mark.slow
+def test_lines_of_a_short_text(cat, show):
+    recording, _, page = cat
+    tab = show(page)
+    tab.get_by_role("button", name="Layer 5, head 11").click()
+    card = tab.locator(".reading-card:visible")
+    assert card.text_content().startswith("Point at the map")
+    tab.get_by_role("radio", name="Lines").check()
+    assert card.text_content().startswith("Point at a token")
+    tab.get_by_role("button", name="query 8: it").hover()
+    told = tab.locator(".side1 .end").evaluate_all(
+        "nodes => nodes.map(n => n.querySelector('.value').textContent)"
+    )
+    want = recording[list(recording)[5]].to_dense()[0, 11, 8].double().numpy()
+    for text, weight in zip(told, want, strict=True):
+        assert (text == "<0.001" and weight < 1e-3) or abs(float(text) - weight) < 5e-4 + stated(page)[
+            "absolute"
+        ]
+    tab.get_by_role("button", name="key 2: cat").click()
+    assert tab.get_by_role("button", name="key 2: cat").get_attribute("aria-pressed") == "true"
+    column = recording[list(recording)[5]].to_dense()[0, 11, :, 2].double().numpy()
+    told = tab.locator(".side0 .end").evaluate_all(
+        "nodes => nodes.map(n => n.querySelector('.value').textContent)"
+    )
+    assert [float(text) for text in told] == pytest.approx(column, abs=5e-4 + stated(page)["absolute"])
+    pixels = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
+    assert tab.locator(".between canvas").evaluate(pixels) > 3
+
+
+def uniform():
+    """A tiny BERT whose layer 1 has a head, 2, that tells no key from another."""
+    model = TINY["BERT"].build()
+    with torch.no_grad():
+        attention = model.encoder.layer[1].attention.self
+        attention.query.weight[16:24] = attention.query.bias[16:24] = 0
+    return watched(model, **TINY["BERT"].inputs("none", batch=1))
+
+
+@pytest.mark.slow
+def test_what_was_found_stands_at_its_head(show):
+    recording = uniform()
+    (finding,) = (each for each in recording.diagnose() if each.kind == "uniform heads")
+    assert (finding.layer, finding.heads) == (1, (2,))
+    tab = show(recording.page())
+    assert tab.locator(".sign").count() == 1
+    assert tab.locator('[data-place="1.0.2"] .sign.note').count() == 1
+    tab.locator("#findings summary").click()
+    assert finding.what in tab.locator("#findings").text_content()
+    assert finding.hint in tab.locator("#findings").text_content()
+    tab.get_by_role("button", name="1.2", exact=True).click()
+    assert tab.locator("#which").text_content() == "Layer 1, head 2"
+    assert finding.what in tab.locator(".told").text_content()
+    tab.get_by_role("button", name="Next head").click()
+    assert tab.locator("#which").text_content() == "Layer 1, head 3"
+    assert tab.locator(".told .finding").count() == 0
+
+
+@pytest.mark.slow
+def test_what_is_not_carried_says_how_to_get_it(show):
+    recording = watched(TINY["Llama"].build(), **TINY["Llama"].inputs("none", batch=1))
+    tab = show(recording.page(max_bytes=1))
+    assert tab.locator(".head.closed").count() == 8
+    tab.get_by_role("button", name="Layer 1, head 3").click()
+    assert tab.locator("#closed code").text_content() == (
+        'recording.page(tokens, layers="model.layers.1.self_attn", heads=[3])'
+    )
+    look(tab, "#3", "#1")
+    assert tab.locator("#found").text_content() == "No layer that can be opened here has both."
+    assert "maps and measures only" in tab.locator("#error").text_content()
+
+
+class Odd(regard.ScoreMod):
+    def apply(self, scores, frame, q_idx, kv_idx, xp):
+        return scores * 1
+
+
+@pytest.mark.slow
+def test_a_layer_that_no_page_can_work_out_has_its_maps_and_says_why(show):
+    recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
+    recording.calls(list(recording)[1])[0].softcap = Odd()
+    tab = show(recording.page())
+    assert tab.locator(".head.closed").evaluate_all(GRID) == ["1.0.0", "1.0.1", "1.0.2", "1.0.3"]
+    tab.get_by_role("button", name="Layer 1, head 2").click()
+    assert "one that a page can do by itself" in tab.locator("#closed").text_content()
+    assert len(look(tab, "#3", "#1")) == 4
+    assert (
+        tab.locator("#found").text_content() == "The largest weight of each of 4 heads; 4 not carried here."
+    )
+
+
+# -- By hand, by keyboard, by address ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_by_keyboard_alone(cat, show):
+    tab = show(cat[2])
+    keys = tab.keyboard
+    active = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+
+    def tab_to(text: str) -> None:
+        for _ in range(20):
+            keys.press("Tab")
+            if tab.evaluate(active).startswith(text):
+                return
+        raise AssertionError(f"no {text!r} within 20 steps")
+
+    tab_to("from token")
+    keys.type("it")
+    keys.press("Tab")
+    keys.type("cat")
+    keys.press("Enter")
+    tab.locator(".hit").first.wait_for()
+    tab_to("Layer 0, head 0")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "End", "Home", "ArrowDown", "ArrowUp", "ArrowRight"):
+        keys.press(key)
+    assert tab.evaluate(active).startswith("Layer 0, head 1")
+    keys.press("Enter")
+    assert tab.evaluate("document.activeElement.id") == "which"
+    tab_to("Map of 13 queries")
+    for key in ("ArrowRight", "ArrowDown", "+"):
+        keys.press(key)
+    weight(tab)
+    keys.press("Escape")
+    assert tab.evaluate(active).startswith("Layer 0, head 1")
+    assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.slow
+def test_the_address_keeps_what_is_looked_at(cat, show):
+    tab = show(cat[2])
+    look(tab, "it", "cat")
+    tab.get_by_label("Heads by").select_option("entropy")
+    tab.locator(".hit").first.click()
+    weight(tab)
+    address = settled(tab)
+    assert "layer=5&head=11" in address and "query=8&key=2" in address and "from=it&to=cat" in address
+    tab.reload()
+    weight(tab)
+    assert settled(tab) == address
+    assert tab.locator("#which").text_content() == "Layer 5, head 11"
+    assert tab.locator(".reading-card .pair").text_content() == "it → cat"
+    assert len(hits(tab)) == 72
+    assert tab.locator("#sort").input_value() == "entropy"
+    tab.go_back()
+    tab.locator("#heads.sorted").wait_for()
+    assert tab.locator("#head").is_hidden()
+    tab.evaluate(
+        "location.hash = 'layer=99&head=-1&query=x&key=1e9&zoom=NaN&sort=__proto__&view=%00&from=%3Cb%3E'"
+    )
+    tab.locator("#heads:not(.sorted)").wait_for()
+    assert tab.locator("#head").is_hidden() and tab.locator("button.head").count() == 72
+
+
+# -- Other models -----------------------------------------------------------------------------------------
+
+
+def check_pairs(tab, page, recording, pairs, tokens=None, key_tokens=None, batch=0) -> None:
+    """Every head at some pairs of positions, on screen and in Python."""
+    for query, key in pairs:
+        found = look(tab, f"#{query}", f"#{key}")
+        table = recording.find(query, key, tokens, key_tokens=key_tokens, batch=batch)
+        wanted = {place(row) for row in table}
+        check_hits([hit for hit in found if hit["place"] in wanted], table, stated(page))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS"])
+def test_decoders_grouped_heads_windows_and_padding(name, show):
+    tiny = TINY[name]
+    recording = watched(tiny.build(), **tiny.inputs("left"))
+    tokens = [[f"Ġ{letter}" for letter in "abcdefghijk"], [f"Ġ{letter}" for letter in "ppppefghijk"]]
+    page = recording.page(tokens, batch=1)
+    tab = show(page)
+    check_pairs(tab, page, recording, [(9, 6), (10, 4), (6, 1)], batch=1)
+    check_hits(look(tab, "k", "p"), recording.find("k", "p", tokens, batch=1), stated(page))
+
+
+@pytest.mark.slow
+def test_attention_from_one_sequence_to_another(show):
+    tiny = TINY["T5"]
+    recording = watched(tiny.build(), **tiny.inputs("none", batch=1))
+    source, target = list("abcdefghijk"), list("ABCDEFG")
+    page = recording.page(target, key_tokens=source)
+    tab = show(page)
+    assert set(tab.locator(".kind").all_text_contents()) == {
+        "encoder SelfAttention",
+        "decoder SelfAttention",
+        "decoder EncDecAttention",
+    }
+    error = stated(page)
+    check_hits(look(tab, "F", "h"), recording.find("F", "h", target, key_tokens=source), error)
+    check_hits(look(tab, "h", "c"), recording.find("h", "c", source), error)
+    check_hits(look(tab, "F", "B"), recording.find("F", "B", target), error)
+
+
+@pytest.mark.slow
+def test_a_long_context_opens_with_the_means_of_the_library(show):
+    """2,048 tokens are long: the heads that fit have a larger map beside their weights, the others the small one."""
+    ids = torch.randint(3, 61, (1, 2048), generator=torch.Generator().manual_seed(0))
+    recording = watched(TINY["Llama"].build(), input_ids=ids)
+    tokens = [f"w{i}" for i in ids[0].tolist()]
+    most = len(recording.page(tokens).html) - 100_000
+    page = recording.page(tokens, max_bytes=most)
+    assert len(page.html) <= most
+    first, second = record(page)["entries"]
+    assert first["carried"]["heads"] == [0, 1, 2, 3] and second["carried"] != first["carried"]
+    assert [each["size"] for each in first["carried"]["overviews"]] == [[256, 256]] * 4
+    assert first["maps"]["size"] == [64, 64] and first["maps"]["block"] == [32.0, 32.0]
+    tab = show(page)
+    tab.evaluate("location.hash = 'layer=0&head=2&query=2000&key=77'")
+    want = float(recording[next(iter(recording))][0, 2, 2000, 77])
+    assert float(weight(tab)) == pytest.approx(want, rel=stated(page)["relative"] + 1e-3, abs=5e-5)
+    tab.locator('.map-box[data-missing="0"]').wait_for()
+    assert "mean of" in tab.locator(".drawn").text_content()
+
+
+@pytest.mark.slow
+def test_calls_of_a_layer_and_generated_text(show):
+    tiny = TINY["Llama"]
+    model = tiny.build()
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(**tiny.inputs("none", batch=1))
+        model(torch.arange(3, 12)[None])
+    page = recording.page()
+    tab = show(page)
+    assert tab.locator("button.head").evaluate_all(GRID)[::4] == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
+    check_pairs(tab, page, recording, [(7, 2)])
+    with torch.no_grad(), regard.watch(model) as recording:
+        text = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    page = recording.page([f"t{i}" for i in range(text.shape[1])])
+    check_pairs(show(page), page, recording, [(8, 3)])
+
+
+# -- Safe and sound ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_hostile_tokens_are_text(show):
+    tiny = TINY["BERT"]
+    recording = watched(tiny.build(), **tiny.inputs("none", batch=1))
+    tokens = [*HOSTILE, "Ġ<b>"]
+    page = recording.page(tokens, title=HOSTILE[0])
+    tab = show(page)
+    assert tab.title() == HOSTILE[0] == tab.locator("h1").text_content()
+    for text in (*HOSTILE, "<b>"):
+        found = look(tab, printable(text), printable(text))
+        assert len(found) == 8 and printable(text) in found[0]["text"]
+    tab.locator(".hit").first.click()
+    tab.get_by_role("radio", name="Lines").check()
+    shown = tab.locator(".side0 .end bdi").all_text_contents()
+    assert shown == [printable(text) for text in tokens]
+    assert tab.locator("#app script, #app img, #app b:has-text('Ġ')").count() == 0
+    tab.evaluate("location.hash = 'from=%3Ciframe srcdoc=x onload=alert(1)%3E&to=%3Cscript%3E'")
+    tab.locator("#results[data-ready]").wait_for(state="attached")
+    assert "<iframe srcdoc=x onload=alert(1)>" in tab.locator("#found").text_content()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1300), ("dark", 390)])
+def test_axe_finds_no_serious_fault(show, scheme, width):
+    page = uniform().page(list("abcdefghijk"))
+    tab = show(page, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    tab.locator("#findings summary").click()
+    look(tab, "d", "c")
+    assert faults(tab) == []
+    tab.get_by_label("Heads by").select_option("first")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.locator('[data-place="1.0.2"]').last.click()
+    tab.locator(".map").press("ArrowDown")
+    weight(tab)
+    assert faults(tab) == []
+    tab.get_by_role("radio", name="Lines").check()
+    tab.get_by_role("button", name="query 3: d").click()
+    assert faults(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_the_page_in_a_sandbox(cat, browser):
+    context = browser.new_context()
+    tab = context.new_page()
+    said = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(f"{error}"))
+    tab.set_content(f"<!DOCTYPE html><title>notebook</title>{cat[2]._repr_html_()}")
+    frame = tab.frame_locator("iframe")
+    frame.get_by_role("button", name="Layer 5, head 11").click()
+    frame.get_by_role("button", name="All heads").click()
+    frame.get_by_label("from token").fill("it")
+    frame.get_by_label("to token").fill("cat")
+    frame.get_by_role("button", name="Find").click()
+    frame.locator(".hit").first.wait_for()
+    assert "0.71" in frame.locator(".hit").first.text_content()
+    assert said == []
+    context.close()

@@ -1,0 +1,250 @@
+"""The site as it is built: every chapter run, every link followed, every page opened in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import regard
+from regard.learn import cat
+from regard.render.text import vector
+from tests.helpers.pages import faults
+
+pytest.importorskip("myst_nb")
+pytestmark = pytest.mark.slow  # builds the whole site
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = sorted((ROOT / "docs/book").glob("[01]*.md"))
+EXERCISES = sorted((ROOT / "docs/exercises").glob("[01]*.md"))
+GUIDES = sorted((ROOT / "docs/guides").glob("[01]*.md"))
+NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The folder of the built site; warnings are errors."""
+    out = tmp_path_factory.mktemp("site")
+    environ = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src")}
+    built = subprocess.run(
+        [ROOT / "scripts/docs", out], env=environ, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return out / "html"
+
+
+class Links(HTMLParser):
+    """What a page refers to and what it can be referred to by; `loads` is what a browser fetches by itself."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.leads_to: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.ids.add(value)
+            elif name in ("href", "src", "data") and value is not None:
+                (self.leads_to if tag == "a" else self.loads).append(value)
+
+
+def broken(page: Path, links: dict[Path, Links]) -> list[str]:
+    """The references of a page that lead nowhere, and those by which it would fetch something from elsewhere."""
+    found = []
+    for target in links[page].leads_to + links[page].loads:
+        parts = urlsplit(target)
+        if parts.scheme in ("http", "https") or target.startswith("//"):
+            found += [target] * (target in links[page].loads)
+        elif parts.scheme != "data":
+            path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            anchor = unquote(parts.fragment)
+            known = not anchor or path.suffix != ".html" or (path in links and anchor in links[path].ids)
+            found += [target] * (not path.is_file() or not known)
+    return found
+
+
+def test_no_link_is_broken_and_nothing_is_fetched_from_elsewhere(site):
+    links = {page: Links(page.read_text()) for page in site.rglob("*.html")}
+    assert len(links) > len(NOTEBOOKS)
+    assert {page.name: bad for page in links if (bad := broken(page, links))} == {}
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<p id="here"><a href="#here"><a href="#there"><a href="gone.html"><a href="https://a.example">'
+        '<script src="https://b.example/x.js"></script><img src="data:,">'
+    )
+    links = {page: Links(page.read_text())}
+    assert broken(page, links) == ["#there", "gone.html", "https://b.example/x.js"]
+
+
+def cells(site: Path, source: Path) -> list[dict]:
+    """The cells of the notebook that is offered on a page."""
+    return json.loads((site / source.parent.name / f"{source.stem}.ipynb").read_text())["cells"]
+
+
+def shown(cell: dict) -> str:
+    """The code of a cell and the text that it printed."""
+    outputs = cell.get("outputs", [])
+    texts = [out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in outputs]
+    markdown = [out.get("data", {}).get("text/markdown", "") for out in outputs]
+    return "\n".join("".join(text) for text in [cell["source"], *texts, *markdown])
+
+
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_page_is_a_notebook_that_ran(site, source):
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(site / source.parent.name / f"{source.stem}.ipynb", as_version=4))
+    code = [cell for cell in cells(site, source) if cell["cell_type"] == "code"]
+    assert len(code) > 1
+    assert all(cell["execution_count"] for cell in code)
+    assert f'href="{source.stem}.ipynb"' in (site / source.parent.name / f"{source.stem}.html").read_text()
+
+
+@pytest.mark.parametrize("source", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_has_an_explorer_in_place(site, source):
+    assert any(
+        "<iframe" in "".join(out.get("data", {}).get("text/html", ""))
+        for cell in cells(site, source)
+        for out in cell.get("outputs", [])
+    )
+
+
+def unsupported(notebook: list[dict]) -> set[str]:
+    """Numbers with a decimal point that the text states and no cell computes or takes."""
+    prose = "\n".join("".join(cell["source"]) for cell in notebook if cell["cell_type"] == "markdown")
+    prose = re.sub(r"\]\([^)]*\)|arXiv:\S+|`[^`]*`", "", prose)  # links, papers, names in code
+    code = "\n".join(shown(cell) for cell in notebook if cell["cell_type"] == "code")
+    return {number for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)", prose) if number not in code}
+
+
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda path: path.stem)
+def test_numbers_in_the_text_are_computed_on_the_page(site, source):
+    assert unsupported(cells(site, source)) == set()
+
+
+def test_a_number_that_nobody_computed_is_seen():
+    code = {"cell_type": "code", "source": ["x = 0.25"], "outputs": [{"text": ["0.75\n"]}]}
+    prose = {"cell_type": "markdown", "source": ["0.25 and 0.75, but 0.33; see [1](https://a.example/0.5)."]}
+    assert unsupported([prose, code]) == {"0.33"}
+
+
+def test_pages_in_a_browser_are_quiet_and_fit_a_phone(site, browser):
+    events: list[str] = []
+    for width in (1300, 390):
+        context = browser.new_context(viewport={"width": width, "height": 900})
+        tab = context.new_page()
+        tab.on("console", lambda message: events.append(f"console {message.text}"))
+        tab.on("pageerror", lambda error: events.append(f"error {error}"))
+        tab.on("request", lambda r: r.url.startswith(("file:", "data:", "about:")) or events.append(r.url))
+        for page in sorted(site.rglob("*.html")):
+            tab.goto(page.as_uri())
+            if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                events.append(f"{page.name} is wider than {width}")
+        context.close()
+    assert events == []
+
+
+def test_axe_finds_no_serious_fault(site, browser):
+    for width, scheme in ((1300, "light"), (390, "dark")):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab = context.new_page()
+        for name in (
+            "index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries",
+            "tasks", "glossary", "reference/lens", "reference/architecture", "guides/10-teach-a-class",
+        ):  # fmt: skip
+            tab.goto((site / f"{name}.html").as_uri())
+            assert faults(tab) == []
+        context.close()
+
+
+@pytest.fixture
+def quiet(browser):
+    """A tab in which nothing may be said on the console, nor fail."""
+    events: list[str] = []
+    context = browser.new_context(viewport={"width": 1300, "height": 1000})
+    tab = context.new_page()
+    tab.set_default_timeout(5000)
+    tab.on("console", lambda message: events.append(f"console {message.text}"))
+    tab.on("pageerror", lambda error: events.append(f"error {error}"))
+    yield tab
+    context.close()
+    assert events == []
+
+
+def test_the_search_finds_a_name_without_a_server(site, quiet):
+    quiet.goto((site / "index.html").as_uri())
+    quiet.get_by_placeholder("Search").fill("entropy")
+    quiet.keyboard.press("Enter")
+    quiet.locator("#search-results").get_by_role("link", name="regard.Entropy", exact=True).click()
+    assert quiet.url.split("/")[-1] == "measures.html#regard.Entropy"
+
+
+def test_a_block_is_copied_without_its_prompts(site, quiet):
+    quiet.goto((site / "tasks.html").as_uri())
+    quiet.locator("div.highlight").first.hover()
+    quiet.locator("button.copybtn").first.click()
+    search = quiet.get_by_placeholder("Search")
+    search.focus()
+    quiet.keyboard.press("Control+V")
+    assert search.input_value().startswith("import regard")
+    assert ">>>" not in search.input_value()
+
+
+def test_an_error_leads_to_its_place(site, quiet):
+    wrong = {
+        "attention": lambda: regard.attention([[1.0, 2.0]], [[1.0]]),
+        "A[index]": lambda: regard.attention(cat.Q, cat.K)[7],
+        "exercises.show": lambda: regard.learn.exercises.show(99),
+        "explain": lambda: regard.attention(cat.Q, cat.K).explain(99),
+    }
+    for operation, call in wrong.items():
+        with pytest.raises(regard.RegardError) as caught:
+            call()
+        page, at = caught.value.page.split("#")
+        quiet.goto(f"{(site / page).as_uri()}#{at}")
+        place = quiet.locator(f"[id='{at}']")
+        place.wait_for()
+        assert operation in place.locator("h3").first.text_content()
+        words = caught.value.expected if operation == "attention" else caught.value.hint.split()[0]
+        assert words in place.text_content()
+
+
+def test_every_public_name_can_be_linked_to(site):
+    ids = {anchor for page in (site / "reference").glob("*.html") for anchor in Links(page.read_text()).ids}
+    assert {f"regard.{name}" for name in regard.__all__} <= ids
+    assert {"regard.AttentionMatrix.entropy", "regard.lens.Recording.find", "regard.learn.family.show"} <= ids
+
+
+def test_an_explorer_in_a_chapter_is_worked(site, browser):
+    context = browser.new_context(viewport={"width": 1300, "height": 1000})
+    tab = context.new_page()
+    tab.goto((site / "book/04-four-steps.html").as_uri())
+    frame = tab.frame_locator("iframe").first
+    frame.get_by_role("radio", name="sat").check()
+    frame.get_by_role("button", name="Aggregate").click()
+    output = regard.attention(cat.Q, cat.K)[2] @ cat.V
+    assert frame.locator("#formula").text_content() == f"output = {vector(output)}"
+    context.close()
+
+
+def test_a_folded_solution_opens(site, browser):
+    tab = browser.new_page()
+    tab.goto((site / "exercises/01-four-steps.html").as_uri())
+    fold = tab.locator("details").first
+    assert not fold.evaluate("it => it.open")
+    fold.locator("summary").focus()
+    tab.keyboard.press("Enter")
+    assert fold.evaluate("it => it.open")
+    tab.close()

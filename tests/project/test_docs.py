@@ -1,0 +1,44 @@
+"""Every Python block of README and docs runs, and prints what it says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.doc_blocks import run_page
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = "---\nfile_format: mystnb\n"  # run when the site is built, see test_site.py
+MADE = ROOT / "docs/reference"  # from the docstrings, whose examples run where they stand
+WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - set(MADE.glob("*.md")))
+PAGES = [
+    page for page in WRITTEN if not page.read_text().startswith(NOTEBOOK) and "```python" in page.read_text()
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page):
+    assert run_page(page.read_text(), page.name) > 0
+
+
+@pytest.mark.parametrize("block", ["assert 1 == 2", ">>> 1 + 1\n3\n", "import regard.nonexistent"])
+def test_a_wrong_block_is_seen(block):
+    with pytest.raises((AssertionError, ImportError)):
+        run_page(f"```python\n{block}\n```", "page")
+
+
+def test_relative_links_lead_somewhere():
+    for page in [*WRITTEN, ROOT / "CONTRIBUTING.md", ROOT / "DESIGN.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_figures_of_the_readme_are_what_the_benchmarks_kept(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    figures = importlib.import_module("figures")
+    readme = (ROOT / "README.md").read_text()
+    assert figures.written(readme) == readme
+    assert figures.written(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme

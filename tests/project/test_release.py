@@ -1,0 +1,462 @@
+"""What a release is made of: pinned lists, builds that come out the same, licences, workflows, versions in step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from email.message import Message
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+IN_CI = os.environ.get("CI") == "true"
+
+RELEASE = runpy.run_path(str(ROOT / "scripts/release"))
+LICENCES = runpy.run_path(str(ROOT / "scripts/licences"))
+
+
+# -- requirements/ agrees with pyproject.toml --------------------------------------------------------------
+
+
+class Pin(NamedTuple):
+    version: str
+    hashes: tuple[str, ...]
+    direct: bool  # asked for by pyproject.toml itself
+
+
+def pins(name: str) -> dict[str, Pin]:
+    """What requirements/`name`.txt lists."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    blocks = re.findall(r"^([\w.-]+)==([^ \n]+)(.*(?:\n +.*)*)", text, re.MULTILINE)
+    return {
+        canonicalize_name(package): Pin(
+            version, tuple(re.findall(r"--hash=sha256:(\w{64})\b", rest)), "(pyproject.toml" in rest
+        )
+        for package, version, rest in blocks
+    }
+
+
+def asked(pyproject: str, *, group: str | None = None) -> dict[str, list[Requirement]]:
+    """What pyproject.toml asks for, all extras, or of one dependency group; regard itself left out."""
+    read = tomllib.loads(pyproject)
+    project = read["project"]
+    lines = read["dependency-groups"][group] if group else project["dependencies"]
+    if group is None:
+        lines = sum(project["optional-dependencies"].values(), start=lines)
+    found: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, lines):
+        found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    found.pop("regard", None)
+    return found
+
+
+def disagreements(wanted: dict[str, list[Requirement]], listed: dict[str, Pin]) -> list[str]:
+    """What is asked for and not listed, listed as asked for and not, or listed at a version outside the range."""
+    direct = {name for name, pin in listed.items() if pin.direct}
+    return sorted(
+        [f"{name} is not listed" for name in wanted.keys() - listed.keys()]
+        + [f"{name} is no longer asked for" for name in direct - wanted.keys()]
+        + [
+            f"{name} {listed[name].version} is not {requirement.specifier}"
+            for name in wanted.keys() & listed.keys()
+            for requirement in wanted[name]
+            if listed[name].version not in requirement.specifier
+        ]
+    )
+
+
+def locked() -> dict[str, Pin]:
+    """What CI installs: the list, and torch, which has one of its own."""
+    return pins("ci") | {"torch": pins("torch")["torch"]}
+
+
+def test_the_lists_agree_with_pyproject():
+    hint = "run scripts/lock"
+    assert disagreements(asked(PYPROJECT), locked()) == [], hint
+    assert disagreements(asked(PYPROJECT, group="release"), pins("release")) == [], hint
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "says"),
+    [
+        ('"numpy>=2.1"', '"numpy>=9.9"', r"numpy \S+ is not >=9\.9"),
+        ('"numpy>=2.1"', '"numpy>=2.1", "unheard-of"', "unheard-of is not listed"),
+        ('plot = ["matplotlib', 'plot = ["numpy"] #', "matplotlib is no longer asked for"),
+        ('"torch>=2.13,<2.14"', '"torch>=2.14,<2.15"', r"torch 2\.13\.0 is not <2\.15,>=2\.14"),
+    ],
+)
+def test_a_list_that_disagrees_is_seen(line, instead, says):
+    assert line in PYPROJECT
+    (found,) = disagreements(asked(PYPROJECT.replace(line, instead)), locked())
+    assert re.fullmatch(says, found)
+
+
+def test_the_lists_agree_with_each_other():
+    ci = locked()
+    for name in ("run", "release"):
+        shared = pins(name).keys() & ci.keys()
+        assert {package for package in shared if pins(name)[package].version != ci[package].version} == set()
+    assert pins("run").keys() <= ci.keys()
+    assert pins("torch-cpu")["torch"].version == f"{ci['torch'].version}+cpu"
+    assert pins("release")["hatchling"] == ci["hatchling"]  # CI builds what a release builds
+    (numpy,) = asked(PYPROJECT)["numpy"]
+    assert [f"numpy>={pin.version.removesuffix('.0')}" for pin in pins("lowest").values()] == [str(numpy)]
+
+
+def test_every_file_is_named_by_its_hash_and_no_registry_is():
+    names = [path.stem for path in (ROOT / "requirements").iterdir()]
+    assert {"ci", "run", "release", "torch", "torch-cpu", "lowest", "weights"} == set(names)
+    for name in names:
+        assert pins(name)
+        assert {package for package, pin in pins(name).items() if not pin.hashes} == set()
+        assert not re.search(r"://|^--?[a-z]", (ROOT / f"requirements/{name}.txt").read_text(), re.MULTILINE)
+
+
+def test_nothing_of_cuda_is_installed_beside_the_cpu_build():
+    listed = pins("ci").keys() | pins("run").keys()
+    assert [name for name in listed if re.match(r"cuda|nvidia|triton|torch$", name)] == []
+
+
+# -- Builds ------------------------------------------------------------------------------------------------
+
+CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n- All of it.\n"
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "tiny"
+version = "0.1.0.dev0"
+requires-python = ">=3.11"
+
+[tool.hatch.build.targets.sdist]
+include = ["/tiny.py"]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A project in a repository of its own, with scripts/release; returns what runs a command in it."""
+    pytest.importorskip("build")
+    for key in [key for key in os.environ if key.startswith("GIT_")] + ["SOURCE_DATE_EPOCH"]:
+        monkeypatch.delenv(key, raising=False)
+    for who, what in itertools.product(("AUTHOR", "COMMITTER"), ("NAME", "EMAIL")):
+        monkeypatch.setenv(f"GIT_{who}_{what}", "nobody")
+    files = {"pyproject.toml": PROJECT, "CHANGELOG.md": CHANGELOG, "CITATION.cff": "title: tiny\n"}
+    files["tiny.py"] = "x = 1\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/release", tmp_path / "scripts")
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    def release(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run(sys.executable, "scripts/release", "--out", str(tmp_path.parent / "out"), *arguments)
+
+    run("git", "init", "-q")
+    run("git", "add", "-A")
+    assert run("git", "commit", "-qm", "start").returncode == 0
+    return tmp_path, run, release
+
+
+def test_a_release_is_one_command(tiny):
+    folder, run, release = tiny
+    done = release("--tag")
+    assert done.returncode == 0, done.stderr
+    digests = re.findall(r"^(\w{64})  (tiny-0\.1\.0\S+)$", done.stdout, re.MULTILINE)
+    assert [name for _, name in digests] == ["tiny-0.1.0-py3-none-any.whl", "tiny-0.1.0.tar.gz"]
+    assert "git push origin HEAD v0.1.0" in done.stdout
+    assert run("git", "log", "--format=%s").stdout.split("\n")[:2] == ["After 0.1.0", "Release 0.1.0"]
+    assert run("git", "tag").stdout == "v0.1.0\n"
+    tagged = {
+        name: run("git", "show", f"v0.1.0:{name}").stdout
+        for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff")
+    }
+    assert out_of_step(**{name.split(".")[0].lower(): text for name, text in tagged.items()}) == []
+    assert 'version = "0.2.0.dev0"' in (folder / "pyproject.toml").read_text()
+    (folder / "tiny.py").write_text("x = 2\n")  # what lies about does not matter: the tag is built
+    assert release("v0.1.0").stdout in done.stdout
+
+
+def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
+    number = itertools.count()
+
+    def build(source: Path, out: Path) -> dict[str, str]:
+        out.mkdir()
+        with tarfile.open(out / "tiny-0.1.0.tar.gz", "w:gz") as archive:
+            archive.add(__file__, "tiny-0.1.0/tiny.py")
+        return {"tiny-0.1.0.tar.gz": "the same", "tiny-0.1.0.whl": f"time {next(number)}"}
+
+    monkeypatch.setitem(RELEASE["build_twice"].__globals__, "build", build)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"not the same when built again: tiny-0\.1\.0\.whl; see "):
+        RELEASE["build_twice"](tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (
+            "pyproject.toml",
+            PROJECT.replace(".dev0", ""),
+            "pyproject.toml says 0.1.0; a release is made of 0.1.0.dev0",
+        ),
+        (
+            "CHANGELOG.md",
+            "# Changelog\n\n## [Unreleased]\n",
+            "nothing stands under [Unreleased] in CHANGELOG.md",
+        ),
+        ("CHANGELOG.md", "# Changelog\n", "CHANGELOG.md has no section [Unreleased]"),
+    ],
+)
+def test_what_is_not_ready_is_not_released(name, text, says):
+    texts = {"pyproject.toml": PROJECT, "CHANGELOG.md": CHANGELOG, "CITATION.cff": ""} | {name: text}
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        RELEASE["prepared"](texts, "2030-01-01")
+
+
+def test_uncommitted_changes_are_not_released(tiny):
+    folder, _, release = tiny
+    (folder / "tiny.py").write_text("x = 2\n")
+    assert "the working tree has changes" in release("--tag").stderr
+
+
+def test_a_tag_that_is_not_its_version_is_not_built(tiny):
+    _, run, release = tiny
+    run("git", "tag", "v0.3.0")
+    assert "the tag v0.3.0 holds version 0.1.0.dev0" in release("v0.3.0").stderr
+
+
+def test_the_sdist_has_every_folder_that_is_tracked():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {line.split("/")[0] for line in tracked.splitlines()}
+    include = tomllib.loads(PYPROJECT)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    packed = {name.removeprefix("/") for name in include} | {".gitignore", "LICENSE", "pyproject.toml"}
+    assert top - packed == {".editorconfig", ".pre-commit-config.yaml"}  # of use in a checkout only
+    assert packed - top == set()
+
+
+# -- Versions in step --------------------------------------------------------------------------------------
+
+
+def out_of_step(pyproject: str, changelog: str, citation: str) -> list[str]:
+    """What is wrong between the three files that bear a version."""
+    version = Version(tomllib.loads(pyproject)["project"]["version"])
+    headings = RELEASE["HEADING"].findall(changelog)
+    released = [(Version(name), date) for name, date in headings[1:]]
+    cited = yaml.safe_load(citation)
+    wrong = []
+    if headings[:1] != [("Unreleased", "")]:
+        wrong.append("the changelog does not begin with [Unreleased]")
+    if released != sorted(released, reverse=True) or not all(date for _, date in released):
+        wrong.append("the changelog is not in order")
+    last, date = released[0] if released else (None, None)
+    if last and not (version == last or (version > last and version.is_devrelease)):
+        wrong.append(f"pyproject.toml has {version}, the changelog {last}")
+    if not last and not version.is_devrelease:
+        wrong.append(f"pyproject.toml has {version}, the changelog no release")
+    if (cited.get("version"), str(cited.get("date-released"))) != (str(last) if last else None, str(date)):
+        wrong.append("CITATION.cff is not of the last release")
+    return wrong
+
+
+def test_versions_are_in_step():
+    texts = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    assert out_of_step(PYPROJECT, *texts) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "changelog", "citation", "says"),
+    [
+        (
+            "0.2.0",
+            "## [Unreleased]\n## [0.1.0] - 2030-01-01\n",
+            ("0.1.0", "2030-01-01"),
+            "pyproject.toml has 0.2.0",
+        ),
+        ("0.1.0", "## [Unreleased]\n", (), "the changelog no release"),
+        ("0.1.0", "## [Unreleased]\n## [0.1.0] - 2030-01-01\n", ("0.1.0", "2030-01-02"), "CITATION.cff"),
+        ("0.1.0", "## [0.1.0] - 2030-01-01\n", (), "does not begin"),
+        (
+            "0.3.0.dev0",
+            "## [Unreleased]\n## [0.1.0] - 2030-01-01\n## [0.2.0] - 2030-02-01\n",
+            ("0.1.0", "2030-01-01"),
+            "not in order",
+        ),
+    ],
+)
+def test_versions_out_of_step_are_seen(version, changelog, citation, says):
+    keys = ("version", "date-released")[: len(citation)]
+    cited = "title: tiny\n" + "".join(f"{key}: {value}\n" for key, value in zip(keys, citation, strict=True))
+    (found, *_) = out_of_step(f'[project]\nversion = "{version}"\n', changelog, cited)
+    assert says in found
+
+
+def test_security_names_the_ranges_that_are_declared():
+    project = tomllib.loads(PYPROJECT)["project"]
+    wanted = {"Python": (project["requires-python"], set())}
+    for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for requirement in map(Requirement, lines):
+            if extra in ("docs", "dev") or requirement.name == "regard":
+                continue
+            name = "NumPy" if requirement.name == "numpy" else requirement.name
+            # hf brings what torch brings
+            wanted[name] = (
+                str(requirement.specifier),
+                {extra} - {""} | ({"hf"} if extra == "torch" else set()),
+            )
+    rows = re.findall(r"^\| ([\w-]+) \| `(\S+)` \|(.*)\|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    told = {name: (ranges, set(re.findall(r"`([\w-]+)`", extras))) for name, ranges, extras in rows}
+    assert {name: (set(ranges.split(",")), extras) for name, (ranges, extras) in told.items()} == {
+        name: (set(ranges.split(",")), extras) for name, (ranges, extras) in wanted.items()
+    }
+
+
+# -- Licences ----------------------------------------------------------------------------------------------
+
+
+def test_licences_of_what_users_install_are_allowed():
+    found = {}
+    for extra in ("", *LICENCES["users_extras"]()):
+        found |= LICENCES["closure"]("regard", frozenset({extra} - {""}))
+    refused = {name: one.licence for name, one in found.items() if not one.allowed}
+    assert {name: one for name, one in refused.items() if IN_CI or one != "not installed"} == {}
+    assert found["numpy"].licence.startswith("BSD-3-Clause")
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("Apache-2.0 WITH LLVM-exception AND MIT", True),
+        ("MIT OR GPL-3.0-only", True),
+        ("(MIT OR GPL-3.0-only) AND BSD-3-Clause", True),
+        ("MIT AND (GPL-3.0-only OR AGPL-3.0-only)", False),
+        ("MIT AND GPL-3.0-only", False),
+        ("MIT GPL-3.0-only", False),
+        ("(MIT", False),
+        ("", False),
+        ("unknown ('')", False),
+        ("not installed", False),
+    ],
+)
+def test_an_expression_is_read(expression, allowed):
+    assert LICENCES["permits"](expression) is allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "licence"),
+    [
+        ({"License-Expression": "GPL-3.0-only", "License": "MIT"}, "GPL-3.0-only"),
+        ({"License": "Apache 2.0"}, "Apache-2.0"),
+        ({"License": "a long text", "Classifier": "License :: OSI Approved :: MIT License"}, "MIT"),
+        ({"Classifier": "License :: OSI Approved :: Odd (v2)"}, "LicenseRef-Odd-v2-"),
+        ({"License": "ask us"}, "unknown ('ask us')"),
+        ({}, "unknown ('')"),
+    ],
+)
+def test_a_licence_is_found_where_it_is_declared(fields, licence):
+    message = Message()
+    for name, value in fields.items():
+        message[name] = value
+    assert LICENCES["licence"](message) == licence
+
+
+# -- Workflows and templates -------------------------------------------------------------------------------
+
+WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+
+
+def jobs() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{file}, {name}", job)
+        for file, text in WORKFLOWS.items()
+        for name, job in yaml.safe_load(text)["jobs"].items()
+    ]
+
+
+def test_jobs_may_do_what_they_must_and_no_more():
+    assert all(yaml.safe_load(text)["permissions"] == {} for text in WORKFLOWS.values())
+    more = {name: job["permissions"] for name, job in jobs() if job["permissions"] != {"contents": "read"}}
+    assert more == {
+        "release.yml, publish": {"id-token": "write"},
+        "release.yml, announce": {"contents": "write"},
+    }
+    publish = dict(jobs())["release.yml, publish"]
+    assert publish["environment"] == "pypi"
+    assert set(publish["needs"]) == {"ci", "build"}
+    assert publish["steps"][-1]["with"]["attestations"] is True
+
+
+@pytest.mark.parametrize("file", WORKFLOWS)
+def test_actions_are_pinned_by_commit(file):
+    used = re.findall(r"uses: (\S+)(.*)", WORKFLOWS[file])
+    elsewhere = [(name, rest) for name, rest in used if not name.startswith("./")]
+    assert elsewhere
+    pinned = re.compile(r"[^@]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert [name for name, rest in elsewhere if not pinned.fullmatch(name + rest)] == []
+    assert all((ROOT / name).exists() for name, _ in used if name.startswith("./"))
+    assert WORKFLOWS[file].count("actions/checkout@") == WORKFLOWS[file].count("persist-credentials: false")
+
+
+def test_workflows_name_what_is_there():
+    commands = [step["run"] for _, job in jobs() for step in job.get("steps", []) if "run" in step]
+    assert not any("${{" in command for command in commands)  # values come in by the environment
+    named = re.findall(r"(?:scripts|requirements|\.ci)/[\w./-]+", " ".join(commands))
+    assert {".ci/run", "scripts/release", "scripts/sbom", "requirements/release.txt"} == set(named)
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_workflows_pass_the_audit():
+    zizmor = shutil.which("zizmor", path=str(Path(sys.executable).parent))
+    if zizmor is None and not IN_CI:
+        pytest.skip("zizmor is not installed")
+    done = subprocess.run(
+        [zizmor, "--offline", "--strict-collection", "--quiet", "--persona", "auditor", ROOT / ".github"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_issue_templates_are_forms():
+    forms = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]-*.yml"))
+    assert len(forms) == 5
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert form.keys() == {"name", "description", "body"}, path.name
+        fields = [field["id"] for field in form["body"]]
+        assert len(fields) == len(set(fields))
+        for field in form["body"]:
+            assert field["type"] in ("input", "textarea")
+            assert field.keys() <= {"type", "id", "attributes", "validations"}
+            allowed = {"label", "description"} | ({"render"} if field["type"] == "textarea" else set())
+            assert {"label"} <= field["attributes"].keys() <= allowed, path.name
+        assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def test_every_script_runs_by_its_name_and_is_told_of():
+    scripts = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
+    told = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
+    assert [path.name for path in scripts if not os.access(path, os.X_OK)] == []
+    assert [path.name for path in scripts if f"scripts/{path.name}" not in told] == []

@@ -1,0 +1,351 @@
+"""What a notebook shows: right numbers, every text escaped, no script, and little work however long the matrix is."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+import regard
+from regard import causal
+from regard.core._looking import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
+from regard.engines.numpy import NumpyEngine
+from regard.learn import cat
+from regard.render import notebook
+from regard.render.text import printable
+from tests.helpers.pages import HOSTILE, faults
+
+torch = pytest.importorskip("torch")
+
+from regard.lens import Finding, Findings, Table  # noqa: E402
+
+close = np.testing.assert_allclose
+
+
+class Read(HTMLParser):
+    """The tables of some HTML as lists of rows of texts, all its text, and the tags and attributes it is made of."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tables: list[list[list[str]]] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == [], "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "table" in self.open:
+            self.tables[-1][-1][-1] += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment: {data}")
+
+
+def read(thing: Any) -> Read:
+    found = Read(thing._repr_html_())
+    assert found.tags <= {
+        "div",
+        "p",
+        "strong",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "bdi",
+        "ul",
+        "li",
+        "span",
+    }
+    assert found.attributes <= {"style", "class", "scope", "tabindex"}
+    return found
+
+
+def matrix(q_len: int, kv_len: int, *lead: int, seed: int = 0, **how: Any) -> regard.AttentionMatrix:
+    rng = np.random.default_rng(seed)
+    query, key = rng.normal(size=(*lead, q_len, 3)), rng.normal(size=(*lead, kv_len, 3))
+    return regard.attention(query.astype(np.float32), key.astype(np.float32), **how)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The entries of every tile of scores that is computed."""
+    recording: list[int] = []
+    compute = NumpyEngine.scores
+
+    def scores(self: Any, query: Any, key: Any, scale: float) -> Any:
+        tile = compute(self, query, key, scale)
+        recording.append(tile.size)
+        return tile
+
+    monkeypatch.setattr(NumpyEngine, "scores", scores)
+    return recording
+
+
+# -- Matrices ---------------------------------------------------------------------------------------------
+
+
+def test_a_small_matrix_shows_every_weight():
+    A = matrix(5, 7, mask=causal("lower_right"))
+    found = read(A)
+    assert repr(A).splitlines()[0] in found.text and "All weights" in found.text
+    ((head, *rows),) = found.tables
+    assert head == ["query \\ key", *map(str, range(7))]
+    assert [row[0] for row in rows] == list("01234")
+    allowed = causal("lower_right").to_dense(5, 7)
+    expected = [
+        [f"{x:.4f}" if recording else "–" for x, recording in zip(*row, strict=True)]
+        for row in zip(A.to_dense(), allowed, strict=True)
+    ]
+    assert [row[1:] for row in rows] == expected
+    assert "hidden" in found.text and "hidden" not in read(matrix(5, 7)).text
+
+
+def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
+    A = matrix(37, 50, mask=causal("lower_right"))
+    found = read(A)
+    assert f"{SIDE} of 37 rows, the others not read" in found.text
+    ((head, *rows),) = found.tables
+    starts, chosen = [int(x) for x in head[1:]], [int(row[0]) for row in rows]
+    assert len(starts) == len(chosen) == SIDE and chosen[0] == 0 and chosen[-1] == 36 and starts[0] == 0
+    dense, recording = A.to_dense(), causal("lower_right").to_dense(37, 50)
+    for i, row in zip(chosen, rows, strict=True):
+        for j, end, cell in zip(starts, [*starts[1:], 50], row[1:], strict=True):
+            if not recording[i, j:end].any():
+                assert cell == "–"
+            else:
+                close(float(cell), dense[i, j:end].sum(), atol=5.1e-5)
+
+
+@pytest.mark.parametrize("n", [4, 40])
+def test_a_weight_of_zero_is_not_hidden(n):
+    key = np.repeat([[1e4], [0.0]], n // 2, axis=0)  # what the later half gets is too small for a float
+    rows = read(regard.attention(np.ones((n, 1)), key, mask=causal())).tables[0][1:]
+    assert rows[-1][-1] == "0.0000" and rows[0][-1] == "–"
+
+
+def test_of_many_heads_the_first_is_shown_and_said_so():
+    A = matrix(4, 4, 2, 3)
+    found = read(A)
+    assert "[0, 0], the first of 6 heads; A.lazy[0, 0]" in found.text
+    assert [row[1:] for row in found.tables[0][1:]] == [[f"{x:.4f}" for x in row] for row in A[0, 0]]
+
+
+def test_rows_of_a_part_keep_their_positions():
+    part = matrix(9, 4).lazy[[7, 2, 5]]
+    assert [row[0] for row in read(part).tables[0][1:]] == ["7", "2", "5"]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 3, 3)])
+def test_an_empty_matrix_is_described(shape):
+    *lead, q_len, kv_len = shape
+    found = read(matrix(q_len, kv_len, *lead))
+    assert found.tables == [] and "AttentionMatrix" in found.text
+
+
+def test_nan_and_rows_that_see_nothing():
+    query = np.array([[1.0], [np.nan]])
+    A = regard.attention(query, [[1.0], [2.0]], mask=regard.dense([[False, False], [True, True]]))
+    assert [row[1:] for row in read(A).tables[0][1:]] == [["–", "–"], ["nan", "nan"]]
+
+
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_a_million_tokens_take_a_bounded_amount_of_work(counted, lead):
+    n = 1_000_000
+    key = np.zeros((n, 2), np.float32)
+    key[: n // 4] = 1.0
+    A = regard.attention(np.broadcast_to(key, (*lead, n, 2)), key, mask=causal())
+    assert repr(A) and counted == []
+    found = read(A)
+    rows = found.tables[0][1:]
+    assert len(rows) == ENTRIES // n and f"{len(rows)} of 1,000,000 rows" in found.text
+    # Each entry is looked at twice for the weights and once for the scores, at the most.
+    assert sum(counted) <= 3 * ENTRIES
+    assert sum(float(cell) for cell in rows[-1][1:]) == pytest.approx(1, abs=1e-3)
+
+
+def test_wide_heads_and_endless_rows_are_counted_too(counted):
+    wide = np.zeros((600, 1 << 16), np.float32)
+    A = regard.attention(wide, wide)
+    assert len(read(A).tables[0]) - 1 == MULTIPLY_ADDS // (600 * (1 << 16)) < SIDE
+    endless = np.zeros((ENTRIES + 1, 1), np.float32)
+    before = len(counted)
+    found = read(regard.attention(endless[:1], endless))
+    assert found.tables == [] and "too long to be read unasked" in found.text
+    assert len(counted) == before
+
+
+def test_a_tensor_that_learns_is_shown_and_left_alone():
+    query = torch.randn(2, 40, 8, requires_grad=True)
+    A = regard.attention(query, query, mask=causal())
+    assert len(read(A).tables[0]) == SIDE + 1
+    (A @ query).sum().backward()
+    assert query.grad.isfinite().all()
+    linear = regard.linear_attention(torch.randn(30, 8), torch.randn(30, 8))
+    assert len(read(linear).tables[0]) == SIDE + 1
+
+
+def test_up_to_where_every_weight_is_shown():
+    assert len(read(matrix(SMALL, SMALL)).tables[0]) == SMALL + 1
+    A = matrix(SMALL + 1, 2)  # fewer keys than there could be runs of them
+    head, first, *rows = read(A).tables[0]
+    assert len(rows) == SIDE - 1 and head[1:] == ["0", "1"] and first[1:] == [f"{x:.4f}" for x in A[0]]
+    assert len(read(matrix(2, SMALL + 1)).tables[0]) == 2 + 1
+
+
+# -- Explanations -----------------------------------------------------------------------------------------
+
+
+def test_an_explanation_shows_what_it_prints():
+    A = regard.attention(cat.Q, cat.K, mask=causal(), sink=0.5)
+    steps = A.explain(2, value=cat.V, tokens=cat.tokens)
+    found = read(steps)
+    assert len(found.tables) == 4
+    printed = str(steps).splitlines()
+    for line in (each for each in printed if each and each[0] != " "):
+        assert line in found.text
+    shown = [" ".join(row).split() for table in found.tables for row in table[1:]]
+    rows = [line.replace("█", "").split() for line in printed if line[:3] == "   "]
+    assert shown == rows[:-1] and " ".join(rows[-1]) in found.text  # the last is the output
+
+
+def test_a_long_row_is_shown_by_its_top_keys():
+    A = matrix(400, 400)
+    found = read(A.explain(7))
+    assert [len(table) for table in found.tables] == [13, 13, 14]
+    assert found.tables[2][-1][0] == "(388 other keys)"
+    weights = {f"key {j}": w for j, w in enumerate(A[7])}
+    for name, _, weight, _ in found.tables[2][1:-1]:
+        close(float(weight), weights[name], rtol=1e-2)
+
+
+# -- What the lens tells ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recording():
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 60, enable_nested_tensor=False
+    ).eval()
+    with regard.watch(model) as recording:
+        model(torch.randn(1, 5, 16))
+    return recording
+
+
+def test_seen_shows_layers_and_bytes_and_at_most_so_many(recording):
+    found = read(recording)
+    ((head, *rows),) = found.tables
+    assert head == ["layer", "module", "shape", "kernel", "bytes"]
+    assert len(rows) == notebook.SHOWN and "… and 10 more layers" in found.text
+    assert rows[3][:3] == ["3", "layers.3.self_attn", "(batch 1, heads 2, q_len 5, kv_len 5)"]
+    assert f"{recording.nbytes:,} bytes held" in found.text
+    assert int(rows[0][-1].replace(",", "")) * 60 == recording.nbytes
+    with regard.watch(torch.nn.Linear(2, 2)) as nothing:
+        pass
+    assert "Recording(nothing)" in read(nothing).text
+
+
+def test_a_table_shows_its_rows_and_at_most_so_many(recording):
+    table = recording.heads()
+    found = read(table)
+    ((head, *rows),) = found.tables
+    assert head == table.columns and len(rows) == notebook.SHOWN
+    assert f"… and {len(table) - notebook.SHOWN} more rows" in found.text
+    assert rows[1][0] == table[1]["module"] and rows[1][4] == f"{table[1]['entropy']:.3f}"
+    assert "(no rows)" in read(Table()).text
+
+
+def finding(severity: str, layer: int = 3, **more: Any) -> Finding:
+    return Finding("dropout", severity, "It is on.", "attn", layer, evidence={"p": 0.1}, hint="Off.", **more)
+
+
+def test_findings_are_listed_the_gravest_first():
+    found = read(Findings([finding("note"), finding("error", heads=(1, 2))], "2 layers"))
+    assert found.text.index("1 error, 1 note in 2 layers") < found.text.index("error: dropout")
+    assert found.text.index("error: dropout") < found.text.index("note: dropout")
+    for line in ("It is on.", "where: layer 3, attn, heads 1–2", "evidence: p 0.1", "hint: Off."):
+        assert line in found.text
+    assert "error: dropout" in read(finding("error")).text
+    assert "Nothing found in 1 layer." in read(Findings([], "1 layer")).text
+    many = read(Findings([finding("note", layer=n) for n in range(notebook.SHOWN + 7)]))
+    assert "… and 7 more; print() shows them all." in many.text
+    assert many.text.count("note: dropout") == notebook.SHOWN
+
+
+# -- Hostile texts, and the browser -----------------------------------------------------------------------
+
+
+def everything(tokens: list[str]) -> list[Any]:
+    """One of each that shows a text that came from outside, and shows all of them."""
+    n = len(tokens)
+    findings = [Finding(each, "error", each, each, 0, evidence={each: each}, hint=each) for each in tokens]
+    return [
+        matrix(n, n).explain(0, value=np.eye(n), tokens=tokens),
+        Table({"module": each, "weight": 0.5} for each in tokens),
+        Findings(findings, tokens[0]),
+    ]
+
+
+def test_hostile_texts_are_texts():
+    for thing in everything(HOSTILE):
+        found = read(thing)  # no tag or attribute but the house's own
+        assert all(printable(token) in found.text for token in HOSTILE)
+
+
+def test_columns_names_and_masks_are_escaped_too(recording):
+    assert "<img src=x>" in read(Table([{"<img src=x>": 1.0}])).text
+    strange = type(
+        "Strange", (regard.ScoreMod,), {"__repr__": lambda self: "<script>", "apply": lambda s, x, *_: x}
+    )
+    A = regard.attention(np.eye(2), np.eye(2), score_mod=strange())
+    assert "<script>" in read(A).text and "<script>" in read(A.explain(0)).text
+
+
+def test_a_long_text_is_cut():
+    (row,) = read(Table([{"module": "<" * 10**6}])).tables[0][1:]
+    assert row[0] == "<" * notebook.LETTERS + "…"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_browser_nothing_runs_and_everything_reads(browser, recording, scheme):
+    paper, ink = {"light": ("#fff", "rgba(0,0,0,.87)"), "dark": ("#111", "rgba(255,255,255,.87)")}[scheme]
+    things = [*everything(HOSTILE), matrix(5, 5, mask=causal()), matrix(90, 90, 2, mask=causal()), recording]
+    things += [Findings([finding("error"), finding("warning"), finding("note")])]
+    body = "".join(each._repr_html_() for each in things)
+    context = browser.new_context(color_scheme=scheme)
+    tab = context.new_page()
+    events = []
+    tab.on("console", lambda message: events.append(message.text))
+    tab.on("dialog", lambda d: (events.append(d.message), d.dismiss()))
+    tab.on("request", lambda request: events.append(request.url))
+    tab.set_content(
+        f'<!DOCTYPE html><html lang="en"><title>notebook</title><body style="background: {paper}; color: {ink}; '
+        f'font: 13px sans-serif"><main><h1>notebook</h1>{body}</main>'
+    )
+    assert tab.locator("main script, main img, main b").count() == 0
+    assert tab.locator("th", has_text="<img src=x onerror=alert(1)>").count() == 4
+    assert faults(tab) == []
+    assert events == []
+    context.close()

@@ -1,0 +1,250 @@
+"""An engine from outside: a small array library, registered, and held to the cases of the engines within."""
+
+from __future__ import annotations
+
+import operator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import regard
+from regard import ArgumentTypeError, engines
+from regard.core import block_loop as _stream
+from regard.engines import ArrayEngine, register
+from regard.testing import check, draw, fill
+
+
+class Far:
+    """An array that lives elsewhere, as on a GPU: it mixes with plain numbers, and becomes NumPy's by `get` alone."""
+
+    __array_ufunc__ = None  # NumPy's operators and functions leave it alone …
+
+    def __init__(self, data):
+        self._data = data
+
+    def __array__(self, *_, **__):
+        raise TypeError("a Far array does not become NumPy's unasked: take .get()")
+
+    def get(self):
+        return self._data.copy()
+
+    @property
+    def shape(self):
+        return self._data.shape
+
+    @property
+    def ndim(self):
+        return self._data.ndim
+
+    @property
+    def dtype(self):
+        return self._data.dtype
+
+    def reshape(self, shape):
+        return Far(self._data.reshape(shape))
+
+    def swapaxes(self, a, b):
+        return Far(self._data.swapaxes(a, b))
+
+    def __len__(self):
+        return len(self._data)
+
+    def __bool__(self):
+        return bool(self._data)
+
+    def __int__(self):
+        return int(self._data)
+
+    def __float__(self):
+        return float(self._data)
+
+    def __getitem__(self, index):
+        return Far(np.asarray(self._data[near(index)]))
+
+    def __setitem__(self, index, values):
+        self._data[near(index)] = mixed(values)
+
+
+def near(thing):
+    """Arguments with what is within Far arrays; indices may be NumPy's."""
+    if isinstance(thing, list | tuple):
+        return type(thing)(map(near, thing))
+    return thing._data if isinstance(thing, Far) else thing
+
+
+def mixed(thing):
+    """The other side of an operator: a Far array or a number, as on a GPU."""
+    if isinstance(thing, np.ndarray) and thing.ndim:
+        raise TypeError("a Far array and one of NumPy's do not mix")
+    return near(thing)
+
+
+def _operator(function, swapped=False):
+    def apply(self, other):
+        sides = (mixed(other), self._data) if swapped else (self._data, mixed(other))
+        return Far(np.asarray(function(*sides)))
+
+    return apply
+
+
+_NAMES = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "mod",
+)
+for _name in _NAMES:
+    _function, _name = getattr(operator, _name), _name.rstrip("_")
+    setattr(Far, f"__{_name}__", _operator(_function))
+    setattr(Far, f"__r{_name}__", _operator(_function, swapped=True))
+Far.__neg__ = lambda self: Far(-self._data)
+Far.__invert__ = lambda self: Far(~self._data)
+Far.__hash__ = None
+
+
+class Library:
+    """Its functions: those of the array API, on Far arrays; `asarray` alone takes NumPy's."""
+
+    def isdtype(self, dtype, kind):
+        return kind == "real floating" if dtype.name == "bfloat16" else np.isdtype(dtype, kind)
+
+    def __getattr__(self, name):
+        thing = getattr(np, name)
+        if not callable(thing) or isinstance(thing, type) or name in ("finfo", "result_type"):
+            return thing
+
+        def function(*args, **kwargs):
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, np.ndarray) and each.ndim and name != "asarray":
+                    raise TypeError(f"{name} was given one of NumPy's arrays")
+            result = thing(*map(near, args), **kwargs)
+            return Far(np.asarray(result)) if isinstance(result, np.ndarray | np.generic) else result
+
+        return function
+
+
+class FarEngine(ArrayEngine):
+    name, xp = "far", Library()
+
+    def owns(self, array):
+        return isinstance(array, Far)
+
+    def to_numpy(self, array):
+        return array.get() if isinstance(array, Far) else np.asarray(array)
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch):
+    monkeypatch.setattr(engines, "_REGISTERED", {})
+    register(FarEngine())
+
+
+def test_the_cases_hold_on_an_engine_from_outside(monkeypatch):
+    pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr(
+        _stream, "ROWS", 64
+    )  # as small as the matrices of the cases, which then have several tiles
+    monkeypatch.setattr(_stream, "COLUMNS", 32)
+    cases = [case for case, possible in draw(60, seed=7, tile=16) if possible]
+    failures = [failure for case in cases for failure in check(case, fill(case, 16), ["far"])]
+    assert failures == []
+    assert len(cases) == 60
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def test_what_comes_out_is_of_the_library():
+    query, key, value = (Far(data(2, 3, 40, 8, seed=seed)) for seed in range(3))
+    A = regard.attention(query, key, mask=regard.causal())
+    B = regard.attention(query.get(), key.get(), mask=regard.causal())
+    assert A.kernel == "far: streaming tiles"
+    pairs = {
+        "product": (A @ value, B @ value.get()),
+        "row": (A[1, 2, 5], B[1, 2, 5]),
+        "some": (A[:, 1, [3, 30], 7:9], B[:, 1, [3, 30], 7:9]),
+        "lse": (A.lse, B.lse),
+        "transposed": (A.mT @ value, B.mT @ value.get()),
+        "top": (A.topk(3).values, B.topk(3).values),
+        "where": (A.topk(3).indices, B.topk(3).indices),
+        "spread": (A.measure(regard.Spread()).spread, B.measure(regard.Spread()).spread),
+        "coarse": (A.coarsen(7, "max"), B.coarsen(7, "max")),
+        "largest": (A.max(axis=-2), B.max(axis=-2)),
+        "merged": (regard.merge([(A @ value, A.lse)])[0], B @ value.get()),
+        "linear": (
+            regard.linear_attention(query, key) @ value,
+            regard.linear_attention(query.get(), key.get()) @ value.get(),
+        ),
+    }
+    for name, (theirs, ours) in pairs.items():
+        assert isinstance(theirs, Far), name
+        np.testing.assert_allclose(theirs.get(), ours, rtol=1e-12, atol=1e-14, err_msg=name)
+    assert repr(A.lazy[0, 0, :2]).splitlines()[1:] == repr(B.lazy[0, 0, :2]).splitlines()[1:]
+    assert str(A.lazy[0, 0].explain(3)) == str(B.lazy[0, 0].explain(3))
+    np.testing.assert_allclose(np.asarray(A), B.to_dense())
+
+
+def test_whole_numbers_become_floats_and_the_rest_is_refused():
+    one = Far(np.ones((2, 2), int))
+    assert regard.attention(one, [[1, 2]]).dtype == np.float64
+    with pytest.raises(ArgumentTypeError, match="query as an array of bool"):
+        regard.attention(Far(np.ones((2, 2), bool)), one)
+
+
+def test_a_registered_name_is_replaced():
+    other = FarEngine()
+    register(other)
+    assert list(engines._REGISTERED.values()) == [other]
+
+
+def test_unregistered_arrays_are_refused(monkeypatch):
+    monkeypatch.setattr(engines, "_REGISTERED", {})
+    with pytest.raises(ArgumentTypeError, match=r"from test_engines_own.*register an engine"):
+        regard.attention(Far(np.ones((1, 1))), [[1.0]])
+    case, _ = next(draw(1, seed=0, tile=8))
+    assert "Register it first" in check(case, fill(case, 8), ["far"])[0]
+
+
+class Nameless(FarEngine):
+    name = ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (FarEngine, "the class FarEngine"),
+        (SimpleNamespace(name="mine", owns=len), "without kernel, fuses, product …"),
+        (Nameless(), "named ''"),
+    ],
+)
+def test_what_is_no_engine_is_refused(engine, words):
+    with pytest.raises(ArgumentTypeError, match=r"Subclass regard\.engines\.ArrayEngine") as caught:
+        register(engine)
+    assert words in caught.value.received
+
+
+@pytest.mark.parametrize("method", ["owns", "to_numpy"])
+def test_what_an_engine_must_say_is_asked_for(method):
+    with pytest.raises(TypeError, match=f"Half must define {method}"):
+        getattr(type("Half", (ArrayEngine,), {"name": "half"})(), method)(1.0)
+
+
+def test_a_leak_would_be_seen():
+    """The library refuses what a GPU's would: NumPy's arrays beside its own, and conversions unasked."""
+    one = Far(np.ones(2))
+    for wrong in (lambda: one + np.ones(2), lambda: np.asarray(one), lambda: Library().sum(np.ones(2))):
+        with pytest.raises(TypeError):
+            wrong()

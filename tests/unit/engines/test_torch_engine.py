@@ -1,0 +1,473 @@
+"""The PyTorch engine: the kernel that would have run, promises it does not keep by itself, and gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import regard
+from regard import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    Received,
+    Spread,
+    TopK,
+    alibi,
+    attention,
+    bias,
+    causal,
+    dense,
+    document,
+    first,
+    padding,
+    prefix,
+    sliding_window,
+    softcap,
+)
+from regard.engines import torch_fused as fused
+from regard.engines import torch_kernels as kernels
+from tests.helpers.tensors import draw
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernel_on", lambda device_type: None)
+
+
+# -- The kernel that would have run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_product_is_bit_for_bit_that_of_sdpa(dtype, is_causal):
+    query, key, value = draw(2, 3, 67, 16, dtype=dtype)
+    A = attention(query, key, mask=causal() if is_causal else None)
+    assert torch.equal(A @ value, F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
+    assert A.kernel == f"torch: flash on CPU, {'causal' if is_causal else 'no mask'}"
+
+
+def test_grouped_heads_take_the_fast_kernel():
+    query, *_ = draw(2, 6, 67, 16)
+    key, value = draw(2, 2, 67, 16, seed=1, count=2)
+    A = attention(query, key, mask=causal(), enable_gqa=True)
+    expected = F.scaled_dot_product_attention(
+        query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), is_causal=True
+    )
+    torch.testing.assert_close(A @ value, expected)
+    assert "flash" in A.kernel
+
+
+ids = np.repeat(np.arange(5), [300, 17, 500, 120, 163])  # 1,100 tokens
+
+LOWERED = {
+    "window": (causal() & sliding_window(100), "blocks"),
+    "causal documents": (document(ids) & causal(), "5 blocks"),
+    "documents": (document(ids), "5 blocks"),
+    "prefix": (prefix(256), "3 blocks"),
+    "padding": (padding([700, 1100]), "2 blocks"),
+    "sinks and window": (sliding_window(200) | (first(4) & causal()), "blocks"),
+    "dense": (
+        dense(torch.rand(1100, 1100, generator=torch.Generator().manual_seed(0)) < 0.3),
+        "with a mask tile",
+    ),
+    "lower right": (causal(align="lower_right"), "causal"),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_a_mask_is_lowered_to_calls_that_never_see_n_by_n(name, monkeypatch):
+    mask, words = LOWERED[name]
+    query, key, value = draw(2, 2, 1100, 8)
+    tiles = []
+    make = fused._tile_maker
+
+    def recorded(pairs):
+        tile = make(pairs)
+        return lambda rows, columns: tiles.append(len(rows)) or tile(rows, columns)
+
+    monkeypatch.setattr(fused, "_tile_maker", recorded)
+    A = attention(query, key, mask=mask)
+    allowed = torch.tensor(mask.to_dense(*A.shape))
+    torch.testing.assert_close(
+        A @ value, F.scaled_dot_product_attention(query, key, value, attn_mask=allowed), atol=2e-6, rtol=1e-5
+    )
+    assert words in A.kernel
+    assert max(tiles, default=0) <= fused.TESTED_ROWS < 1100
+
+
+def test_one_query_against_a_cache_needs_no_mask():
+    query, *_ = draw(1, 2, 1, 8)
+    key, value = draw(1, 2, 50, 8, seed=1, count=2)
+    A = attention(query, key, mask=causal(align="lower_right"))
+    assert torch.equal(A @ value, F.scaled_dot_product_attention(query, key, value))
+    assert A.kernel.endswith("no mask")
+
+
+@pytest.mark.parametrize("value_dim", [1, 5, 24])
+def test_another_value_dim_is_filled_up_and_stays_fused(value_dim):
+    query, key, _ = draw(2, 3, 40, 8)
+    (value,) = draw(2, 3, 40, value_dim, seed=1, count=1)
+    A = attention(query, key)
+    torch.testing.assert_close(A @ value, F.scaled_dot_product_attention(query, key, value))
+    assert "flash" in A.kernel
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
+def test_any_number_of_leading_axes(lead):
+    query, key, value = draw(*lead, 20, 8)
+    A = attention(query, key, mask=causal())
+    expected = attention(query.numpy(), key.numpy(), mask=causal()) @ value.numpy()
+    np.testing.assert_allclose(A @ value, expected, atol=1e-6)
+    assert "flash" in A.kernel and A.lse.shape == (*lead, 20)
+
+
+def test_a_last_axis_that_is_not_in_one_piece_changes_nothing():
+    # The operator reads such an axis wrongly, so it is never given one.
+    query, key, value = draw(1, 2, 16, 40)
+    turned = [x.mT for x in (query, key, value)]
+    for mask in (None, causal(), causal() & sliding_window(7)):
+        expected = attention(*(x.contiguous() for x in turned[:2]), mask=mask) @ turned[2].contiguous()
+        assert torch.equal(attention(*turned[:2], mask=mask) @ turned[2], expected)
+
+
+@pytest.mark.parametrize("mask", [causal(), causal() & sliding_window(7)], ids=repr)
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30])
+def test_13_any_finite_scale(scale, mask):
+    query, key, value = draw(2, 3, 20, 8, dtype=torch.float64)
+    query = 400 * query  # scores so far apart that the largest must be the largest after scaling
+    A = attention(query, key, mask=mask, scale=scale)
+    expected = attention(query.numpy(), key.numpy(), mask=mask, scale=scale) @ value.numpy()
+    np.testing.assert_allclose(A @ value, expected, atol=1e-14)
+    assert "flash" in A.kernel
+
+
+def test_16_a_slower_kernel_is_said_and_why():
+    query, key, value = draw(1, 2, 20, 8)
+    A = attention(query, key, score_mod=softcap(5.0))
+    A @ value
+    assert A.kernel == "torch: streaming tiles (no fused kernel takes softcap(5.0))"
+    assert attention(query[:, :, :0], key).kernel == "torch: streaming tiles (an axis is empty)"
+
+
+def test_added_scores_and_sinks_stay_fused():
+    query, key, value = draw(2, 3, 50, 8, dtype=torch.float64)
+    extra = torch.randn(50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    sink = torch.tensor([0.5, -math.inf, 3.0], dtype=torch.float64)
+    arguments = {"mask": causal(), "score_mod": [alibi(), bias(extra)], "sink": sink}
+    A = attention(query, key, **arguments)
+    same = attention(
+        query.numpy(), key.numpy(), mask=causal(), score_mod=[alibi(), bias(extra.numpy())], sink=sink.numpy()
+    )
+    np.testing.assert_allclose(A @ value, same @ value.numpy(), atol=1e-13)
+    np.testing.assert_allclose(A.lse, same.lse, atol=1e-13)
+    assert "flash" in A.kernel
+
+
+# -- Promises that the kernel does not keep by itself ---------------------------------------------------------
+
+MASKS = {
+    "causal": causal(),
+    "window": causal() & sliding_window(4),
+    "documents": document(np.repeat([0, 1, 2], [5, 9, 6])),
+    "padding": padding([13, 20]),
+    "dense": dense(torch.rand(20, 20, generator=torch.Generator().manual_seed(3)) < 0.4),
+}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("name", MASKS)
+def test_04_what_is_masked_cannot_matter(name, poison, small):
+    query, key, value = draw(2, 3, 20, 8)
+    mask = MASKS[name] & ~dense(torch.arange(20)[None, :] == 11)
+    clean = attention(query, key, mask=mask)
+    spoilt_key, spoilt_value = key.clone(), value.clone()
+    spoilt_key[:, :, 11], spoilt_value[:, :, 11] = poison, poison
+    spoilt = attention(query, spoilt_key, mask=mask)
+    torch.testing.assert_close(spoilt @ spoilt_value, clean @ value, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(spoilt.lse, clean.lse, atol=1e-6, rtol=1e-5)
+    assert (spoilt @ spoilt_value).isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_04_the_last_token_of_a_causal_matrix_reaches_its_own_row_only(poison):
+    query, key, value = draw(1, 2, 70, 8)
+    clean = attention(query, key, mask=causal()) @ value
+    value[:, :, 69] = poison
+    spoilt = attention(query, key, mask=causal()) @ value
+    torch.testing.assert_close(spoilt[:, :, :69], clean[:, :, :69], atol=1e-6, rtol=1e-5)
+    assert not spoilt[:, :, 69].isfinite().any()
+
+
+def test_03_a_live_nan_shows_in_the_rows_that_see_it():
+    for kv_len in (1, 20, 130):
+        query, *_ = draw(1, 2, kv_len, 8)
+        key, value = draw(1, 2, kv_len, 8, seed=1, count=2)
+        query[0, 1, kv_len // 2] = math.nan
+        key[0, 0, kv_len // 3] = math.nan
+        for mask in (None, causal()):
+            found = (attention(query, key, mask=mask) @ value).isnan().all(-1)
+            expected = torch.zeros(1, 2, kv_len, dtype=torch.bool)
+            expected[0, 1, kv_len // 2] = True
+            expected[0, 0, 0 if mask is None else kv_len // 3 :] = True
+            assert torch.equal(found, expected)
+
+
+def test_01_05_a_row_that_sees_nothing_is_zeros_and_so_is_its_gradient(small):
+    query, key, value = (x.requires_grad_() for x in draw(2, 3, 20, 8, dtype=torch.float64))
+    mask = sliding_window(4) & ~first(3) & ~dense(torch.arange(20)[:, None] == 9)
+    A = attention(query, key, mask=mask)
+    output = A @ value
+    empty = [0, 1, 2, 9]
+    assert (output[:, :, empty] == 0).all() and (A.lse[:, :, empty] == -math.inf).all()
+    (output.square().sum() + A.entropy().sum()).backward()
+    for tensor in (query, key, value):
+        assert tensor.grad.isfinite().all()
+    assert (query.grad[:, :, empty] == 0).all()
+    assert (query.grad[:, :, 5] != 0).any()
+
+
+def test_25_lse_is_natural_and_comes_with_the_product():
+    query, key, value = draw(2, 3, 33, 8, dtype=torch.float64)
+    A = attention(query, key, mask=causal())
+    A @ value
+    scores = query @ key.mT / math.sqrt(8)
+    hidden = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(A.lse, scores.masked_fill(hidden, -math.inf).logsumexp(-1))
+
+
+def test_without_a_kernel_the_block_loop_gives_the_same(no_kernel):
+    query, key, value = draw(2, 3, 300, 16)
+    A = attention(query, key, mask=causal())
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(A @ value, expected, atol=1e-5, rtol=1e-5)
+    assert "streaming" in A.kernel
+
+
+def test_weights_of_large_scores_are_divided_by_their_own_sum():
+    query, key, value = draw(1, 2, 200, 64)
+    A = attention(100 * query, 100 * key)
+    A @ value
+    assert A.lse.abs().max() > 1e4
+    for rows in (A.sum(-1), A.to_dense().sum(-1), A.lazy[0, :, 3:9].sum(-1)):
+        torch.testing.assert_close(rows, torch.ones_like(rows), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_12_halves_are_raised_whatever_was_asked_before_and_under_autocast(dtype):
+    query, key, value = draw(1, 2, 130, 16, dtype=dtype)
+    exact = attention(query.double(), key.double(), mask=causal())
+    before, after = attention(query, key, mask=causal()), attention(query, key, mask=causal())
+    after @ value
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = attention(query.float(), key.float(), mask=causal())
+        found = [cast.lse, cast.entropy(), cast.to_dense()]
+    for A in (before, after):
+        torch.testing.assert_close(A.lse.double(), exact.lse, atol=2e-6, rtol=0)
+        torch.testing.assert_close(A.entropy(), exact.entropy(), atol=5e-6, rtol=0)
+    for mine, right in zip(found, [exact.lse, exact.entropy(), exact.to_dense()], strict=True):
+        torch.testing.assert_close(mine.double(), right, atol=5e-6, rtol=0)
+
+
+# -- Slices and measures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [Entropy(), Received(), TopK(5), Distance(), Spread(), Mass(first(2)), Coarse(7), Coarse(7, "max")],
+    ids=lambda m: type(m).__name__,
+)
+def test_measures_are_those_of_numpy(measure, small):
+    query, key, value = draw(2, 3, 40, 8, dtype=torch.float64)
+    mask = causal() & padding([40, 31]) & (sliding_window(9) | first(2))
+    A, same = attention(query, key, mask=mask), attention(query.numpy(), key.numpy(), mask=mask)
+    A @ value
+    found, expected = A.measure(measure)[0], same.measure(measure)[0]
+    for mine, theirs in (
+        zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    ):
+        assert isinstance(mine, torch.Tensor)
+        np.testing.assert_allclose(mine, theirs, atol=1e-12)
+
+
+def test_ties_go_to_the_lowest_index(small):
+    query, key = torch.zeros(1, 9, 2), torch.zeros(1, 11, 2)
+    key[0, [3, 7, 8], 0] = 1.0
+    query[0, :, 0] = 2.0
+    A = attention(query, key)
+    assert A.topk(5).indices.tolist() == [[[3, 7, 8, 0, 1]] * 9]
+    assert A.argmax(-1).tolist() == [[3] * 9] and A.argmax(-2).tolist() == [[0] * 11]
+
+
+def test_a_nan_stays_in_its_own_cells(small):
+    query, key, _ = draw(1, 12, 4)
+    query[0, 5] = math.nan
+    cells = attention(query, key).coarsen(4)
+    expected = torch.zeros(1, 4, 4, dtype=torch.bool)
+    expected[0, 1] = True
+    assert torch.equal(cells.isnan(), expected)
+
+
+def test_entries_are_those_of_numpy(small):
+    query, key, _ = draw(2, 3, 40, 8, dtype=torch.float64)
+    A = attention(query, key, mask=causal())
+    same = attention(query.numpy(), key.numpy(), mask=causal())
+    assert A[torch.tensor([1])].shape == (1, 3, 40, 40) and A[0, 0, torch.tensor(3), 2].ndim == 0
+    for index in [
+        (0, 1, 5),
+        (..., 3, 2),
+        (1, slice(None), [4, 7, 4]),
+        (0, 2, slice(3, 30, 5), slice(1, 9, 3)),
+    ]:
+        torch.testing.assert_close(A[index], A.to_dense()[index])
+        torch.testing.assert_close(A.scores[index], A.scores[...][index])
+    np.testing.assert_allclose(A[0, 1], same[0, 1], atol=1e-14)
+    np.testing.assert_allclose(A.scores[0, 1], same.scores[0, 1], atol=1e-14)
+    np.testing.assert_allclose(
+        A[0, 2, 30:3:-5], same[0, 2, 30:3:-5], atol=1e-14
+    )  # torch itself has no such slices
+    np.testing.assert_allclose(A.argmax(-2), same.argmax(-2))
+    np.testing.assert_allclose(A.mT @ query, same.mT @ query.numpy(), atol=1e-13)
+    np.testing.assert_allclose(np.asarray(A), same.to_dense(), atol=1e-14)
+    assert str(A.lazy[0, 1].explain(7)) == str(same.lazy[0, 1].explain(7))
+
+
+def test_mixed_arrays_and_kinds_are_refused():
+    query, key, _ = draw(2, 3, 5, 8)
+    with pytest.raises(regard.ArgumentTypeError, match="real numbers"):
+        attention(query > 0, key)
+    with pytest.raises(regard.ArgumentTypeError, match="True = attend"):
+        attention(query, key, mask=dense(torch.ones(5, 5)))
+    assert (attention(torch.ones(5, 8, dtype=torch.int64), key[0, 0]) @ key[0, 0]).dtype == torch.float32
+
+
+# -- Gradients ------------------------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "nothing": {},
+    "causal": {"mask": causal()},
+    "window": {"mask": causal() & sliding_window(3)},
+    "empty rows": {
+        "mask": dense(torch.rand(7, 7, generator=torch.Generator().manual_seed(5)) > 0.6) & ~first(2)
+    },
+    "documents": {"mask": document([0, 0, 0, 1, 1, 2, 2]) & causal()},
+    "prefix": {"mask": prefix(3)},
+    "padding": {"mask": padding(4, side="left") & causal()},
+    "cap": {"mask": causal(), "score_mod": softcap(2.0)},
+    "alibi": {"mask": causal(), "score_mod": alibi()},
+    "sink": {"mask": causal(), "sink": torch.tensor([0.5, -1.0], dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("what", ["product", "entropy", "mass", "received"])
+def test_gradients_are_right(name, what, small, gradcheck):
+    arguments = GRADIENTS[name]
+    query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
+
+    def of(query, key, value):
+        A = attention(query, key, **arguments)
+        if what == "product":
+            return A @ value
+        return A.entropy() if what == "entropy" else A.mass(first(3)) if what == "mass" else A.sum(axis=-2)
+
+    inputs = (query, key, value) if what == "product" else (query, key, value.detach())
+    assert gradcheck(of, inputs)
+
+
+@pytest.mark.parametrize("mask", [None, causal(), causal() & sliding_window(3)], ids=repr)
+def test_sinks_and_biases_have_gradients(mask, small, gradcheck):
+    query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
+    (extra,) = draw(7, 7, dtype=torch.float64, count=1)
+    (sink,) = draw(2, dtype=torch.float64, count=1)
+    learnt = extra.requires_grad_(), sink.requires_grad_()
+
+    def with_sink(query, key, value, sink):
+        return attention(query, key, mask=mask, sink=sink) @ value
+
+    def with_bias(query, key, value, extra):
+        return attention(query, key, mask=mask, score_mod=bias(extra)) @ value
+
+    assert gradcheck(with_sink, (query, key, value, learnt[1]))
+    assert gradcheck(with_bias, (query, key, value, learnt[0]))
+
+
+@pytest.mark.parametrize("what", ["window", "cap", "entropy"])
+def test_nothing_of_size_n_by_n_is_kept_for_the_gradient(what):
+    n = 1500
+    query, key, value = (x.requires_grad_() for x in draw(1, 1, n, 8))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        A = attention(
+            query, key, mask=causal() & sliding_window(300), score_mod=softcap(9.0) if what == "cap" else None
+        )
+        result = A.entropy().sum() if what == "entropy" else (A @ value).sum()
+    assert sum(kept) < 60 * n < n * n / 20
+    result.backward()
+    assert query.grad.isfinite().all() and (query.grad != 0).any()
+
+
+@pytest.mark.parametrize("name", ["causal", "empty rows", "sink", "cap"])
+def test_lse_and_entries_have_gradients(name, small, gradcheck):
+    query, key, _ = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
+    arguments = GRADIENTS[name]
+
+    def finite_lse(query, key):
+        lse = attention(query, key, **arguments).lse
+        return torch.where(lse == -math.inf, 0.0, lse)
+
+    assert gradcheck(finite_lse, (query, key))
+    assert gradcheck(lambda q, k: attention(q, k, **arguments)[0, 1, 2:5, 1:3], (query, key))
+
+
+def test_shards_merge_with_their_gradients(small, gradcheck):
+    query, key, value = (x.requires_grad_() for x in draw(2, 9, 3, dtype=torch.float64))
+
+    def merged(query, key, value):
+        shards = [(attention(query, key[:, s]), value[:, s]) for s in (slice(0, 4), slice(4, 9))]
+        return regard.merge([(A @ v, A.lse) for A, v in shards])[0]
+
+    torch.testing.assert_close(merged(query, key, value), attention(query, key) @ value)
+    assert gradcheck(merged, (query, key, value))
+
+
+@pytest.mark.parametrize("change", [None, softcap(4.0)], ids=["plain", "cap"])
+def test_04_a_masked_nan_reaches_no_gradient(change, small):
+    query, key, value = draw(1, 2, 20, 4, dtype=torch.float64)
+    mask = padding(17) & causal()
+    clean, spoilt = ([x.clone() for x in (query, key, value)] for _ in range(2))
+    for x in spoilt[1:]:
+        x[:, :, 17:] = math.nan
+    for tensors in (clean, spoilt):
+        for x in tensors:
+            x.requires_grad_()
+        A = attention(*tensors[:2], mask=mask, score_mod=change)
+        ((A @ tensors[2]).square().sum() + A.entropy().sum()).backward()
+    for mine, theirs in zip(spoilt, clean, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_03_a_live_nan_stays_in_its_rows_with_gradients_too(small):
+    query, key, _ = draw(1, 2, 20, 4)
+    query[0, 1, 3] = math.nan
+    plain = attention(query, key, mask=causal()).to_dense().isnan()
+    learnt = attention(query.requires_grad_(), key, mask=causal()).to_dense().isnan()
+    assert torch.equal(plain, learnt) and int(plain.sum()) == 4
+
+
+def test_spread_has_a_gradient_where_a_row_has_one_key():
+    query, key, _ = (x.requires_grad_() for x in draw(1, 12, 4, dtype=torch.float64))
+    attention(query, key, mask=causal()).measure(Spread()).spread.sum().backward()
+    assert query.grad.isfinite().all() and (query.grad[:, 5] != 0).any()
+
+
+def test_what_needs_no_gradient_can_be_had_from_what_does():
+    query, key, value = (x.requires_grad_() for x in draw(5, 4))
+    A = attention(query, key)
+    assert np.asarray(A).shape == (5, 5)
+    assert "output" in str(A.explain(1, value=value))

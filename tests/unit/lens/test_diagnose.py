@@ -1,0 +1,466 @@
+"""`recording.diagnose`: faults put into healthy models one at a time, each found, named and placed; and healthy models."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+import regard  # noqa: E402
+from regard import ArgumentError  # noqa: E402
+from tests.helpers.tiny_models import TINY  # noqa: E402
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+REAL = torch.ones(2, 12, dtype=torch.long)
+
+
+def padded(side):
+    mask = REAL.clone()
+    mask[1, slice(0, 4) if side == "left" else slice(8, 12)] = 0
+    return mask
+
+
+def ids():
+    return torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZES, intermediate_size=32, num_key_value_heads=2, initializer_range=0.3, **options
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bert(**options):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, intermediate_size=32, initializer_range=0.3, **options)
+    return transformers.BertModel(config).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=64, n_embd=32, n_layer=4, n_head=4, initializer_range=0.3
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+class Plain(torch.nn.Module):
+    """A causal model written by hand: what a user's own looks like."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(50, 32)
+        self.layers = torch.nn.ModuleList(Attention() for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96)
+        self.options = {"is_causal": True}
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        options = {key: each() if callable(each) else each for key, each in self.options.items()}
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        return output.transpose(1, 2).flatten(2)
+
+
+def watched(model, *args, **kwargs):
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(*args, **kwargs)
+    return recording
+
+
+# -- Healthy models ---------------------------------------------------------------------------------------
+
+
+WAYS = [
+    (name, side)
+    for name, tiny in TINY.items()
+    for side in ("none", *(["left", "right"] if tiny.pads else []), *(["generate"] if tiny.generates else []))
+]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_healthy_model_has_no_errors(name, way):
+    """Twelve architectures, padded on either side, and generating."""
+    tiny = TINY[name]
+    model, inputs = tiny.build(), tiny.inputs("left" if way == "generate" and tiny.pads else way)
+    if way != "generate":
+        found = watched(model, **inputs).diagnose(attention_mask=inputs.get("attention_mask"))
+    else:
+        inputs = {key: each for key, each in inputs.items() if not key.startswith("decoder")}
+        with torch.no_grad(), regard.watch(model) as recording:
+            model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        found = recording.diagnose(attention_mask=inputs.get("attention_mask"))
+    assert found.of("error") == [], found
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 32, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+def test_healthy_models_of_other_makes_have_no_errors():
+    assert watched(Plain(), ids()).diagnose().of("error") == []
+    real, x = padded("right"), torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    assert (
+        watched(encoder(), x, src_key_padding_mask=real == 0).diagnose(attention_mask=real).of("error") == []
+    )
+    recording = watched(bert(attn_implementation="eager"), ids(), attention_mask=real)
+    assert recording.diagnose(attention_mask=real).of("error") == []
+
+
+def test_a_healthy_model_that_tells_tokens_apart_has_no_finding_at_all():
+    found = watched(llama(), ids(), attention_mask=padded("left")).diagnose(attention_mask=padded("left"))
+    assert found == [], found
+    assert repr(found) == "Nothing found in 4 layers, 16 heads."
+
+
+# -- Faults -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def instead(module, name, value):
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def attention_of(model, number):
+    return dict(model.named_modules())[f"model.layers.{number}.self_attn"]
+
+
+def without_mask(module):
+    """A layer that drops the mask it is given."""
+    forward = module.forward
+
+    def dropping(*args, **kwargs):
+        return forward(*args, **(kwargs | {"attention_mask": None}))
+
+    return instead(module, "forward", dropping)
+
+
+def with_mask(module, change):
+    forward = module.forward
+
+    def changed(*args, **kwargs):
+        return forward(*args, **(kwargs | {"attention_mask": change(kwargs["attention_mask"])}))
+
+    return instead(module, "forward", changed)
+
+
+def only(recording, kind, **options):
+    """The one finding of a kind; there is no other that says error or warning."""
+    found = [each for each in recording.diagnose(**options) if each.severity != "note" or each.kind == kind]
+    assert [each.kind for each in found] == [kind], recording.diagnose(**options)
+    (finding,) = found
+    assert finding.evidence and finding.hint.endswith(".") and finding.kind in str(finding)
+    assert max(map(len, str(finding).splitlines())) <= 92
+    json.dumps(finding.as_dict())
+    return finding
+
+
+def test_fault_1_a_layer_that_sees_the_future():
+    model = Plain()
+    model.layers[1].options = {}
+    finding = only(watched(model, ids()), "weight on the future")
+    assert (finding.severity, finding.layer, finding.module) == ("error", 1, "layers.1")
+    assert finding.heads == () and finding.rows == tuple(range(11))  # the last token has no future
+    assert 0 < finding.evidence["mean share"] < 1
+
+
+def test_fault_1_all_layers_see_the_future_and_only_the_modules_say_they_should_not():
+    model = llama()
+    for layer in range(4):
+        attention_of(model, layer).is_causal = True
+    mask = torch.zeros(2, 1, 12, 12)
+    found = watched(model.model, ids(), attention_mask=mask).diagnose()
+    assert [(each.kind, each.layer) for each in found.of("error")] == [
+        ("weight on the future", i) for i in range(4)
+    ]
+    assert watched(model.model, ids(), attention_mask=mask).diagnose(causal=False).of("error") == []
+
+
+def test_a_prefix_that_sees_itself_may_be_meant():
+    model = Plain()
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    mask[:, :5] = True
+    for layer in model.layers:
+        layer.options = {"attn_mask": mask}
+    found = watched(model, ids()).diagnose(causal=True)
+    assert {(each.kind, each.severity, each.rows) for each in found} == {
+        ("weight on the future", "warning", (0, 1, 2, 3))
+    }
+
+
+def test_fault_2_a_layer_that_attends_to_padding():
+    model = bert()
+    with without_mask(model.encoder.layer[2].attention.self):
+        recording = watched(model, ids(), attention_mask=padded("right"))
+    finding = only(recording, "weight on padding", attention_mask=padded("right"))
+    assert (finding.severity, finding.layer, finding.batch) == ("error", 2, (1,))
+    assert finding.rows == tuple(range(8)) and finding.evidence["padding keys"] == 4
+    assert recording.diagnose().of("error") == []  # nobody said what is padding …
+    tokens = [["a"] * 12, ["a"] * 8 + ["[PAD]"] * 4]
+    assert only(recording, "weight on padding", tokens=tokens).layer == 2  # … but tokens do
+
+
+def test_fault_3_tokens_that_see_nothing():
+    def hide(mask):
+        mask = mask.clone()
+        mask[0, :, 5] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return mask
+
+    model = llama()
+    with with_mask(attention_of(model, 3), hide):
+        recording = watched(model, ids(), attention_mask=padded("left"))
+    finding = only(recording, "rows that see nothing", attention_mask=padded("left"))
+    assert (finding.severity, finding.layer, finding.rows, finding.batch) == ("error", 3, (5,), (0,))
+
+
+def test_fault_4_nan_in_the_weights_of_one_head():
+    model = llama()
+    with torch.no_grad():
+        attention_of(model, 1).q_proj.weight[8:16] = float("nan")  # head 1 of 4
+    finding = only(watched(model, ids()), "NaN or inf")
+    assert (finding.severity, finding.layer, finding.heads) == ("error", 1, (1,))
+    assert "projections" in finding.what and finding.evidence["in"] == "query"
+
+
+def test_fault_5_inf_that_came_in_between_two_layers():
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(float("inf"))
+    finding = only(watched(model, ids()), "NaN or inf")
+    assert (
+        finding.layer == 2 and finding.heads == () and finding.evidence["layers after it that have some"] == 1
+    )
+    assert "began after model.layers.1.self_attn" in finding.what
+
+
+def test_fault_6_a_saturated_head():
+    model = llama()
+    with torch.no_grad():
+        attention_of(model, 2).q_proj.weight[24:32] *= 1e4  # head 3 of 4
+    finding = only(watched(model, ids()), "saturated heads")
+    assert (finding.severity, finding.layer, finding.heads) == ("warning", 2, (3,))
+    assert finding.evidence["mean entropy"] < 0.05 and finding.evidence["scores spread by"] > 100
+
+
+@pytest.mark.parametrize(
+    ("word", "to"), [("first", [0] * 9), ("previous", [0, *range(8)]), ("own", range(9))]
+)
+def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
+    at = torch.eye(9)[None, None]
+    finding = only(watched(Given(), 1e3 * at[:, :, list(to)], at, is_causal=True), "saturated heads")
+    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("word", "to"), [("previous", [3, 0, 1, 2, 3]), ("next", [1, 2, 3, 4, 1])])
+def test_a_row_that_has_no_such_token_does_not_count_against_it(word, to, batch):
+    at = torch.eye(5).expand(batch, 1, 5, 5)
+    finding = only(watched(Given(), 1e3 * at[:, :, to], at), "saturated heads")
+    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+    assert finding.evidence[f"share of the {word} token"] == pytest.approx(1)
+
+
+def test_fault_7_a_uniform_head():
+    model = llama()
+    with torch.no_grad():
+        attention_of(model, 0).q_proj.weight[:8] = 0  # head 0 of 4
+    finding = only(watched(model, ids()), "uniform heads")
+    assert (finding.severity, finding.layer, finding.heads) == ("note", 0, (0,))
+    assert finding.evidence["entropy / ln(keys)"] == pytest.approx(1, abs=1e-6)
+
+
+def test_fault_8_scores_without_their_scale():
+    model = llama()
+    with torch.no_grad():
+        for layer in range(4):
+            attention_of(model, layer).q_proj.weight *= 3
+    healthy = [each for each in watched(model, ids()).diagnose() if each.kind == "scale"]
+    assert healthy == []
+    for layer in range(4):
+        attention_of(model, layer).scaling = 1.0
+    found = [each for each in watched(model, ids()).diagnose() if each.kind == "scale"]
+    assert [each.layer for each in found] == [0, 1, 2, 3]
+    assert found[0].evidence["1/√head_dim"] == pytest.approx(8**-0.5) and found[0].evidence["scale"] == 1.0
+    assert "1/√head_dim" in found[0].what
+
+
+def test_fault_8_one_layer_scaled_unlike_the_others():
+    model = llama()
+    attention_of(model, 2).scaling /= 8
+    finding = only(watched(model, ids()), "scale")
+    assert finding.layer == 2 and finding.evidence["scale of the other layers"] == pytest.approx(
+        8**-0.5, rel=1e-5
+    )
+
+
+def test_fault_9_a_mask_of_the_opposite_polarity():
+    def invert(mask):
+        return ~mask if mask.dtype == torch.bool else torch.where(mask < 0, 0.0, torch.finfo(mask.dtype).min)
+
+    model = bert()
+    with with_mask(model.encoder.layer[1].attention.self, invert):
+        recording = watched(model, ids(), attention_mask=padded("right"))
+    finding = only(recording, "inverted mask", attention_mask=padded("right"))
+    assert (finding.severity, finding.layer, finding.batch) == ("error", 1, (1,))
+    model = Plain()
+    model.layers[0].options = {"attn_mask": ~torch.ones(12, 12, dtype=torch.bool).tril()}
+    finding = only(watched(model, ids()), "inverted mask")
+    assert finding.layer == 0 and "only what comes after" in finding.what
+
+
+def test_fault_10_dropout_in_evaluation():
+    model = Plain().eval()
+    model.layers[2].options["dropout_p"] = 0.1
+    found = watched(model, ids()).diagnose()
+    assert [(each.kind, each.layer) for each in found.of("error")] == [("dropout", 2)]
+    assert found.of("error")[0].evidence["dropout_p"] == 0.1
+    assert watched(model.train(), ids()).diagnose().of("error") == []
+
+
+def test_fault_11_a_slow_kernel_taken_silently():
+    model = Plain()
+    bias = torch.zeros(12, 12).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    model.layers[1].options = {"attn_mask": bias.requires_grad_()}
+    with regard.watch(model) as recording:
+        model(ids())
+    finding = only(recording, "slow kernel")
+    assert (finding.severity, finding.layer) == ("warning", 1)
+    assert finding.evidence == {"kernel": "math", "bytes stored": f"{2 * 4 * 12 * 12 * 4:,}"}
+
+
+def gemma3():
+    """It looks positions up twice: for layers with a window, and for those without."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        **SIZES, intermediate_size=32, num_key_value_heads=2, head_dim=8, sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"] * 2, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, gemma3])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_fault_12_cached_steps_at_wrong_positions(make, wrong):
+    model, tokens = make(), ids()
+    with torch.no_grad(), regard.watch(model) as recording:
+        past = model(tokens[:, :9], use_cache=True).past_key_values
+        for at in (9, 10, 11):
+            place = torch.full((2, 1), at + 1 if wrong else at)
+            model(tokens[:, at : at + 1], past_key_values=past, position_ids=place, use_cache=True)
+    if not wrong:
+        assert recording.diagnose().of("error") == []
+        return
+    finding = only(recording, "positions")
+    assert (finding.severity, finding.rows) == ("error", (9,))
+    assert (finding.evidence["position read"], finding.evidence["expected"]) == (10, 9)
+
+
+def test_fault_13_is_causal_at_the_wrong_corner():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 8))
+    finding = only(watched(Given(), q, k, is_causal=True), "causal alignment")
+    assert finding.severity == "error" and finding.evidence["keys that nobody sees"] == 5
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_fault_13_among_the_calls_of_one_cache(new, wrong):
+    """The first call is right, and its keys come before those of the next."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 2, 8 + new, 8, generator=generator) for _ in range(2))
+    model = Given()
+    right = {"attn_mask": causal_lower_right(new, 8 + new)}
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(q[:, :, :8], k[:, :, :8], is_causal=True)
+        model(q[:, :, 8:], k, **({"is_causal": True} if wrong else right))
+    assert recording[""].shape == (1, 2, 8 + new, 8 + new)
+    if not wrong:
+        assert recording.diagnose() == []
+        return
+    finding = only(recording, "causal alignment")
+    assert (finding.severity, finding.rows) == ("error", tuple(range(8, 8 + new)))
+    assert finding.evidence == {"rows that do not see their own key": new, "keys that row 8 sees": 1}
+
+
+class SilentAttention(torch.nn.Linear):
+    """It computes its weights by itself, where nobody can look."""
+
+    def forward(self, x):
+        return torch.softmax(super().forward(x) @ x.mT, -1) @ x
+
+
+def test_a_layer_that_gave_nothing_is_named():
+    model = torch.nn.ModuleDict({"attention": SilentAttention(4, 4)})
+    watch = regard.watch(model)
+    recording = watch.__enter__()
+    model["attention"](torch.ones(2, 4))
+    with pytest.raises(regard.NotCapturedError):
+        watch.__exit__(None, None, None)
+    (finding,) = recording.diagnose()
+    assert (finding.kind, finding.module, finding.severity) == ("not seen", "attention", "warning")
+
+
+class Given(torch.nn.Module):
+    def forward(self, query, key, **options):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, **options)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (2, 2, 3, 7, 4), (1, 2, 0, 4), (1, 2, 1, 4)])
+def test_any_shape_is_looked_at(shape):
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    recording = watched(Given(), query, query, is_causal=True)
+    assert recording.diagnose().of("error") == [] and len(recording.heads()) == (
+        shape[-3] if len(shape) > 2 else 1
+    )
+    if len(shape) != 4:
+        assert f"query of {len(shape)} axes" in only(recording, "slow kernel").hint
+
+
+def test_layers_that_were_measured_are_looked_at_as_far_as_they_go():
+    model = Given().eval()
+    with torch.no_grad(), regard.watch(model, keep="measures") as recording:
+        model(*[torch.randn(1, 2, 5, 4)] * 2, dropout_p=0.5)
+    assert {each.kind for each in recording.diagnose()} == {"dropout", "slow kernel"}
+
+
+def test_findings_print_one_to_a_block():
+    model = Plain()
+    model.layers[1].options = {}
+    text = str(watched(model, ids()).diagnose())
+    assert text.startswith("1 error in 3 layers, 12 heads\n\nerror: weight on the future. Tokens see")
+    where, evidence, hint = text.splitlines()[3:6]
+    assert where == "  where     layer 1, layers.1, rows 0–10"
+    assert evidence.startswith("  evidence  mean share 0.") and hint.startswith(
+        "  hint      Pass is_causal=True"
+    )
+
+
+def test_a_mask_that_is_no_padding_mask_is_refused():
+    recording = watched(Plain(), ids())
+    with pytest.raises(ArgumentError, match=r"seen\.diagnose: .* 1 for a token and 0 for padding"):
+        recording.diagnose(attention_mask=torch.zeros(2, 12) - 1e9)

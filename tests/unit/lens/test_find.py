@@ -1,0 +1,358 @@
+"""`recording.find`, `recording.rollout`, `recording.save`: which head looks where, what reaches a token, and all of it in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
+
+import regard  # noqa: E402
+from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
+
+ENV = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, intermediate_size=16, initializer_range=0.5)
+    return transformers.BertModel(config).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SMALL, intermediate_size=16, num_key_value_heads=1, initializer_range=0.5
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5Model(config).eval()
+
+
+def watched(model, *args, **kwargs):
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(*args, **kwargs)
+    return recording
+
+
+# -- A real trained model ---------------------------------------------------------------------------------
+
+
+def test_the_head_that_resolves_it_is_found(minilm):
+    model, tokenizer = minilm
+    inputs = tokenizer("The cat sat on the mat because it was tired.", return_tensors="pt")
+    tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+    recording = watched(model, **inputs)
+    table = recording.find("it", "cat", tokens)
+    assert len(table) == 6 * 12
+    # Layers and heads are counted from 0: this is the last of both.
+    assert (table[0]["module"], table[0]["layer"], table[0]["head"]) == (
+        "encoder.layer.5.attention.self",
+        5,
+        11,
+    )
+    assert table[0]["weight"] == pytest.approx(0.71, abs=0.005)
+    assert table[1]["weight"] < 0.5
+    assert recording.diagnose(tokens).of("error") == []
+    assert (
+        [f.severity for f in recording.diagnose(tokens).of("error")] == []
+        if hasattr(recording, "diagnose")
+        else True
+    )
+
+
+# -- find -------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_weights_largest_first():
+    ids = torch.arange(1, 8)[None]
+    recording = watched(bert(), ids)
+    tokens = ["▁the", "▁cat", "▁sat", "▁on", "▁the", "▁mat", "."]
+    table = recording.find("mat", "cat", tokens)
+    assert table == recording.find(5, 1) == recording.find(-2, "▁cat", tokens)
+    weights = table.column("weight")
+    assert weights == sorted(weights, reverse=True) and len(weights) == 6
+    for row in table:
+        assert (row["query"], row["key"]) == (5, 1)
+        A = recording[row["module"]].to_dense()[0, row["head"]]
+        assert row["weight"] == pytest.approx(
+            float(A[5, 1]), rel=2e-5
+        )  # a weight by its lse: scores reach 30
+
+
+def test_of_a_text_that_occurs_twice_each_head_shows_its_best_pair():
+    recording = watched(bert(), torch.arange(1, 8)[None])
+    tokens = list("abacaba")
+    for row in recording.find("a", "b", tokens):
+        A = recording[row["module"]].to_dense()[0, row["head"]]
+        pairs = {(i, j): float(A[i, j]) for i in (0, 2, 4, 6) for j in (1, 5)}
+        best = max(pairs, key=pairs.get)
+        assert (row["query"], row["key"]) == best and row["weight"] == pytest.approx(pairs[best])
+
+
+def test_batch_entries_have_their_own_tokens():
+    ids = torch.arange(1, 15).reshape(2, 7)
+    recording = watched(bert(), ids)
+    tokens = [list("abcdefg"), list("gfedcba")]
+    table = recording.find("a", "b", tokens, batch=1)
+    assert {(row["query"], row["key"]) for row in table} == {(6, 5)}
+    row = table[0]
+    assert row["weight"] == pytest.approx(float(recording[row["module"]].to_dense()[1, row["head"], 6, 5]))
+    with pytest.raises(IndexOutOfRangeError, match="one of 2 batch entries"):
+        recording.find(0, 1, batch=2)
+
+
+def test_from_one_sequence_to_another():
+    recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
+    table = recording.find("z", "c", tokens=["x", "y", "z"], key_tokens=list("abcde"))
+    assert {row["module"].split(".")[-1] for row in table} == {"EncDecAttention"}
+    assert {(row["query"], row["key"]) for row in table} == {(2, 2)}
+    inside = recording.find("e", "a", tokens=list("abcde"))
+    assert all(row["module"].startswith("encoder.") for row in inside) and len(inside) == 4
+    assert {row["module"].split(".")[0] for row in recording.find(4, 4)} == {"encoder"}
+
+
+def test_generated_text_is_searched_whole():
+    model = llama()
+    with torch.no_grad(), regard.watch(model) as recording:
+        text = model.generate(torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    tokens = [f"t{i}" for i in range(text.shape[1])]
+    row = recording.find("t7", "t2", tokens)[0]
+    once = watched(model, text[:, :-1])
+    assert row["weight"] == pytest.approx(
+        float(once[row["module"]].to_dense()[0, row["head"], 7, 2]), rel=1e-4
+    )
+
+
+def test_capitals_count_where_both_are_there():
+    recording = watched(bert(), torch.arange(1, 5)[None])
+    assert recording.find("Cat", "THE", ["the", "cat", "sat", "."]) == recording.find(1, 0)
+    both = ["Cat", "cat", "sat", "."]
+    assert recording.find("sat", "Cat", both) == recording.find(2, 0)
+    assert recording.find("sat", "cat", both) == recording.find(2, 1)
+
+
+def test_what_is_not_there_is_said_with_the_cure():
+    recording = watched(bert(), torch.arange(1, 5)[None])
+    tokens = ["the", "cat", "sat", "."]
+    with pytest.raises(ArgumentError, match=r"query='cats'; expected one of the tokens, such as 'cat'"):
+        recording.find("cats", "the", tokens)
+    with pytest.raises(ArgumentError, match=r"query='cat' and no tokens.*convert_ids_to_tokens"):
+        recording.find("cat", "the")
+    with pytest.raises(ArgumentError, match=r"received 2 tokens .* keys: 4"):
+        recording.find("cat", "the", ["the", "cat"])
+    with pytest.raises(IndexOutOfRangeError, match=r"query=9; expected a position from 0 to 3"):
+        recording.find(9, 0)
+    with pytest.raises(ArgumentTypeError, match="the text of a token, or its position"):
+        recording.find(1.5, 0)
+    with pytest.raises(ArgumentError, match=r"key_tokens= of the encoder"):
+        recording.find("cat", "the", tokens, key_tokens=tokens)
+    with torch.no_grad(), regard.watch(bert(), keep="measures") as kept:
+        pass
+    assert kept.find(0, 1) == []
+
+
+# -- rollout ----------------------------------------------------------------------------------------------
+
+
+def dense_rollout(recording, names, batch=0):
+    n = recording[names[0]].shape[-1]
+    product = np.eye(n)
+    for name in names:
+        A = recording[name].to_dense()[batch].double().numpy().mean(0)
+        product = (0.5 * A + 0.5 * np.eye(n)) @ product
+    return product
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_rollout_is_the_dense_product_at_512_tokens(make):
+    ids = torch.randint(1, 50, (2, 512), generator=torch.Generator().manual_seed(0))
+    recording = watched(make(), ids)
+    expected = dense_rollout(recording, list(recording), batch=1)
+    for token in (0, 200, -1):
+        found = recording.rollout(token, batch=1)
+        np.testing.assert_allclose(found, expected[token], rtol=1e-4, atol=1e-7)
+        assert found.sum() == pytest.approx(1, abs=1e-5)
+
+
+LONG = """
+import resource, torch, regard
+
+class Attend(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+model = torch.nn.Sequential(Attend(), Attend())
+x = torch.randn(1, 1, 32768, 4, generator=torch.Generator().manual_seed(0))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+with torch.no_grad(), regard.watch(model) as recording:
+    model(x)
+before = peak()
+share = recording.rollout(32767)
+print(len(share), share.sum(), peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_rollout_at_32768_tokens_stores_nothing_of_their_square():
+    """In a process of its own, so that its memory is its own; one matrix would take 4,096 MB."""
+    ran = subprocess.run([sys.executable, "-c", LONG], check=True, capture_output=True, text=True, env=ENV)
+    length, total, grown = map(float, ran.stdout.split())
+    assert length == 32_768 and total == pytest.approx(1, abs=1e-3)
+    assert grown < 256
+
+
+def test_rollout_by_text_and_by_stack():
+    recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
+    with pytest.raises(
+        ArgumentError, match=r'decoder.block of 3 tokens, encoder.block of 5 .* layers="encoder'
+    ):
+        recording.rollout(0)
+    names = [name for name in recording if name.startswith("encoder.")]
+    expected = dense_rollout(recording, names)[3]
+    np.testing.assert_allclose(recording.rollout("d", list("abcde"), layers="encoder.*"), expected, rtol=1e-4)
+    with pytest.raises(ArgumentError, match=r"token='a', which is at 0, 2; .* seen\.rollout\(2\)"):
+        recording.rollout("a", list("abacd"), layers="encoder.*")
+    with pytest.raises(ArgumentError, match="list\\(seen\\) has the names"):
+        recording.rollout(0, layers="nothing.*")
+
+
+# -- save and load ----------------------------------------------------------------------------------------
+
+
+def gemma2():
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **SMALL, intermediate_size=16, num_key_value_heads=1, head_dim=8, sliding_window=4
+    )
+    return transformers.Gemma2Model(config).eval()
+
+
+def gpt_oss():
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **SMALL,
+        intermediate_size=16,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=4,
+    )
+    return transformers.GptOssModel(config).eval()
+
+
+def inputs_of(model):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    given = {"input_ids": torch.arange(18).reshape(2, 9), "attention_mask": mask}
+    return given | (
+        {"decoder_input_ids": given["input_ids"][:, :5]} if model.config.is_encoder_decoder else {}
+    )
+
+
+@pytest.mark.parametrize("make", [bert, llama, t5, gemma2, gpt_oss])
+def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
+    model = make()
+    recording = watched(model, **inputs_of(model))
+    recording.save(tmp_path / "seen.safetensors")
+    again = regard.load_recording(tmp_path / "seen.safetensors")
+    assert repr(again) == repr(recording)
+    for name in recording:
+        (old,), (new,) = recording.calls(name), again.calls(name)
+        assert torch.equal(new.matrix.to_dense(), old.matrix.to_dense())
+        assert repr(new.mask) == repr(old.mask) and repr(new.score_mods) == repr(old.score_mods)
+        plain = ("layer", "scale", "kernel", "first", "steps", "is_causal", "training", "dropout_p")
+        assert [getattr(new, each) for each in plain] == [getattr(old, each) for each in plain]
+    assert str(again.heads()) == str(recording.heads())
+    assert str(again.diagnose()) == str(recording.diagnose())
+
+
+def test_calls_that_look_across_are_saved_where_they_began(tmp_path):
+    model = t5()
+    with torch.no_grad(), regard.watch(model) as recording:
+        out = model.encoder(torch.arange(1, 8)[None])
+        past = None
+        for token in range(4):
+            made = model.decoder(
+                torch.tensor([[token]]), encoder_hidden_states=out[0], past_key_values=past, use_cache=True
+            )
+            past = made.past_key_values
+    recording.save(tmp_path / "a")
+    again = regard.load_recording(tmp_path / "a")
+    assert {name: again.calls(name)[0].first for name in again} == {
+        name: recording.calls(name)[0].first for name in recording
+    }
+    assert {call.steps for name in again for call in again.calls(name)} == {1, 4}
+
+
+def test_generated_and_measured_are_saved_too(tmp_path):
+    model = llama()
+    with torch.no_grad(), regard.watch(model) as recording:
+        model.generate(torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    recording.save(tmp_path / "a")
+    again = regard.load_recording(tmp_path / "a")
+    assert again.heads() == recording.heads() and again.find(7, 2) == recording.find(7, 2)
+    measures = {"entropy": regard.Entropy(), "top": regard.TopK(2)}
+    with torch.no_grad(), regard.watch(model, keep="measures", measures=measures) as kept:
+        model(torch.arange(1, 6)[None])
+    kept.save(tmp_path / "b")
+    for name in kept:
+        (old,), (new,) = kept.calls(name), regard.load_recording(tmp_path / "b").calls(name)
+        assert new.shape == old.shape and torch.equal(new.measured["entropy"], old.measured["entropy"])
+        assert torch.equal(new.measured["top"].indices, old.measured["top"].indices)
+
+
+def test_the_file_is_safetensors_and_json(tmp_path):
+    model = llama()
+    recording = watched(model, **inputs_of(model))
+    recording.save(tmp_path / "seen.safetensors")
+    with safetensors.safe_open(tmp_path / "seen.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["regard"])
+        names = set(file.keys())
+    assert about["format"] == "regard.lens 1" and len(about["calls"]) == 3
+    assert about["calls"][0]["mask"] == "causal() & padding([9, 6], side='left')"
+    assert {"0.query", "0.key", "0.low", "0.high"} <= names
+
+
+class Odd(regard.ScoreMod):
+    def apply(self, scores, frame, q_idx, kv_idx, xp):
+        return scores * 1
+
+
+class Wordy(regard.Measure):
+    def init(self, shape, xp):
+        return "words"
+
+    def step(self, state, *_):
+        return state
+
+
+def test_what_cannot_be_written_or_read_is_refused_with_the_cure(tmp_path):
+    recording = watched(bert(), torch.arange(1, 5)[None])
+    recording.calls(next(iter(recording)))[0].softcap = Odd()
+    with pytest.raises(ArgumentError, match=r"seen\.save: received the score modification .* regard\.bias"):
+        recording.save(tmp_path / "a")
+    (tmp_path / "b").write_bytes(b"no such thing")
+    with pytest.raises(ArgumentError, match=r"load: received 'b', a file that is no safetensors file"):
+        regard.load_recording(tmp_path / "b")
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, str(tmp_path / "c"))
+    with pytest.raises(ArgumentError, match=r"'c', a file of format None; .* seen\.save\(path\) writes one"):
+        regard.load_recording(tmp_path / "c")

@@ -1,0 +1,218 @@
+"""Prefill and steps of `generate()`, whatever the cache: one matrix, equal to that of one pass; or a refusal."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+import regard  # noqa: E402
+from regard import ArgumentError  # noqa: E402
+from regard.testing import assert_matches  # noqa: E402
+from tests.helpers.tiny_models import TINY, every_name  # noqa: E402
+
+NEW = 9
+GENERATES = [name for name, tiny in TINY.items() if tiny.generates]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = every_name()
+    with torch.no_grad():
+        yield
+    after = every_name()
+    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
+
+
+def generated(model, inputs, **options):
+    given = {key: each for key, each in inputs.items() if key != "decoder_input_ids"}
+    config = hf.GenerationConfig(
+        max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
+    )
+    if isinstance(model, hf.WhisperForConditionalGeneration):
+        # Whisper's own loop cuts sound into segments; below it is the one that all models share.
+        config.decoder_start_token_id, config.bos_token_id, config.eos_token_id = 3, 1, 2
+        return hf.GenerationMixin.generate(model, **given, generation_config=config)
+    return model.generate(**given, generation_config=config)
+
+
+def in_one_pass(model, inputs, tokens):
+    """The inputs of a single pass over what was generated."""
+    if model.config.is_encoder_decoder:
+        return {**inputs, "decoder_input_ids": tokens[:, :-1]}
+    ahead = torch.ones(len(tokens), NEW - 1, dtype=torch.long)
+    real = torch.cat([inputs["attention_mask"], ahead], 1)
+    places = (real.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens[:, :-1], "attention_mask": real, "position_ids": places}
+
+
+def assert_same(recording, one, real=None):
+    assert list(recording) == list(one)
+    for layer in recording:
+        A, B = recording[layer], one[layer]
+        assert A.shape == B.shape, layer
+        weights, others = A.to_dense(), B.to_dense()
+        if real is not None and A.shape[-2] == real.shape[1]:
+            live = (real.cumsum(1) > 0)[:, None].expand(A.shape[:-1])
+            weights, others = weights[live], others[live]
+        # Steps add up in another order than one pass, and so do all layers below.
+        assert_matches(weights, others, others, dtype="float32", score_error=2e-5, ordinary=True, what=layer)
+
+
+def check(name, side, **options):
+    model, inputs = TINY[name].build(), TINY[name].inputs(side)
+    plain = generated(model, inputs, **options)
+    with regard.watch(model) as recording:
+        tokens = generated(model, inputs, **options)
+    assert torch.equal(tokens, plain)
+    given = in_one_pass(model, inputs, tokens)
+    with regard.watch(model) as one:
+        model(**given)
+    assert_same(recording, one, given.get("attention_mask"))
+    return recording, one
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [(n, s) for n in GENERATES for s in (("none", "left") if TINY[n].pads else ("none",))]
+)
+def test_steps_are_rows_of_one_matrix(name, side):
+    recording, one = check(name, side)
+    for layer in recording:
+        (call,) = recording.calls(layer)
+        encodes = "encoder.layers" in layer or layer.startswith("encoder.block")
+        assert call.steps == (1 if encodes else NEW)
+        if "live key" not in repr(one[layer].mask):
+            assert recording[layer].mask == one[layer].mask
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [*itertools.product(("Llama", "Mistral", "T5", "Gemma 2"), ("none", "left"))]
+)
+def test_static_caches(name, side):
+    check(name, side, cache_implementation="static")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_prompt_in_chunks_and_a_cache_that_is_used_again(name):
+    model, inputs = TINY[name].build(), TINY[name].inputs("none")
+    tokens = inputs["input_ids"]
+    with regard.watch(model) as recording:
+        cache = hf.DynamicCache(config=model.config)
+        for start, stop in ((0, 4), (4, 7), (7, 8), (8, 11)):
+            model(input_ids=tokens[:, start:stop], past_key_values=cache)
+    with regard.watch(model) as one:
+        model(input_ids=tokens)
+    assert_same(recording, one)
+    assert recording.calls("model.layers.0.self_attn")[0].steps == 4
+
+
+def test_memory_grows_with_tokens_and_not_with_steps_times_length():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    with regard.watch(model) as recording:
+        tokens = generated(model, inputs)
+    with regard.watch(model) as one:
+        model(**in_one_pass(model, inputs, tokens))
+    assert recording.nbytes == one.nbytes
+
+
+def test_the_window_of_a_rolling_cache_keeps_absolute_positions():
+    model, inputs = TINY["Mistral"].build(), TINY["Mistral"].inputs("none")
+    with regard.watch(model) as recording:
+        generated(model, inputs)
+    A = recording["model.layers.0.self_attn"]
+    assert A.shape[-2:] == (19, 19) and A.mask == regard.sliding_window(5)
+
+
+def test_tokens_that_were_taken_back_leave_no_row():
+    """A loop of one's own that tries three tokens, keeps one, and crops the cache."""
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    tokens = inputs["input_ids"]
+    with regard.watch(model) as recording:
+        cache = hf.DynamicCache(config=model.config)
+        model(input_ids=tokens[:, :5], past_key_values=cache)
+        model(input_ids=torch.cat([tokens[:, 5:6], tokens[:, :2]], 1), past_key_values=cache)
+        cache.crop(-2)
+        model(input_ids=tokens[:, 6:], past_key_values=cache)
+    with regard.watch(model) as one:
+        model(input_ids=tokens)
+    assert_same(recording, one)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_beams_are_refused(name):
+    model, inputs = TINY[name].build(), TINY[name].inputs("none")
+    with regard.watch(model) as recording:
+        generated(model, inputs, num_beams=3)
+    decoding = [layer for layer in recording if not layer.startswith("encoder")]
+    assert decoding
+    for layer in decoding:
+        with pytest.raises(ArgumentError, match=r"[Rr]un the model once, watched"):
+            recording[layer]
+        assert all(call.query.shape[0] == 6 for call in recording.calls(layer))
+
+
+@pytest.mark.parametrize("name", ["Llama", "BART"])
+def test_speculative_decoding_is_refused(name):
+    model, inputs = TINY[name].build(), TINY[name].inputs("none", batch=1)
+    plain = generated(model, inputs, prompt_lookup_num_tokens=3)
+    with regard.watch(model) as recording:
+        assert torch.equal(generated(model, inputs, prompt_lookup_num_tokens=3), plain)
+    for layer in (layer for layer in recording if "encoder.layers" not in layer):
+        with pytest.raises(ArgumentError, match="speculative decoding, which takes back tokens") as error:
+            recording[layer]
+        assert "Run the model once" in error.value.hint
+    for ask in (
+        recording.heads,
+        recording.diagnose,
+        lambda: recording.find(1, 0),
+        lambda: recording.rollout(1),
+    ):
+        with pytest.raises(ArgumentError, match="takes back tokens"):
+            ask()
+
+
+def test_two_passes_are_two_calls():
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    with regard.watch(model) as recording:
+        model(**inputs)
+        model(**inputs)
+    with pytest.raises(ArgumentError, match=r"2 calls .*recording.calls\('transformer.h.0.attn'\)"):
+        recording["transformer.h.0.attn"]
+    first, second = recording.calls("transformer.h.0.attn")
+    assert torch.equal(first.matrix.to_dense(), second.matrix.to_dense())
+
+
+def test_the_same_keys_again_are_no_cache():
+    """Keys that were computed again, equal but not the same: nothing says that the rows go on."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+    layer, key = Attention(), torch.randn(1, 2, 11, 8)
+    with regard.watch(layer) as recording:
+        layer(torch.randn(1, 2, 3, 8), key.clone())
+        layer(torch.randn(1, 2, 1, 8), key.clone())
+    assert [call.shape[-2:] for call in recording.calls("")] == [(3, 11), (1, 11)]
+    with regard.watch(layer) as recording:  # one and the same: queries of one decoder over one encoder
+        layer(torch.randn(1, 2, 3, 8), key)
+        layer(torch.randn(1, 2, 1, 8), key)
+    assert recording[""].shape == (1, 2, 4, 11)
+
+
+def test_one_query_over_two_values_is_two_calls():
+    """As in differential attention."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key):
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return attend(query, key, key) - attend(query, key, 2 * key)
+
+    layer = Attention()
+    with regard.watch(layer) as recording:
+        layer(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
+    first, second = recording.calls("")
+    assert first.shape == second.shape == (1, 2, 5, 5)

@@ -1,0 +1,249 @@
+"""`recording.heads`: every measure against its definition on the dense matrix, and heads that are what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import regard  # noqa: E402
+from regard import ArgumentError, ArgumentTypeError  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+
+
+def gpt2(layers=2):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=layers, n_head=2)
+    return transformers.GPT2Model(config).eval()
+
+
+def bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    return transformers.BertModel(config).eval()
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.4,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def watched(model, *args, **kwargs):
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(*args, **kwargs)
+    return recording
+
+
+def by_definition(A, real, tokens, windows):
+    """Every measure of one head over the batch, from dense weights (batch, n, n) and which tokens are real."""
+    sums = {name: [] for name in ("entropy", "first", "previous", "distance", "duplicate", "induction")}
+    sums |= {f"within_{w}": [] for w in windows}
+    heavy = [0.0, 0.0]
+    for W, live, ids in zip(A, real, tokens, strict=True):
+        where = np.flatnonzero(live)
+        for i in where:
+            w = W[i]
+            sums["entropy"].append(-sum(x * np.log(x) for x in w if x > 0))
+            sums["first"].append(w[where[0]])
+            if i > where[0]:
+                sums["previous"].append(w[i - 1])
+            sums["distance"].append(sum(w[j] * abs(i - j) for j in range(len(w))))
+            for size in windows:
+                sums[f"within_{size}"].append(sum(w[j] for j in range(len(w)) if abs(i - j) < size))
+            copies = [j for j in where if j < i and ids[j] == ids[i]]
+            if copies:
+                sums["duplicate"].append(sum(w[j] for j in copies))
+                sums["induction"].append(sum(w[j + 1] for j in copies))
+        received = np.sort(W[where].sum(0))[::-1]
+        heavy[0] += received[: int(np.ceil(len(where) / 10))].sum()
+        heavy[1] += received.sum()
+    return {name: np.mean(values) for name, values in sums.items()} | {"heavy": heavy[0] / heavy[1]}
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_every_measure_is_its_definition(make, side, small_tiles):
+    torch.manual_seed(1)
+    ids = torch.randint(1, 9, (2, 21))
+    ids[1, :11] = ids[0, :11]  # the same beginning, and other copies after it
+    real = torch.ones(2, 21, dtype=torch.long)
+    if side != "none":
+        real[1, slice(0, 5) if side == "left" else slice(16, 21)] = 0
+        ids[real == 0] = 0
+    recording = watched(make(), ids, attention_mask=real)
+    table = recording.heads(ids, windows=[3, 7])
+    assert table.column("layer") == sorted(table.column("layer"))
+    assert len(table) == sum(A.shape[1] for A in recording.values())
+    for row in table:
+        A = recording[row["module"]].to_dense()[:, row["head"]].double().numpy()
+        expected = by_definition(A, real.bool().numpy(), ids.tolist(), [3, 7])
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles that cut these short sequences several times."""
+    from regard.core import block_loop as _stream
+
+    monkeypatch.setattr(_stream, "ROWS", 8)
+    monkeypatch.setattr(_stream, "COLUMNS", 8)
+
+
+class Made(torch.nn.Module):
+    """One head that is given its queries and keys."""
+
+    def forward(self, query, key, is_causal=True):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=is_causal)
+
+
+def seen_of(query, key, **options):
+    model = Made()
+    with regard.watch(model) as recording:
+        model(query[None, None], key[None, None], **options)
+    return recording
+
+
+def test_heads_made_by_hand_are_what_they_are():
+    """A head that looks one back scores 1 as previous token, one that looks at copies as duplicate, and so on."""
+    s = 12
+    ids = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:s].repeat(2)
+    at, n = torch.eye(2 * s), 2 * s
+    tokens = torch.nn.functional.one_hot(ids, 20).float()
+    sharp = 1e3
+    back = seen_of(sharp * at.roll(1, 0), at).heads(ids)
+    assert back[0]["previous"] == pytest.approx(1, abs=1e-6)
+    # On repeated random tokens: offset s, and offset s − 1. The token itself is hidden from the duplicate head.
+    later = torch.arange(n) >= s
+    copy = torch.where(later[:, None], at.roll(s, 0), at)
+    assert seen_of(sharp * copy, at).heads(ids)[0]["duplicate"] == pytest.approx(1, abs=1e-6)
+    after = torch.cat([torch.zeros(1, 20), tokens[:-1]])  # each key carries the token before it
+    found = seen_of(sharp * tokens, after).heads(ids)[0]
+    assert found["induction"] == pytest.approx(1, abs=1e-6)
+    assert found["duplicate"] < 1e-6 and found["previous"] < 0.1
+    sink = seen_of(torch.zeros(n, 4), torch.zeros(n, 4))
+    assert sink.heads()[0]["first"] == pytest.approx(np.mean(1 / np.arange(1, n + 1)))
+
+
+def test_cross_attention_has_no_positions_and_tokens_may_fit_some_layers():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    recording = watched(
+        transformers.T5Model(config).eval(),
+        input_ids=torch.randint(1, 9, (1, 7)),
+        decoder_input_ids=torch.randint(1, 9, (1, 7)),
+    )
+    table = recording.heads(list("abcabca"))
+    across = [row for row in table if "EncDec" in row["module"]]
+    assert len(across) == 2 and len(table) == 6
+    for row in across:
+        assert np.isnan([row["previous"], row["distance"], row["within_16"], row["induction"]]).all()
+        assert 0 < row["entropy"] <= np.log(7) and 0 < row["first"] < 1
+    assert not any(np.isnan(row["induction"]) for row in table if row not in across)
+
+
+def test_keys_of_another_length_that_the_first_row_sees_are_another_sequence():
+    row = seen_of(torch.randn(3, 4), torch.randn(9, 4), is_causal=False).heads()[0]
+    assert np.isnan([row["previous"], row["distance"]]).all() and not np.isnan(row["first"])
+
+
+def test_generated_tokens_are_rows_and_the_last_one_was_never_read():
+    model = llama()
+    prompt = torch.randint(1, 50, (1, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), regard.watch(model) as steps:
+        text = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    once = watched(model, text[:, :-1])
+    for step, row in zip(steps.heads(text), once.heads(text[:, :-1]), strict=True):
+        for name, value in row.items():
+            assert step[name] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
+
+
+def test_tokens_that_fit_nothing_are_refused():
+    recording = watched(gpt2(), torch.ones(1, 6, dtype=torch.long))
+    with pytest.raises(ArgumentError, match=r"seen\.heads: received 3 tokens .* as a layer has keys: 6"):
+        recording.heads([1, 2, 3])
+    with pytest.raises(ArgumentTypeError, match="convert_ids_to_tokens"):
+        recording.heads("a text")
+    with regard.watch(gpt2(), keep="measures") as kept:
+        pass
+    assert kept.heads() == []
+
+
+def test_measured_layers_say_what_to_do():
+    model = gpt2()
+    with torch.no_grad(), regard.watch(model, keep="measures") as recording:
+        model(torch.ones(1, 6, dtype=torch.long))
+    with pytest.raises(ArgumentError, match=r"measured; or watch again with keep=\"qk\""):
+        recording.heads()
+
+
+def test_the_table_is_plain():
+    table = watched(gpt2(1), torch.ones(1, 6, dtype=torch.long)).heads()
+    assert isinstance(table, list) and all(type(row) is dict for row in table)
+    assert {type(value) for row in table for value in row.values()} == {str, int, float}
+    assert table.by("entropy").column("entropy") == sorted(table.column("entropy"), reverse=True)
+    assert len(table.where(lambda row: row["head"] == 1)) == 1
+    lines = str(table).splitlines()
+    assert lines[0].split() == table.columns and len(lines) == 3
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_data_frames_take_the_table(library):
+    frames = pytest.importorskip(library)
+    table = watched(gpt2(), torch.ones(1, 6, dtype=torch.long)).heads()
+    frame = frames.DataFrame(table)
+    assert list(frame.columns) == table.columns and frame.shape == (4, len(table.columns))
+    assert list(frame["entropy"]) == table.column("entropy")
+
+
+def test_the_induction_head_of_the_trained_model_is_found():
+    """The repository's own model was trained to repeat; the head that does it stands out by `induction` alone."""
+    from examples.induction.model import load
+
+    tokens = torch.randint(128, (4, 25), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    table = watched(load(), tokens).heads(tokens).by("induction")
+    assert table[0]["layer"] == 1 and table[0]["induction"] > 0.5
+    before = table.where(lambda row: row["layer"] == 0)
+    assert before[0]["induction"] < 0.2
+    assert (
+        before.by("previous")[0]["previous"] > 0.5
+    )  # what the induction head reads was put there by this one
+
+
+def test_layers_of_regard_nn_are_watched():
+    """The same numbers as the matrix the layer hands out, and the same output; with a cache, the steps joined."""
+    torch.manual_seed(0)
+    layer = regard.nn.MultiHeadAttention(16, 4, num_kv_heads=2, rope="halves").eval()
+    x = torch.randn(2, 9, 16)
+    padding = regard.padding([9, 6])
+    with torch.no_grad():
+        plain, A = layer(x, mask=regard.causal(), padding=padding, need_matrix=True)
+        with regard.watch(layer, values=True) as recording:
+            assert torch.equal(layer(x, mask=regard.causal(), padding=padding), plain)
+        whole = layer(x[:1], mask=regard.causal(), need_matrix=True)[1]
+        with regard.watch(layer) as alone:
+            layer(x[:1], mask=regard.causal())
+        cache = regard.nn.KVCache()
+        with regard.watch(layer) as steps:
+            for part in x[:1].split([5, 1, 3], 1):
+                layer(part, mask=regard.causal(), cache=cache)
+    (call,) = recording.calls("")
+    torch.testing.assert_close(call.matrix.to_dense(), A.to_dense())
+    mixed = (call.matrix @ call.value).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer.out_proj(mixed), plain)  # the value is the layer's own
+    assert call.mask == regard.causal() & padding
+    torch.testing.assert_close(steps[""].to_dense(), whole.to_dense())
+    torch.testing.assert_close(alone[""].to_dense(), whole.to_dense())

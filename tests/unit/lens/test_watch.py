@@ -1,0 +1,460 @@
+"""The lens on plain PyTorch: what it tells, what it leaves behind (nothing), and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as imported_earlier  # noqa: E402
+
+import regard  # noqa: E402
+from regard import (  # noqa: E402
+    ArgumentError,
+    ArgumentTypeError,
+    NotCapturedError,  # noqa: E402
+    causal,
+    padding,
+)
+from regard.lens.capture import patching as _patch  # noqa: E402
+from regard.lens.capture import wrappers as _capture  # noqa: E402
+
+
+class Block(nn.Module):
+    """Causal attention over a shared projection, by the function that it is given."""
+
+    def __init__(self, width: int = 32, heads: int = 4, how: str = "attribute") -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads, self.how = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            heads,
+            how,
+        )
+
+    def forward(self, x):
+        query, key, value = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+        )
+        attend = F.scaled_dot_product_attention if self.how == "attribute" else imported_earlier
+        return self.out(attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def stack(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(**options), Block(**options)).eval()
+
+
+X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
+
+
+def names() -> list[object]:
+    """Everything that a watch may touch."""
+    held = [
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch._native_multi_head_attention,
+    ]
+    return [*held, torch._transformer_encoder_layer_fwd, imported_earlier]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = names()
+    yield
+    assert all(a is b for a, b in zip(before, names(), strict=True))
+    assert not _capture.owners and not list(_patch.wrapped_names())
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# -- What is told -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["attribute", "imported"])
+def test_a_model_of_ones_own(how):
+    model = stack(how=how)
+    plain = model(X)
+    with regard.watch(model) as recording:
+        assert torch.equal(model(X), plain)
+    assert list(recording) == ["0", "1"] and len(recording) == 2 and "0" in recording and "2" not in recording
+    query, key = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in model[0].qkv(X).chunk(3, -1)[:2])
+    scores = query @ key.mT / 8**0.5 + torch.full((7, 7), -torch.inf).triu(1)
+    torch.testing.assert_close(recording["0"].to_dense(), scores.softmax(-1).detach())
+    assert recording["0"].mask == causal()
+    call = recording.calls("0")[0]
+    assert (call.layer, call.kernel, call.is_causal) == ("Block", "torch: flash on CPU", True)
+    torch.testing.assert_close(call.lse, scores.logsumexp(-1).detach())
+    # References, not copies: the keys are where the projection wrote them.
+    assert call.query.untyped_storage().data_ptr() == call.key.untyped_storage().data_ptr()
+
+
+class Biased(nn.Module):
+    """Attention with torch's mask that is one in name only; unlike a tensor it looks for the function by its name."""
+
+    def forward(self, query, key, bias):
+        before = F.scaled_dot_product_attention(query, key, key, bias)
+        return before + imported_earlier(query, key, key, attn_mask=bias)
+
+
+@pytest.mark.parametrize("corner", [causal_lower_right, causal_upper_left])
+def test_a_causal_bias_of_torch(corner):
+    query, key = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 8))
+    model, bias = Biased(), corner(3, 8)
+    expected = model(query, key, bias)
+    with regard.watch(nn.Linear(2, 2)):  # somebody else's
+        assert torch.equal(2 * F.scaled_dot_product_attention(query, key, key, bias), expected)
+    with regard.watch(model) as recording:
+        assert torch.equal(model(query, key, bias), expected)
+    align = "lower_right" if corner is causal_lower_right else "upper_left"
+    definition = regard.attention(query, key, mask=causal(align=align)).to_dense()
+    for call in recording.calls(""):
+        assert torch.allclose(call.matrix.to_dense(), definition, atol=1e-6)
+    assert len(recording.calls("")) == 2
+
+
+def test_gradients_are_what_they_were():
+    plain, watched = stack(), stack()
+    plain(X).square().sum().backward()
+    with regard.watch(watched) as recording:
+        watched(X).square().sum().backward()
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert not recording.calls("0")[0].query.requires_grad
+
+
+LATE = torch.arange(7)[None] >= torch.tensor([[7], [5]])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "masks", [{}, {"key_padding_mask": LATE}, {"attn_mask": torch.ones(7, 7).triu(1).bool()}]
+)
+def test_multihead_attention_by_every_path(training, need_weights, grad, masks):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).train(training)
+    with torch.set_grad_enabled(grad):
+        plain, told = layer(X, X, X, need_weights=need_weights, average_attn_weights=False, **masks)
+        with regard.watch(layer) as recording:
+            output, _ = layer(X, X, X, need_weights=need_weights, average_attn_weights=False, **masks)
+        assert torch.equal(output, plain)
+        told = told if need_weights else layer(X, X, X, average_attn_weights=False, **masks)[1]
+    torch.testing.assert_close(recording[""].to_dense(), told.detach())
+    expected = {"key_padding_mask": padding([7, 5]), "attn_mask": causal()}
+    assert recording[""].mask == (expected[next(iter(masks))] if masks else None)
+
+
+def test_weights_averaged_over_heads_are_those_of_each_head():
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    with regard.watch(layer) as recording:
+        _, told = layer(X, X[:, :3], X[:, :3])
+    torch.testing.assert_close(recording[""].to_dense().mean(1), told.detach())
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ({}, None),
+        ({"mask": nn.Transformer.generate_square_subsequent_mask(7), "is_causal": True}, causal()),
+        ({"src_key_padding_mask": LATE}, padding([7, 5])),
+        ({"mask": torch.ones(7, 7).triu(1).bool(), "src_key_padding_mask": LATE}, causal() & padding([7, 5])),
+    ],
+)
+def test_the_transformer_encoder_and_its_fast_path(norm_first, training, options, mask):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    with torch.no_grad():
+        plain = model(X, **options)
+        with regard.watch(model) as recording:
+            output = model(X, **options)
+    assert torch.equal(output, plain)
+    assert list(recording) == ["layers.0.self_attn", "layers.1.self_attn"]
+    fast = "torch: fused encoder layer (fast path)"
+    kernels = {recording.calls(name)[0].kernel for name in recording}
+    assert (kernels == {fast}) is not training
+    first = model.layers[0]
+    x = first.norm1(X) if norm_first else X
+    given = {"attn_mask": options.get("mask"), "key_padding_mask": options.get("src_key_padding_mask")}
+    if given["attn_mask"] is not None and given["key_padding_mask"] is not None:
+        given["attn_mask"] = given["attn_mask"].bool()
+    _, told = first.self_attn(x, x, x, average_attn_weights=False, **given)
+    torch.testing.assert_close(recording["layers.0.self_attn"].to_dense(), told.detach())
+    assert recording["layers.0.self_attn"].mask == mask
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    with (
+        torch.no_grad(),
+        pytest.raises(NotCapturedError, match="nested tensors") as error,
+        regard.watch(model),
+    ):
+        model(X, src_key_padding_mask=LATE)
+    assert "enable_nested_tensor=False" in error.value.hint
+
+
+def test_a_layer_that_does_its_own_softmax_is_refused():
+    class SelfAttention(Block):
+        def forward(self, x):
+            query, key, value = self.qkv(x).chunk(3, -1)
+            return (query @ key.mT).softmax(-1) @ value
+
+    model = nn.Sequential(SelfAttention(), Block())
+    with (
+        pytest.raises(
+            NotCapturedError, match="'0' gave nothing: SelfAttention computes its weights by itself"
+        ),
+        regard.watch(model),
+    ):
+        model(X)
+    with regard.watch(model, layers="1") as recording:
+        model(X)
+    assert list(recording) == ["1"]
+
+
+def test_unread_attention_without_a_telling_name_is_refused_where_it_is_all_there_is():
+    with (
+        pytest.raises(NotCapturedError, match="gave nothing: no attention of Sequential"),
+        regard.watch(model := nn.Sequential(nn.Linear(32, 4))),
+    ):
+        model(X)
+
+
+# -- What is kept -----------------------------------------------------------------------------------------
+
+
+def test_layers_are_names_or_patterns():
+    model = nn.ModuleDict({"a": stack(), "b": stack()})
+    for layers, found in {
+        "a": ["a.0", "a.1"],
+        "*.1": ["a.1", "b.1"],
+        ("a.0", "b"): ["a.0", "b.0", "b.1"],
+    }.items():
+        with regard.watch(model, layers=layers) as recording:
+            for part in model.values():
+                part(X)
+        assert list(recording) == found
+    with pytest.raises(ArgumentError, match="layers with 'c'"):
+        regard.watch(model, layers=["a", "c"])
+
+
+def test_moved_copied_and_with_values():
+    model = stack()
+    with regard.watch(model, dtype=torch.float16, values=True) as recording:
+        model(X)
+    call = recording.calls("0")[0]
+    assert call.query.dtype == call.key.dtype == call.value.dtype == call.output.dtype == torch.float16
+    with regard.watch(model) as exact:
+        model(X)
+    torch.testing.assert_close(recording["0"].to_dense(), exact["0"].to_dense(), atol=1e-3, rtol=0)
+    with regard.watch(model, copy=True, values=True) as recording:
+        model(X)
+    call = recording.calls("0")[0]
+    assert call.key.untyped_storage().nbytes() == call.key.nbytes
+    torch.testing.assert_close(call.matrix @ call.value, call.output)
+
+
+def test_measures_instead_of_queries_and_keys():
+    model = stack()
+    with regard.watch(model) as exact:
+        model(X)
+    with regard.watch(model, keep="measures", measures={"spread": regard.Spread()}) as recording:
+        model(X)
+    call = recording.calls("0")[0]
+    assert call.query is None and call.key is None and call.shape == (2, 4, 7, 7)
+    torch.testing.assert_close(call.measured["spread"], exact["0"].measure(spread=regard.Spread()).spread)
+    with pytest.raises(ArgumentError, match='keep="measures", which kept spread'):
+        recording["0"]
+    with regard.watch(model, keep="measures") as recording:
+        model(X)
+    assert set(recording.calls("1")[0].measured) == {"entropy", "first", "distance"}
+
+
+def test_what_was_written_over_is_not_told():
+    class Careless(Block):
+        def forward(self, x):
+            key = self.qkv(x).unflatten(-1, (3, 4, 8))[:, :, 0].transpose(1, 2).clone()
+            output = F.scaled_dot_product_attention(key, key, key)
+            key.zero_()
+            return output
+
+    model = Careless()
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(X)
+    with pytest.raises(ArgumentError, match="wrote over after it was seen") as error:
+        recording[""]
+    assert "copy=True" in error.value.hint
+    with torch.no_grad(), regard.watch(model, copy=True) as recording:
+        model(X)
+    assert recording[""].scores[0, 0, 0].any()
+
+
+def test_wrong_names_are_told_with_near_ones():
+    model = stack()
+    with regard.watch(model) as recording:
+        with pytest.raises(NotCapturedError, match="nothing seen so far"):
+            recording["0"]
+        model(X)
+    with pytest.raises(NotCapturedError, match="one of 2, such as '0'"):
+        recording["00"]
+    with pytest.raises(KeyError):
+        recording.calls("x")
+    assert recording.get("x") is None
+    assert repr(recording).splitlines()[1] == "  0: (batch 2, heads 4, q_len 7, kv_len 7)"
+
+
+# -- What is left behind: nothing -------------------------------------------------------------------------
+
+
+def test_nested_repeated_and_in_any_order():
+    model, other = stack(), stack()
+    a, b, c = regard.watch(model), regard.watch(model), regard.watch(other)
+    seen_a = a.__enter__()
+    seen_b = b.__enter__()
+    seen_c = c.__enter__()
+    model(X)
+    a.__exit__(None, None, None)
+    model(X)
+    other(X)
+    c.__exit__(None, None, None)
+    b.__exit__(None, None, None)
+    assert [len(s.calls("0")) for s in (seen_a, seen_b, seen_c)] == [1, 2, 1]
+    with regard.watch(model) as again:
+        model(X)
+    assert len(again.calls("0")) == 1 and hooks(model) == hooks(other) == 0
+    with a, pytest.raises(ArgumentError, match="entered already"), a:
+        pass
+
+
+def test_an_exception_passes_and_leaves_nothing():
+    model = stack()
+    with pytest.raises(RuntimeError), regard.watch(model):
+        model(X[..., :3])
+    assert hooks(model) == 0
+    model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), regard.watch(model) as recording:
+        model(X)
+    assert len(recording) == 2 and hooks(model) == 1
+
+
+def test_who_wrapped_the_name_meanwhile_keeps_it():
+    model, calls = stack(), []
+    original = F.scaled_dot_product_attention
+
+    def theirs(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    F.scaled_dot_product_attention = theirs
+    try:
+        with regard.watch(model) as recording:
+            model(X)
+        assert F.scaled_dot_product_attention is theirs and len(calls) == 2 and len(recording) == 2
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def test_threads_are_told_apart():
+    watched, other = stack(), stack()
+    plain = watched(X)
+    outputs, barrier = [], threading.Barrier(4)
+
+    def run(model):
+        barrier.wait()
+        for _ in range(5):
+            outputs.append(model(X))
+
+    with regard.watch(watched) as recording:
+        threads = [threading.Thread(target=run, args=(model,)) for model in (watched, other) * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(output, plain) for output in outputs) and len(outputs) == 20
+    assert len(recording.calls("0")) == len(recording.calls("1")) == 10
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_many_cycles_leave_memory_as_it_was(runs):
+    model = stack()
+
+    def cycles(count: int) -> None:
+        with torch.no_grad():
+            for _ in range(count):
+                with regard.watch(model):
+                    if runs:
+                        model(X)
+
+    cycles(20)
+    gc.collect()
+    before = len(gc.get_objects())
+    cycles(200)
+    gc.collect()
+    assert len(gc.get_objects()) <= before + 50
+    assert hooks(model) == 0
+
+
+# -- What is refused --------------------------------------------------------------------------------------
+
+
+def test_compiled_models_are_refused():
+    model = stack()
+    with pytest.raises(ArgumentError, match=r"torch\.compile has compiled") as error:
+        regard.watch(torch.compile(model, backend="eager"))
+    assert "_orig_mod" in error.value.hint
+    model.compile(backend="eager")
+    with pytest.raises(ArgumentError, match=r"torch\.compile has compiled") as error:
+        regard.watch(nn.Sequential(model))
+    assert "at '0'" in str(error.value) and "load_state_dict" in error.value.hint
+
+
+def test_a_compiled_function_around_a_model_breaks_at_each_attention():
+    model = stack().requires_grad_(False)
+    plain = model(X)
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    compiled(X)  # compiled before anybody watches
+    with regard.watch(model) as recording:
+        output = compiled(X)
+    torch.testing.assert_close(output, plain)
+    torch.testing.assert_close(compiled(X), plain)
+    assert list(recording) == ["0", "1"] and recording.calls("0")[0].query.shape == (2, 4, 7, 8)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(
+        ArgumentTypeError, match="watch: received the function test_what_is_no_model_is_refused"
+    ):
+        regard.watch(test_what_is_no_model_is_refused)
+    with pytest.raises(ArgumentError, match="keep='all'"):
+        regard.watch(stack(), keep="all")
+    with pytest.raises(ArgumentError, match="with measures"):
+        regard.watch(stack(), measures={"entropy": regard.Entropy()})
+
+
+def test_autocast_and_inference_mode():
+    model = stack()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(X)
+        with regard.watch(model) as recording:
+            assert torch.equal(model(X), plain)
+    assert recording.calls("0")[0].query.dtype == torch.bfloat16
+    with torch.inference_mode():
+        plain = model(X)
+        with regard.watch(model) as recording:
+            assert torch.equal(model(X), plain)
+    assert recording["0"].mask == causal()

@@ -1,0 +1,337 @@
+"""Masks: each one's small matrix, written out; values that print, compare and hash; blocks told apart."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import regard
+from regard import (
+    Mask,
+    causal,
+    dense,
+    document,
+    first,
+    padding,
+    prefix,
+    reference,
+    sliding_window,
+)
+from regard.core import block_loop as _stream
+
+UL, LR = "upper_left", "lower_right"
+
+
+def rows_of(allowed: Any) -> list[str]:
+    """A boolean matrix as lines of 1 and 0, so that it can be read beside what is expected."""
+    return ["".join("01"[int(x)] for x in row) for row in allowed]
+
+
+LITERAL = {
+    "causal 3×3": (causal(), "100 110 111"),
+    "causal upper left 2×5": (causal(UL), "10000 11000"),
+    "causal lower right 2×5": (causal(LR), "11110 11111"),
+    "causal upper left 5×2": (causal(UL), "10 11 11 11 11"),
+    "causal lower right 5×2": (causal(LR), "00 00 00 10 11"),
+    "causal either corner of a square, upper": (causal(UL), "100 110 111"),
+    "causal either corner of a square, lower": (causal(LR), "100 110 111"),
+    "window of one 3×3": (sliding_window(1), "100 010 001"),
+    "window of two 5×5": (sliding_window(2), "10000 11000 01100 00110 00011"),
+    "window upper left 2×5": (sliding_window(2, align=UL), "10000 11000"),
+    "window lower right 2×5": (sliding_window(2, align=LR), "00110 00011"),
+    "window upper left 5×2": (sliding_window(2, align=UL), "10 11 01 00 00"),
+    "window lower right 5×2": (sliding_window(2, align=LR), "00 00 00 10 11"),
+    "two sides 5×5": (sliding_window(left=2, right=1), "11000 11100 11110 01111 00111"),
+    "two sides upper left 2×5": (sliding_window(left=1, right=1, align=UL), "11000 11100"),
+    "two sides lower right 2×5": (sliding_window(left=1, right=1, align=LR), "00111 00011"),
+    "two sides upper left 5×2": (sliding_window(left=1, right=1, align=UL), "11 11 01 00 00"),
+    "two sides lower right 5×2": (sliding_window(left=1, right=1, align=LR), "00 00 10 11 11"),
+    "left only upper left 5×2": (sliding_window(left=1, align=UL), "11 11 01 00 00"),
+    "left only lower right 2×5": (sliding_window(left=1, align=LR), "00111 00011"),
+    "right only upper left 2×5": (sliding_window(right=1, align=UL), "11000 11100"),
+    "right only lower right 5×2": (sliding_window(right=1, align=LR), "00 00 10 11 11"),
+    "padding 2×5": (padding(3), "11100 11100"),
+    "padding 5×2": (padding(1), "10 10 10 10 10"),
+    "padding of everything": (padding(0), "00000 00000"),
+    "padding of nothing": (padding(5), "11111 11111"),
+    "left padding 2×5": (padding(3, side="left"), "00111 00111"),
+    "left padding of everything": (padding(0, side="left"), "00000 00000"),
+    "first 2×5": (first(2), "11000 11000"),
+    "first of more than there are": (first(7), "11 11 11 11 11"),
+    "prefix 5×5": (prefix(3), "11100 11100 11100 11110 11111"),
+    "prefix upper left 2×5": (prefix(3, UL), "11100 11100"),
+    "prefix lower right 2×5": (prefix(3, LR), "11110 11111"),
+    "prefix upper left 5×2": (prefix(1, UL), "10 11 11 11 11"),
+    "prefix lower right 5×2": (prefix(1, LR), "10 10 10 10 11"),
+    "document 5×5": (document([0, 0, 3, 3, 0]), "11001 11001 00110 00110 11001"),
+    "document 2×5": (document([0, 0, 1, 1, 1], query_ids=[1, 4]), "00111 00000"),
+    "document 5×2": (document([7, -1], query_ids=[-1, 7, 7, 2, -1]), "01 10 10 00 01"),
+    "dense": (dense([[True, False, True], [False, False, True]]), "101 001"),
+    "dense, one row for all": (dense([[True, False, True]]), "101 101"),
+    "dense, one column for all": (dense([[True], [False]]), "111 000"),
+    "torch's polarity": (dense([[True, False, True], [False, False, True]], true_means="ignore"), "010 110"),
+    "and": (causal(LR) & padding(3), "11100 11100"),
+    "or": (sliding_window(1, align=LR) | first(1), "10010 10001"),
+    "not": (~causal(UL), "01111 00111"),
+    "the sentence of the design": (
+        causal() & padding(4) & (sliding_window(2) | first(1)),
+        "10000 11000 11100 10110 10010",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_each_mask_is_the_matrix_written_here(name: str) -> None:
+    mask, rows = LITERAL[name]
+    expected = rows.split()
+    shape = (len(expected), len(expected[0]))
+    assert rows_of(mask.to_dense(*shape)) == expected
+    # The same in a call, and row by row.
+    A = regard.attention(np.zeros((shape[0], 3)), np.zeros((shape[1], 3)), mask=mask)
+    assert rows_of(A.to_dense() > 0) == expected
+    assert [rows_of(A[i : i + 1] > 0)[0] for i in range(shape[0])] == expected
+    # And on every leading axis, with heads or without.
+    assert all(rows_of(head) == expected for head in mask.to_dense(3, 7, *shape).reshape(21, *shape))
+
+
+def test_sizes_per_head() -> None:
+    windows = sliding_window([1, 3])
+    one, three = ["10000", "01000", "00100", "00010", "00001"], ["10000", "11000", "11100", "01110", "00111"]
+    assert [rows_of(head) for head in windows.to_dense(2, 5, 5)] == [one, three]
+    batches = windows.to_dense(3, 2, 5, 5)
+    assert all([rows_of(head) for head in batch] == [one, three] for batch in batches)
+    mixed = sliding_window(left=[0, 2], right=1, align=LR)
+    assert [rows_of(head) for head in mixed.to_dense(2, 2, 5)] == [["00011", "00001"], ["01111", "00111"]]
+    (empty, late) = (windows.block(range(4, 5), range(*keys), shape=(2, 5, 5)) for keys in ((0, 2), (2, 4)))
+    assert (empty, late) == ("empty", "partial")
+
+
+def test_lengths_per_batch_entry() -> None:
+    shape = (3, 2, 1, 5)
+    assert rows_of(padding([2, 0, 5]).to_dense(*shape)[:, 1, 0]) == ["11000", "00000", "11111"]
+    assert rows_of(padding([2, 0, 5], side="left").to_dense(*shape)[:, 1, 0]) == ["00011", "00000", "11111"]
+    assert rows_of(first([1, 9, 0]).to_dense(*shape)[:, 0, 0]) == ["10000", "11111", "00000"]
+    assert rows_of(prefix([1, 3, 0], UL).to_dense(*shape)[:, 0, 0]) == ["10000", "11100", "10000"]
+    ids = [[0, 0, 1, 1, 1], [4, 5, 5, 5, 5], [2, 2, 2, 2, 2]]
+    mask = document(ids, query_ids=[[1], [4], [3]])
+    assert rows_of(mask.to_dense(*shape)[:, 1, 0]) == ["00111", "10000", "00000"]
+    A = regard.attention(np.zeros((3, 2, 1, 7)), np.zeros((3, 2, 5, 7)), mask=padding([2, 0, 5]))
+    np.testing.assert_allclose(A[:, 0, 0, 0], [1 / 2, 0, 1 / 5])
+
+
+def test_lengths_need_a_batch_axis() -> None:
+    # (heads, q_len, kv_len) has no batch: three lengths could only be meant for heads.
+    with pytest.raises(regard.ArgumentError, match=r"heads axis of one"):
+        regard.attention(np.zeros((3, 5, 7)), np.zeros((3, 5, 7)), mask=padding([1, 2, 3]))
+
+
+@pytest.mark.parametrize("mask", [causal(), sliding_window(2), sliding_window(left=1), prefix(1), ~causal()])
+def test_a_corner_is_asked_for_and_never_guessed(mask: Mask) -> None:
+    for ask in (
+        lambda: mask.to_dense(2, 5),
+        lambda: mask.block(range(1), range(1), shape=(2, 5)),
+        lambda: regard.attention(np.zeros((2, 3)), np.zeros((5, 3)), mask=mask),
+        lambda: regard.attention(np.zeros((2, 3)), np.zeros((5, 3)), mask=mask & first(1)),
+    ):
+        with pytest.raises(regard.ArgumentError, match="align"):
+            ask()
+
+
+def test_a_length_beyond_the_keys_is_refused() -> None:
+    with pytest.raises(regard.ArgumentError, match="a length of 6 for kv_len 5"):
+        padding([3, 6]).to_dense(2, 1, 1, 5)
+
+
+@pytest.mark.parametrize("array", [[[1, 0]], [[0.0, -np.inf]], np.ones((2, 2), np.uint8)])
+def test_only_booleans_are_masks(array: Any) -> None:
+    for make in (dense, partial(dense, true_means="ignore")):
+        with pytest.raises(regard.ArgumentTypeError, match="True = attend"):
+            make(array)
+
+
+ATOMS = [
+    causal(),
+    causal(LR),
+    causal(UL),
+    sliding_window(3),
+    sliding_window(2, align=LR),
+    sliding_window([2, 3]),
+    sliding_window(left=2, right=[0, 1], align=UL),
+    sliding_window(left=0, right=3),
+    sliding_window(left=3),
+    sliding_window(right=2),
+    padding(3),
+    padding([3, 5]),
+    padding([2, 3], side="left"),
+    first(4),
+    first([1, 2]),
+    document([0, 0, 1]),
+    document([[0, 1], [1, 1]], query_ids=[2, 0]),
+    dense([[True, False]]),
+    dense([[False, False]], true_means="ignore"),
+]
+
+
+@pytest.mark.parametrize("mask", ATOMS, ids=repr)
+def test_a_repr_makes_the_mask_again(mask: Mask) -> None:
+    for one in (mask, ~mask, mask & first(9), mask | ~first(9), ~(mask | first(9)) & causal(LR)):
+        again = eval(repr(one), vars(regard))
+        assert again == one and hash(again) == hash(one) and repr(again) == repr(one)
+
+
+def test_masks_are_equal_only_to_what_lets_the_same_through() -> None:
+    for a, b in itertools.combinations(ATOMS, 2):
+        assert a != b, (a, b)
+        assert ~a != a and ~a != b and (a & b) not in (a, b, a | b, ~(a & b))
+    assert len({*ATOMS, *(~mask for mask in ATOMS)}) == 2 * len(ATOMS)
+    assert causal() != "causal()" and first(1) is not None
+
+
+def test_equal_masks_written_otherwise() -> None:
+    assert causal() == sliding_window(right=0)
+    assert sliding_window(4) == sliding_window(left=3, right=0)
+    assert first(3) == padding(3) and hash(first(3)) == hash(padding(3))
+    assert prefix(2, LR) == causal(LR) | first(2)
+    assert document([0, 1]) == document(np.array([0, 1], np.uint8), query_ids=[0, 1])
+    assert dense([[True]], true_means="ignore") == ~dense(np.array([[True]]))
+    assert (causal() & first(3)) & causal() == first(3) & causal()
+
+
+@pytest.mark.parametrize(
+    "mask, text",
+    [
+        (causal() & padding([3, 5]) & (sliding_window(512) | first(4)),
+         "causal() & padding([3, 5]) & (sliding_window(512) | first(4))"),
+        (causal() | first(1) & ~padding(2), "causal() | first(1) & ~padding(2)"),
+        (~(causal() & first(1)), "~(causal() & first(1))"),
+        (~~causal(), "causal()"),
+        (prefix(2, UL), "first(2) | causal(align='upper_left')"),
+        (sliding_window(left=1), "sliding_window(left=1, right=None)"),
+        (padding([1, 2], side="left"), "padding([1, 2], side='left')"),
+        (padding(np.arange(17)), "padding(<(17,) numbers>)"),
+        (dense(np.ones((31, 37), bool)), "dense(<array of shape (31, 37)>)"),
+    ],
+)  # fmt: skip
+def test_reprs(mask: Mask, text: str) -> None:
+    assert repr(mask) == text
+
+
+def test_a_mask_keeps_its_own_numbers() -> None:
+    lengths = np.array([3, 5])
+    mask = padding(lengths)
+    before = hash(mask)
+    lengths[:] = 0
+    assert mask == padding([3, 5]) and hash(mask) == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda: causal() and first(1), lambda: not causal(), lambda: bool(causal())]
+)
+def test_a_mask_is_no_truth_value(wrong: Any) -> None:
+    with pytest.raises(regard.ArgumentTypeError, match="&"):
+        wrong()
+
+
+@pytest.mark.parametrize("other", [True, np.ones((2, 2), bool), None])
+def test_masks_combine_with_masks_only(other: Any) -> None:
+    for combine in (lambda: causal() & other, lambda: causal() | other):
+        with pytest.raises(regard.ArgumentTypeError, match="dense"):
+            combine()
+
+
+# Blocks
+
+SQUARE = (19, 19)
+
+
+@pytest.mark.parametrize(
+    "mask, q, kv, told",
+    [
+        (causal(), (0, 4), (4, 8), "empty"),
+        (causal(), (0, 5), (4, 8), "partial"),
+        (causal(), (7, 9), (0, 8), "full"),
+        (causal(), (6, 9), (0, 8), "partial"),
+        (sliding_window(3), (10, 12), (0, 8), "empty"),
+        (sliding_window(3), (10, 12), (0, 9), "partial"),
+        (sliding_window(3), (10, 12), (9, 12), "partial"),
+        (sliding_window(3), (11, 12), (9, 12), "full"),
+        (sliding_window(left=3, right=2), (5, 7), (3, 8), "full"),
+        (sliding_window(left=3, right=2), (5, 7), (9, 19), "empty"),
+        (padding(7), (0, 19), (0, 7), "full"),
+        (padding(7), (0, 19), (6, 8), "partial"),
+        (padding(7), (3, 5), (7, 19), "empty"),
+        (padding(7, side="left"), (3, 5), (0, 12), "empty"),
+        (padding(7, side="left"), (3, 5), (12, 19), "full"),
+        (first(2), (3, 5), (0, 2), "full"),
+        (prefix(5), (0, 4), (0, 5), "full"),
+        (prefix(5), (0, 4), (5, 19), "empty"),
+        (document([0] * 7 + [1] * 12), (0, 7), (7, 19), "empty"),
+        (document([0] * 7 + [1] * 12), (7, 9), (8, 19), "full"),
+        (document([0] * 7 + [1] * 12), (6, 9), (8, 19), "partial"),
+        (dense(np.eye(19, dtype=bool)), (0, 5), (5, 19), "empty"),
+        (dense(np.eye(19, dtype=bool)), (5, 6), (5, 6), "full"),
+        (dense(np.arange(19)[None, :] < 4), (5, 9), (4, 19), "empty"),
+        (dense(np.arange(19)[:, None] < 4), (0, 4), (4, 19), "full"),
+        (~causal(), (0, 4), (4, 8), "full"),
+        (~causal(), (7, 9), (0, 8), "empty"),
+        (causal() & padding(7), (9, 12), (7, 19), "empty"),
+        (causal() & padding(7), (9, 12), (0, 7), "full"),
+        (sliding_window(2) | first(3), (9, 12), (0, 3), "full"),
+        (sliding_window(2) | first(3), (9, 12), (3, 8), "empty"),
+    ],
+)
+def test_blocks(mask: Mask, q: Any, kv: Any, told: str) -> None:
+    assert mask.block(range(*q), range(*kv), shape=SQUARE) == told
+    held = mask.to_dense(*SQUARE)[slice(*q), slice(*kv)]
+    assert told == ("full" if held.all() else "partial" if held.any() else "empty")
+
+
+class Odd(Mask):
+    """A mask of one's own, in a line: keys whose distance is odd, and one's own."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def allows(self, frame: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        self.asked.append((int(q_idx[0]), int(kv_idx[0])))
+        ahead = kv_idx[None, :] - q_idx[:, None]
+        return xp.asarray((ahead % 2 == 1) | (ahead == 0))[None]
+
+
+def test_a_mask_of_ones_own_needs_only_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "ROWS", 5)
+    monkeypatch.setattr(_stream, "COLUMNS", 3)
+    mask, n = Odd(), 19
+    odd = np.array([[(j - i) % 2 == 1 or i == j for j in range(n)] for i in range(n)])
+    assert mask.block(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
+    rng = np.random.default_rng(2)
+    query, key, value = rng.normal(size=(2, n, 7)), rng.normal(size=(2, n, 7)), rng.normal(size=(2, n, 11))
+    for one, allowed in ((mask, odd), (~mask, ~odd), (mask & causal(), odd & np.tri(n, dtype=bool))):
+        A = regard.attention(query, key, mask=one)
+        expected = reference.attention(query, key, value, mask=allowed)
+        np.testing.assert_allclose(A @ value, expected.output, atol=1e-13)
+        np.testing.assert_allclose(A.to_dense(), expected.weights, atol=1e-13)
+
+
+def test_empty_blocks_are_skipped_and_full_ones_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "ROWS", 4)
+    monkeypatch.setattr(_stream, "COLUMNS", 4)
+    asked = Odd()
+    regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() & asked).sum()
+    assert sorted(asked.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(0, q + 1, 4)]
+    wide = Odd()
+    regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() | wide).sum()
+    # Below the diagonal causal() alone says that the block is full.
+    assert sorted(wide.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(q, 11, 4)]
+
+
+def test_a_mask_without_allows_says_so() -> None:
+    class Nothing(Mask):
+        pass
+
+    with pytest.raises(TypeError, match=r"Nothing must define allows\(frame, q_idx, kv_idx, xp\)"):
+        Nothing().to_dense(2, 3)

@@ -1,0 +1,405 @@
+"""Measures: each against its formula on the whole matrix, those of one's own, and what they are published to be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import regard
+from regard import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    Measure,
+    Position,
+    Received,
+    Spread,
+    TopK,
+    causal,
+    first,
+)
+from regard.core import block_loop as _stream
+from regard.measures import MaxWeight, Sum, Top, name_of
+
+HEADS, HEAD_DIM = 3, 5
+close = np.testing.assert_allclose
+equal = np.testing.assert_array_equal
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles, no length a multiple of them."""
+    for name, size in {"ROWS": 4, "COLUMNS": 6, "TILE": 30}.items():
+        monkeypatch.setattr(_stream, name, size)
+
+
+def matrix(
+    q_len: int = 11, kv_len: int = 17, lead: Any = (2, HEADS), **arguments: Any
+) -> regard.AttentionMatrix:
+    rng = np.random.default_rng(q_len * 100 + kv_len)
+    query, key = (rng.normal(size=(*lead, n, HEAD_DIM)) for n in (q_len, kv_len))
+    return regard.attention(query, key, **arguments)
+
+
+def uniform(n: int, **arguments: Any) -> regard.AttentionMatrix:
+    return regard.attention(np.zeros((n, HEAD_DIM)), np.zeros((n, HEAD_DIM)), **arguments)
+
+
+LR = "lower_right"
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": causal(LR)},
+    "a band that leaves tiles and rows empty": {
+        "mask": regard.sliding_window(left=1, right=1, align="upper_left")
+    },
+    "batch entries that differ": {"mask": causal(LR) & regard.padding([13, 0])},
+    "heads that differ": {"mask": regard.sliding_window([1, 4, 30], align=LR)},
+    "nothing to see": {"mask": first(0)},
+    "sink": {"sink": np.array([-1.0, 0.0, 3.0]), "mask": causal(LR)},
+    "cold": {"scale": 40.0},
+}
+SHAPES = [(11, 17), (17, 11), (1, 17), (17, 1), (13, 13)]
+
+
+def formulas(W: Any, mask: Any) -> dict[str, Any]:
+    """What each measure is, from whole weights."""
+    q_len, kv_len = W.shape[-2:]
+    at, keys = np.arange(q_len)[:, None], np.arange(kv_len)
+    total = np.where(W.sum(-1) == 0, 1, W.sum(-1))
+    mean = (W * keys).sum(-1) / total
+    variance = (W * (keys - mean[..., None]) ** 2).sum(-1) / total
+    order = np.argsort(-W, axis=-1, kind="stable")[..., : min(7, kv_len)]
+    return {
+        "entropy": -(W * np.log(np.where(W > 0, W, 1))).sum(-1),
+        "received": W.sum(-2),
+        "sum": W.sum(-1),
+        "distance": (W * np.abs(keys - at - (kv_len - q_len))).sum(-1),
+        "upper": (W * np.abs(keys - at)).sum(-1),
+        "position": (W * keys).sum(-1),
+        "spread": np.sqrt(variance),
+        "mass": (W * mask).sum(-1),
+        "top_k": (np.take_along_axis(W, order, -1), order),
+        "largest": (W.max(-1), W.argmax(-1)),
+        "highest": (W.max(-2), W.argmax(-2)),
+    }
+
+
+@pytest.mark.parametrize("q_len, kv_len", SHAPES)
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) -> None:
+    if arguments == "batch entries that differ" and kv_len < 13:
+        arguments = "causal"
+    A = matrix(q_len, kv_len, **ARGUMENTS[arguments])
+    near = regard.sliding_window(left=2, right=3, align=LR) | first([1, 0])
+    expected = formulas(A.to_dense(), near.to_dense(*A.shape))
+    found = A.measure(
+        Entropy(), Received(), Sum(), Distance(LR), Spread(LR), Mass(near), TopK(min(7, kv_len)), MaxWeight(),
+        Position(), upper=Distance("upper_left"), highest=MaxWeight(-2),
+    )  # fmt: skip
+    assert set(found._fields) == set(expected)
+    for name, formula in expected.items():
+        result = getattr(found, name)
+        for x, y in zip(result, formula, strict=True) if isinstance(formula, tuple) else [(result, formula)]:
+            assert x.shape == y.shape, name
+            close(x, y, atol=2e-7 if name == "spread" else 1e-12, err_msg=name)
+    close(A.entropy(), expected["entropy"], atol=1e-12)
+    close(A.distance(LR), expected["distance"], atol=1e-12)
+    close(A.mass(near), expected["mass"], atol=1e-12)
+    equal(A.topk(1).indices[..., 0], expected["largest"][1])
+
+
+@pytest.mark.parametrize("waiting", [6, 18, 4096])
+def test_the_largest_are_the_same_in_whatever_order_tiles_come(
+    waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TopK, "WAITING", waiting)
+    W = np.full((1, 5, 18), 0.01)
+    W[0, 1:, 12:] = 0.1  # in rows after the first all that matters comes from the last tile
+    measure = TopK(3).bind(matrix(5, 18)._problem)
+    expected = np.argsort(-W, axis=-1, kind="stable")[..., :3]
+    for order in ([0, 6, 12], [12, 6, 0], [12, 0, 6], [6, 0, 12]):
+        state = measure.init(W.shape, np)
+        for rows in (np.arange(4), np.arange(4, 5)):
+            for start in order:
+                tile = W[:, rows[0] : rows[-1] + 1, start : start + 6].copy()
+                state = measure.step(state, tile, None, rows, np.arange(start, start + 6), np)
+                tile[:] = np.nan  # the memory of a tile is used again
+        top = measure.finish(state)
+        equal(top.indices, expected)
+        equal(top.values, np.take_along_axis(W, expected, -1))
+
+
+def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TopK, "WAITING", 6)
+    query, key = np.ones((4, 2)), np.ones((17, 2))
+    query[3] = np.nan
+    seen = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)
+    top = regard.attention(query, key, mask=regard.dense(seen)).topk(2)
+    equal(top.indices, [[0, 1]] * 3 + [[12, 13]])
+    equal(np.isnan(top.values), np.arange(4)[:, None] == [[3, 3]])
+
+
+# Published definitions
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 31])
+def test_uniform_attention(n: int) -> None:
+    A = uniform(n)
+    close(A.entropy(), np.full(n, math.log(n)), atol=1e-15)
+    close(A.sum(-2), np.ones(n))
+    close(A.measure(Spread()).spread, np.full(n, math.sqrt((n**2 - 1) / 12)))
+    i = np.arange(n)
+    close(A.distance(), (i * (i + 1) / 2 + (n - 1 - i) * (n - i) / 2) / n)
+    close(A.max(-1), np.full(n, 1 / n))
+    equal(A.argmax(-1), 0)
+    equal(A.topk(n).indices, np.broadcast_to(i, (n, n)))
+
+
+def test_uniform_causal_attention() -> None:
+    n = 13
+    A = uniform(n, mask=causal())
+    i = np.arange(n)
+    close(A.entropy(), np.log(i + 1))
+    close(A.distance(), i / 2)
+    close(A.mass(first(1)), 1 / (i + 1))
+    close(A.sum(-2), [sum(1 / (q + 1) for q in range(j, n)) for j in range(n)])
+
+
+def test_one_key_takes_all() -> None:
+    n = 13
+    A = uniform(n, mask=regard.sliding_window(1))
+    for result in (A.entropy(), A.distance(), A.measure(Spread()).spread):
+        equal(result, np.zeros(n))
+    equal(A.mass(causal()), np.ones(n))
+    equal(A.argmax(-1), np.arange(n))
+
+
+def test_a_sink_takes_its_share_of_every_measure() -> None:
+    A = uniform(7, sink=math.log(7))  # half of every row
+    close(A.sum(-1), np.full(7, 0.5))
+    close(A.entropy(), np.full(7, -7 * (1 / 14) * math.log(1 / 14)))
+    close(A.mass(first(7)), np.full(7, 0.5))
+    close(A.measure(Spread()).spread, np.full(7, 2.0))  # of where the keys are, so the share does not matter
+
+
+def test_spread_does_not_cancel_far_from_the_start() -> None:
+    n, width = 16_411, 3
+    A = regard.attention(
+        np.zeros((1, 2), np.float32),
+        np.zeros((n, 2), np.float32),
+        mask=regard.sliding_window(width, align=LR),
+    )
+    assert A.dtype == np.float32
+    close(A.measure(Spread(LR)).spread, [math.sqrt((width**2 - 1) / 12)], rtol=1e-6)
+
+
+def test_an_empty_row_measures_zero_and_never_nan() -> None:
+    A = matrix(mask=regard.padding([0, 17]))
+    found = A.measure(Entropy(), Received(), Distance(LR), Spread(LR), Mass(first(3)), TopK(3), Coarse(5))
+    for result in found:
+        for array in result if isinstance(result, tuple) else [result]:
+            assert np.isfinite(array).all()
+            if array.dtype == float:
+                assert not array[0].any() and array[1].all()
+    equal(found.top_k.indices[0], np.broadcast_to([0, 1, 2], (HEADS, 11, 3)))
+
+
+def test_a_live_nan_is_the_largest_and_shows_in_its_row_only() -> None:
+    query, key = np.ones((7, 2)), np.ones((11, 2))
+    query[3] = np.nan
+    A = regard.attention(query, key, mask=regard.padding(5, side="left"))
+    for result in (A.entropy()[..., None], A.topk(2).values, A.max(-1)[..., None], A.sum(-1)[..., None]):
+        equal(np.isnan(result).all(-1), np.arange(7) == 3)
+        equal(np.isnan(result).any(-1), np.arange(7) == 3)
+    equal(A.argmax(-1), np.full(7, 6))
+    equal(A.topk(2).indices, np.broadcast_to([6, 7], (7, 2)))
+    equal(np.isnan(A.sum(-2)), np.arange(11) >= 6)
+    late, early = (Top(np.array([np.nan]), np.array([j])) for j in (8, 6))
+    equal([MaxWeight().merge(*pair).indices for pair in ((late, early), (early, late))], [[6], [6]])
+
+
+# Coarse
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize(
+    "q_len, kv_len, block", [(11, 17, 3), (17, 11, 5), (13, 13, 13), (29, 31, 7), (7, 19, 1)]
+)
+@pytest.mark.parametrize("arguments", ["plain", "causal", "a band that leaves tiles and rows empty"])
+def test_coarse_cells(arguments: str, q_len: int, kv_len: int, block: int, reduce: str) -> None:
+    A = matrix(q_len, kv_len, **ARGUMENTS[arguments])
+    W = A.to_dense()
+    found = A.coarsen(block, reduce)
+    assert found.shape == (2, HEADS, block, block)
+    for a in range(block):
+        for b in range(block):
+            rows = [i for i in range(q_len) if i * block // q_len == a]
+            columns = [j for j in range(kv_len) if j * block // kv_len == b]
+            cell = W[..., rows, :][..., columns]
+            close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("block", [(2, 5), (7, 3), (1, 17), (11, 1)], ids=str)
+def test_coarse_cells_of_any_shape(block: tuple[int, int], reduce: str) -> None:
+    A = matrix(11, 17, mask=causal(LR))
+    W, found = A.to_dense(), A.coarsen(block, reduce)
+    rows, columns = (np.arange(n) * cells // n for n, cells in zip((11, 17), block, strict=True))
+    assert found.shape == (2, HEADS, *block)
+    for a, b in np.ndindex(block):
+        cell = W[..., rows == a, :][..., columns == b]
+        close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
+
+
+def test_coarse_is_the_mean_unless_said_and_the_matrix_itself_at_full_size() -> None:
+    A = matrix(13, 13, mask=causal())
+    equal(A.coarsen(5), A.coarsen(5, "mean"))
+    close(A.coarsen(5, reduce="sum").sum((-2, -1)), A.sum(-1).sum(-1))
+    for reduce in ("mean", "max", "sum"):
+        close(A.coarsen(13, reduce), A.to_dense(), atol=1e-15)
+
+
+@pytest.mark.parametrize("block, reduce", [(0, "mean"), (12, "mean"), (5, "median"), (-1, "sum")])
+def test_coarse_refuses_what_it_cannot_do(block: int, reduce: str) -> None:
+    expected = '"mean", "max" or "sum"' if reduce == "median" else "block from 1 to 11"
+    with pytest.raises(regard.ArgumentError, match=expected):
+        matrix().coarsen(block, reduce)
+
+
+@pytest.mark.parametrize("k", [0, -1, 18])
+def test_no_more_keys_than_there_are(k: int) -> None:
+    with pytest.raises(regard.ArgumentError, match="k from 1 to 17"):
+        matrix().topk(k)
+
+
+def test_distance_asks_which_corner() -> None:
+    for ask in (lambda: matrix().distance(), lambda: matrix().measure(Spread())):
+        with pytest.raises(regard.ArgumentError, match="align"):
+            ask()
+
+
+# Measures of one's own
+
+
+class EvenShare(Measure):
+    """The share of each row on even keys: what two lines of a subclass say."""
+
+    def init(self, shape: Any, xp: Any) -> Any:
+        return xp.zeros(shape[:2])
+
+    def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        state[:, q_idx] += xp.sum(weights * (kv_idx % 2 == 0), axis=-1)
+        return state
+
+
+class Hottest:
+    """The largest score of each head, by a class that knows nothing of regard."""
+
+    def init(self, shape: Any, xp: Any) -> Any:
+        return xp.full(shape[:1], -xp.inf)
+
+    def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        return self.merge(state, xp.max(scores, axis=(-2, -1)))
+
+    def merge(self, a: Any, b: Any) -> Any:
+        return np.maximum(a, b)
+
+    def finish(self, state: Any) -> Any:
+        return {"degrees": state}["degrees"]
+
+
+@pytest.mark.parametrize("lead", [(), (HEADS,), (2, HEADS)])
+def test_a_measure_of_ones_own(lead: Any) -> None:
+    A = matrix(lead=lead, mask=causal(LR))
+    found = A.measure(EvenShare(), Hottest(), Entropy())
+    assert found._fields == ("even_share", "hottest", "entropy")
+    close(found.even_share, A.to_dense()[..., ::2].sum(-1), atol=1e-14)
+    close(found.hottest, A.scores[...].max((-2, -1)))
+    assert found.hottest.shape == lead
+    a, b = (A.measure(EvenShare()).even_share for _ in range(2))
+    equal(EvenShare().merge(a, b), 2 * a)
+
+
+def test_weights_are_final_when_a_measure_sees_them() -> None:
+    seen = []
+
+    class Watching(EvenShare):
+        def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+            assert weights.shape == scores.shape == (len(weights), len(q_idx), len(kv_idx))
+            seen.append((q_idx.tolist(), kv_idx.tolist(), weights.copy()))
+            return state
+
+    A = matrix(lead=())
+    A.measure(Watching())
+    whole = np.full((11, 17), np.nan)
+    for rows, columns, weights in seen:
+        assert np.isnan(whole[np.ix_(rows, columns)]).all(), "a tile is shown once"
+        whole[np.ix_(rows, columns)] = weights[0]
+    equal(whole, A.to_dense())
+
+
+@pytest.mark.parametrize("missing", ["init", "step", "merge", "finish"])
+def test_what_is_no_measure_is_refused(missing: str) -> None:
+    parts = {name: getattr(Hottest, name) for name in ("init", "step", "merge", "finish") if name != missing}
+    for wrong in (type("Partial", (), parts)(), "entropy"):
+        with pytest.raises(regard.ArgumentTypeError, match="measures such as"):
+            matrix().measure(wrong)
+
+
+def test_a_measure_without_step_says_so() -> None:
+    class Empty(Measure):
+        def init(self, shape: Any, xp: Any) -> Any:
+            return xp.zeros(shape[:2])
+
+    with pytest.raises(TypeError, match="Empty must define step"):
+        matrix().measure(Empty())
+    with pytest.raises(TypeError, match="Measure must define init"):
+        matrix().measure(Measure())
+
+
+# Names
+
+
+def test_results_are_named_for_the_class_or_by_keyword() -> None:
+    A = matrix()
+    found = A.measure(Entropy(), TopK(2), Mass(first(1)), near=Mass(first(3)), big=TopK(3))
+    assert found._fields == ("entropy", "top_k", "mass", "near", "big")
+    entropy, _, mass, near, big = found
+    equal(entropy, found.entropy)
+    assert (near > mass).all() and big.values.shape == (2, HEADS, 11, 3)
+    assert big._fields == ("values", "indices") and A.topk(3)._fields == ("values", "indices")
+    assert [name_of(m) for m in (TopK(1), EvenShare(), Received())] == ["top_k", "even_share", "received"]
+    assert A.measure() == ()
+
+
+@pytest.mark.parametrize("named", [{}, {"entropy": Entropy()}])
+def test_two_results_of_one_name_are_refused(named: Any) -> None:
+    twice = [] if named else [Entropy()]
+    with pytest.raises(regard.ArgumentError, match="a name for each result"):
+        matrix().measure(Entropy(), *twice, **named)
+
+
+# Chosen rows
+
+
+@pytest.mark.parametrize("rows", [[3], [9, 0, 5], slice(2, 9, 3), slice(None, None, -1)])
+def test_chosen_rows(rows: Any) -> None:
+    A = matrix(mask=causal(LR) & regard.padding([13, 9]) | first([2, 1]))
+    near = regard.sliding_window(left=2, right=3, align=LR) & first([6, 8])
+    measures = (Entropy(), Sum(), Distance(LR), Spread(LR), Mass(near), MaxWeight())
+    part, whole = A.lazy[..., rows, :].measure(*measures), A.measure(*measures)
+    for some, every in zip(part[:-1], whole[:-1], strict=True):
+        close(some, every[..., rows], atol=1e-12)
+    equal(part.largest.indices, whole.largest.indices[..., rows])
+    B = A.lazy[..., rows, :]
+    W = A.to_dense()[..., rows, :]
+    close(B.sum(-2), W.sum(-2), atol=1e-13)
+    equal(B.argmax(-2), W.argmax(-2))
+    close(B.coarsen(1), W.mean((-2, -1))[..., None, None])
+    close(A.lazy[1, 2, rows].mass(near), whole.mass[1, 2, rows], atol=1e-13)

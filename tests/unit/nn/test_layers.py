@@ -1,0 +1,492 @@
+"""Layers: held against the formula written out, their gradients, and what torch does to modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import regard
+from regard import alibi, causal, dense, first, padding, relative_bias, rope, sliding_window, softcap
+from regard.engines import torch_fused as fused
+from regard.engines import torch_kernels as kernels
+from regard.nn import KVCache, MultiHeadAttention, Rope, ScaledDotProductAttention
+from regard.testing import assert_matches
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiHeadAttention:
+    """A layer none of whose parameters is 0."""
+    made = MultiHeadAttention(*sizes, dtype=dtype, **options)
+    for seed, parameter in enumerate(made.parameters()):
+        values = draw(*parameter.shape, seed=seed, dtype=dtype) * (parameter.shape[-1] ** -0.5)
+        parameter.data.copy_(values)
+    return made
+
+
+def turned(x, positions, pairing, frequencies):
+    """Each pair of entries as one complex number, multiplied by exp(i · angle)."""
+    half = x.shape[-1] // 2
+    real, imaginary = (x[..., :half], x[..., half:]) if pairing == "halves" else (x[..., 0::2], x[..., 1::2])
+    angles = (positions[..., None] * frequencies).astype(x.dtype)
+    a = real * np.cos(angles) - imaginary * np.sin(angles)
+    b = real * np.sin(angles) + imaginary * np.cos(angles)
+    if pairing == "halves":
+        return np.concatenate([a, b], -1)
+    return np.stack([a, b], -1).reshape(x.shape)
+
+
+def by_hand(made, query, key=None, value=None, *, allowed=None, added=0.0, dtype=np.longdouble):
+    """Output and weights, step by step, in NumPy."""
+    key = query if key is None else key
+    value = key if value is None else value
+
+    def heads(projection, x):
+        x = x.numpy().astype(dtype) @ projection.weight.detach().numpy().astype(dtype).T
+        x = x if projection.bias is None else x + projection.bias.detach().numpy().astype(dtype)
+        return x.reshape(*x.shape[:2], -1, made.head_dim).swapaxes(1, 2)
+
+    q, k, v = (heads(*each) for each in ((made.q_proj, query), (made.k_proj, key), (made.v_proj, value)))
+    if made.rope is not None:
+        q, k = (
+            turned(x, np.arange(x.shape[2]).astype(dtype), made.rope.pairing, made.rope.frequencies)
+            for x in (q, k)
+        )
+    k, v = (x.repeat(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scale = made.head_dim**-0.5 if made.scale is None else made.scale
+    scores = q @ k.swapaxes(-1, -2) * dtype(scale) + np.asarray(added, dtype)
+    scores = scores if allowed is None else np.where(allowed, scores, -np.inf)
+    shift = scores.max(-1, keepdims=True)
+    if made.sink is not None:
+        sink = torch.as_tensor(made.sink).detach().numpy().astype(dtype).reshape(-1, 1, 1)
+        shift = np.maximum(shift, sink)
+    weights = np.exp(scores - shift)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / (total if made.sink is None else total + np.exp(sink - shift))
+    output = (weights @ v).swapaxes(1, 2).reshape(*query.shape[:2], -1)
+    output = output @ made.out_proj.weight.detach().numpy().astype(dtype).T
+    bias = made.out_proj.bias
+    return (output if bias is None else output + bias.detach().numpy().astype(dtype)), weights
+
+
+def hold(actual, definition, naive, dtype="float32", what="output"):
+    actual = actual.detach().double().numpy() if isinstance(actual, torch.Tensor) else actual
+    size = np.abs(definition).max(initial=1)
+    assert_matches(actual, definition, naive, dtype=dtype, magnitude=size, what=what)
+
+
+# -- The formula ----------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "bias but for the output": {"out_bias": False},
+    "grouped": {"num_kv_heads": 2},
+    "multi-query": {"num_kv_heads": 1},
+    "wide heads": {"head_dim": 10},
+    "scale": {"scale": 0.1},
+    "rotary, halves": {"rope": "halves"},
+    "rotary, neighbours": {"rope": "neighbours", "num_kv_heads": 2},
+    "sinks": {"sink": "learned"},
+    "fixed sink": {"sink": -0.5},
+    "all of it": {"num_kv_heads": 2, "head_dim": 6, "rope": "halves", "sink": "learned", "out_bias": False},
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layer_is_the_formula(name, masked):
+    made, x = layer(24, 6 if "head_dim" not in LAYERS[name] else 4, **LAYERS[name]), draw(3, 11, 24, seed=50)
+    mask = causal() & (sliding_window(5) | first(2)) if masked else None
+    allowed = mask.to_dense(11, 11) if masked else None
+    output, A = made(x, mask=mask, need_matrix=True)
+    right, naive = by_hand(made, x, allowed=allowed), by_hand(made, x, allowed=allowed, dtype=np.float32)
+    hold(output, right[0], naive[0])
+    hold(A.to_dense(), right[1], naive[1], what="weights")
+
+
+@pytest.mark.parametrize("wide", [{}, {"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}])
+def test_cross_attention(wide):
+    made = layer(24, 4, num_kv_heads=2, **wide)
+    query, key = draw(3, 5, 24, seed=1), draw(3, 9, wide.get("kdim", 24), seed=2)
+    value = draw(3, 9, wide.get("vdim", 24), seed=3)
+    lengths = [9, 4, 1]
+    allowed = padding(lengths).to_dense(3, 1, 5, 9)
+    right, naive = (
+        by_hand(made, query, key, value, allowed=allowed, dtype=t) for t in (np.longdouble, np.float32)
+    )
+    for given in (padding(lengths), torch.tensor(allowed[:, 0, 0])):
+        output, A = made(query, key, value, padding=given, need_matrix=True)
+        hold(output, right[0], naive[0])
+        hold(A.to_dense(), right[1], naive[1], what="weights")
+    if not wide:
+        assert torch.equal(made(query, key), made(query, key, key))
+
+
+def test_score_modifications_and_masks_are_those_of_attention():
+    made, x = layer(16, 4), draw(2, 9, 16, seed=7)
+    table = draw(8, 4, seed=8).numpy()
+    mods = [alibi(), relative_bias(table, bidirectional=True), softcap(2.0)]
+    output, A = made(x, mask=causal(), score_mod=mods, need_matrix=True)
+    q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (made.q_proj, made.k_proj, made.v_proj))
+    same = regard.attention(q.detach(), k.detach(), mask=causal(), score_mod=mods)
+    torch.testing.assert_close(A.to_dense(), same.to_dense())
+    torch.testing.assert_close(output, made.out_proj((same @ v).transpose(1, 2).flatten(2)))
+    assert torch.equal(made(x, score_mod=alibi()), made(x, score_mod=[alibi()]))
+
+
+def test_queries_and_keys_are_normed_before_they_are_turned():
+    made, x = layer(16, 2, rope="halves", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
+    made.q_norm.weight.data.uniform_(0.5, 2.0)
+    A = made(x, need_matrix=True)[1]
+    q, k = (p(x).unflatten(-1, (2, 8)) for p in (made.q_proj, made.k_proj))
+    q, k = (rope(n(y).transpose(1, 2), pairing="halves") for n, y in ((made.q_norm, q), (made.k_norm, k)))
+    torch.testing.assert_close(A.to_dense(), (q @ k.mT * 8**-0.5).softmax(-1))
+
+
+def test_without_a_batch():
+    made, x = layer(24, 4, num_kv_heads=2, rope="halves", sink="learned"), draw(3, 11, 24)
+    outputs, A = made(x, mask=causal(), need_matrix=True)
+    for i in range(3):
+        output, B = made(x[i], mask=causal(), need_matrix=True)
+        torch.testing.assert_close(output, outputs[i])
+        assert B.shape == (4, 11, 11)
+        torch.testing.assert_close(B.to_dense(), A[i])
+    half = made(x[0], mask=causal(), padding=padding(6))
+    torch.testing.assert_close(half[:6], outputs[0, :6])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_hides_keys_and_is_not_counted(side):
+    made, x, lengths = layer(24, 4, rope="neighbours"), draw(3, 9, 24), [9, 4, 6]
+    padded = torch.full_like(x, 1e4)
+    for i, n in enumerate(lengths):
+        padded[i, 9 - n if side == "left" else 0 :][:n] = x[i, :n]
+    output = made(padded, mask=causal(), padding=padding(lengths, side=side))
+    for i, n in enumerate(lengths):
+        found = output[i, 9 - n if side == "left" else 0 :][:n]
+        torch.testing.assert_close(found, made(x[i, :n], mask=causal()), atol=1e-5, rtol=1e-5)
+
+
+def test_padding_between_tokens_is_not_counted_either():
+    # Turned positions are relative, so padding at an end moves nothing; a hole would.
+    made, x = layer(24, 4, rope="neighbours"), draw(2, 9, 24)
+    real = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 0, 1]]).bool()
+    output = made(x, mask=causal(), padding=real)
+    for i in range(2):
+        right = made(x[i, real[i]], mask=causal())
+        torch.testing.assert_close(output[i, real[i]], right, atol=1e-5, rtol=1e-5)
+
+
+def test_remembered_keys_are_projected_once():
+    made, query, memory = layer(24, 4, num_kv_heads=2, kdim=7, vdim=7), draw(3, 5, 24), draw(3, 9, 7, seed=1)
+    lengths = padding([9, 4, 1])
+    kept = made.remember(memory, padding=lengths)
+    made.k_proj.weight.register_hook(lambda grad: pytest.fail("projected again"))
+    direct, A = made(query, memory, padding=lengths, need_matrix=True)
+    for start in (0, 2):
+        output, B = made(query[:, start : start + 2], kept, need_matrix=True)
+        torch.testing.assert_close(output, direct[:, start : start + 2])
+        torch.testing.assert_close(B.to_dense(), A.to_dense()[:, :, start : start + 2])
+    torch.testing.assert_close(made(query[0], made.remember(memory[0])), direct[0])
+    assert kept.lengths.tolist() == [9, 4, 1]
+
+
+# -- The matrix beside the output -----------------------------------------------------------------------------
+
+
+def test_the_matrix_costs_nothing_in_the_forward_pass(monkeypatch):
+    calls = []
+    kernel = kernels.kernel_on("cpu")
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return kernel.forward(*arguments)
+
+    counting = kernels.Kernel(kernel.name, counted, kernel.backward)
+    monkeypatch.setattr(fused.kernels, "kernel_on", lambda device_type: counting)
+    made, x = layer(24, 4), draw(3, 70, 24)
+    alone = made(x, mask=causal())
+    assert len(calls) == 1
+    output, A = made(x, mask=causal(), need_matrix=True)
+    assert len(calls) == 2 and torch.equal(output, alone)
+    with torch.no_grad():
+        scores = A.scores[...]
+        torch.testing.assert_close(A.lse, scores.logsumexp(-1))
+    assert A.kernel == "torch: flash on CPU, causal"
+    assert len(calls) == 2
+
+
+def test_dropped_weights_only_while_training():
+    made, x = layer(24, 4, num_kv_heads=2, dropout=0.5), draw(3, 11, 24)
+    still = copy.deepcopy(made).eval()
+    expected, same = still(x, mask=causal(), need_matrix=True)
+    assert torch.equal(still(x, mask=causal()), layer(24, 4, num_kv_heads=2)(x, mask=causal()))
+    torch.manual_seed(0)
+    output, A = made(x, mask=causal(), need_matrix=True)
+    torch.testing.assert_close(A.to_dense(), same.to_dense())  # the matrix is the one before
+    torch.manual_seed(0)
+    weights = F.dropout(same.to_dense(), 0.5)
+    assert 0.3 < (weights[same.to_dense() > 0] == 0).double().mean() < 0.7
+    v = made.v_proj(x).unflatten(-1, (2, 6)).transpose(1, 2).repeat_interleave(2, 1)
+    torch.testing.assert_close(output, made.out_proj((weights @ v).transpose(1, 2).flatten(2)))
+    assert not torch.allclose(output, expected)
+
+
+# -- Gradients ------------------------------------------------------------------------------------------------
+
+GRADIENTS = {
+    "plain": ({}, {}),
+    "causal": ({"num_kv_heads": 1}, {"mask": causal()}),
+    "rotary, sinks, window": (
+        {"rope": "halves", "sink": "learned"},
+        {"mask": causal() & sliding_window(2)},
+    ),
+    "neighbours, capped": ({"rope": "neighbours"}, {"score_mod": softcap(1.0), "mask": causal()}),
+    "one more key": ({"bias_kv": True, "sink": 0.0}, {"mask": causal(), "score_mod": alibi()}),
+    "normed, padded": ({"qk_norm": torch.nn.RMSNorm}, {"padding": padding([3, 2])}),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_everything(name):
+    options, arguments = GRADIENTS[name]
+    made = layer(4, 2, dtype=torch.float64, **options).double()
+    names, parameters = zip(*made.named_parameters(), strict=True)
+
+    def run(x, *values):
+        return torch.func.functional_call(made, dict(zip(names, values, strict=True)), (x,), arguments)
+
+    x = draw(2, 3, 4, seed=99, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+def test_gradients_where_weights_are_dropped():
+    made = layer(4, 2, dtype=torch.float64, dropout=0.3, sink="learned")
+
+    def run(x, sink):
+        torch.manual_seed(3)
+        return torch.func.functional_call(made, {"sink": sink}, (x,), {"mask": causal()})
+
+    x = draw(2, 3, 4, seed=99, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, made.sink))
+
+
+# -- What torch does to modules -------------------------------------------------------------------------------
+
+
+def compiled(made: MultiHeadAttention, backend: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    x = draw(3, 11, 24).requires_grad_()
+    quick = torch.compile(made, backend=backend)
+    for arguments in (
+        {"mask": causal()},
+        {"mask": causal(), "score_mod": alibi(), "padding": padding([2, 11, 5])},
+    ):
+        output, A = quick(x, need_matrix=True, **arguments)
+        expected = made(x, **arguments)
+        torch.testing.assert_close(output, expected)
+        assert A.shape == (3, 4, 11, 11)
+        (found,) = torch.autograd.grad(output.square().sum(), x)
+        (right,) = torch.autograd.grad(expected.square().sum(), x)
+        torch.testing.assert_close(found, right)
+    # The graph breaks in one place only: at the matrix.
+    assert len(counters["graph_break"]) == 1 and "masks and matrices are Python objects" in str(counters)
+
+
+# The compiler warns of its own ways.
+by_compiler = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@by_compiler
+def test_compiled_for_autograd():
+    compiled(layer(24, 4, num_kv_heads=2, rope="halves"), "aot_eager")
+
+
+@pytest.mark.slow
+@by_compiler
+def test_compiled_by_the_inductor():
+    compiled(layer(24, 4, num_kv_heads=2, rope="halves"), "inductor")
+
+
+def test_under_autocast():
+    made, x = layer(32, 4, num_kv_heads=2, rope="halves", sink="learned"), draw(2, 300, 32)
+    right = copy.deepcopy(made).double()(x.double(), mask=causal())
+    with torch.autocast("cpu", torch.bfloat16):
+        output, A = made(x, mask=causal(), need_matrix=True)
+        q, k, v = (
+            p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (made.q_proj, made.k_proj, made.v_proj)
+        )
+        q, k = (rope(y, pairing="halves") for y in (q, k))
+        scores = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(
+            ~torch.ones(300, 300).tril().bool(), -torch.inf
+        )
+        scores = torch.cat([scores, made.sink[:, None, None].expand(2, 4, 300, 1)], -1)
+        naive = made.out_proj(
+            (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
+        )
+    assert output.dtype == torch.bfloat16 and A.dtype == torch.float32
+    hold(output, right.detach().numpy(), naive.detach().double().numpy(), "bfloat16")
+    output.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, LAYERS["all of it"], {"bias_kv": True, "sink": 0.0, "rope": "halves"}]
+)
+def test_a_state_dict_goes_round(options):
+    made, x = layer(24, 4, **options), draw(2, 7, 24)
+    output = made(x, mask=causal())
+    state = made.state_dict()
+    assert not any("cos" in name or "sin" == name.split(".")[-1] for name in state)
+    other = MultiHeadAttention(24, 4, **options)
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(other(x, mask=causal()), output)
+    for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(again(x, mask=causal()), output)
+    assert ("sink" in state) == (options.get("sink") == "learned")
+
+
+def test_moved_and_cast():
+    made, x = layer(24, 4, rope="halves", sink="learned"), draw(2, 7, 24)
+    output = made(x)
+    torch.testing.assert_close(made.double()(x.double()).float(), output)
+    assert made.rope.cos.dtype == torch.float64
+    half = made.bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16 and half.rope.cos.dtype == torch.float32
+    torch.testing.assert_close(made.float()(x), output, atol=0.02, rtol=0.02)  # the weights were rounded
+    assert made.to("meta").out_proj.weight.is_meta
+
+
+# -- Rotary positions -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_19_rope_turns_tensors_as_arrays(pairing):
+    x, at = draw(2, 3, 5, 8, dtype=torch.float64), np.array([0, 7, 1000, 131_071, 2])
+    right = rope(x.numpy(), at, pairing=pairing)
+    np.testing.assert_allclose(right, turned(x.numpy(), at, pairing, 1e4 ** (-np.arange(4) / 4)), atol=1e-12)
+    np.testing.assert_allclose(rope(x, at, pairing=pairing), right, atol=1e-15)
+    np.testing.assert_allclose(rope(x, torch.tensor(at), pairing=pairing), right, atol=1e-15)
+    module = Rope(8, pairing=pairing)
+    np.testing.assert_allclose(module(x, at), right, atol=1e-15)
+    for dtype, eps in ((torch.float32, 2**-23), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        for found in (module.to(dtype)(x.to(dtype), at), rope(x.to(dtype), at, pairing=pairing)):
+            exact = rope(x.to(dtype).double(), at, pairing=pairing)
+            assert found.dtype == dtype
+            assert (found.double() - exact).abs().max() <= 4 * eps * x.abs().max()
+    y = x[:1, :1].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda y: rope(y, at, pairing=pairing), y)
+    assert torch.autograd.gradcheck(lambda y: module(y, at), y)
+
+
+def test_rope_tables_grow_and_serve_every_way_of_saying_positions():
+    module, x = Rope(8, pairing="halves"), draw(2, 3, 5, 8)
+    whole = rope(draw(2, 3, 5, 8), np.arange(40, 45), pairing="halves")
+    for at in (40, np.arange(40, 45), torch.arange(40, 45), torch.arange(40, 45).expand(2, 5)):
+        torch.testing.assert_close(module(x, at), whole)
+    each = module(x, torch.tensor([[0, 1, 2, 3, 4], [40, 41, 42, 43, 44]]))
+    torch.testing.assert_close(each[0], module(x)[0])
+    torch.testing.assert_close(each[1], whole[1])
+    assert 45 <= len(module.cos) <= 90 and not module.state_dict()
+
+
+def test_rope_of_some_entries_stretched():
+    x, angles = draw(2, 3, 5, 8), np.array([0.5, 0.02])
+    found = Rope(8, pairing="neighbours", frequencies=torch.tensor(angles), factor=1.5)(x)
+    right = turned(x[..., :4].double().numpy(), np.arange(5), "neighbours", angles) * 1.5
+    np.testing.assert_allclose(found[..., :4], right, atol=1e-6)
+    assert torch.equal(found[..., 4:], x[..., 4:])
+
+
+# -- The module that everybody writes first -------------------------------------------------------------------
+
+
+def test_scaled_dot_product_attention():
+    query, key, value = draw(2, 4, 8), draw(2, 6, 8, seed=1), draw(2, 6, 3, seed=2)
+    attend = ScaledDotProductAttention(8)
+    weights, output = attend(query, key, value)
+    torch.testing.assert_close(weights, (query @ key.mT / 8**0.5).softmax(-1))
+    torch.testing.assert_close(output, weights @ value)
+    seen = dense(torch.tensor([True, False, True, True, False, True])[None])
+    weights, output = attend(query.requires_grad_(), key, value, seen)
+    assert (weights[..., [1, 4]] == 0).all()
+    (weights.square().sum() + output.sum()).backward()
+    assert query.grad.abs().max() > 0
+    with pytest.raises(
+        regard.ArgumentError, match=r"d_k 8\). Make the module .*ScaledDotProductAttention\(3\)"
+    ):
+        attend(value, value, value)
+
+
+# -- Refusals -------------------------------------------------------------------------------------------------
+
+x = torch.zeros(2, 5, 24)
+REFUSED = {
+    "heads that do not divide": (lambda: MultiHeadAttention(24, 5), "num_heads 5.*divides.*say head_dim"),
+    "grouping that does not divide": (
+        lambda: MultiHeadAttention(24, 4, num_kv_heads=3),
+        "num_kv_heads 3.*multiple of kv_heads.*in a row",
+    ),
+    "no heads": (lambda: MultiHeadAttention(24, 0), "num_heads 0.*above 0"),
+    "all dropped": (lambda: MultiHeadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
+    "pairing": (lambda: MultiHeadAttention(24, 4, rope="half"), "pairing='half'.*halves.*rotate_half"),
+    "odd heads": (lambda: MultiHeadAttention(20, 4, rope="halves"), "head_dim 5.*even.*in pairs"),
+    "another rope": (
+        lambda: MultiHeadAttention(24, 4, rope=Rope(8, pairing="halves")),
+        r"rope of head_dim 8.*the layer's.*Rope\(6, pairing='halves'\)",
+    ),
+    "sinks of no kind": (lambda: MultiHeadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
+    "positions below 0": (
+        lambda: layer(24, 4, rope="halves")(x, positions=torch.arange(-1, 4)),
+        r"some below 0; expected whole numbers from 0, of shape \(5,\) or \(2, 5\)",
+    ),
+    "too few positions": (
+        lambda: layer(24, 4, rope="halves")(x, positions=[[1, 2]]),
+        r"\(1, 2\).*each token",
+    ),
+    "width": (lambda: layer(24, 4)(x[..., :7]), r"query as an array .*\(2, 5, 7\).*\(batch, n, 24\).*kdim"),
+    "key without batch": (lambda: layer(24, 4)(x, x[0]), "key as an array.*batch"),
+    "an array": (lambda: layer(24, 4)(x.numpy()), "a tensor"),
+    "value without key": (lambda: layer(24, 4)(x, value=x), "a value and no key.*self-attention"),
+    "cache and key": (lambda: layer(24, 4)(x, x + 1, cache=KVCache()), r"a cache and a key.*remember\(key\)"),
+    "cache and positions": (lambda: layer(24, 4)(x, positions=[1], cache=KVCache()), "counts positions"),
+    "remembered and padding": (
+        lambda: layer(24, 4)(x, layer(24, 4).remember(x), padding=padding([1, 2])),
+        r"remember\(key, padding=…\)",
+    ),
+    "padding of numbers": (
+        lambda: layer(24, 4)(x, padding=[[1, 0, 0, 0, 0]] * 2),
+        "True = a real token.*!= 0",
+    ),
+    "padding that depends on the query": (
+        lambda: layer(24, 4)(x, padding=causal()),
+        r"padding as causal\(\)",
+    ),
+    "padding of another length": (lambda: layer(24, 4)(x, padding=torch.ones(2, 4).bool()), "kv_len 5"),
+    "a tensor for a mask": (lambda: layer(24, 4)(x, mask=torch.ones(5, 5).bool()), "Wrap it: dense"),
+    "a mask not called": (lambda: layer(24, 4)(x, mask=causal, cache=KVCache()), r"Call it: causal\(\)"),
+    "score_mod": (lambda: layer(24, 4)(x, score_mod=torch.ones(5, 5), cache=KVCache()), r"bias\(array\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_told_with_its_cure(name):
+    wrong, words = REFUSED[name]
+    with pytest.raises(regard.RegardError, match=words):
+        wrong()
+
+
+def test_the_room_has_a_public_face():
+    assert regard.nn.__all__ == sorted(regard.nn.__all__)
+    assert all(getattr(regard.nn, name).__doc__ for name in regard.nn.__all__)

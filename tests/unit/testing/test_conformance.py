@@ -1,0 +1,459 @@
+"""The conformance kit: conventions, layouts, reports, the command line, and its use in tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+import regard
+from regard import reference
+from regard.testing import Convention, conformance, trials
+from regard.testing.cases.engine_check import _without_fused
+from regard.testing.conformance.attention_steps import DEFINITION, attend
+from regard.testing.conformance.compare import expected, gradient_of
+from regard.testing.conformance.presets import READY
+from regard.testing.conformance.questions import questions
+
+
+def right(query, key, value, mask=None):
+    """Attention by the definition, (…, n, d), weights as well."""
+    found = reference.attention(query, key, value, mask=True if mask is None else mask)
+    return found.output, found.weights
+
+
+# -- what the kit rests on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("align", ["upper_left", "lower_right"])
+def test_the_steps_without_a_fault_are_the_definition(align):
+    for question in questions("float64", align):
+        call = question.call
+        by_steps = attend(call, DEFINITION)
+        exact = reference.attention(call.query, call.key, call.value, mask=call.allowed(), scale=call.scale)
+        np.testing.assert_allclose(
+            by_steps.output, exact.output, rtol=1e-12, atol=1e-14, err_msg=str(question)
+        )
+        np.testing.assert_allclose(
+            by_steps.weights, exact.weights, rtol=1e-12, atol=1e-14, err_msg=str(question)
+        )
+
+
+def test_the_gradients_of_the_definition_are_its_differences():
+    asked = [q for q in questions("float64", "lower_right") if q.gradients and np.isfinite(q.call.key).all()]
+    asked = [q for q in asked if np.isfinite(q.call.value).all()]
+    assert len(asked) >= 4
+    for question in asked:
+        call, slope = question.call, gradient_of(question)
+        names = ("query", "key", "value")
+        for name, found in zip(names, expected(question, DEFINITION).exact.gradients, strict=True):
+            array = getattr(call, name)
+            for index in list(np.ndindex(array.shape))[::7]:
+                sides = []
+                for step in (1e-5, -1e-5):
+                    moved = array.copy()
+                    moved[index] += step
+                    arrays = {**{x: getattr(call, x) for x in names}, name: moved}
+                    sides.append((reference.attention(**arrays, mask=call.allowed()).output * slope).sum())
+                np.testing.assert_allclose(found[index], (sides[0] - sides[1]) / 2e-5, atol=1e-8)
+
+
+def test_questions_ask_what_they_say():
+    calls = {str(q): q.call for q in questions("float32", "lower_right")}
+    assert len(calls) == len(list(questions("float32", "lower_right")))
+
+    def scores(name):
+        call = calls[name]
+        return call.query @ call.key.swapaxes(-1, -2), call.query.shape[-1] ** -0.5
+
+    unscaled, scale = scores("float16, scores above 65504: before the scale")
+    assert unscaled.max() > 65504 > (unscaled * scale).max()
+    unscaled, scale = scores("large scores: 3 × 33, every score below −90")
+    assert (unscaled * scale).max() < -90
+    unscaled, scale = scores("large scores: 1e4")
+    assert np.abs(unscaled * scale).max() > 5e3
+    masks = [call.mask for name, call in calls.items() if name.startswith(("boolean mask", "mask per head"))]
+    assert all(mask.any(-1).all() and not mask.all() for mask in masks)
+    assert not any(
+        call.allowed().any(-1).all() for name, call in calls.items() if name.startswith("empty rows")
+    )
+
+
+def test_questions_are_the_same_each_time():
+    first, again = (list(questions("float32", "upper_left")) for _ in range(2))
+    assert [str(q) for q in first] == [str(q) for q in again]
+    assert all(
+        np.array_equal(a.call.query, b.call.query, equal_nan=True) for a, b in zip(first, again, strict=True)
+    )
+
+
+# -- layouts and conventions --------------------------------------------------------------------------------
+
+
+def sequence_first(query, key, value, mask=None):
+    moved = (x.transpose(1, 2, 0, 3) for x in (query, key, value))
+    return right(*moved, mask)[0].transpose(2, 0, 1, 3)
+
+
+def packed(query, key, value, num_heads, mask=None):
+    def split(x):
+        return x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads).swapaxes(1, 2)
+
+    output = right(split(query), split(key), split(value), mask)[0].swapaxes(1, 2)
+    return output.reshape(*output.shape[:2], output.shape[2] * output.shape[3])
+
+
+def columns_first(query, key, value, mask=None):
+    return right(query.T, key.T, value.T, mask)[0].T
+
+
+def dropping(query, key, value, attn_mask=None):
+    return right(query, key, value, None if attn_mask is None else ~attn_mask)[0]
+
+
+def adding(query, key, value, mask=None):
+    return reference.attention(query, key, value, biases=() if mask is None else (mask,)).output
+
+
+def flat(query, key, value, mask=None):
+    return right(query, key, value, mask)[0]
+
+
+STRANGE = {
+    "sequence first": (sequence_first, {"layout": "n b h d"}, 44),
+    "packed heads": (packed, {"layout": "b n (h d)"}, 44),
+    "one head, columns first": (columns_first, {"layout": "d n"}, 28),
+    "one head": (flat, {"layout": "n d"}, 28),
+    "no batch": (flat, {"layout": "h n d"}, 30),
+    "True drops": (dropping, {"mask": "drop"}, 44),
+    "additive": (adding, {"mask": "additive"}, 44),
+    "weights too": (right, {}, 44),
+    "weights first": (lambda q, k, v, mask=None: right(q, k, v, mask)[::-1], {"returns": "weights, output"}, 44),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_right_function_in_a_strange_layout_passes(name):
+    fn, described, least = STRANGE[name]
+    report = conformance(fn, **described)
+    assert report.ok, str(report)
+    assert sum(row.asked for row in report.capabilities) >= least
+    if "layout" in described:
+        assert report.convention.layout == described["layout"]
+
+
+def test_a_wrong_description_is_a_finding():
+    assert [f.words for f in conformance(dropping).findings] == ["True drops instead of keeps"]
+    (finding,) = conformance(F.scaled_dot_product_attention, causal="lower_right", without=NAN).findings
+    assert finding.words == "causal is upper left where lower right was asked"
+    assert 'causal="upper_left"' in finding.meant
+    assert finding.hint in str(finding) and finding.meant in str(finding)
+
+
+def test_the_layout_is_found_where_none_is_said():
+    def plain(Q, K, V):
+        weights = np.exp(Q @ K.T / np.sqrt(Q.shape[-1]))
+        return weights / weights.sum(axis=-1, keepdims=True) @ V
+
+    report = conformance(plain, without=("large scores",))
+    assert (report.convention.layout, report.convention.mask_argument) == ("n d", None)
+    assert report.ok, str(report)
+    assert report["boolean mask"].why == "it takes no mask"
+
+
+def test_options_are_read_off_the_signature():
+    def mine(q, k, v, attn_mask=None, softmax_scale=None, causal=False, n_heads=1):
+        return torch.zeros_like(q)
+
+    convention = conformance(mine, layout="b n (h d)").convention
+    assert convention == Convention(
+        "b n (h d)", library="torch", mask_argument="attn_mask", scale_argument="softmax_scale",
+        causal_argument="causal", heads_argument="n_heads",
+    )  # fmt: skip
+
+
+def test_the_description_of_flash_attn_fits_its_signature():
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+        q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+        mask = regard.causal("lower_right") if causal else None
+        matrix = regard.attention(q, k, mask=mask, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        return (matrix @ v).transpose(1, 2).to(torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float16)
+
+    # The same description, on the CPU: flash-attn itself has not been run.
+    report = conformance(flash_attn_func, "flash_attn", device="cpu", dtypes=("float16",))
+    assert report.ok, str(report)
+    assert {row.name for row in report.capabilities if row.verdict == "yes"} >= {
+        "grouped heads", "causal, q_len ≠ kv_len", "scale 0 or negative", "float16",
+    }  # fmt: skip
+
+
+# -- real functions -----------------------------------------------------------------------------------------
+
+NAN = (
+    "masked NaN or inf in key", "masked NaN or inf in value", "masked NaN or inf in value, causal", "live NaN",
+    "gradients, masked NaN",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_report_on_scaled_dot_product_attention():
+    report = conformance(F.scaled_dot_product_attention)
+    assert [f.name for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN hidden"]
+    assert not {row.verdict for row in report.capabilities} - {"yes", "no"}
+    assert {row.name for row in report.capabilities if row.verdict == "no"} == set(NAN)
+
+
+@pytest.mark.slow
+def test_report_on_multihead_attention():
+    report = conformance(torch.nn.MultiheadAttention)
+    assert report.convention == READY["multihead"]
+    names = ["masked value leaks", "masked key leaks", "live NaN hidden", "refused"]
+    assert [f.name for f in report.findings] == names
+    assert report["value_dim ≠ head_dim"].verdict == "refused"
+    assert report["boolean mask"].verdict == report["gradients, empty rows"].verdict == "yes"
+
+
+# Every shape costs these two a compilation: a call of each kind here, the whole report in docs/conformance.md.
+KINDS = ("plain", "grouped heads", "causal, q_len ≠ kv_len", "mask per head or batch")
+
+
+def first_of(kinds, convention):
+    first = {trial.question.capability: trial for trial in reversed(trials(convention))}
+    return [first[kind] for kind in kinds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", first_of((*KINDS, "empty rows", "live NaN"), "flex"), ids=str)
+def test_flex_attention_passes(trial):
+    trial.check(flex_attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", first_of((*KINDS, "live NaN", "gradients"), "jax"), ids=str)
+def test_jax_passes(trial):
+    jax = pytest.importorskip("jax")
+    trial.check(jax.nn.dot_product_attention)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "torch fused", "torch streaming"])
+def test_the_engines_have_no_findings(engine):
+    with _without_fused(engine):
+        report = conformance(regard.attention, library=engine.split()[0])
+    assert report.ok, str(report)
+    asked = [row for row in report.capabilities if row.verdict == "yes"]
+    assert len(asked) == len(report.capabilities) - (7 if engine == "numpy" else 0)
+
+
+@pytest.mark.slow
+def test_the_full_size_asks_drawn_cases_too():
+    report = conformance(regard.attention, size="full")
+    assert report.ok, str(report)
+    assert report["drawn"].asked > 20
+
+
+# -- findings -----------------------------------------------------------------------------------------------
+
+
+def test_two_faults_are_two_findings():
+    def broken(query, key, value, mask=None):
+        scores = query @ key.swapaxes(-1, -2) / query.shape[-1]
+        scores = np.where(True if mask is None else ~mask, scores, -np.inf)
+        return soft(scores) @ value
+
+    def soft(scores):
+        top = scores.max(-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
+        total = weights.sum(-1, keepdims=True)
+        return weights / np.where(total == 0, 1, total)
+
+    found = conformance(broken, without=("masked NaN or inf in value",)).findings
+    assert {f.name for f in found} == {"scale by head_dim", "mask inverted"}
+
+
+def test_every_mistake_of_a_learner_is_named():
+    def softmax(x):
+        e = np.exp(x)
+        return e / np.sum(e)
+
+    def attn(Q, K, V, mask=None):
+        scores = Q @ K.T / Q.shape[-1]
+        if mask is not None:
+            scores = np.where(mask, scores, -1e9)
+        weights = softmax(scores)
+        return weights, weights @ V
+
+    found = conformance(attn).findings
+    assert {f.name for f in found} == {
+        "scale by head_dim", "softmax over the matrix", "no shift", "pair swapped", "empty rows NaN",
+        "masked value leaks",
+    }  # fmt: skip
+
+
+def test_a_fault_without_a_name_is_one_finding():
+    (finding,) = conformance(lambda query, key, value: right(query, key, value)[0] + 1, layout="n d").findings
+    assert finding.words.startswith("differs from the definition in every call")
+
+    def long(query, key, value, mask=None):
+        output, _ = right(query, key, value, mask)
+        return output * 1.01 if key.shape[-2] > 64 else output
+
+    (finding,) = conformance(long).findings
+    assert "for lengths around tiles, by up to" in finding.words
+    assert finding.call.sizes["kv_len"] == 65
+    assert finding.call.sizes["q_len"] == finding.call.sizes["head_dim"] == 1
+
+
+def test_a_function_that_raises_is_one_finding():
+    def refusing(query, key, value):
+        raise ValueError("not today\nsecond line")
+
+    (finding,) = conformance(refusing).findings
+    assert finding.words == "for every call: raises ValueError: not today"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda q: 42, "for every call: returns a int, where an array was expected"),
+        (lambda q: q[0], "returns (1, 2, 2), where layout 'b h n d' has 4 axes"),
+    ],
+)
+def test_what_is_returned_in_a_wrong_shape_is_one_finding(returned, words):
+    report = conformance(lambda q, k, v: returned(q), layout="b h n d", without=["no query, key or batch"])
+    (finding,) = report.findings
+    assert words in finding.words
+
+
+def test_an_object_that_is_called_is_asked_with_its_own_arrays():
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, mask=None):
+            return F.scaled_dot_product_attention(query, key, value, mask)
+
+    report = conformance(Layer(), without=NAN)
+    assert report.ok, str(report)
+    assert (report.function, report.convention.library) == ("Layer", "torch")
+
+
+def test_a_large_masked_value_widens_no_tolerance():
+    def trace(query, key, value, mask=None):
+        output, _ = right(query, key, value, mask)
+        if mask is None:
+            return output
+        return output + 1e-20 * ((~mask).astype(float) @ np.where(np.isfinite(value), value, 0))
+
+    (finding,) = conformance(trace, without=["empty rows"]).findings
+    assert (finding.capabilities, finding.count) == (("masked NaN or inf in value",), 1)
+    assert np.nanmax(finding.call.value) == 1e30
+
+
+def test_what_is_not_claimed_is_no_finding():
+    def one_query(query, key, value, mask=None):
+        if query.shape[-2] == 0 or key.shape[-2] == 0:
+            raise ValueError("no")
+        return right(query, key, value, mask)[0]
+
+    (finding,) = conformance(one_query, layout="n d").findings
+    assert finding.words == "for no query, key or batch: raises ValueError: no"
+    report = conformance(one_query, layout="n d", without=finding.capabilities)
+    assert report.ok
+    assert report["no query, key or batch"].why == "not claimed"
+
+
+def test_the_smallest_input_is_small_and_shows_it():
+    (finding,) = conformance(dropping).findings
+    assert finding.call.query.size == 1
+    assert finding.call.key.size <= 2
+    np.testing.assert_array_equal(
+        dropping(finding.call.query, finding.call.key, finding.call.value, finding.call.mask),
+        finding.came.output,
+    )
+    assert not np.array_equal(finding.came.output, finding.expected.output)
+
+
+# -- the report ---------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_report():
+    report = conformance(dropping)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "1. True drops instead of keeps" in text
+    assert "Smallest input: q_len 1, kv_len 1, head_dim 1, value_dim 1, float64" in text
+    with pytest.raises(AssertionError, match="True drops instead of keeps"):
+        report.check()
+    conformance(flat).check()
+
+
+def test_the_json_of_a_report():
+    record = json.loads(conformance(dropping).to_json())
+    assert (record["ok"], record["function"], record["convention"]["layout"]) == (
+        False,
+        "dropping",
+        "b h n d",
+    )
+    (finding,) = record["findings"]
+    assert finding["name"] == "mask inverted"
+    assert finding["input"]["mask"] in ([[False]], [[True]])
+    verdicts = {row["name"]: row["verdict"] for row in record["capabilities"]}
+    assert verdicts["plain"] == "yes"
+    assert verdicts["boolean mask"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"layout": "b x n d"}, "layout 'b x n d'; expected the axes b, h, n and d"),
+        ({"layout": "b (h n"}, "layout 'b (h n'"),
+        ({"layout": "b h"}, "n and d are needed"),
+        ({"mask": "true"}, "mask 'true'; expected mask as one of 'keep', 'drop', 'additive', None"),
+        ({"causal": "left"}, "'upper_left', 'lower_right', None"),
+        ({"lay": "b h n d"}, "received lay=; expected one of layout, mask"),
+        ({"size": "huge"}, 'expected "quick" or "full"'),
+        ({"convention": "tensorflow"}, "expected one of torch, multihead, flex"),
+    ],
+)
+def test_a_wrong_description_is_refused(described, words):
+    with pytest.raises(regard.RegardError) as error:
+        conformance(flat, **described)
+    assert words in str(error.value)
+
+
+def test_a_row_that_is_not_there_is_refused():
+    with pytest.raises(
+        regard.RegardError, match="received the capability 'masks'; expected one of plain; heads and"
+    ):
+        conformance(flat)["masks"]
+
+
+def test_the_full_size_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr("regard.testing.conformance.questions.find_spec", lambda name: None)
+    with pytest.raises(regard.RegardError, match="pip install ml_dtypes"):
+        conformance(flat, size="full")
+
+
+def test_what_is_not_a_function_is_refused():
+    with pytest.raises(
+        regard.RegardError, match=r"received an array of float64 .* expected an attention function"
+    ):
+        conformance(np.zeros((2, 2)))
+
+
+# -- the page of real functions -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_page_of_real_functions_is_what_the_kit_says():
+    page = (Path(__file__).parents[3] / "docs" / "capabilities.md").read_text()
+    section = page.split("## Every capability")[1].split("## What was found")[0]
+    header, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
+    )
+    column = header.index("torch scaled_dot_product_attention")
+    report = conformance(F.scaled_dot_product_attention)
+    said = {row[0]: row[column].split()[0] for row in rows}
+    assert said == {row.name: row.verdict for row in report.capabilities}
