@@ -70,7 +70,7 @@ class Reductions:
         return self._largest(kept).indices
 
     def _largest(self, axis: int) -> Any:
-        return self.measure(MaxWeight(axis)).largest
+        return self.measure(MaxWeight(axis)).max_weight
 
     def _axis(self, axis: Any, operation: str, *, searched: bool = False) -> int | None:
         """−1, −2, or None for every axis; axes of heads are refused, since their sum is a whole matrix."""

@@ -33,7 +33,7 @@ class MaxWeight(Measure):
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.eye(2), np.eye(2))
-    >>> A.measure(MaxWeight()).largest.indices
+    >>> A.measure(MaxWeight()).max_weight.indices
     array([0, 1])
     """
 

@@ -396,7 +396,7 @@ def test_chosen_rows(rows: Any) -> None:
     part, whole = A.lazy[..., rows, :].measure(*measures), A.measure(*measures)
     for some, every in zip(part[:-1], whole[:-1], strict=True):
         close(some, every[..., rows], atol=1e-12)
-    equal(part.largest.indices, whole.largest.indices[..., rows])
+    equal(part.max_weight.indices, whole.max_weight.indices[..., rows])
     B = A.lazy[..., rows, :]
     W = A.to_dense()[..., rows, :]
     close(B.sum(-2), W.sum(-2), atol=1e-13)
