@@ -270,11 +270,7 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
             if _original(function) is getattr(modeling, "sdpa_attention_forward", None):
                 continue  # it ends in the function above
             yield interface._global_mapping, name, capture.wrap_function
-    files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-    for file in sorted(files):
-        if file.startswith("torch.") or file == "builtins" or file not in sys.modules:
-            continue
-        names = vars(sys.modules[file])
+    for names in _namespaces(model):
         for name, thing in tuple(names.items()):
             original = _original(thing)
             if original is sdpa:
@@ -288,6 +284,18 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
             elif interface is not None and isinstance(thing, interface):
                 for key in tuple(thing._local_mapping):
                     yield thing._local_mapping, key, capture.wrap_function
+
+
+def _namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+    """Yield the globals of the files that define the model's classes, except those of torch.
+
+    A public class may have the `__module__` of its package, so the modules of its methods count, too.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    methods = [item for kind in kinds for item in vars(kind).values() if isinstance(item, types.FunctionType)]
+    for file in sorted({item.__module__ for item in (*kinds, *methods) if item.__module__}):
+        if not file.startswith("torch.") and file != "builtins" and file in sys.modules:
+            yield vars(sys.modules[file])
 
 
 def _original(function: Any) -> Any:

@@ -462,5 +462,5 @@ def test_findings_print_one_to_a_block():
 
 def test_a_mask_that_is_no_padding_mask_is_refused():
     recording = watched(Plain(), ids())
-    with pytest.raises(ArgumentError, match=r"seen\.diagnose: .* 1 for a token and 0 for padding"):
+    with pytest.raises(ArgumentError, match=r"recording\.diagnose: .* 1 for a token and 0 for padding"):
         recording.diagnose(attention_mask=torch.zeros(2, 12) - 1e9)

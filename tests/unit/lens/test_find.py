@@ -226,9 +226,9 @@ def test_rollout_by_text_and_by_stack():
     names = [name for name in recording if name.startswith("encoder.")]
     expected = dense_rollout(recording, names)[3]
     np.testing.assert_allclose(recording.rollout("d", list("abcde"), layers="encoder.*"), expected, rtol=1e-4)
-    with pytest.raises(ArgumentError, match=r"token='a', which is at 0, 2; .* seen\.rollout\(2\)"):
+    with pytest.raises(ArgumentError, match=r"token='a', which is at 0, 2; .* recording\.rollout\(2\)"):
         recording.rollout("a", list("abacd"), layers="encoder.*")
-    with pytest.raises(ArgumentError, match="list\\(seen\\) has the names"):
+    with pytest.raises(ArgumentError, match="list\\(recording\\) has the names"):
         recording.rollout(0, layers="nothing.*")
 
 
@@ -270,8 +270,8 @@ def inputs_of(model):
 def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
     model = make()
     recording = watched(model, **inputs_of(model))
-    recording.save(tmp_path / "seen.safetensors")
-    again = regard.load_recording(tmp_path / "seen.safetensors")
+    recording.save(tmp_path / "recording.safetensors")
+    again = regard.load_recording(tmp_path / "recording.safetensors")
     assert repr(again) == repr(recording)
     for name in recording:
         (old,), (new,) = recording.calls(name), again.calls(name)
@@ -321,8 +321,8 @@ def test_generated_and_measured_are_saved_too(tmp_path):
 def test_the_file_is_safetensors_and_json(tmp_path):
     model = llama()
     recording = watched(model, **inputs_of(model))
-    recording.save(tmp_path / "seen.safetensors")
-    with safetensors.safe_open(tmp_path / "seen.safetensors", "pt") as file:
+    recording.save(tmp_path / "recording.safetensors")
+    with safetensors.safe_open(tmp_path / "recording.safetensors", "pt") as file:
         about = json.loads(file.metadata()["regard"])
         names = set(file.keys())
     assert about["format"] == "regard.lens 1" and len(about["calls"]) == 3
@@ -346,13 +346,13 @@ class Wordy(regard.Measure):
 def test_what_cannot_be_written_or_read_is_refused_with_the_cure(tmp_path):
     recording = watched(bert(), torch.arange(1, 5)[None])
     recording.calls(next(iter(recording)))[0].softcap = Odd()
-    with pytest.raises(ArgumentError, match=r"seen\.save: received the score modification .* regard\.bias"):
+    with pytest.raises(ArgumentError, match=r"recording\.save: received the score modification .* regard\.bias"):
         recording.save(tmp_path / "a")
     (tmp_path / "b").write_bytes(b"no such thing")
-    with pytest.raises(ArgumentError, match=r"load: received 'b', a file that is no safetensors file"):
+    with pytest.raises(ArgumentError, match=r"load_recording: received 'b', a file that is no safetensors file"):
         regard.load_recording(tmp_path / "b")
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(2)}, str(tmp_path / "c"))
-    with pytest.raises(ArgumentError, match=r"'c', a file of format None; .* seen\.save\(path\) writes one"):
+    with pytest.raises(ArgumentError, match=r"'c', a file of format None; .* recording\.save\(path\) writes one"):
         regard.load_recording(tmp_path / "c")

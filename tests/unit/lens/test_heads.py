@@ -108,7 +108,7 @@ class Made(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=is_causal)
 
 
-def seen_of(query, key, **options):
+def record_head(query, key, **options):
     model = Made()
     with regard.watch(model) as recording:
         model(query[None, None], key[None, None], **options)
@@ -122,17 +122,17 @@ def test_heads_made_by_hand_are_what_they_are():
     at, n = torch.eye(2 * s), 2 * s
     tokens = torch.nn.functional.one_hot(ids, 20).float()
     sharp = 1e3
-    back = seen_of(sharp * at.roll(1, 0), at).heads(ids)
+    back = record_head(sharp * at.roll(1, 0), at).heads(ids)
     assert back[0]["previous"] == pytest.approx(1, abs=1e-6)
     # On repeated random tokens: offset s, and offset s − 1. The token itself is hidden from the duplicate head.
     later = torch.arange(n) >= s
     copy = torch.where(later[:, None], at.roll(s, 0), at)
-    assert seen_of(sharp * copy, at).heads(ids)[0]["duplicate"] == pytest.approx(1, abs=1e-6)
+    assert record_head(sharp * copy, at).heads(ids)[0]["duplicate"] == pytest.approx(1, abs=1e-6)
     after = torch.cat([torch.zeros(1, 20), tokens[:-1]])  # each key carries the token before it
-    found = seen_of(sharp * tokens, after).heads(ids)[0]
+    found = record_head(sharp * tokens, after).heads(ids)[0]
     assert found["induction"] == pytest.approx(1, abs=1e-6)
     assert found["duplicate"] < 1e-6 and found["previous"] < 0.1
-    sink = seen_of(torch.zeros(n, 4), torch.zeros(n, 4))
+    sink = record_head(torch.zeros(n, 4), torch.zeros(n, 4))
     assert sink.heads()[0]["first"] == pytest.approx(np.mean(1 / np.arange(1, n + 1)))
 
 
@@ -156,7 +156,7 @@ def test_cross_attention_has_no_positions_and_tokens_may_fit_some_layers():
 
 
 def test_keys_of_another_length_that_the_first_row_sees_are_another_sequence():
-    row = seen_of(torch.randn(3, 4), torch.randn(9, 4), is_causal=False).heads()[0]
+    row = record_head(torch.randn(3, 4), torch.randn(9, 4), is_causal=False).heads()[0]
     assert np.isnan([row["previous"], row["distance"]]).all() and not np.isnan(row["first"])
 
 
@@ -173,7 +173,7 @@ def test_generated_tokens_are_rows_and_the_last_one_was_never_read():
 
 def test_tokens_that_fit_nothing_are_refused():
     recording = watched(gpt2(), torch.ones(1, 6, dtype=torch.long))
-    with pytest.raises(ArgumentError, match=r"seen\.heads: received 3 tokens .* as a layer has keys: 6"):
+    with pytest.raises(ArgumentError, match=r"recording\.heads: received 3 tokens .* as a layer has keys: 6"):
         recording.heads([1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="convert_ids_to_tokens"):
         recording.heads("a text")

@@ -324,16 +324,16 @@ def test_wrong_names_are_told_with_near_ones():
 def test_nested_repeated_and_in_any_order():
     model, other = stack(), stack()
     a, b, c = regard.watch(model), regard.watch(model), regard.watch(other)
-    seen_a = a.__enter__()
-    seen_b = b.__enter__()
-    seen_c = c.__enter__()
+    recording_a = a.__enter__()
+    recording_b = b.__enter__()
+    recording_c = c.__enter__()
     model(X)
     a.__exit__(None, None, None)
     model(X)
     other(X)
     c.__exit__(None, None, None)
     b.__exit__(None, None, None)
-    assert [len(s.calls("0")) for s in (seen_a, seen_b, seen_c)] == [1, 2, 1]
+    assert [len(s.calls("0")) for s in (recording_a, recording_b, recording_c)] == [1, 2, 1]
     with regard.watch(model) as again:
         model(X)
     assert len(again.calls("0")) == 1 and hooks(model) == hooks(other) == 0
