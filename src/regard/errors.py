@@ -24,7 +24,7 @@ class RegardError(Exception):
 
     @property
     def page(self) -> str:
-        """Where the site lists the errors of this operation: `reference/errors.html#seen-find`."""
+        """Where the site lists the errors of this operation: `reference/errors.html#recording-find`."""
         return f"reference/errors.html#{anchor(self.operation)}"
 
     def __reduce__(self) -> Any:
@@ -97,7 +97,7 @@ def anchor(operation: str) -> str:
     """An operation as a place on the page of errors, whatever it was called with.
 
     >>> anchor("recording.find"), anchor("recording['layers.0']")
-    ('seen-find', 'seen')
+    ('recording-find', 'recording')
     """
     return re.sub(r"[^a-z0-9]+", "-", re.split(r"[\[(,]", operation)[0].lower()).strip("-")
 

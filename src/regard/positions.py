@@ -48,6 +48,7 @@ def rope(
     and most of transformers), `"neighbours"` pairs 2i with 2i + 1 (the paper, GPT-J, Llama's own checkpoints).
     `positions` has shape (length,) or one that broadcasts to (…, length); left out, it counts from 0.
 
+    >>> import numpy as np
     >>> rope(np.array([[1.0, 0.0], [1.0, 0.0]]), pairing="halves").round(3)
     array([[1.   , 0.   ],
            [0.54 , 0.841]])

@@ -197,6 +197,7 @@ def bias(array: Any) -> ScoreMod:
 
     −inf hides a key as a mask does; `finfo.min` does not, it is only a very low score.
 
+    >>> import numpy as np
     >>> bias(np.zeros((5, 5)))
     bias(<array of shape (5, 5)>)
     """
@@ -272,6 +273,7 @@ def relative_bias(
     `table` has shape (buckets, heads), as T5 keeps it; encoders are bidirectional, decoders are not.
     `align` as in `causal`.
 
+    >>> import numpy as np
     >>> relative_bias(np.zeros((32, 8)), bidirectional=True)
     relative_bias(<32 buckets, 8 heads>, bidirectional=True)
     """

@@ -16,7 +16,7 @@ from regard import (
     attention,
     merge,
 )
-from regard.masks import causal, dense, document, first, padding, prefix, sliding_window, true_means_ignore
+from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import Coarse, Entropy, Mass, Spread
 from regard.positions import rope, sinusoidal
 from regard.score_mods import alibi, bias, relative_bias, softcap
@@ -138,8 +138,8 @@ WRONG = {
     "dense of integers": Wrong(lambda: dense([[1, 0]]),
         ArgumentTypeError, "dense", "int64|(1, 2)", "booleans, True = attend", "dense(array != 0)"),
     "dense of floats": Wrong(lambda: dense(np.zeros((5, 7))),
-        ArgumentTypeError, "dense", "float64|(5, 7)", "booleans", "score_mod=bias(array)|true_means_ignore"),
-    "ignore of floats": Wrong(lambda: true_means_ignore(np.zeros((5, 7))),
+        ArgumentTypeError, "dense", "float64|(5, 7)", "booleans", "score_mod=bias(array)|true_means"),
+    "ignore of floats": Wrong(lambda: dense(np.zeros((5, 7)), true_means="ignore"),
         ArgumentTypeError, "dense", "float64", "booleans", "bias(array)"),
     "dense of another shape": Wrong(lambda: attention(query, key, mask=dense(np.ones((7, 5), bool))),
         ArgumentError, "dense", "(7, 5)", "(q_len 5, kv_len 7)", "last two axes"),

@@ -50,7 +50,10 @@ def everything(A, value) -> dict[str, np.ndarray]:
         Entropy(), Distance("lower_right"), Spread("lower_right"), Mass(first(2)), Sum(), MaxWeight(), TopK(3),
         Received(), Coarse(2), peaks=Coarse(2, "max"),
     )._asdict()  # fmt: skip
-    (found["max"], found["argmax"]), (found["top"], found["keys"]) = found.pop("largest"), found.pop("top_k")
+    (found["max"], found["argmax"]), (found["top"], found["keys"]) = (
+        found.pop("max_weight"),
+        found.pop("top_k"),
+    )
     rows = {"output": A @ value, "weights": A.to_dense(), "scores": A.scores[...], "lse": A.lse}
     return {**rows, **found}
 

@@ -121,7 +121,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len). A sink goes to one shard
     only: its share is in that shard's lse.
 
-    >>> import regard
+    >>> import numpy as np, regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
     >>> shards = [(A @ value[j : j + 1], A.lse) for j in (0, 1) for A in [regard.attention(query, key[j : j + 1])]]
     >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
