@@ -19,7 +19,7 @@ from run import HEADINGS, Duel, alternate, told  # beside this file
 from torch import nn
 
 from regard import causal
-from regard.nn import KVCache, MultiHeadAttention
+from regard.nn import KVCache, MultiheadAttention
 
 TOKENS = (32, 64, 128, 256)
 
@@ -30,13 +30,13 @@ def duels() -> list[Duel]:
     x = torch.randn(8, 512, 512)
     hidden = torch.ones(512, 512, dtype=torch.bool).triu(1)
 
-    def pair(dropout: float = 0.0) -> tuple[nn.MultiheadAttention, MultiHeadAttention]:
+    def pair(dropout: float = 0.0) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
         theirs = nn.MultiheadAttention(512, 8, dropout=dropout, batch_first=True)
-        return theirs, MultiHeadAttention.from_torch(theirs)
+        return theirs, MultiheadAttention.from_torch(theirs)
 
     theirs, ours = pair()
     dropping, ours_dropping = pair(0.1)
-    turning = MultiHeadAttention(512, 8, rope="halves")
+    turning = MultiheadAttention(512, 8, rope="halves")
 
     def forward(run: Callable[[torch.Tensor], object]) -> Callable[[], object]:
         def once() -> object:
@@ -88,7 +88,7 @@ def duels() -> list[Duel]:
 
 def decoding(rounds: int) -> list[tuple[str, list[float], float]]:
     """Seconds for each number of tokens, one after the other, and the exponent of their growth."""
-    layer = MultiHeadAttention(512, 8, rope="halves").eval()
+    layer = MultiheadAttention(512, 8, rope="halves").eval()
     x = torch.randn(1, max(TOKENS), 512)
 
     def decode(tokens: int, cache: KVCache | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import causal
-from regard.nn import KVCache, MultiHeadAttention
+from regard.nn import KVCache, MultiheadAttention
 
 HERE = Path(__file__).parent
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         super().__init__()
         width, hidden = config.width, config.hidden
         self.norm = nn.RMSNorm(width)
-        self.attention = MultiHeadAttention(width, config.heads, bias=False, rope="halves")
+        self.attention = MultiheadAttention(width, config.heads, bias=False, rope="halves")
         self.mlp = None
         if hidden:
             parts = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)

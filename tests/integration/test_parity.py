@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import regard
-from regard.nn import MultiHeadAttention, from_transformers
+from regard.nn import MultiheadAttention, from_transformers
 from regard.nn.convert_transformers import KINDS
 from regard.score_mods import alibi_slopes, relative_buckets
 from tests.parity import models
@@ -141,9 +141,9 @@ UNTOLD = (
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_padding_that_is_not_told_is_seen(name, monkeypatch):
-    forward = MultiHeadAttention.forward
+    forward = MultiheadAttention.forward
     monkeypatch.setattr(
-        MultiHeadAttention,
+        MultiheadAttention,
         "forward",
         lambda self, *x, padding=None, **options: forward(self, *x, **options),
     )

@@ -296,7 +296,9 @@ def _ours(subject: Subject, situation: Situation, given: torch.dtype, dtype: tor
     real = run.memory_real if subject.crosses else run.real
     first = 0  # the token that a column counts from
     if situation.chunks:
-        cache = layer.remember(key, padding=real) if subject.crosses else KVCache(window=_window(run.module))
+        cache = (
+            layer.project_kv(key, padding=real) if subject.crosses else KVCache(window=_window(run.module))
+        )
         first = real.argmax(1)  # padding is not kept
     for start, stop in run.calls:
         if subject.crosses and cache is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from regard.nn import MultiHeadAttention, torch_masks
+from regard.nn import MultiheadAttention, torch_masks
 from tests.parity.compare import Answer, Comparison, largest_scores, numbers, scatter, sums
 
 Tensor = Any  # the types of torch are not followed
@@ -84,7 +84,7 @@ def _theirs(options: dict[str, Any], situation: str, given: torch.dtype, dtype: 
 
 def _ours(options: dict[str, Any], situation: str, given: torch.dtype, dtype: torch.dtype) -> Answer:
     module, x, masks = _given(options, situation, given, dtype)
-    layer = MultiHeadAttention.from_torch(module)
+    layer = MultiheadAttention.from_torch(module)
     with sums(layer) as summed:
         output, A = layer(*x, **torch_masks(HEADS, **masks), need_matrix=True)
     output, weights = output.double().numpy(), A.to_dense().double().numpy()

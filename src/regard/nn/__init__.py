@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from regard import causal
->>> layer = MultiHeadAttention(64, num_heads=8, rope="halves")
+>>> layer = MultiheadAttention(64, num_heads=8, rope="halves")
 >>> output, A = layer(torch.ones(1, 5, 64), mask=causal(), need_matrix=True)
 >>> A.shape, A.kernel
 ((1, 8, 5, 5), 'torch: flash on CPU, causal')
@@ -16,8 +16,7 @@ except ImportError as error:
     raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
-from regard.nn._plain import ScaledDotProductAttention
-from regard.nn.attention import MultiHeadAttention
+from regard.nn.attention import MultiheadAttention
 from regard.nn.cache import KVCache
 from regard.nn.convert_torch import torch_masks
 from regard.nn.convert_transformers import from_transformers
@@ -25,9 +24,8 @@ from regard.nn.rope import Rope
 
 __all__ = [
     "KVCache",
-    "MultiHeadAttention",
+    "MultiheadAttention",
     "Rope",
-    "ScaledDotProductAttention",
     "from_transformers",
     "torch_masks",
 ]

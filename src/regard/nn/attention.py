@@ -22,7 +22,7 @@ from regard.score_mods import ScoreMod
 Tensor = Any  # the types of torch are not followed
 
 
-class MultiHeadAttention(nn.Module):  # type: ignore[misc]
+class MultiheadAttention(nn.Module):  # type: ignore[misc]
     """Attention of several heads between projections: (batch, n, embed_dim) in and out, or (n, embed_dim).
 
     - `num_kv_heads` below `num_heads` is grouped-query attention, 1 is multi-query; `head_dim` is embed_dim / num_heads
@@ -35,7 +35,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
     - `bias_kv` is one more key and value, learnt, that everybody sees (`add_bias_kv` of torch).
     - `dropout` drops weights while training. No fused kernel on the CPU does that, so the weights are then stored.
 
-    >>> layer = MultiHeadAttention(64, num_heads=8, num_kv_heads=2, rope="halves")
+    >>> layer = MultiheadAttention(64, num_heads=8, num_kv_heads=2, rope="halves")
     >>> layer(torch.ones(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """
@@ -75,7 +75,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         self.rope = Rope(head_dim, pairing=rope) if isinstance(rope, str) else rope
         if self.rope is not None and self.rope.head_dim != head_dim:
             raise ArgumentError(
-                "MultiHeadAttention",
+                "MultiheadAttention",
                 received=f"rope of head_dim {self.rope.head_dim}",
                 expected=f"head_dim {head_dim}, the layer's",
                 hint=f"Make it for the layer: Rope({head_dim}, pairing={self.rope.pairing!r}).",
@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
     ) -> Any:
         """The output, (batch, q_len, embed_dim); with `need_matrix=True` (output, AttentionMatrix).
 
-        `key` left out is the query, `value` left out is the key; a key may be what `remember` returned. `mask` and
+        `key` left out is the query, `value` left out is the key; a key may be what `project_kv` returned. `mask` and
         `score_mod` are those of `regard.attention`. `padding` says which of the keys given are real:
         `regard.padding(lengths)`, or booleans (batch, kv_len), True = real. `positions`, for `rope`, are those of the
         query, (n,) or (batch, n); left out, real tokens are counted from 0.
@@ -141,7 +141,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
 
             output, matrix = attend(*arguments)
         else:
-            output, matrix = MultiHeadAttention._attend(*arguments)
+            output, matrix = MultiheadAttention._attend(*arguments)
         output = self.out_proj(output.transpose(1, 2).flatten(2))  # (batch, q_len, embed_dim)
         output = output if batched else output[0]
         if not need_matrix:
@@ -191,18 +191,18 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
             matrix = matrix_of(q, k, v, mask=mask, score_mod=score_mods, **options)
         except RegardError:
             if cache is not None and alone:
-                cache.rewind(before)  # so that the call can be made again
+                cache.crop(before)  # so that the call can be made again
             raise
         if not (self.training and self.dropout):
             return matrix @ v, matrix
         weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
         return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1), matrix
 
-    def remember(self, key: Tensor, value: Tensor = None, *, padding: Any = None) -> KVCache:
-        """The keys and values of what is attended to again and again, projected once: `layer(query, remembered)`.
+    def project_kv(self, key: Tensor, value: Tensor = None, *, padding: Any = None) -> KVCache:
+        """The keys and values of what is attended to again and again, projected once: `layer(query, cached)`.
 
-        >>> layer = MultiHeadAttention(8, num_heads=2)
-        >>> memory = layer.remember(torch.ones(1, 100, 8))
+        >>> layer = MultiheadAttention(8, num_heads=2)
+        >>> memory = layer.project_kv(torch.ones(1, 100, 8))
         >>> [layer(token, memory).shape for token in torch.ones(2, 1, 1, 8)]
         [torch.Size([1, 1, 8]), torch.Size([1, 1, 8])]
         """
@@ -214,14 +214,14 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         return cache
 
     @staticmethod
-    def from_torch(module: Any) -> MultiHeadAttention:
+    def from_torch(module: Any) -> MultiheadAttention:
         """A layer with the weights of a `torch.nn.MultiheadAttention`, copied; batch-first, whatever the module was.
 
         `regard.nn.torch_masks` turns the masks that go with it. A row that sees nothing gives zeros here, NaN there.
 
         >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True)
         >>> x = torch.ones(1, 3, 8)
-        >>> torch.allclose(MultiHeadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
+        >>> torch.allclose(MultiheadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
         True
         """
         from regard.nn.convert_torch import from_torch
@@ -274,7 +274,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
                 or x.shape[-1] != projection.in_features
             ):
                 raise ArgumentError(
-                    "MultiHeadAttention",
+                    "MultiheadAttention",
                     received=f"{name} as {describe_argument(x)}",
                     expected=f"a tensor (batch, n, {projection.in_features}), or all of them without the batch",
                     hint="kdim and vdim are the widths of key and value where they are not embed_dim.",
@@ -282,14 +282,17 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         if value is not None and not isinstance(key, torch.Tensor):
             received, hint = "a value and no key", "Give the key too, or leave both out for self-attention."
         elif padding is not None and isinstance(key, KVCache):
-            received, hint = "remembered keys and padding", "Say it once: layer.remember(key, padding=…)."
+            received, hint = "cached keys and padding", "Say it once: layer.project_kv(key, padding=…)."
         elif cache is not None and key is not None and key is not query:
-            received, hint = "a cache and a key", "For cross-attention, pass layer.remember(key) as the key."
+            received, hint = (
+                "a cache and a key",
+                "For cross-attention, pass layer.project_kv(key) as the key.",
+            )
         elif cache is not None and positions is not None:
             received, hint = "a cache and positions", "The cache counts positions; leave them out."
         else:
             return
-        raise ArgumentError("MultiHeadAttention", received=received, expected="one or the other", hint=hint)
+        raise ArgumentError("MultiheadAttention", received=received, expected="one or the other", hint=hint)
 
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.grouped else ""
@@ -308,7 +311,7 @@ def _booleans(padding: Any, k: Tensor) -> Any:
     real = np.asarray(padding.cpu() if isinstance(padding, torch.Tensor) else padding)
     if isinstance(padding, Mask) or real.dtype != bool or real.shape not in ((length,), (batch, length)):
         raise ArgumentTypeError(
-            "MultiHeadAttention",
+            "MultiheadAttention",
             received=f"padding as {padding if isinstance(padding, Mask) else describe_argument(padding)}",
             expected=f"regard.padding(lengths), or booleans of shape {shape_of(batch=batch, kv_len=length)}",
             hint="True = a real token; for 1 and 0 write padding != 0. What depends on the query is a mask.",
@@ -348,4 +351,4 @@ def _check_sizes(
         hint = '"learned" is a score for each head, a number is fixed for all.'
     else:
         return
-    raise ArgumentError("MultiHeadAttention", received=received, expected=expected, hint=hint)
+    raise ArgumentError("MultiheadAttention", received=received, expected=expected, hint=hint)

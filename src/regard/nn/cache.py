@@ -125,7 +125,7 @@ class KVCache:
         self._settle(self._lengths + came, self._dropped)
         return self.key, self.value
 
-    def rewind(self, length: Any) -> None:
+    def crop(self, length: Any) -> None:
         """Forget the tokens from position `length` on, a number or one for each batch entry.
 
         With a window a cache goes back only as far as what it holds allows.
@@ -133,15 +133,15 @@ class KVCache:
         lengths = np.broadcast_to(np.asarray(length, np.int64), self._lengths.shape)
         if (lengths < 0).any() or (lengths > self._lengths).any():
             raise ArgumentError(
-                "KVCache.rewind",
+                "KVCache.crop",
                 received=f"length {length}, after {self._lengths.tolist()} tokens",
                 expected="lengths from 0 to the tokens seen",
-                hint="rewind(length) leaves the first `length` tokens.",
+                hint="crop(length) leaves the first `length` tokens.",
             )
         least = np.where(self._dropped, self.keep_first + self._dropped + (self.window or 1) - 1, 0)
         if (lengths < least).any():
             raise ArgumentError(
-                "KVCache.rewind",
+                "KVCache.crop",
                 received=f"length {length}, where the window has dropped {self._dropped.tolist()} tokens",
                 expected=f"{least.max()} or more",
                 hint="Give the cache a larger window and the layer's mask the smaller one, or read the prompt again.",

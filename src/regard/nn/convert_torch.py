@@ -9,14 +9,14 @@ from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask, dense
-from regard.nn.attention import MultiHeadAttention
+from regard.nn.attention import MultiheadAttention
 from regard.score_mods import ScoreMod, bias
 
 Tensor = Any  # the types of torch are not followed
 
 
-def from_torch(module: Any) -> MultiHeadAttention:
-    """See `MultiHeadAttention.from_torch`."""
+def from_torch(module: Any) -> MultiheadAttention:
+    """See `MultiheadAttention.from_torch`."""
     if not isinstance(module, nn.MultiheadAttention):
         raise ArgumentTypeError(
             "from_torch",
@@ -25,7 +25,7 @@ def from_torch(module: Any) -> MultiHeadAttention:
             hint="For another module copy its weights into q_proj, k_proj, v_proj and out_proj of a new layer.",
         )
     like = module.out_proj.weight
-    layer = MultiHeadAttention(
+    layer = MultiheadAttention(
         module.embed_dim,
         module.num_heads,
         kdim=module.kdim,
@@ -44,8 +44,8 @@ def from_torch(module: Any) -> MultiHeadAttention:
     return layer
 
 
-def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> Any:
-    """See `MultiHeadAttention.to_torch`."""
+def to_torch(layer: MultiheadAttention, *, batch_first: bool = True) -> Any:
+    """See `MultiheadAttention.to_torch`."""
     zero = isinstance(layer.sink, int | float) and layer.sink == 0
     biases = {x.bias is not None for x in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)}
     without_a_place = {
@@ -83,7 +83,7 @@ def to_torch(layer: MultiHeadAttention, *, batch_first: bool = True) -> Any:
     return module.train(layer.training)
 
 
-def _parameters(layer: MultiHeadAttention) -> list[Tensor]:
+def _parameters(layer: MultiheadAttention) -> list[Tensor]:
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
     found = [x.weight for x in projections] + [x.bias for x in projections] + [layer.bias_k, layer.bias_v]
     return [x for x in found if x is not None]

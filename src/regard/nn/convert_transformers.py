@@ -16,7 +16,7 @@ from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask, causal, sliding_window
-from regard.nn.attention import MultiHeadAttention
+from regard.nn.attention import MultiheadAttention
 from regard.nn.rope import Rope
 from regard.score_mods import ScoreMod, alibi, relative_bias, softcap
 
@@ -91,7 +91,7 @@ KINDS = {
 }
 
 
-def from_transformers(module: Any) -> tuple[MultiHeadAttention, dict[str, Any]]:
+def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
     """A layer with the weights of an attention module of `transformers`, copied, and the options of its calls.
 
     The options are the mask and the score modifications that the module stands for: `layer(x, **options)`; padding and
@@ -123,7 +123,7 @@ def from_transformers(module: Any) -> tuple[MultiHeadAttention, dict[str, Any]]:
     (query, bias), (key, _), _, (out, out_bias) = projections
     head_dim = _first(inner, "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
     sinks, norm = (getattr(inner, name, None) for name in ("sinks", "q_norm"))
-    layer = MultiHeadAttention(
+    layer = MultiheadAttention(
         query.shape[1],
         len(query) // head_dim,
         num_kv_heads=len(key) // head_dim,

@@ -18,7 +18,7 @@ import regard  # noqa: E402
 from regard import (  # noqa: E402
     ArgumentError,
     ArgumentTypeError,
-    NotCapturedError,  # noqa: E402
+    NotCapturedError,
     causal,
     padding,
 )

@@ -27,7 +27,7 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.nn import KVCache, MultiHeadAttention
+from regard.nn import KVCache, MultiheadAttention
 from regard.testing import assert_matches
 
 TOKENS = 23
@@ -38,9 +38,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(**options) -> MultiHeadAttention:
+def layer(**options) -> MultiheadAttention:
     torch.manual_seed(1)
-    made = MultiHeadAttention(EMBED, 4, num_kv_heads=2, **options).requires_grad_(False)
+    made = MultiheadAttention(EMBED, 4, num_kv_heads=2, **options).requires_grad_(False)
     for parameter in made.parameters():
         parameter += 0.1 * torch.randn_like(parameter)
     return made
@@ -133,7 +133,7 @@ def test_18_rewinding(data, window, made):
         if astray:
             made(noise[:, at : at + astray], mask=causal(), cache=cache)
             try:
-                cache.rewind(at)
+                cache.crop(at)
             except regard.ArgumentError:
                 assert window is not None and cache.columns < at + astray
                 return
@@ -146,14 +146,14 @@ def test_18_rewinding(data, window, made):
 def test_rewinding_rows_by_themselves():
     x, cache = draw(2, TOKENS, EMBED), KVCache()
     ROTARY(torch.cat([x[:, :4], x[:, 10:14]], 1), mask=causal(), cache=cache)
-    cache.rewind([4, 2])
+    cache.crop([4, 2])
     assert repr(cache) == "KVCache([4, 2] tokens)"
     tokens = torch.stack([x[0, 4:9], x[1, 2:7]])
     found = ROTARY(tokens, mask=causal(), cache=cache)
     whole = ROTARY(x, mask=causal())
     torch.testing.assert_close(found[0], whole[0, 4:9])
     torch.testing.assert_close(found[1], whole[1, 2:7])
-    cache.rewind(0)
+    cache.crop(0)
     torch.testing.assert_close(ROTARY(x, mask=causal(), cache=cache), whole)
 
 
@@ -207,7 +207,7 @@ def test_what_is_said_of_the_sequence_holds_for_its_chunks(name, ragged):
         noise = {"mask": causal()}
         PLAIN(x[:, : n - 5], cache=cache, **noise)
         if ragged:
-            cache.rewind([n - 5, n - 9])
+            cache.crop([n - 5, n - 9])
             PLAIN(x[:, n - 9 : n - 5], cache=cache, padding=np.array([[False] * 4, [True] * 4]), **noise)
             assert cache.lengths.tolist() == [n - 5] * 2
         found, A = PLAIN(x[:, n - 5 :], cache=cache, need_matrix=True, **arguments)
@@ -317,7 +317,7 @@ def test_a_matrix_that_was_handed_out_does_not_change():
         x, cache = draw(1, 30, EMBED), KVCache(window=window)
         _, A = ROTARY(x[:, :5], mask=causal(), cache=cache, need_matrix=True)
         before = A.to_dense()
-        cache.rewind(4)
+        cache.crop(4)
         for i in range(5, 30):
             ROTARY(x[:, i : i + 1], mask=causal(), cache=cache)
         assert torch.equal(A.to_dense(), before)
@@ -337,10 +337,10 @@ REFUSED = {
     "window of nothing": (lambda: KVCache(window=0), r"window=0.*1 token or more.*KVCache\(\) keeps every"),
     "a part of a token": (lambda: KVCache(window=2.5), "window=2.5"),
     "first without window": (lambda: KVCache(keep_first=4), "keep_first=4.*beside it"),
-    "rewind forward": (lambda: filled().rewind(41), r"length 41, after \[40, 40\] tokens.*leaves the first"),
-    "rewind below": (lambda: filled().rewind([3, -1]), "from 0 to the tokens seen"),
-    "rewind past what is held": (
-        lambda: filled(window=4).rewind(20),
+    "crop forward": (lambda: filled().crop(41), r"length 41, after \[40, 40\] tokens.*leaves the first"),
+    "crop below": (lambda: filled().crop([3, -1]), "from 0 to the tokens seen"),
+    "crop past what is held": (
+        lambda: filled(window=4).crop(20),
         "dropped .* tokens.*or more.*larger window",
     ),
     "another batch": (

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard import alibi, causal, dense, first, padding, relative_bias, rope, sliding_window, softcap
+from regard import alibi, causal, first, padding, relative_bias, rope, sliding_window, softcap
 from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
-from regard.nn import KVCache, MultiHeadAttention, Rope, ScaledDotProductAttention
+from regard.nn import KVCache, MultiheadAttention, Rope
 from regard.testing import assert_matches
 
 
@@ -22,9 +22,9 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiHeadAttention:
+def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiheadAttention:
     """A layer none of whose parameters is 0."""
-    made = MultiHeadAttention(*sizes, dtype=dtype, **options)
+    made = MultiheadAttention(*sizes, dtype=dtype, **options)
     for seed, parameter in enumerate(made.parameters()):
         values = draw(*parameter.shape, seed=seed, dtype=dtype) * (parameter.shape[-1] ** -0.5)
         parameter.data.copy_(values)
@@ -188,14 +188,14 @@ def test_padding_between_tokens_is_not_counted_either():
 def test_remembered_keys_are_projected_once():
     made, query, memory = layer(24, 4, num_kv_heads=2, kdim=7, vdim=7), draw(3, 5, 24), draw(3, 9, 7, seed=1)
     lengths = padding([9, 4, 1])
-    kept = made.remember(memory, padding=lengths)
+    kept = made.project_kv(memory, padding=lengths)
     made.k_proj.weight.register_hook(lambda grad: pytest.fail("projected again"))
     direct, A = made(query, memory, padding=lengths, need_matrix=True)
     for start in (0, 2):
         output, B = made(query[:, start : start + 2], kept, need_matrix=True)
         torch.testing.assert_close(output, direct[:, start : start + 2])
         torch.testing.assert_close(B.to_dense(), A.to_dense()[:, :, start : start + 2])
-    torch.testing.assert_close(made(query[0], made.remember(memory[0])), direct[0])
+    torch.testing.assert_close(made(query[0], made.project_kv(memory[0])), direct[0])
     assert kept.lengths.tolist() == [9, 4, 1]
 
 
@@ -282,7 +282,7 @@ def test_gradients_where_weights_are_dropped():
 # -- What torch does to modules -------------------------------------------------------------------------------
 
 
-def compiled(made: MultiHeadAttention, backend: str) -> None:
+def compiled(made: MultiheadAttention, backend: str) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -349,7 +349,7 @@ def test_a_state_dict_goes_round(options):
     output = made(x, mask=causal())
     state = made.state_dict()
     assert not any("cos" in name or "sin" == name.split(".")[-1] for name in state)
-    other = MultiHeadAttention(24, 4, **options)
+    other = MultiheadAttention(24, 4, **options)
     other.load_state_dict(state, strict=True)
     assert torch.equal(other(x, mask=causal()), output)
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
@@ -409,44 +409,24 @@ def test_rope_of_some_entries_stretched():
     assert torch.equal(found[..., 4:], x[..., 4:])
 
 
-# -- The module that everybody writes first -------------------------------------------------------------------
-
-
-def test_scaled_dot_product_attention():
-    query, key, value = draw(2, 4, 8), draw(2, 6, 8, seed=1), draw(2, 6, 3, seed=2)
-    attend = ScaledDotProductAttention(8)
-    weights, output = attend(query, key, value)
-    torch.testing.assert_close(weights, (query @ key.mT / 8**0.5).softmax(-1))
-    torch.testing.assert_close(output, weights @ value)
-    seen = dense(torch.tensor([True, False, True, True, False, True])[None])
-    weights, output = attend(query.requires_grad_(), key, value, seen)
-    assert (weights[..., [1, 4]] == 0).all()
-    (weights.square().sum() + output.sum()).backward()
-    assert query.grad.abs().max() > 0
-    with pytest.raises(
-        regard.ArgumentError, match=r"d_k 8\). Make the module .*ScaledDotProductAttention\(3\)"
-    ):
-        attend(value, value, value)
-
-
 # -- Refusals -------------------------------------------------------------------------------------------------
 
 x = torch.zeros(2, 5, 24)
 REFUSED = {
-    "heads that do not divide": (lambda: MultiHeadAttention(24, 5), "num_heads 5.*divides.*say head_dim"),
+    "heads that do not divide": (lambda: MultiheadAttention(24, 5), "num_heads 5.*divides.*say head_dim"),
     "grouping that does not divide": (
-        lambda: MultiHeadAttention(24, 4, num_kv_heads=3),
+        lambda: MultiheadAttention(24, 4, num_kv_heads=3),
         "num_kv_heads 3.*multiple of kv_heads.*in a row",
     ),
-    "no heads": (lambda: MultiHeadAttention(24, 0), "num_heads 0.*above 0"),
-    "all dropped": (lambda: MultiHeadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
-    "pairing": (lambda: MultiHeadAttention(24, 4, rope="half"), "pairing='half'.*halves.*rotate_half"),
-    "odd heads": (lambda: MultiHeadAttention(20, 4, rope="halves"), "head_dim 5.*even.*in pairs"),
+    "no heads": (lambda: MultiheadAttention(24, 0), "num_heads 0.*above 0"),
+    "all dropped": (lambda: MultiheadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
+    "pairing": (lambda: MultiheadAttention(24, 4, rope="half"), "pairing='half'.*halves.*rotate_half"),
+    "odd heads": (lambda: MultiheadAttention(20, 4, rope="halves"), "head_dim 5.*even.*in pairs"),
     "another rope": (
-        lambda: MultiHeadAttention(24, 4, rope=Rope(8, pairing="halves")),
+        lambda: MultiheadAttention(24, 4, rope=Rope(8, pairing="halves")),
         r"rope of head_dim 8.*the layer's.*Rope\(6, pairing='halves'\)",
     ),
-    "sinks of no kind": (lambda: MultiHeadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
+    "sinks of no kind": (lambda: MultiheadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
     "positions below 0": (
         lambda: layer(24, 4, rope="halves")(x, positions=torch.arange(-1, 4)),
         r"some below 0; expected whole numbers from 0, of shape \(5,\) or \(2, 5\)",
@@ -459,11 +439,14 @@ REFUSED = {
     "key without batch": (lambda: layer(24, 4)(x, x[0]), "key as an array.*batch"),
     "an array": (lambda: layer(24, 4)(x.numpy()), "a tensor"),
     "value without key": (lambda: layer(24, 4)(x, value=x), "a value and no key.*self-attention"),
-    "cache and key": (lambda: layer(24, 4)(x, x + 1, cache=KVCache()), r"a cache and a key.*remember\(key\)"),
+    "cache and key": (
+        lambda: layer(24, 4)(x, x + 1, cache=KVCache()),
+        r"a cache and a key.*project_kv\(key\)",
+    ),
     "cache and positions": (lambda: layer(24, 4)(x, positions=[1], cache=KVCache()), "counts positions"),
-    "remembered and padding": (
-        lambda: layer(24, 4)(x, layer(24, 4).remember(x), padding=padding([1, 2])),
-        r"remember\(key, padding=…\)",
+    "cached and padding": (
+        lambda: layer(24, 4)(x, layer(24, 4).project_kv(x), padding=padding([1, 2])),
+        r"project_kv\(key, padding=…\)",
     ),
     "padding of numbers": (
         lambda: layer(24, 4)(x, padding=[[1, 0, 0, 0, 0]] * 2),

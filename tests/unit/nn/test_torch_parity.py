@@ -11,7 +11,7 @@ from torch import nn
 
 import regard
 from regard import causal
-from regard.nn import MultiHeadAttention, torch_masks
+from regard.nn import MultiheadAttention, torch_masks
 from regard.testing import assert_matches
 
 HEADS, EMBED, BATCH, Q_LEN, KV_LEN = 4, 24, 3, 5, 7
@@ -38,7 +38,7 @@ def hold(actual, definition, naive, what):
 
 def compare(theirs, query, key, value, **masks):
     """Ours against theirs in float64, no farther from it than twice theirs in float32."""
-    ours = MultiHeadAttention.from_torch(theirs)
+    ours = MultiheadAttention.from_torch(theirs)
     output, A = ours(query, key, value, need_matrix=True, **torch_masks(HEADS, **masks))
     flip = (lambda x: x) if theirs.batch_first or query.ndim == 2 else (lambda x: x.transpose(0, 1))
 
@@ -127,7 +127,7 @@ def test_masks_without_a_batch():
 
 def test_is_causal():
     theirs = module(batch_first=True).eval()
-    ours, x = MultiHeadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
+    ours, x = MultiheadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
     hidden = torch.ones(Q_LEN, Q_LEN, dtype=torch.bool).triu(1)
     right = copy.deepcopy(theirs).double()(
         *[x.double()] * 3, attn_mask=hidden, is_causal=True, need_weights=False
@@ -140,7 +140,7 @@ def test_is_causal():
 
 def test_the_same_weights_are_dropped():
     theirs = module(batch_first=True, dropout=0.4).train()
-    ours, x = MultiHeadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
+    ours, x = MultiheadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
     assert ours.training and ours.dropout == 0.4
     torch.manual_seed(7)
     expected, weights = theirs(x, x, x, average_attn_weights=False)
@@ -154,7 +154,7 @@ def test_a_row_that_sees_nothing_is_zeros_and_nan_there():
     theirs = module(batch_first=True).eval()
     x, hidden = draw(BATCH, Q_LEN, EMBED), torch.zeros(Q_LEN, Q_LEN, dtype=torch.bool)
     hidden[2] = True
-    output, A = MultiHeadAttention.from_torch(theirs)(
+    output, A = MultiheadAttention.from_torch(theirs)(
         x, need_matrix=True, **torch_masks(HEADS, attn_mask=hidden)
     )
     assert theirs(x, x, x, attn_mask=hidden)[0][:, 2].isnan().all()
@@ -168,7 +168,7 @@ def test_a_row_that_sees_nothing_is_zeros_and_nan_there():
 @pytest.mark.parametrize(("bias", "bias_kv", "zero", "wide"), OPTIONS)
 def test_there_and_back(bias, bias_kv, zero, wide):
     theirs = module(bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, dropout=0.2, **wide)
-    ours = MultiHeadAttention.from_torch(theirs)
+    ours = MultiheadAttention.from_torch(theirs)
     back = ours.to_torch(batch_first=theirs.batch_first)
     state, again = theirs.state_dict(), back.state_dict()
     assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
@@ -181,7 +181,7 @@ def test_there_and_back(bias, bias_kv, zero, wide):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_and_mode_come_along(dtype):
-    ours = MultiHeadAttention.from_torch(module(add_bias_kv=True).to(dtype).eval())
+    ours = MultiheadAttention.from_torch(module(add_bias_kv=True).to(dtype).eval())
     assert {p.dtype for p in ours.parameters()} == {dtype} and not ours.training
     assert ours.to_torch().bias_k.dtype == dtype
 
@@ -200,7 +200,7 @@ WITHOUT_A_PLACE = {
 
 @pytest.mark.parametrize("words", WITHOUT_A_PLACE)
 def test_what_torch_has_no_place_for_is_refused(words):
-    made = MultiHeadAttention(EMBED, HEADS, **WITHOUT_A_PLACE[words])
+    made = MultiheadAttention(EMBED, HEADS, **WITHOUT_A_PLACE[words])
     with pytest.raises(
         regard.ArgumentError, match=f"to_torch: received a layer with {words}.*Keep the layer"
     ):
@@ -212,4 +212,4 @@ def test_other_modules_are_refused():
         regard.ArgumentTypeError,
         match=r"from_torch: received a Linear; .*q_proj, k_proj, v_proj and out_proj",
     ):
-        MultiHeadAttention.from_torch(nn.Linear(3, 3))
+        MultiheadAttention.from_torch(nn.Linear(3, 3))
