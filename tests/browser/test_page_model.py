@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
+from regard.lens import page_data  # noqa: E402
 from regard.pages import model_page as _page  # noqa: E402
 from regard.render.text import printable  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
@@ -133,8 +134,8 @@ def test_a_page_of_512_tokens_is_small_and_soon_made(whole):
 
 def test_what_was_saved_gives_the_same_page(cat, tmp_path):
     recording, tokens, page = cat
-    recording.save(tmp_path / "seen")
-    assert regard.load_recording(tmp_path / "seen").page(tokens, title="MiniLM").html == page.html
+    recording.save(tmp_path / "recording")
+    assert regard.load_recording(tmp_path / "recording").page(tokens, title="MiniLM").html == page.html
 
 
 def test_the_page_is_known_by_its_title():
@@ -169,7 +170,7 @@ def test_maps_are_means_of_blocks(monkeypatch):
     monkeypatch.setattr(_page, "LARGE", 8)
     for long in (1024, 5):  # 11 tokens are short, then long
         monkeypatch.setattr(_page, "LONG", long)
-        (entry, *_) = _page._entries(recording._each(), None, None, None, 0)
+        (entry, *_) = page_data.page_layers(recording._each(), None, None, None, 0)
         size = entry.maps.shape[-1]
         assert size == (4 if long > 11 else 8)
         np.testing.assert_allclose(entry.maps, blocks(A, size), rtol=1e-5)
@@ -189,24 +190,26 @@ def test_what_cannot_be_shown_is_refused_with_the_cure():
     model, inputs = TINY["BERT"].build(), TINY["BERT"].inputs("none")
     recording = watched(model, **inputs)
     with pytest.raises(
-        IndexOutOfRangeError, match=r"seen\.page: received batch=2; expected one of 2 batch entries"
+        IndexOutOfRangeError, match=r"recording\.page: received batch=2; expected one of 2 batch entries"
     ):
         recording.page(batch=2)
-    with pytest.raises(ArgumentError, match=r"layers='decoder\.\*', which none of .* list\(seen\)"):
+    with pytest.raises(
+        ArgumentError, match=r"layers='decoder\.\*', which matches none of .* list\(recording\)"
+    ):
         recording.page(layers="decoder.*")
     with pytest.raises(IndexOutOfRangeError, match=r"heads=\[9\]; expected numbers from 0 to 3"):
         recording.page(heads=[9])
-    with pytest.raises(ArgumentError, match=r"seen\.page: received 3 tokens .* keys: 11"):
+    with pytest.raises(ArgumentError, match=r"recording\.page: received 3 tokens .* keys: 11"):
         recording.page(["a", "b", "c"], findings=recording.diagnose())
-    with pytest.raises(ArgumentTypeError, match=r"seen\.page: received tokens as .* a list of tokens"):
+    with pytest.raises(ArgumentTypeError, match=r"recording\.page: received tokens as .* a list of tokens"):
         recording.page("text", findings=recording.diagnose())
     with torch.no_grad(), regard.watch(model, keep="measures", measures={"e": regard.Entropy()}) as kept:
         model(**inputs)
-    with pytest.raises(ArgumentError, match=r'seen\.page: .* keep="measures"; expected keep="qk"'):
+    with pytest.raises(ArgumentError, match=r'recording\.page: .* keep="measures"; expected keep="qk"'):
         kept.page()
     with torch.no_grad(), regard.watch(model) as nothing:
         pass
-    with pytest.raises(ArgumentError, match=r"nothing that was seen.*inside the with block"):
+    with pytest.raises(ArgumentError, match=r"an empty recording.*inside the with block"):
         nothing.page()
 
 

@@ -183,10 +183,10 @@ class Asked(Mapping[str, AttentionMatrix]):
         >>> recording.page(["the", "cat", "it"])
         <page "Where every head looks", ... kB: save(path) writes it>
         """
-        from regard.pages.model_page import model_page
+        from regard.lens.page_data import build_page
 
         found = self.diagnose(tokens) if findings is None else findings
-        return model_page(
+        return build_page(
             self._each(),
             found,
             tokens=tokens,

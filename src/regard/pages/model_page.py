@@ -1,119 +1,134 @@
-"""`seen.page`: every head of a model in one page, each as a small map, and every weight as far as there is room."""
+"""The model page: every head of a model as a small map, and every weight while `max_bytes` allows it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.errors import ArgumentError, IndexOutOfRangeError, RegardError
-from regard.lens.analysis.find import as_numpy, named, one_entry
-from regard.lens.analysis.finding import Finding, Findings
-from regard.lens.analysis.head_table import measured
-from regard.lens.analysis.token_rows import Place, fitting, listed, misfit
-from regard.lens.call import Call
-from regard.measures import Coarse
+from regard.errors import RegardError
 from regard.pages.html import Page, embedded, page
 from regard.pages.parts import Part, covered, levels
 from regard.pages.payload import Carried, Error, carried
 from regard.render.text import printable
 
-Layer = tuple[int, str, int, Call]
-Texts = list[list[Any]] | None
+if TYPE_CHECKING:
+    from regard.core.matrix import AttentionMatrix
 
-# Cells along the edge of a head's small map, and of the map that a long text's head opens with; and what is long.
+# Cells along the edge of a head's small map, and of the map that a head of a long text opens with; above LONG tokens.
 SMALL, LARGE, LONG = 64, 256, 1024
-WINDOWS = (16, 128)
 # Characters around each part in the page.
 AROUND = 64
 
-MEANINGS = {
-    "entropy": "how widely a row is spread, in nats",
-    "first": "the share on the first token, the sink",
-    "previous": "the share on the token before",
-    "distance": "how many tokens away the keys are",
-    **{f"within_{window}": f"the share on keys less than {window} tokens away" for window in WINDOWS},
-    "heavy": "the share that the tenth of the keys with most of it has",
-    "duplicate": "the share on earlier copies of the token itself",
-    "induction": "the share on what came after earlier copies",
-}
-
 
 @dataclass
-class _Entry:
-    """A call on the page: the heads that are shown, the texts of its queries and keys, its measures and maps."""
+class PageLayer:
+    """One attention call on the page.
 
-    number: int
-    name: str
-    which: int
-    call: Call
+    Attributes:
+        module: Name of the module.
+        layer: Number of the layer, from 0.
+        call: Which call of the layer it is, from 0.
+        shape: (q_len, kv_len).
+        heads: The heads that are shown.
+        first: Position of query 0 among the keys, None for cross-attention.
+        query_tokens: Tokens of the queries, or None.
+        key_tokens: Tokens of the keys, or None.
+        measures: For each measure, one number for each head in `heads`.
+        maps: Mean weight of each block, (len(heads), rows, columns) with the cells of `map_cells`.
+        matrix: Attention of one batch entry, (all heads, q_len, kv_len), or (q_len, kv_len) without a head axis.
+        head_dim: Width of a query.
+        groups: How many heads share a key.
+    """
+
+    module: str
+    layer: int
+    call: int
+    shape: tuple[int, int]
     heads: list[int]
     first: int | None
-    texts: tuple[Texts, Texts]
-    columns: dict[str, Any]
-    maps: Any  # (heads, rows, columns), the mean weight of each block
+    query_tokens: list[Any] | None
+    key_tokens: list[Any] | None
+    measures: Mapping[str, Sequence[float]]
+    maps: Any
+    matrix: AttentionMatrix
+    head_dim: int
+    groups: int
+
+
+def map_cells(q_len: int, kv_len: int) -> tuple[int, int]:
+    """Return the (rows, columns) of cells that a map of this many queries and keys has."""
+    edge = LARGE if max(q_len, kv_len) > LONG else SMALL
+    return min(edge, q_len), min(edge, kv_len)
 
 
 def model_page(
-    layers: Sequence[Layer],
-    findings: Findings,
+    layers: Sequence[PageLayer],
     *,
-    tokens: Any,
-    key_tokens: Any,
-    batch: int,
-    chosen: str | Sequence[str] | None,
-    heads: Sequence[int] | None,
-    title: str | None,
+    title: str,
+    captions: Mapping[str, str],
+    findings: Sequence[dict[str, Any]],
+    summary: str,
     max_bytes: int,
+    operation: str,
 ) -> Page:
-    """What `Recording.page` returns."""
-    own, other = (None if each is None else listed(each, "seen.page") for each in (tokens, key_tokens))
-    entries = _entries(_shown(layers, chosen), own, other, heads, batch)
+    """Build the page of `Recording.page`.
+
+    Args:
+        layers: The calls to show, in order.
+        title: Title of the page.
+        captions: A caption for each measure, in the order in which the page offers them.
+        findings: Records of the findings of `Recording.diagnose`.
+        summary: The findings in one line.
+        max_bytes: Heads carry all their weights until the page has this size.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        The page.
+    """
     texts: dict[tuple[str, ...], int] = {}
-    measures = [name for name in MEANINGS if any(name in entry.columns for entry in entries)]
-    kinds, calls = _kinds([entry.name for entry in entries]), Counter(entry.name for entry in entries)
+    measures = [name for name in captions if any(name in layer.measures for layer in layers)]
+    kinds, calls = _kinds([layer.module for layer in layers]), Counter(layer.module for layer in layers)
     records = [
         {
-            "module": entry.name,
-            "layer": entry.number,
-            "call": entry.which,
-            "calls": calls[entry.name],
-            "kind": kinds[entry.name],
-            "shape": entry.call.shape[-2:],
-            "first": entry.first,
-            "heads": entry.heads,
-            "query_text": _place(entry.texts[0], batch, texts),
-            "key_text": _place(entry.texts[1], batch, texts),
-            "measures": {name: _column(entry, name) for name in measures},
-            "maps": _small(entry),
+            "module": layer.module,
+            "layer": layer.layer,
+            "call": layer.call,
+            "calls": calls[layer.module],
+            "kind": kinds[layer.module],
+            "shape": layer.shape,
+            "first": layer.first,
+            "heads": layer.heads,
+            "query_text": _place(layer.query_tokens, texts),
+            "key_text": _place(layer.key_tokens, texts),
+            "measures": {name: layer.measures.get(name, [math.nan] * len(layer.heads)) for name in measures},
+            "maps": _small(layer),
             "carried": None,
             "why": None,
         }
-        for entry in entries
+        for layer in layers
     ]
-    name = printable(title or "Where every head looks")
+    name = printable(title)
     record: dict[str, Any] = {
         "title": name,
-        "lead": _lead(entries),
+        "lead": _lead(layers),
         "texts": list(texts),
         "measures": measures,
-        "meanings": MEANINGS,
+        "meanings": dict(captions),
         "entries": records,
-        "findings": [
-            _finding(each, batch) for each in findings if each.module in calls or each.kind == "not seen"
-        ],
-        "found": repr(findings).split("\n")[0],
+        "findings": list(findings),
+        "found": summary,
     }
     room = max_bytes - len(page(name, "model.js", record).html)
     errors: list[Error] = []
-    for entry, made in zip(entries, records, strict=True):
+    for layer, made in zip(layers, records, strict=True):
         try:
-            made["carried"], error, taken = _carry(entry, batch, room)
-        except RegardError as wrong:  # what a page cannot do by itself, it says; maps and measures are there
+            made["carried"], error, taken = _carry(layer, room, operation)
+        except RegardError as wrong:  # the page says what it cannot compute; maps and measures are there
             made["why"] = str(wrong)
             continue
         room -= taken
@@ -122,82 +137,11 @@ def model_page(
     return page(name, "model.js", record)
 
 
-def _shown(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[Layer]:
-    """The layers that are asked for, by name or pattern; those without entries have nothing to show."""
-    found = [each for each in named(layers, chosen, "seen.page") if math.prod(each[3].shape)]
-    if not found:
-        raise ArgumentError(
-            "seen.page",
-            received="nothing that was seen"
-            if not layers
-            else f"layers={chosen!r}, which none of the layers is",
-            expected="a layer that ran",
-            hint="list(seen) has the names; * in a pattern stands for any part."
-            if layers
-            else "Run the model inside the with block.",
-        )
-    return found
-
-
-def _entries(
-    layers: list[Layer], own: Texts, other: Texts, heads: Sequence[int] | None, batch: int
-) -> list[_Entry]:
-    entries: list[_Entry] = []
-    copies: dict[Any, Any] = {}  # where they are is the same for every layer
-    for number, name, which, call in layers:
-        *lead, q_len, kv_len = call.shape
-        count, size = lead[-1] if lead else 1, math.prod(lead[:-1])
-        if not -size <= batch < size:
-            one_entry(call, batch, "seen.page")  # which raises, and says why
-        place = Place.of(call)
-        texts = _texts(call, place, own, other)
-        edge = LARGE if max(q_len, kv_len) > LONG else SMALL
-        blocks = min(edge, q_len), min(edge, kv_len)
-        same = texts[1] if place.first is not None else None
-        columns, made = measured(call, same, WINDOWS, copies, map=Coarse(blocks))
-        shown = list(range(count)) if heads is None else [head for head in heads if 0 <= head < count]
-        maps = as_numpy(made.map).reshape(size, count, *blocks)[batch, shown].astype(np.float32)
-        if shown:
-            entries.append(_Entry(number, name, which, call, shown, place.first, texts, columns, maps))
-    if not entries:
-        raise IndexOutOfRangeError(
-            "seen.page",
-            received=f"heads={list(heads or ())}",
-            expected=f"numbers from 0 to {max(call.shape[-3] for _, _, _, call in layers) - 1}",
-            hint="Heads are counted from 0.",
-        )
-    if own is not None and not any(entry.texts[0] or entry.texts[1] for entry in entries):
-        raise misfit("seen.page", own, {entry.call.shape[-1] for entry in entries})
-    return entries
-
-
-def _texts(call: Call, place: Place, own: Texts, other: Texts) -> tuple[Texts, Texts]:
-    """The texts of queries and of keys, one list for each batch entry, where they fit."""
-    *lead, q_len, kv_len = call.shape
-
-    def fit(texts: Texts, length: int) -> Texts:
-        return None if texts is None else fitting(texts, math.prod(lead[:-1]), length)
-
-    if place.first is None:
-        return fit(own, q_len), fit(other, kv_len)
-    # The tokens of both sequences may be as many; an encoder reads what others look at.
-    encodes = "encoder" in call.name and "decoder" not in call.name
-    given = (other, own) if encodes and other is not None else (own, other)
-    same = fit(given[0], kv_len) or fit(given[1], kv_len)
-    return same, same
-
-
-def _place(texts: Texts, batch: int, known: dict[tuple[str, ...], int]) -> int | None:
-    """Which of the page's texts this one is; layers share theirs."""
-    if texts is None:
+def _place(tokens: list[Any] | None, known: dict[tuple[str, ...], int]) -> int | None:
+    """Return the index of these tokens among the texts of the page; layers share texts."""
+    if tokens is None:
         return None
-    return known.setdefault(tuple(printable(str(token)) for token in texts[batch]), len(known))
-
-
-def _column(entry: _Entry, name: str) -> list[float]:
-    """A measure of each head, NaN where the layer has none."""
-    column = entry.columns.get(name)
-    return [math.nan if column is None else float(column[head]) for head in entry.heads]
+    return known.setdefault(tuple(printable(str(token)) for token in tokens), len(known))
 
 
 def _kinds(names: list[str]) -> dict[str, str]:
@@ -214,33 +158,22 @@ def _kinds(names: list[str]) -> dict[str, str]:
     return {name: " ".join(each[i] for i in differ if i < len(each)) for name, each in parts.items()}
 
 
-def _finding(found: Finding, batch: int) -> dict[str, Any]:
-    """A finding as the page shows it: at its heads, if it is one of this batch entry."""
-    return {
-        **{name: getattr(found, name) for name in ("kind", "severity", "what", "module", "hint", "heads")},
-        "rows": found.rows[:1],
-        "here": not found.batch or batch in found.batch,
-        "where": found.where,
-        "evidence": found.told,
-    }
-
-
 # The maps
 
 
-def _small(entry: _Entry) -> dict[str, Any]:
+def _small(layer: PageLayer) -> dict[str, Any]:
     """The small maps of all heads as one part, and how many weights a cell is the mean of."""
-    means = _means(entry)
-    size, shape = means.shape[1:], entry.call.shape[-2:]
+    means = _means(layer)
+    size, shape = means.shape[1:], layer.shape
     blocks = [n / count for n, count in zip(shape, size, strict=True)]
     return {"size": size, "block": blocks, **levels(means, means > 0)}
 
 
-def _means(entry: _Entry) -> Any:
+def _means(layer: PageLayer) -> Any:
     """The maps of at most SMALL cells along an edge, from those there are."""
-    shape, cells = entry.call.shape[-2:], entry.maps.shape[1:]
+    shape, cells = layer.shape, layer.maps.shape[1:]
     few = [min(SMALL, count) for count in cells]
-    sums = entry.maps * np.multiply.outer(*map(_counts, shape, cells))
+    sums = layer.maps * np.multiply.outer(*map(_counts, shape, cells))
     for axis in (0, 1):
         # A cell of the larger map lies in one of the smaller: both are floors of the same ratio.
         which = np.arange(cells[axis]) * few[axis] // cells[axis]
@@ -256,17 +189,15 @@ def _counts(length: int, cells: int) -> Any:
 # What is carried
 
 
-def _carry(entry: _Entry, batch: int, room: int) -> tuple[dict[str, Any] | None, list[Error], int]:
+def _carry(layer: PageLayer, room: int, operation: str) -> tuple[dict[str, Any] | None, list[Error], int]:
     """As many of the heads as there is room for, with all that their weights are made from; their error and size."""
-    call, fits = entry.call, entry.heads
-    *lead, q_len, kv_len = call.shape
-    matrix = one_entry(call, batch, "seen.page")
+    matrix, fits = layer.matrix, layer.heads
     while fits:
-        if _about(call, fits) <= room:
-            made = carried(matrix.lazy[fits] if lead else matrix, "seen.page")
+        if _about(layer, fits) <= room:
+            made = carried(matrix.lazy[fits] if len(matrix.shape) > 2 else matrix, operation)
             record = {"heads": fits, **made.record}
-            if max(q_len, kv_len) > LONG:
-                record["overviews"] = _overviews(entry, made)
+            if max(layer.shape) > LONG:
+                record["overviews"] = _overviews(layer, made)
             size = _bytes(record)
             if size <= room:
                 return record, [made.error], size
@@ -274,21 +205,21 @@ def _carry(entry: _Entry, batch: int, room: int) -> tuple[dict[str, Any] | None,
     return None, [], 0
 
 
-def _overviews(entry: _Entry, made: Carried) -> list[dict[str, Any]]:
+def _overviews(layer: PageLayer, made: Carried) -> list[dict[str, Any]]:
     """The larger map of each head that is carried, which it opens with."""
-    (rows, keys), size = entry.call.shape[-2:], entry.maps.shape[1:]
+    (rows, keys), size = layer.shape, layer.maps.shape[1:]
     block = [n / count for n, count in zip((rows, keys), size, strict=True)]
     return [
         {"size": size, "block": block, "taken": None, **levels(means, covered(*seen, (rows, keys), size))}
-        for means, seen in zip(entry.maps, made.runs, strict=False)
+        for means, seen in zip(layer.maps, made.runs, strict=False)
     ]
 
 
-def _about(call: Call, heads: list[int]) -> float:
+def _about(layer: PageLayer, heads: list[int]) -> float:
     """The characters that heads take at least: halves for queries and keys, little compressed, and each lse."""
-    q_len, kv_len = call.shape[-2:]
-    keys, width = len({head // call.groups for head in heads}), int(call.query.shape[-1])
-    return (1.7 * width * (len(heads) * q_len + keys * kv_len) + 3 * len(heads) * q_len) * 4 / 3
+    q_len, kv_len = layer.shape
+    keys = len({head // layer.groups for head in heads})
+    return (1.7 * layer.head_dim * (len(heads) * q_len + keys * kv_len) + 3 * len(heads) * q_len) * 4 / 3
 
 
 def _bytes(record: Any) -> int:
@@ -309,16 +240,14 @@ def _largest(errors: list[Any]) -> dict[str, Any] | None:
     }
 
 
-def _lead(entries: list[_Entry]) -> str:
+def _lead(layers: Sequence[PageLayer]) -> str:
     """The sizes in a few words."""
 
     def counted(number: int, word: str) -> str:
         return f"{number:,} {word}{'s' * (number != 1)}"
 
-    heads, lengths = (
-        sum(len(entry.heads) for entry in entries),
-        sorted({entry.call.shape[-1] for entry in entries}),
-    )
-    layers = counted(len({entry.name for entry in entries}), "layer")
+    heads = sum(len(layer.heads) for layer in layers)
+    lengths = sorted({layer.shape[1] for layer in layers})
+    modules = counted(len({layer.module for layer in layers}), "layer")
     keys = " and ".join(f"{length:,}" for length in lengths) if len(lengths) < 4 else f"up to {lengths[-1]:,}"
-    return f"{layers}, {counted(heads, 'head')}, {keys} tokens."
+    return f"{modules}, {counted(heads, 'head')}, {keys} tokens."

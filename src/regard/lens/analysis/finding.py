@@ -97,16 +97,17 @@ class Findings(list[Finding]):
         return Findings([each for each in self if each.severity == severity], self.looked)
 
     def __repr__(self) -> str:
-        return "\n\n".join([self._summary(), *map(str, self)])
+        return "\n\n".join([self.summary, *map(str, self)])
 
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
         items = [each._item() for each in self[: notebook.SHOWN]]
-        return notebook.findings(self._summary(), items, len(self) - len(items))
+        return notebook.findings(self.summary, items, len(self) - len(items))
 
-    def _summary(self) -> str:
-        """How many of which severity, and in what."""
+    @property
+    def summary(self) -> str:
+        """The number of findings of each severity, and the layers and heads that were checked, in one line."""
         among = f" in {self.looked}" if self.looked else ""
         if not self:
             return f"Nothing found{among}."
