@@ -584,7 +584,7 @@ def test_the_class_walked_with_every_number(show):
     seen = tab.evaluate(HARVEST)
     attention = ScaledDotProductAttention(4)
     scores = attention.compute_scores(cat.Q, cat.K)
-    weights, output = attention(cat.Q, cat.K, cat.V)
+    output, weights = attention(cat.Q, cat.K, cat.V)
     own = [step for step in seen if step["where"] == "forward"]
     produced = {name: value for step in own[1:] for name, value in step["fresh"].items()}
     assert seen[0]["fresh"]["Q"] == cells(cat.Q)
@@ -592,7 +592,7 @@ def test_the_class_walked_with_every_number(show):
     assert produced["scaled"] == cells(scores / 2)
     assert produced["weights"] == cells(weights)
     assert produced["output"] == cells(output)
-    assert produced["returns"] == [*cells(weights), *cells(output)]
+    assert produced["returns"] == [*cells(output), *cells(weights)]
     inner = {
         name: v for s in seen if s["where"] == "forward › compute_weights" for name, v in s["fresh"].items()
     }

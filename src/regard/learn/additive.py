@@ -28,7 +28,7 @@ class AdditiveAttention:
     learned in a model; here they begin at random, the same for the same `seed`, and may be set.
 
     >>> attention = AdditiveAttention(d_q=2, d_k=3, hidden_dim=5)
-    >>> weights, output = attention(Q=[[1, 0]], K=[[1, 0, 0], [0, 1, 0]], V=[[10, 0], [0, 10]])
+    >>> output, weights = attention(Q=[[1, 0]], K=[[1, 0, 0], [0, 1, 0]], V=[[10, 0], [0, 10]])
     >>> weights.shape, output.shape
     ((1, 2), (1, 2))
     >>> weights.sum().round(12), (output - 10 * weights).round(12)
@@ -48,17 +48,17 @@ class AdditiveAttention:
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> tuple[Floats, Floats]:
-        """The weights (…, q_len, kv_len) and the output (…, q_len, d_v); only the comparison is another one.
+        """The output (…, q_len, d_v) and the weights (…, q_len, kv_len); only the comparison is another one.
 
         >>> attention = AdditiveAttention(d_q=1, d_k=1, hidden_dim=4)
-        >>> weights, output = attention.forward([[1], [2]], [[0], [0]], [[5], [7]], mask=[[True, False], [True, True]])
+        >>> output, weights = attention.forward([[1], [2]], [[0], [0]], [[5], [7]], mask=[[True, False], [True, True]])
         >>> weights
         array([[1. , 0. ],
                [0.5, 0.5]])
         """
         scores = self.compute_scores(Q, K)
         weights = self.compute_weights(scores, mask)
-        return weights, self.compute_output(weights, V, mask)
+        return self.compute_output(weights, V, mask), weights
 
     __call__ = forward
 

@@ -31,7 +31,7 @@ class ScaledDotProductAttention:
     (batch, heads), are worked through side by side. A mask is boolean, True = attend.
 
     >>> attention = ScaledDotProductAttention(d_k=2)
-    >>> weights, output = attention(Q=[[1, 0]], K=[[2, 0], [0, 2]], V=[[10, 0], [0, 10]])
+    >>> output, weights = attention(Q=[[1, 0]], K=[[2, 0], [0, 2]], V=[[10, 0], [0, 10]])
     >>> weights.round(3)
     array([[0.804, 0.196]])
     >>> output.round(3)
@@ -44,11 +44,11 @@ class ScaledDotProductAttention:
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> tuple[Floats, Floats]:
-        """All four steps: the weights (…, q_len, kv_len) and the output (…, q_len, d_v).
+        """Run all four steps: the output (…, q_len, d_v) and the weights (…, q_len, kv_len).
 
         >>> attention = ScaledDotProductAttention(d_k=1)
         >>> sees = [[True, False], [True, True]]
-        >>> weights, output = attention.forward(Q=[[0], [0]], K=[[1], [2]], V=[[5], [7]], mask=sees)
+        >>> output, weights = attention.forward(Q=[[0], [0]], K=[[1], [2]], V=[[5], [7]], mask=sees)
         >>> weights
         array([[1. , 0. ],
                [0.5, 0.5]])
@@ -60,7 +60,7 @@ class ScaledDotProductAttention:
         scaled = self.scale_scores(scores)
         weights = self.compute_weights(scaled, mask)
         output = self.compute_output(weights, V, mask)
-        return weights, output
+        return output, weights
 
     __call__ = forward
 
@@ -176,5 +176,4 @@ def scaled_dot_product_attention(
     array([[0.5, 0.5]])
     """
     Q = as_floats("scaled_dot_product_attention", "Q", Q, "q_len", "d_k")
-    weights, output = ScaledDotProductAttention(d_k=Q.shape[-1]).forward(Q, K, V, mask)
-    return output, weights
+    return ScaledDotProductAttention(d_k=Q.shape[-1]).forward(Q, K, V, mask)

@@ -69,7 +69,7 @@ def multiplications(
             hint="Take one head of one sequence, as in Q[0, 3].",
         )
     attention = ScaledDotProductAttention(d_k=Q.shape[-1])
-    weights, _ = attention(Q, K, V, mask)  # checks the shapes before the first step
+    _, weights = attention(Q, K, V, mask)  # checks the shapes before the first step
     seen = np.ones(weights.shape, bool) if mask is None else as_mask("multiplications", mask, weights.shape)
     return _walk(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist(), seen)
 

@@ -53,7 +53,7 @@ Arrays = tuple[Any, Any, Any]
 
 
 def product(A: Any, V: Any) -> tuple[Any, Any]:
-    return A.to_dense(), A @ V
+    return A @ V, A.to_dense()
 
 
 def by_heads(Q: Any, K: Any, V: Any, heads: int, kv_heads: int) -> tuple[Any, Any]:
@@ -61,13 +61,13 @@ def by_heads(Q: Any, K: Any, V: Any, heads: int, kv_heads: int) -> tuple[Any, An
         return np.stack(np.split(x, parts, axis=-1))
 
     A = regard.attention(split(Q, heads), split(K, kv_heads), enable_gqa=True)
-    weights, output = product(A, split(V, kv_heads))
-    return weights, np.concatenate(list(output), axis=-1)
+    output, weights = product(A, split(V, kv_heads))
+    return np.concatenate(list(output), axis=-1), weights
 
 
 def one_head(Q: Any, K: Any, V: Any, **options: Any) -> tuple[Any, Any]:
-    weights, output = product(regard.attention(Q[None], K[None], **options), V[None])
-    return weights[0], output[0]
+    output, weights = product(regard.attention(Q[None], K[None], **options), V[None])
+    return output[0], weights[0]
 
 
 def turned(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
@@ -112,10 +112,10 @@ LIBRARY: dict[str, Callable[..., tuple[Any, Any]]] = {
 
 @every_mechanism
 def test_a_mechanism_is_the_librarys_on_the_example(mechanism):
-    (weights, output), given = mechanism.run(), mechanism.given
+    (output, weights), given = mechanism.run(), mechanism.given
     expected = LIBRARY[mechanism.name](given.Q, given.K, given.V)
-    close(weights, expected[0])
-    close(output, expected[1])
+    close(output, expected[0])
+    close(weights, expected[1])
 
 
 @every_mechanism
@@ -124,10 +124,10 @@ def test_a_mechanism_is_the_librarys_on_other_numbers(mechanism, q_len, kv_len):
     # The last query stands at the last key, as regard has it with align="lower_right".
     columns = mechanism.given.K.shape[-1]
     Q, K, V = draw(q_len, 4), draw(kv_len, columns, seed=1), draw(kv_len, columns, seed=2)
-    weights, output = mechanism.make()(Q, K, V)
+    output, weights = mechanism.make()(Q, K, V)
     expected = LIBRARY[mechanism.name](Q, K, V)
-    close(weights, expected[0])
-    close(output, expected[1])
+    close(output, expected[0])
+    close(weights, expected[1])
 
 
 @every_mechanism
@@ -135,12 +135,12 @@ def test_a_mechanism_takes_a_batch_and_a_mask(mechanism):
     columns = mechanism.given.K.shape[-1]
     Q, K, V = draw(2, 3, 5, 4), draw(2, 3, 5, columns, seed=1), draw(2, 3, 5, columns, seed=2)
     mask = np.random.default_rng(3).random((5, 5)) < 0.6
-    weights, output = mechanism.make()(Q, K, V, mask=mask)
+    output, weights = mechanism.make()(Q, K, V, mask=mask)
     assert not weights[..., ~mask].any()
     for b, h in np.ndindex(2, 3):
         alone = mechanism.make()(Q[b, h], K[b, h], V[b, h], mask)
-        close(weights[b, h], alone[0])
-        close(output[b, h], alone[1])
+        close(output[b, h], alone[0])
+        close(weights[b, h], alone[1])
 
 
 MASKING = ["causal", "sliding_window", "block_sparse", "kv_cache"]
@@ -152,11 +152,11 @@ def test_what_is_hidden_cannot_matter(name, poison):
     clean = NAMED[name].make()(cat.Q, cat.K, cat.V)
     V, K = cat.V.copy(), cat.K.copy()
     V[3], K[3] = poison, poison
-    weights, output = NAMED[name].make()(cat.Q, K, V)
-    blind = clean[0][:, 3] == 0
+    output, weights = NAMED[name].make()(cat.Q, K, V)
+    blind = clean[1][:, 3] == 0
     assert blind.any()
-    close(weights[blind], clean[0][blind])
-    close(output[blind], clean[1][blind])
+    close(output[blind], clean[0][blind])
+    close(weights[blind], clean[1][blind])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_what_is_hidden_cannot_matter(name, poison):
     ],
 )
 def test_the_published_numbers(name, fact):
-    weights, output = NAMED[name].run()
+    output, weights = NAMED[name].run()
     assert np.abs(weights - CAT[fact.format("weights")]).max() <= 0.5e-4
     assert np.abs(output - CAT[fact.format("output")]).max() <= 0.5e-4
 
@@ -180,11 +180,11 @@ def test_multi_head_is_as_the_book_splits_it():
     heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
     split = [family.MultiHead(d_k=2, num_heads=2).split("x", x, 2) for x in (cat.Q, cat.K, cat.V)]
     close(split[1], heads.split_heads(cat.K))
-    weights, output = NAMED["multi_head"].run()
+    output, weights = NAMED["multi_head"].run()
     for h, columns in enumerate((slice(0, 2), slice(2, 4))):
         alone = ScaledDotProductAttention(d_k=2)(cat.Q[:, columns], cat.K[:, columns], cat.V[:, columns])
-        close(weights[h], alone[0])
-        close(output[:, columns], alone[1])
+        close(output[:, columns], alone[0])
+        close(weights[h], alone[1])
 
 
 # -- Any order of work -------------------------------------------------------------------------------------
@@ -217,16 +217,16 @@ def test_tiles_of_large_scores_neither_overflow_nor_leak(tile):
 def test_any_chunking_gives_the_causal_numbers(chunks, seed):
     n = sum(chunks)
     Q, K, V = (draw(2, n, 3, seed=seed + i) for i in range(3))
-    weights, output = family.Causal(d_k=3)(Q, K, V)
+    output, weights = family.Causal(d_k=3)(Q, K, V)
     decode, start = family.Cached(d_k=3), 0
     for size in chunks:
         new = slice(start, start + size)
-        row, mixed = decode(Q[:, new], K[:, new], V[:, new])
+        mixed, row = decode(Q[:, new], K[:, new], V[:, new])
         start += size
         close(row, weights[:, new, :start])
         close(mixed, output[:, new])
     decode.clear()
-    close(decode(Q, K, V)[1], output)
+    close(decode(Q, K, V)[0], output)
 
 
 def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
@@ -234,17 +234,17 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
     decode(cat.Q[:2], cat.K[:2], cat.V[:2])
     with pytest.raises(ArgumentError):
         decode(cat.Q[2:3], cat.K[2:3], cat.V[2:4])
-    close(decode(cat.Q[2:], cat.K[2:], cat.V[2:])[1], NAMED["causal"].run()[1][2:])
+    close(decode(cat.Q[2:], cat.K[2:], cat.V[2:])[0], NAMED["causal"].run()[0][2:])
 
 
 def test_linear_attention_needs_no_table():
     attention = family.Linear(d_k=3)
     Q, K, V = draw(2, 7, 3), draw(2, 11, 3, seed=1), draw(2, 11, 5, seed=2)
-    close(attention.read(Q, attention.state(K, V)), attention(Q, K, V)[1])
+    close(attention.read(Q, attention.state(K, V)), attention(Q, K, V)[0])
     # States add up: the keys may come in parts.
     parts = [attention.state(K[:, part], V[:, part]) for part in (slice(4), slice(4, None))]
     whole = (parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
-    close(attention.read(Q, whole), attention(Q, K, V)[1])
+    close(attention.read(Q, whole), attention(Q, K, V)[0])
 
 
 # -- What the words say ------------------------------------------------------------------------------------
@@ -276,17 +276,17 @@ def test_rotary_scores_know_the_distance_only():
 
 
 def test_the_settings_are_told_truly():
-    plain = NAMED["scaled_dot_product"].run()[0]
-    assert (NAMED["sink_softcap"].run()[0].sum(axis=-1) < 0.99).all()
-    assert (np.ptp(NAMED["linear"].run()[0], axis=-1) < np.ptp(plain, axis=-1)).all()
-    assert (NAMED["block_sparse"].run()[0][4] > 0).all()
-    assert (NAMED["block_sparse"].run()[0][:, 4] > 0).all()
+    plain = NAMED["scaled_dot_product"].run()[1]
+    assert (NAMED["sink_softcap"].run()[1].sum(axis=-1) < 0.99).all()
+    assert (np.ptp(NAMED["linear"].run()[1], axis=-1) < np.ptp(plain, axis=-1)).all()
+    assert (NAMED["block_sparse"].run()[1][4] > 0).all()
+    assert (NAMED["block_sparse"].run()[1][:, 4] > 0).all()
     largest = plain.argmax(axis=-1) // NAMED["flash"].options["tile"]
     assert (largest[0], largest[3]) == (0, 1)
     assert alibi_slopes(8).max() == NAMED["alibi"].options["slope"]
     # Where row 0 sees itself alone another row is worked out too.
     for mechanism in family.MECHANISMS:
-        alone = np.count_nonzero(np.atleast_3d(mechanism.run()[0])[0]) == 1
+        alone = np.count_nonzero(np.atleast_3d(mechanism.run()[1])[0]) == 1
         assert mechanism.rows[0] == 0
         assert len(mechanism.rows) == 2 or not alone
 
@@ -411,7 +411,7 @@ def test_every_line_by_hand_can_be_worked_out_again(mechanism):
 
 @every_mechanism
 def test_by_hand_ends_in_the_numbers_of_the_run(mechanism):
-    weights, output = mechanism.run()
+    output, weights = mechanism.run()
     for row in range(len(mechanism.looking)):
         steps = mechanism.by_hand(row)
         close(steps.weights, weights[..., row, :])
@@ -519,7 +519,7 @@ def test_the_table_has_all_fifteen():
     assert repr(table) == str(table)
     assert len(lines) == 16
     for line, mechanism in zip(lines[1:], family.MECHANISMS, strict=True):
-        weights, output = mechanism.run()
+        output, weights = mechanism.run()
         assert mechanism.title in line
         assert line.endswith(vector(output[0]))
         assert "×".join(map(str, weights.shape)) in line
@@ -537,9 +537,9 @@ def test_the_code_that_is_shown_gives_the_numbers(mechanism):
     exec(mechanism.code, names)
     kind = names[mechanism.kind.__name__]
     assert kind is not mechanism.kind
-    weights, output = mechanism.attend(kind(**mechanism.options), mechanism.given)
-    close(weights, mechanism.run()[0])
-    close(output, mechanism.run()[1])
+    output, weights = mechanism.attend(kind(**mechanism.options), mechanism.given)
+    close(output, mechanism.run()[0])
+    close(weights, mechanism.run()[1])
 
 
 @every_mechanism
@@ -556,7 +556,7 @@ def test_a_class_has_the_shape_of_the_first(mechanism):
         assert callable(getattr(mechanism.kind, step))
     attention, given = mechanism.make(), mechanism.given
     steps = attention.explain(given.Q, given.K, given.V, given.tokens, 0)
-    close(steps.output, mechanism.run()[1][0])
+    close(steps.output, mechanism.run()[0][0])
 
 
 def test_all_is_sorted_and_true():

@@ -36,13 +36,12 @@ def by_class(Q: Any, K: Any, V: Any, mask: Any = None) -> tuple[Any, Any]:
 
 
 def by_function(Q: Any, K: Any, V: Any, mask: Any = None) -> tuple[Any, Any]:
-    output, weights = scaled_dot_product_attention(Q, K, V, mask)
-    return weights, output
+    return scaled_dot_product_attention(Q, K, V, mask)
 
 
 def by_loops(Q: Any, K: Any, V: Any, mask: Any = None) -> tuple[Any, Any]:
     result = attention_by_loops(Q, K, V, mask)
-    return result.weights, result.output
+    return result.output, result.weights
 
 
 every_way = pytest.mark.parametrize("attend", [by_class, by_function, by_loops])
@@ -60,7 +59,7 @@ def definition(Q: Any, K: Any, V: Any, mask: Any) -> tuple[Any, Any]:
     output = np.zeros((n_q, V.shape[1]), dtype=np.longdouble)
     for i, j in np.argwhere(mask):
         output[i] += weights[i, j] * V[j]
-    return weights, output
+    return output, weights
 
 
 # The four steps
@@ -89,44 +88,43 @@ def test_forward_is_the_four_steps_in_order() -> None:
     np.testing.assert_allclose(scaled * math.sqrt(3), scores, rtol=1e-15)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-15)
     for way in (attention.forward, attention):
-        got_weights, got_output = way(Q, K, V)
+        got_output, got_weights = way(Q, K, V)
         np.testing.assert_array_equal(got_weights, weights)
         np.testing.assert_array_equal(got_output, output)
 
 
-def test_the_two_return_orders() -> None:
-    Q, K, V = draw(5, 7, 3, 2)
-    weights, output = ScaledDotProductAttention(d_k=3).forward(Q, K, V)
-    output_again, weights_again = scaled_dot_product_attention(Q, K, V)
-    assert weights.shape == weights_again.shape == (5, 7)
-    assert output.shape == output_again.shape == (5, 2)
+@every_way
+def test_the_output_comes_first_and_the_weights_second(attend: Any) -> None:
+    output, weights = attend(*draw(5, 7, 3, 2))
+    assert output.shape == (5, 2)
+    assert weights.shape == (5, 7)
 
 
 @pytest.mark.parametrize("lead", [(2,), (2, 3), (2, 1, 3)])
 def test_leading_axes_are_worked_through_side_by_side(lead: tuple[int, ...]) -> None:
     Q, K, V = draw(5, 7, 3, 2, *lead)
     mask = np.random.default_rng(1).random((*lead, 5, 7)) < 0.7
-    weights, output = by_class(Q, K, V, mask)
+    output, weights = by_class(Q, K, V, mask)
     assert weights.shape == (*lead, 5, 7)
     assert output.shape == (*lead, 5, 2)
     for where in np.ndindex(*lead):
-        one_weights, one_output = by_loops(Q[where], K[where], V[where], mask[where])
+        one_output, one_weights = by_loops(Q[where], K[where], V[where], mask[where])
         np.testing.assert_allclose(weights[where], one_weights, atol=1e-14)
         np.testing.assert_allclose(output[where], one_output, atol=1e-14)
 
 
 def test_one_set_of_keys_serves_every_head() -> None:
     Q, K, V = draw(5, 7, 3, 2, 4)
-    weights, output = by_class(Q, K[:1], V[0])
+    output, weights = by_class(Q, K[:1], V[0])
     for h in range(4):
-        np.testing.assert_array_equal(weights[h], by_class(Q[h], K[0], V[0])[0])
-        np.testing.assert_allclose(output[h], by_class(Q[h], K[0], V[0])[1], atol=1e-15)
+        np.testing.assert_array_equal(weights[h], by_class(Q[h], K[0], V[0])[1])
+        np.testing.assert_allclose(output[h], by_class(Q[h], K[0], V[0])[0], atol=1e-15)
 
 
 @every_way
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e150])
 def test_large_scores_do_not_overflow(attend: Any, size: float) -> None:
-    weights, output = attend([[size]], [[1.0], [2.0], [2.0]], [[1.0], [2.0], [4.0]])
+    output, weights = attend([[size]], [[1.0], [2.0], [2.0]], [[1.0], [2.0], [4.0]])
     np.testing.assert_array_equal(weights, [[0, 0.5, 0.5]])
     np.testing.assert_array_equal(output, [[3]])
 
@@ -142,14 +140,14 @@ def test_integers_and_half_precision_are_computed_in_float64(attend: Any) -> Non
         ):
             assert got.dtype == np.float64
             np.testing.assert_array_equal(got, want)
-    weights, _ = attend(*[np.full((1, 1), 60000, dtype=np.float16)] * 3)  # a score float16 cannot hold
+    _, weights = attend(*[np.full((1, 1), 60000, dtype=np.float16)] * 3)  # a score float16 cannot hold
     np.testing.assert_array_equal(weights, [[1]])
 
 
 @every_way
 @pytest.mark.parametrize(("n_q", "n_k", "d_v"), [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
 def test_any_extent_but_d_k_may_be_zero(attend: Any, n_q: int, n_k: int, d_v: int) -> None:
-    weights, output = attend(np.ones((n_q, 4)), np.ones((n_k, 4)), np.ones((n_k, d_v)))
+    output, weights = attend(np.ones((n_q, 4)), np.ones((n_k, 4)), np.ones((n_k, d_v)))
     assert weights.shape == (n_q, n_k)
     np.testing.assert_array_equal(output, np.full((n_q, d_v), 1.0 if n_k else 0.0))
 
@@ -163,11 +161,11 @@ def test_a_row_that_sees_nothing_is_zeros(attend: Any, row: int) -> None:
     Q, K, V = draw(5, 7, 3, 2)
     mask = np.ones((5, 7), dtype=bool)
     mask[row] = False
-    weights, output = attend(Q, K, V, mask)
+    output, weights = attend(Q, K, V, mask)
     others = np.arange(5) != row
     np.testing.assert_array_equal(weights[row], np.zeros(7))
     np.testing.assert_array_equal(output[row], np.zeros(2))
-    for got, full in zip((weights, output), attend(Q, K, V), strict=True):
+    for got, full in zip((output, weights), attend(Q, K, V), strict=True):
         np.testing.assert_array_equal(got[others], full[others])
 
 
@@ -191,22 +189,22 @@ def test_what_is_masked_cannot_matter(attend: Any, poison: float, where: str) ->
 @every_way
 def test_a_live_nan_shows_in_the_rows_that_see_it_and_in_no_other(attend: Any) -> None:
     Q, K, V = draw(5, 5, 3, 2)
-    clean_weights, clean_output = attend(Q, K, V, create_causal_mask(5))
+    clean_output, clean_weights = attend(Q, K, V, create_causal_mask(5))
     V[3, 1] = math.nan
-    weights, output = attend(Q, K, V, create_causal_mask(5))
+    output, weights = attend(Q, K, V, create_causal_mask(5))
     np.testing.assert_array_equal(weights, clean_weights)
     assert np.isnan(output).tolist() == [[False, False]] * 3 + [[False, True]] * 2
     np.testing.assert_allclose(output[:, 0], clean_output[:, 0], atol=1e-15)
 
     K[3, 0] = math.nan
-    weights, output = attend(Q, K, V, create_causal_mask(5))
+    output, weights = attend(Q, K, V, create_causal_mask(5))
     assert np.isnan(output).all(axis=1).tolist() == [False, False, False, True, True]
     assert np.isnan(weights).tolist() == [[False] * 5] * 3 + [[True] * 4 + [False], [True] * 5]
     np.testing.assert_array_equal(weights[3, 4], 0)
     for row in (3, 4):  # the loops must not take a row of NaN for an empty one
         alone = np.zeros((5, 5), dtype=bool)
         alone[row, 3] = True
-        assert np.isnan(attend(Q, K, V, alone)[0][row, 3])
+        assert np.isnan(attend(Q, K, V, alone)[1][row, 3])
 
 
 @every_way
@@ -226,7 +224,7 @@ def test_a_mask_that_is_not_boolean_is_refused(attend: Any, kind: Any) -> None:
 
 @every_way
 def test_true_means_attend(attend: Any) -> None:
-    weights, output = attend([[1.0]], [[1.0], [1.0]], [[10.0], [20.0]], [[True, False]])
+    output, weights = attend([[1.0]], [[1.0], [1.0]], [[10.0], [20.0]], [[True, False]])
     np.testing.assert_array_equal(weights, [[1, 0]])
     np.testing.assert_array_equal(output, [[10]])
 
@@ -260,7 +258,7 @@ def test_padding_mask_lets_the_real_tokens_through() -> None:
 def test_padding_and_causal_together_hide_padding_and_future() -> None:
     Q, K, V = draw(5, 5, 3, 2, 3, 2)
     lengths = np.array([0, 2, 5])
-    weights, output = by_class(Q, K, V, create_causal_mask(5) & create_padding_mask(lengths, 5))
+    output, weights = by_class(Q, K, V, create_causal_mask(5) & create_padding_mask(lengths, 5))
     for b, i, j in np.ndindex(3, 5, 5):
         assert (weights[b, :, i, j] > 0).all() == (j <= i and j < lengths[b])
         assert (weights[b, :, i, j] == 0).all() == (j > i or j >= lengths[b])
@@ -284,7 +282,7 @@ def test_loops_agree_with_the_class_and_count_what_they_do(
     mask = np.random.default_rng(seed).random((n_q, n_k)) < 0.5
     for may_see in (np.ones_like(mask), mask):
         result = attention_by_loops(Q, K, V, may_see)
-        weights, output = by_class(Q, K, V, may_see)
+        output, weights = by_class(Q, K, V, may_see)
         np.testing.assert_allclose(result.weights, weights, atol=1e-14)
         np.testing.assert_allclose(result.output, output, atol=1e-14)
         np.testing.assert_allclose(
@@ -362,7 +360,7 @@ def explicit_heads(
     outputs, weights = [], []
     for h in range(layer.num_heads):
         own = slice(h * layer.head_dim, (h + 1) * layer.head_dim)
-        w, o = by_loops(query @ layer.W_Q[:, own], key @ layer.W_K[:, own], value @ layer.W_V[:, own], mask)
+        o, w = by_loops(query @ layer.W_Q[:, own], key @ layer.W_K[:, own], value @ layer.W_V[:, own], mask)
         outputs.append(o)
         weights.append(w)
     return np.concatenate(outputs, axis=1) @ layer.W_O, np.stack(weights)
@@ -618,7 +616,7 @@ def test_a_projection_of_the_wrong_shape_is_refused() -> None:
 def test_explain_traces_one_query() -> None:
     attention = ScaledDotProductAttention(d_k=4)
     Q, K, V, tokens = examples.cat.Q, examples.cat.K, examples.cat.V, examples.cat.tokens
-    weights, output = attention(Q, K, V)
+    output, weights = attention(Q, K, V)
     for i, token in enumerate(tokens):
         steps: Any = attention.explain(Q, K, V, tokens, i)
         np.testing.assert_allclose(steps.weights, weights[i], atol=1e-15)

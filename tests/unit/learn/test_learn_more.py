@@ -252,7 +252,7 @@ def test_additive_scores_from_the_definition() -> None:
     np.testing.assert_allclose(layer.score_by_loops(Q, K).scores, want, rtol=1e-13, atol=1e-14)
     mask = draw(5, 7, seed=1) < 0.5
     mask[1] = False
-    weights, output = layer(Q, K, V, mask)
+    output, weights = layer(Q, K, V, mask)
     np.testing.assert_allclose(weights, softmax(want, mask), atol=1e-14)
     np.testing.assert_allclose(output, weights @ V, atol=1e-14)
     assert (np.abs(layer.compute_scores(1e6 * Q, K)) <= np.abs(layer.w).sum() + 1e-12).all()
@@ -279,13 +279,13 @@ def test_additive_attention_over_batches_and_hidden_keys() -> None:
     layer = AdditiveAttention(3, 2, 5)
     Q, K, V = draw(2, 5, 3), draw(2, 7, 2), draw(2, 7, 4)
     mask = create_padding_mask([4, 6], 7)[:, 0]
-    weights, output = layer(Q, K, V, mask)
+    output, weights = layer(Q, K, V, mask)
     for b, length in enumerate([4, 6]):
         alone = layer(Q[b], K[b, :length], V[b, :length])
-        np.testing.assert_allclose(weights[b, :, :length], alone[0], atol=1e-14)
-        np.testing.assert_allclose(output[b], alone[1], atol=1e-14)
+        np.testing.assert_allclose(output[b], alone[0], atol=1e-14)
+        np.testing.assert_allclose(weights[b, :, :length], alone[1], atol=1e-14)
         K[b, length:] = V[b, length:] = math.nan
-    np.testing.assert_allclose(layer(Q, K, V, mask)[1], output, atol=1e-14)
+    np.testing.assert_allclose(layer(Q, K, V, mask)[0], output, atol=1e-14)
 
 
 # The block

@@ -75,12 +75,12 @@ def by_learn(Q: Any, K: Any, V: Any, causal: bool = False) -> tuple[Any, Any]:
 
 def by_loops(Q: Any, K: Any, V: Any, causal: bool = False) -> tuple[Any, Any]:
     result = learn.attention_by_loops(Q, K, V, create_causal_mask(len(Q)) if causal else None)
-    return result.weights, result.output
+    return result.output, result.weights
 
 
 def by_matrix(Q: Any, K: Any, V: Any, causal: bool = False) -> tuple[Any, Any]:
     A = regard.attention(Q, K, mask=regard.causal() if causal else None)
-    return A.to_dense(), A @ V
+    return A @ V, A.to_dense()
 
 
 every_way = pytest.mark.parametrize("attend", [by_learn, by_loops, by_matrix])
@@ -115,7 +115,7 @@ def test_cat_scores(raw: Any, scaled: Any) -> None:
 @every_way
 @facts(weights="cat/weights", output="cat/output")
 def test_cat_weights_and_output(attend: Any, weights: Any, output: Any) -> None:
-    got_weights, got_output = attend(cat.Q, cat.K, cat.V)
+    got_output, got_weights = attend(cat.Q, cat.K, cat.V)
     agrees(got_weights, weights)
     agrees(got_output, output)
 
@@ -132,7 +132,7 @@ def test_cat_explained_row_by_row(weights: Any, output: Any) -> None:
 @every_way
 @facts(weights="cat/causal_weights", output="cat/causal_output")
 def test_cat_causal(attend: Any, weights: Any, output: Any) -> None:
-    got_weights, got_output = attend(cat.Q, cat.K, cat.V, causal=True)
+    got_output, got_weights = attend(cat.Q, cat.K, cat.V, causal=True)
     agrees(got_weights, weights)
     agrees(got_output, output)
     assert (np.triu(got_weights, 1) == 0).all()
@@ -153,7 +153,7 @@ def test_cat_exponentials_of_row_0_before_the_shift(exponentials: Any, total: fl
 
 @facts(sums="cat/row_sums_of_shifted_exponentials")
 def test_cat_row_sums_of_shifted_exponentials(sums: Any) -> None:
-    weights, _ = by_learn(cat.Q, cat.K, cat.V)
+    _, weights = by_learn(cat.Q, cat.K, cat.V)
     agrees(1 / weights.max(axis=1), sums)  # the largest exponential of a row is exp(0) = 1
     A = regard.attention(cat.Q, cat.K)
     agrees([A.explain(i).total for i in range(5)], sums)
@@ -162,7 +162,7 @@ def test_cat_row_sums_of_shifted_exponentials(sums: Any) -> None:
 
 @facts(bars="cat/row0_trace_bars_at_40")
 def test_cat_bars_of_the_trace(bars: Any) -> None:
-    weights, _ = by_learn(cat.Q, cat.K, cat.V)
+    _, weights = by_learn(cat.Q, cat.K, cat.V)
     assert np.floor(weights[0] * 40).astype(int).tolist() == bars
     trace = str(regard.attention(cat.Q, cat.K).explain(0, tokens=cat.tokens))
     assert [line.count("█") for line in trace.splitlines() if "█" in line] == bars
@@ -172,7 +172,7 @@ def test_cat_bars_of_the_trace(bars: Any) -> None:
 @facts(weights="cat/unscaled_row0_weights")
 def test_cat_row_0_without_scaling(attend: Any, weights: Any) -> None:
     undone = math.sqrt(cat.Q.shape[-1])
-    agrees(attend(cat.Q * undone, cat.K, cat.V)[0][0], weights)
+    agrees(attend(cat.Q * undone, cat.K, cat.V)[1][0], weights)
     agrees(regard.attention(cat.Q, cat.K, scale=1.0).to_dense()[0], weights)
     agrees(ScaledDotProductAttention(4).compute_weights(cat.Q @ cat.K.T)[0], weights)
 
@@ -188,7 +188,7 @@ def test_cat_with_two_heads(heads: int, head_dim: int, note: str) -> None:
     assert len(columns) == heads
     for h, own in enumerate(columns):
         assert cat.Q[:, own].shape == (5, head_dim)
-        want_weights, want_output = by_loops(cat.Q[:, own], cat.K[:, own], cat.V[:, own])
+        want_output, want_weights = by_loops(cat.Q[:, own], cat.K[:, own], cat.V[:, own])
         np.testing.assert_allclose(weights[h], want_weights, atol=1e-15)
         np.testing.assert_allclose(A.to_dense()[h], want_weights, atol=1e-15)
         np.testing.assert_allclose(output[:, own], want_output, atol=1e-15)
@@ -207,7 +207,7 @@ def test_tiny_head_inputs(Q: Any, K: Any, V: Any) -> None:
 @every_way
 @facts(weights="tiny_head/correct/weights", output="tiny_head/correct/output")
 def test_tiny_head_weights_and_output(attend: Any, weights: Any, output: Any) -> None:
-    got_weights, got_output = attend(tiny_head.Q, tiny_head.K, tiny_head.V)
+    got_output, got_weights = attend(tiny_head.Q, tiny_head.K, tiny_head.V)
     agrees(got_weights, weights)
     agrees(got_output, output)
 
@@ -231,7 +231,7 @@ def test_pronoun_scores(raw: Any, scaled: Any) -> None:
 @every_way
 @facts(weights="pronoun/weights", context="pronoun/context")
 def test_pronoun_weights_and_context(attend: Any, weights: Any, context: Any) -> None:
-    got_weights, got_output = attend(pronoun.Q, pronoun.K, pronoun.V)
+    got_output, got_weights = attend(pronoun.Q, pronoun.K, pronoun.V)
     agrees(got_weights[0], weights)
     agrees(got_output[0], context)
 
@@ -263,7 +263,7 @@ def test_three_tokens(attend: Any, scaled: Any, weights: Any, output: Any) -> No
     attention = ScaledDotProductAttention(d_k=4)
     exactly(attention.scale_scores(attention.compute_scores(three_tokens.Q, three_tokens.K)), scaled)
     exactly(regard.attention(three_tokens.Q, three_tokens.K).scores[...], scaled)
-    got_weights, got_output = attend(three_tokens.Q, three_tokens.K, three_tokens.V)
+    got_output, got_weights = attend(three_tokens.Q, three_tokens.K, three_tokens.V)
     agrees(got_weights, weights)
     agrees(got_output, output)
 
@@ -362,11 +362,11 @@ def test_mask_conventions(mask: str) -> None:
     assert mask.endswith("Here: True = attend, named constructors for the rest.")
     keep = create_causal_mask(5)
     drop, zero_drops, subtracted = ~keep, keep.astype(int), 1e9 * ~keep
-    want, _ = by_learn(cat.Q, cat.K, cat.V, causal=True)
+    _, want = by_learn(cat.Q, cat.K, cat.V, causal=True)
 
     attention = ScaledDotProductAttention(d_k=4)
     for named in (~drop, zero_drops != 0, subtracted == 0):
-        np.testing.assert_array_equal(attention(cat.Q, cat.K, cat.V, named)[0], want)
+        np.testing.assert_array_equal(attention(cat.Q, cat.K, cat.V, named)[1], want)
     for unnamed in (zero_drops, subtracted):
         with pytest.raises(TypeError, match="True = attend"):
             attention(cat.Q, cat.K, cat.V, unnamed)
@@ -378,10 +378,10 @@ def test_mask_conventions(mask: str) -> None:
 def test_return_order(order: str) -> None:
     assert "(weights, output)" in order
     assert "(output, weights)" in order
-    weights, output = ScaledDotProductAttention(d_k=4).forward(cat.Q, cat.K, cat.V)
-    assert (weights.shape, output.shape) == ((5, 5), (5, 4))
-    output, weights = learn.scaled_dot_product_attention(cat.Q, cat.K, cat.V)
-    assert (output.shape, weights.shape) == ((5, 4), (5, 5))
+    layer = ScaledDotProductAttention(d_k=4)
+    for attend in (layer, layer.forward, learn.scaled_dot_product_attention, learn.kernel_attention):
+        output, weights = attend(cat.Q, cat.K, cat.V)
+        assert (output.shape, weights.shape) == ((5, 4), (5, 5))
 
 
 @facts(value="conventions_that_differ_between_the_sources/masked_value")
@@ -393,7 +393,7 @@ def test_masked_value(value: str) -> None:
     nothing = np.zeros((5, 5), dtype=bool)
     filled = np.where(nothing, cat.Q @ cat.K.T / 2, -1e9)
     exactly(ScaledDotProductAttention(4).compute_weights(filled), np.full((5, 5), 0.2))
-    exactly(ScaledDotProductAttention(4)(cat.Q, cat.K, cat.V, nothing)[0], np.zeros((5, 5)))
+    exactly(ScaledDotProductAttention(4)(cat.Q, cat.K, cat.V, nothing)[1], np.zeros((5, 5)))
     exactly(regard.attention(cat.Q, cat.K, mask=regard.dense(nothing)).to_dense(), np.zeros((5, 5)))
 
 
@@ -416,8 +416,8 @@ def test_erratum_softmax_of_the_tiny_head(
     assert [first, second] == output
     weights = ScaledDotProductAttention(d_k=2).compute_weights([logits])[0]
     right_weights, right_output = numbers_in(correct)[:3], numbers_in(correct)[3:]
-    for got_weights, got_output in (
-        (weights, weights @ tiny_head.V),
+    for got_output, got_weights in (
+        (weights @ tiny_head.V, weights),
         [x[0] for x in by_matrix(tiny_head.Q, tiny_head.K, tiny_head.V)],
         [x[0] for x in by_learn(tiny_head.Q, tiny_head.K, tiny_head.V)],
     ):
@@ -523,7 +523,7 @@ def test_erratum_cpu_has_a_flash_kernel(printed: str, correct: str) -> None:
     with Record():
         output = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert ran == ["aten::_scaled_dot_product_flash_attention_for_cpu"]
-    np.testing.assert_allclose(output[0, 0].numpy(), by_learn(cat.Q, cat.K, cat.V)[1], atol=1e-6)
+    np.testing.assert_allclose(output[0, 0].numpy(), by_learn(cat.Q, cat.K, cat.V)[0], atol=1e-6)
 
 
 @every_way
@@ -532,12 +532,12 @@ def test_erratum_attention_is_permutation_equivariant(attend: Any, printed: str,
     assert printed.endswith("permutation-invariant")
     assert correct.startswith("equivariant")
     order = np.array([2, 0, 4, 1, 3])
-    weights, output = attend(cat.Q, cat.K, cat.V)
-    moved_weights, moved_output = attend(cat.Q[order], cat.K[order], cat.V[order])
+    output, weights = attend(cat.Q, cat.K, cat.V)
+    moved_output, moved_weights = attend(cat.Q[order], cat.K[order], cat.V[order])
     np.testing.assert_allclose(moved_output, output[order], atol=1e-15)
     np.testing.assert_allclose(moved_weights, weights[order][:, order], atol=1e-15)
     assert np.abs(moved_output - output).max() > 0.1  # so it is not invariant
-    _, same = attend(cat.Q, cat.K[order], cat.V[order])
+    same, _ = attend(cat.Q, cat.K[order], cat.V[order])
     np.testing.assert_allclose(same, output, atol=1e-15)
 
 

@@ -86,7 +86,7 @@ def show(name: str, row: int | None = None) -> Page:
     if row is not None:
         most = len(mechanism.looking) - 1
         rows = (check_count(row, 0, most, "family.show", "row", "", "It counts the queries from 0."),)
-    weights, output = mechanism.run()
+    output, weights = mechanism.run()
     return Page(number + 1, mechanism, tuple(map(mechanism.by_hand, rows)), weights, output)
 
 
@@ -100,7 +100,7 @@ def table() -> FamilyTable:
     return FamilyTable(
         tuple(
             (number, mechanism, weights.shape, output[0])
-            for number, (mechanism, (weights, output)) in enumerate(
+            for number, (mechanism, (output, weights)) in enumerate(
                 zip(MECHANISMS, runs, strict=True), start=1
             )
         )

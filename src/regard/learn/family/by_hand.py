@@ -123,7 +123,7 @@ Worked = tuple[list[Step], Floats, Floats]
 @singledispatch
 def work_out(attention: ScaledDotProductAttention, of: Row) -> Worked:
     """The steps of one row, its weights and its output."""
-    weights, output = attention.forward(of.Q, of.K, of.V)
+    output, weights = attention.forward(of.Q, of.K, of.V)
     query, key = of.Q[of.row], of.K
     raw = attention.compute_scores(of.Q, of.K)
     steps: list[Step] = []
@@ -236,7 +236,7 @@ def turned(attention: Rotary, of: Row) -> tuple[Step, Floats, Floats]:
 @work_out.register
 def _heads(attention: MultiHead, of: Row) -> Worked:
     Q, K, V = attention.heads(of.Q, of.K, of.V)
-    weights, output = attention.forward(of.Q, of.K, of.V)
+    output, weights = attention.forward(of.Q, of.K, of.V)
     steps, each = [], []
     for h in range(attention.num_heads):
         plain = ScaledDotProductAttention(attention.d_k)
@@ -249,7 +249,7 @@ def _heads(attention: MultiHead, of: Row) -> Worked:
 
 @work_out.register
 def _linear(attention: Linear, of: Row) -> Worked:
-    weights, output = attention.forward(of.Q, of.K, of.V)
+    output, weights = attention.forward(of.Q, of.K, of.V)
     scores = attention.compute_scores(of.Q, of.K)[of.row]
     query, key = attention.feature_map(of.Q[of.row]), attention.feature_map(of.K)
     mapped = [["query", f"φ({vector(of.Q[of.row])}) = {vector(query)}"]]
@@ -284,7 +284,7 @@ def _linear(attention: Linear, of: Row) -> Worked:
 
 @work_out.register
 def _flash(attention: Flash, of: Row) -> Worked:
-    weights, output = attention.forward(of.Q, of.K, of.V)
+    output, weights = attention.forward(of.Q, of.K, of.V)
     raw = attention.compute_scores(of.Q, of.K)
     scale, _ = scaled(attention, raw, of)
     steps = [compare(1, of.Q[of.row], of.K, raw[of.row], of.tokens), scale]

@@ -24,10 +24,10 @@ def token_by_token(attention: Cached, given: Example) -> Run:
     """One call for each token; a row of weights is filled up with zeros for the keys that were not there yet."""
     weights, outputs = np.zeros((len(given.Q), len(given.K))), []
     for i in range(len(given.Q)):
-        row, output = attention(given.Q[i : i + 1], given.K[i : i + 1], given.V[i : i + 1])
+        output, row = attention(given.Q[i : i + 1], given.K[i : i + 1], given.V[i : i + 1])
         weights[i, : i + 1] = row[0]
         outputs.append(output[0])
-    return weights, np.stack(outputs)
+    return np.stack(outputs), weights
 
 
 def shared(num_heads: int, num_kv_heads: int) -> Example:

@@ -13,7 +13,7 @@ from regard.learn.validation import Floats, as_count, as_floats
 class MultiHead(Variant):
     """`num_heads` heads of `d_k` columns each: weights (…, num_heads, q_len, kv_len), outputs side by side.
 
-    >>> weights, output = MultiHead(d_k=1, num_heads=2)([[9, 0]], [[9, 0], [0, 9]], [[1, 1], [3, 3]])
+    >>> output, weights = MultiHead(d_k=1, num_heads=2)([[9, 0]], [[9, 0], [0, 9]], [[1, 1], [3, 3]])
     >>> weights.round(2)
     array([[[1. , 0. ]],
     <BLANKLINE>
@@ -29,8 +29,8 @@ class MultiHead(Variant):
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> tuple[Floats, Floats]:
-        weights, output = super().forward(*self.heads(Q, K, V), mask)
-        return weights, self.join(output)
+        output, weights = super().forward(*self.heads(Q, K, V), mask)
+        return self.join(output), weights
 
     def heads(self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike) -> tuple[Floats, Floats, Floats]:
         """What each head works on: Q, K and V, each (…, num_heads, n, columns)."""
@@ -58,7 +58,7 @@ class MultiHead(Variant):
 class GroupedQuery(MultiHead):
     """`num_heads` heads of queries, `num_kv_heads` of keys and values: each of these serves several in a row.
 
-    >>> weights, output = GroupedQuery(d_k=1, num_heads=4, num_kv_heads=2)([[1, 2, 3, 4]], [[5, 6]], [[7, 8]])
+    >>> output, weights = GroupedQuery(d_k=1, num_heads=4, num_kv_heads=2)([[1, 2, 3, 4]], [[5, 6]], [[7, 8]])
     >>> weights.shape, output
     ((4, 1, 1), array([[7., 7., 8., 8.]]))
     """
@@ -84,7 +84,7 @@ class GroupedQuery(MultiHead):
 class MultiQuery(GroupedQuery):
     """`num_heads` heads of queries, one of keys and values, which serves them all.
 
-    >>> weights, output = MultiQuery(d_k=1, num_heads=2)([[9, 0]], [[9], [0]], [[1], [3]])
+    >>> output, weights = MultiQuery(d_k=1, num_heads=2)([[9, 0]], [[9], [0]], [[1], [3]])
     >>> output.round(2)
     array([[1., 2.]])
     """

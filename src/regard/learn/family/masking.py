@@ -81,7 +81,7 @@ class BlockSparse(Masked):
 class Cross(Variant):
     """Queries of one sequence, keys and values of another: nothing is overridden, only the inputs differ.
 
-    >>> weights, output = Cross(d_k=1)(Q=[[0], [0]], K=[[1], [2], [3]], V=[[3], [6], [9]])
+    >>> output, weights = Cross(d_k=1)(Q=[[0], [0]], K=[[1], [2], [3]], V=[[3], [6], [9]])
     >>> weights.shape, output.shape
     ((2, 3), (2, 1))
     """

@@ -52,7 +52,7 @@ class Mechanism:
     those worked out by hand: row 0, and one more where row 0 has little to tell; `also` are helpers to be listed.
 
     >>> from regard.learn import family
-    >>> weights, output = family.MECHANISMS[2].run()
+    >>> output, weights = family.MECHANISMS[2].run()
     >>> weights[1].round(4)
     array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
     """
@@ -78,7 +78,7 @@ class Mechanism:
         return self.kind(**self.options)
 
     def run(self) -> Run:
-        """The weights (…, q_len, kv_len) and the output (q_len, d_v) on the example."""
+        """Return the output (q_len, d_v) and the weights (…, q_len, kv_len) on the example."""
         return self.attend(self.make(), self.given)
 
     def by_hand(self, row: int = 0) -> ByHand:

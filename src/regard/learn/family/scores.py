@@ -150,7 +150,7 @@ class Sink(Variant):
 class SinkAndSoftcap(Sink, Softcap):
     """Both at once: the scores held below `cap`, then a `sink` that takes its share of what is left.
 
-    >>> weights, output = SinkAndSoftcap(d_k=1, sink=0.0, cap=2.0)([[1]], [[2000]], [[1]])
+    >>> output, weights = SinkAndSoftcap(d_k=1, sink=0.0, cap=2.0)([[1]], [[2000]], [[1]])
     >>> weights.round(3)  # exp(2) / (exp(2) + exp(0)), however large the score
     array([[0.881]])
     """

@@ -17,9 +17,9 @@ from regard.learn.validation import Floats, as_count, as_floats
 class Linear(Variant):
     """Weights φ(query) · φ(key), divided by their sum; with φ(x) = elu(x) + 1 nothing is ever negative.
 
-    >>> weights, output = Linear(d_k=1)(Q=[[0]], K=[[0], [2]], V=[[4], [8]])
-    >>> weights, output
-    (array([[0.25, 0.75]]), array([[7.]]))
+    >>> output, weights = Linear(d_k=1)(Q=[[0]], K=[[0], [2]], V=[[4], [8]])
+    >>> output, weights
+    (array([[7.]]), array([[0.25, 0.75]]))
     """
 
     def feature_map(self, x: npt.ArrayLike) -> Floats:
@@ -81,7 +81,7 @@ class Flash(Variant):
     """The plain numbers, with never more than `tile` keys' scores at hand: sums are kept and rescaled.
 
     >>> Q, K, V = [[1, 0]], [[2, 0], [0, 2], [1, 1]], [[4], [8], [6]]
-    >>> np.allclose(Flash(d_k=2, tile=2)(Q, K, V)[1], Variant(d_k=2)(Q, K, V)[1], rtol=1e-15)
+    >>> np.allclose(Flash(d_k=2, tile=2)(Q, K, V)[0], Variant(d_k=2)(Q, K, V)[0], rtol=1e-15)
     True
     """
 
@@ -98,7 +98,7 @@ class Flash(Variant):
         lse = end.shift + np.log(some)
         scores = self.scale_scores(self.compute_scores(Q, K))
         weights = np.exp(np.where(mask_for(Q, K, mask), scores - lse, -np.inf))
-        return weights, end.mixed / some
+        return end.mixed / some, weights
 
     def tiles(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
@@ -131,9 +131,9 @@ class Cached(Causal):
 
     >>> decode = Cached(d_k=1)
     >>> decode([[0]], [[1]], [[4]])
-    (array([[1.]]), array([[4.]]))
+    (array([[4.]]), array([[1.]]))
     >>> decode([[0]], [[1]], [[8]])  # the second token sees the first, which was not passed again
-    (array([[0.5, 0.5]]), array([[6.]]))
+    (array([[6.]]), array([[0.5, 0.5]]))
     """
 
     def __init__(self, d_k: int) -> None:
@@ -151,6 +151,6 @@ class Cached(Causal):
         K, V = self._vectors("K", K, "kv_len"), as_floats("Cached", "V", V, "kv_len", "d_v")
         K = K if self.K is None else np.concatenate([self.K, K], axis=-2)
         V = V if self.V is None else np.concatenate([self.V, V], axis=-2)
-        weights, output = super().forward(Q, K, V, mask)
+        output, weights = super().forward(Q, K, V, mask)
         self.K, self.V = K, V  # only now: a call that was refused leaves the cache as it was
-        return weights, output
+        return output, weights
