@@ -29,7 +29,7 @@ toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"  # every number is computed when the page is made; a cache would keep old ones
 nb_execution_raise_on_error = True

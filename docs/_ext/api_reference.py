@@ -1,4 +1,4 @@
-"""The public names of regard, room by room, read from `__all__`: what the site shows and a test holds."""
+"""Collect the public names of regard from `__all__`, for the reference pages and the tests of their docstrings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from typing import Any
 import regard
 
 PACKAGE = Path(regard.__file__).parent
-# The order of the pages, from the matrix outwards; what is not named here comes after, by name.
-ORDER = [
+# The order of the pages, from the matrix outwards. Modules that are not listed follow by name.
+PAGE_ORDER = [
     "regard",
     "masks",
-    "scores",
+    "score_mods",
     "positions",
     "measures",
-    "features",
+    "feature_maps",
     "nn",
     "lens",
+    "models",
     "plot",
     "explore",
     "survey",
@@ -36,80 +37,59 @@ ORDER = [
     "testing",
     "engines",
 ]
+KIND_ORDER = ["function", "class", "exception", "data"]
 
 
 @dataclass(frozen=True)
-class Name:
-    """One public thing: the name to call it by, what it is, its docstring, and for a class its members."""
+class PublicName:
+    """A public object: its full name, kind, docstring and signature, and the members of a class."""
 
-    name: str  # as a caller writes it: regard.causal, regard.lens.Recording, regard.lens.Recording.find
+    name: str  # as callers write it: regard.causal, regard.lens.Recording, regard.lens.Recording.find
     kind: str  # function, class, exception, data; method, staticmethod, classmethod, property
     value: Any
     doc: str
     signature: str = ""
-    members: tuple[Name, ...] = ()
+    members: tuple[PublicName, ...] = ()
     bases: tuple[str, ...] = ()
-    told: bool = False  # a member that a public base, or another library, tells of
+    documented_elsewhere: bool = False  # a member whose docstring belongs to a public base or another library
 
     @property
     def module(self) -> str:
-        """The module part of the name of a function, class or value."""
+        """The name up to the last dot."""
         return self.name.rpartition(".")[0]
 
 
 @dataclass
-class Room:
-    """A module with an `__all__`, and those of its names that are shown on its page."""
+class PublicModule:
+    """A module with an `__all__`, and the names that its page shows."""
 
     module: ModuleType
-    names: list[Name] = field(default_factory=list)
+    names: list[PublicName] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.module.__name__
 
     @property
-    def title(self) -> str:
-        """The name as callers know it: regard.survey, whose room is private."""
-        return self.name.replace("._", ".")
-
-    @property
     def page(self) -> str:
-        """The name of the page: matrix for regard itself, learn-family for regard.learn.family."""
-        return "-".join(self.name.split(".")[1:]).removeprefix("_") or "matrix"
+        """The file name of the page: matrix for regard itself, learn-family for regard.learn.family."""
+        return "-".join(self.name.split(".")[1:]) or "matrix"
 
     @property
     def doc(self) -> str:
         return inspect.getdoc(self.module) or ""
 
 
-def lazy_names() -> list[str]:
-    """What `regard.__getattr__` opens when asked: the strings that it compares the name with."""
-    tree = ast.parse(inspect.getsource(regard.__getattr__))
-    strings = [
-        part.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Compare)
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
-    return sorted({name for name in strings if not name.startswith("_")})
-
-
-def modules() -> Iterator[ModuleType]:
-    """regard, each module in it that names what is public, and the modules that these name."""
+def find_modules() -> Iterator[ModuleType]:
+    """Yield regard, each of its modules with an `__all__`, and the modules listed there."""
     yield regard
-    for found in pkgutil.iter_modules(regard.__path__):
-        if not found.name.startswith("_"):
-            yield from _with_inner(f"regard.{found.name}")
-    for name in lazy_names():  # a private room with a public face, such as that of regard.survey
-        home = ".".join((getattr(getattr(regard, name), "__module__", None) or "").split(".")[:2])
-        if home == f"regard._{name}":
-            yield from _with_inner(home)
+    for module in pkgutil.iter_modules(regard.__path__):
+        if not module.name.startswith("_"):
+            yield from _walk_module(f"regard.{module.name}")
 
 
-def _with_inner(name: str) -> Iterator[ModuleType]:
-    """The module and those within it that it names; none if it names nothing, and then it is not imported either."""
+def _walk_module(name: str) -> Iterator[ModuleType]:
+    """Yield a module and the modules in its `__all__`. A module without `__all__` is not imported."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or "\n__all__" not in Path(spec.origin).read_text():
         return
@@ -117,122 +97,127 @@ def _with_inner(name: str) -> Iterator[ModuleType]:
     yield module
     for inner in module.__all__:
         if isinstance(getattr(module, inner), ModuleType):
-            yield from _with_inner(f"{name}.{inner}")
+            yield from _walk_module(f"{name}.{inner}")
 
 
 @functools.cache
-def rooms() -> tuple[Room, ...]:
-    """Every room with its names. What regard itself exports is shown where it lives, under the shorter name."""
-    found = sorted((Room(module) for module in modules()), key=lambda room: _place(room.name))
-    short = {id(getattr(regard, name)): f"regard.{name}" for name in [*regard.__all__, *lazy_names()]}
-    homes: dict[int, Room] = {}
-    called: dict[int, str] = {}
-    for room in reversed(found):  # the outermost room that names a thing comes last, and has it
-        for name in room.module.__all__:
-            value = getattr(room.module, name)
-            if room.name != "regard" or id(value) not in homes:
-                homes[id(value)] = room
-            called[id(value)] = f"{room.name}.{name}"
-    lost = {name for name in lazy_names() if id(getattr(regard, name)) not in homes}
-    for name in sorted(lost):  # a lazy function whose module is private, such as regard.survey
-        if not isinstance(value := getattr(regard, name), ModuleType):
-            homes[id(value)] = found[0]
-    public = {value: short.get(value, name) for value, name in called.items()}
-    for room in found:
-        listed = sorted({*room.module.__all__, *(lost if room.name == "regard" else ())})
-        for name in listed:
-            value = getattr(room.module, name)
-            if homes.get(id(value)) is room and not isinstance(value, ModuleType):
-                room.names.append(describe(short.get(id(value), f"{room.name}.{name}"), value, public))
-        order = {"function": 0, "class": 1, "exception": 2, "data": 3}
-        room.names.sort(key=lambda it: (order[it.kind], it.name))
-    return tuple(found)
+def public_modules() -> tuple[PublicModule, ...]:
+    """Return every public module with its names.
+
+    A name that `regard` and one of its modules export is shown on the page of that module, as `regard.name`.
+    """
+    modules = sorted((PublicModule(module) for module in find_modules()), key=lambda it: _page_rank(it.name))
+    homes: dict[int, PublicModule] = {}
+    full_names: dict[int, str] = {}
+    for public_module in reversed(modules):  # outer modules come last and win, except regard itself
+        for name in public_module.module.__all__:
+            value = getattr(public_module.module, name)
+            if isinstance(value, ModuleType):
+                continue
+            if public_module.name != "regard" or id(value) not in homes:
+                homes[id(value)] = public_module
+            full_names[id(value)] = f"{public_module.name}.{name}"
+    for public_module in modules:
+        for name in sorted(set(public_module.module.__all__)):
+            value = getattr(public_module.module, name)
+            if homes.get(id(value)) is public_module:
+                public_module.names.append(describe(full_names[id(value)], value, full_names))
+        public_module.names.sort(key=lambda it: (KIND_ORDER.index(it.kind), it.name))
+    return tuple(modules)
 
 
-def _place(name: str) -> tuple[int, str]:
-    top = name.split(".")[1].removeprefix("_") if "." in name else name
-    return (ORDER.index(top) if top in ORDER else len(ORDER)), name
+def _page_rank(name: str) -> tuple[int, str]:
+    top = name.split(".")[1] if "." in name else name
+    return (PAGE_ORDER.index(top) if top in PAGE_ORDER else len(PAGE_ORDER)), name
 
 
-def describe(name: str, value: Any, public: dict[int, str]) -> Name:
-    """A function, a class with its members, or a value."""
+def describe(name: str, value: Any, full_names: dict[int, str]) -> PublicName:
+    """Describe a function, a class with its members, or a value."""
+    formatter = SignatureFormatter(full_names)
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, BaseException) else "class"
-        bases = tuple(public[id(base)] for base in value.__mro__[1:] if id(base) in public)
-        made = Written(value.__module__, public).made(value)
-        return Name(name, kind, value, own_doc(value), made, tuple(members(name, value, public)), bases)
+        bases = tuple(full_names[id(base)] for base in value.__mro__[1:] if id(base) in full_names)
+        members = tuple(find_members(name, value, formatter))
+        return PublicName(name, kind, value, own_doc(value), formatter.constructor(value), members, bases)
     if inspect.isroutine(value):
-        written = Written(value.__module__, public).signature(value)
-        return Name(name, "function", value, inspect.getdoc(value) or "", written)
-    return Name(name, "data", value, comment_above(name.rpartition(".")[2], value))
+        return PublicName(name, "function", value, inspect.getdoc(value) or "", formatter.signature(value))
+    return PublicName(name, "data", value, comment_above(name.rpartition(".")[2], value))
 
 
-def members(name: str, owner: type, public: dict[int, str]) -> Iterator[Name]:
-    """Methods and properties: its own and those of bases that have no page; not what other libraries gave it."""
-    seen: set[str] = set()
-    for at in owner.__mro__:
-        if at is not owner and (id(at) in public or not at.__module__.startswith("regard")):
+def find_members(name: str, owner: type, formatter: SignatureFormatter) -> Iterator[PublicName]:
+    """Yield the methods and properties of a class and of its bases in regard that have no page of their own."""
+    found: set[str] = set()
+    for base in owner.__mro__:
+        if base is not owner and _has_own_docs(base, formatter.full_names):
             continue
-        written = Written(at.__module__, public)
-        for key, raw in vars(at).items():
-            if key in seen or not _shown(key, raw):
+        for key, raw in vars(base).items():
+            if key in found or not _is_public_member(key, raw):
                 continue
-            seen.add(key)
-            doc, told = inherited_doc(owner, key, public)
+            found.add(key)
+            doc, elsewhere = inherited_doc(owner, key, formatter.full_names)
             if isinstance(raw, property | functools.cached_property):
-                got = raw.fget if isinstance(raw, property) else raw.func
-                note = written.note(inspect.signature(got).return_annotation)
-                yield Name(f"{name}.{key}", "property", raw, doc, note, told=told)
+                getter = raw.fget if isinstance(raw, property) else raw.func
+                kind, signature = "property", formatter.return_annotation(getter)
             else:
                 kinds = {staticmethod: "staticmethod", classmethod: "classmethod"}
-                function = inspect.unwrap(getattr(raw, "__func__", raw))
-                skip = not isinstance(raw, staticmethod)
                 kind = kinds.get(type(raw), "method")
-                yield Name(f"{name}.{key}", kind, raw, doc, written.signature(function, skip), told=told)
+                function = getattr(raw, "__func__", raw)
+                signature = formatter.signature(function, skip_first=kind != "staticmethod")
+            yield PublicName(f"{name}.{key}", kind, raw, doc, signature, documented_elsewhere=elsewhere)
 
 
-def _shown(key: str, raw: Any) -> bool:
+def _has_own_docs(base: type, full_names: dict[int, str]) -> bool:
+    return id(base) in full_names or not base.__module__.startswith("regard")
+
+
+def _is_public_member(key: str, raw: Any) -> bool:
     routine = inspect.isfunction(raw) or isinstance(
         raw, property | functools.cached_property | staticmethod | classmethod
     )
-    if key.startswith("__") and key.endswith("__"):  # operators that say something of themselves
+    if key.startswith("__") and key.endswith("__"):  # operators with a docstring
         ours = inspect.isfunction(raw) and (raw.__module__ or "").startswith("regard")
         return ours and bool(raw.__doc__) and key != "__init__"
     return routine and not key.startswith("_")
 
 
 def own_doc(value: type) -> str:
-    """The docstring that a class wrote; what `dataclass` and `NamedTuple` make up is none."""
+    """Return the docstring written for a class, and "" for one generated by `dataclass` or `NamedTuple`."""
     doc = inspect.cleandoc(vars(value).get("__doc__") or "")
     return "" if doc.startswith(f"{value.__name__}(") else doc
 
 
-def inherited_doc(owner: type, key: str, public: dict[int, str]) -> tuple[str, bool]:
-    """The docstring of a member, or of the one that it overrides; and whether that is told elsewhere."""
-    for at in (*owner.__mro__, *fulfilled(owner)):
-        raw = vars(at).get(key)
+def inherited_doc(owner: type, key: str, full_names: dict[int, str]) -> tuple[str, bool]:
+    """Return the docstring of a member or of the one it overrides, and whether another page shows it."""
+    for base in (*owner.__mro__, *matching_protocols(owner)):
+        raw = vars(base).get(key)
         raw = getattr(raw, "__func__", raw)
         if raw is not None and raw.__doc__:
-            elsewhere = at is not owner and (id(at) in public or not at.__module__.startswith("regard"))
-            return inspect.cleandoc(raw.__doc__), elsewhere
+            return inspect.cleandoc(raw.__doc__), base is not owner and _has_own_docs(base, full_names)
     return "", False
 
 
-def fulfilled(owner: type) -> list[type]:
-    """The protocols beside a class that it fulfils without naming them."""
-    beside = vars(importlib.import_module(owner.__module__.rpartition(".")[0] or "regard")).values()
-    found = [it for it in beside if inspect.isclass(it) and getattr(it, "_is_protocol", False)]
-    return [it for it in found if all(hasattr(owner, key) for key in vars(it) if not key.startswith("_"))]
+def matching_protocols(owner: type) -> list[type]:
+    """Return the protocols in the package of a class that it implements without subclassing them."""
+    module = importlib.import_module(owner.__module__)
+    package = (
+        module if hasattr(module, "__path__") else importlib.import_module(module.__package__ or "regard")
+    )
+    protocols = [
+        value
+        for value in vars(package).values()
+        if inspect.isclass(value) and getattr(value, "_is_protocol", False)
+    ]
+    return [it for it in protocols if all(hasattr(owner, key) for key in vars(it) if not key.startswith("_"))]
 
 
 def comment_above(name: str, value: Any) -> str:
-    """The comment lines above the line that makes a value, wherever in the package that is."""
-    for path, text in _files().items():
+    """Return the comment lines above the assignment of a module-level value, in whichever file it is."""
+    for path, text in _source_files().items():
         if f"\n{name}" not in text:
             continue
         lines = text.splitlines()
         for number, line in enumerate(lines):
-            if line.startswith((f"{name} = ", f"{name}: ")) and _is_there(path, name, value):
+            if line.startswith((f"{name} = ", f"{name}: ")) and _defines(path, name, value):
                 first = number
                 while first and lines[first - 1].startswith("#"):
                     first -= 1
@@ -241,118 +226,133 @@ def comment_above(name: str, value: Any) -> str:
 
 
 @functools.cache
-def _files() -> dict[Path, str]:
+def _source_files() -> dict[Path, str]:
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def _is_there(path: Path, name: str, value: Any) -> bool:
+def _defines(path: Path, name: str, value: Any) -> bool:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     dotted = ".".join(part for part in parts if part != "__init__")
     return getattr(importlib.import_module(dotted), name, None) is value
 
 
-# -- Signatures, as they are written ----------------------------------------------------------------------
+# -- Signatures -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Written:
-    """Signatures of things of one module, annotations as they stand in the source, our own classes by full name."""
+class SignatureFormatter:
+    """Format signatures with the annotations of the source, and public classes of regard by their full name."""
 
-    module: str
-    public: dict[int, str]
+    full_names: dict[int, str]
 
     def signature(self, function: Any, skip_first: bool = False) -> str:
-        """The parameters and what is returned."""
-        found = inspect.signature(function)
-        parameters = list(found.parameters.values())[int(skip_first) :]
-        arrow = f" -> {note}" if (note := self.note(found.return_annotation)) else ""
-        return f"({self.joined(parameters)}){arrow}"
+        """Format the parameters and the return annotation of a function."""
+        function = inspect.unwrap(function)
+        parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
+        returned = self.return_annotation(function)
+        arrow = f" -> {returned}" if returned else ""
+        return f"({self.parameters(parameters, annotation_namespace(function))}){arrow}"
 
-    def made(self, value: type) -> str:
-        """How a caller makes one; nothing where the library makes it, or where there is nothing to make."""
-        made = next(
-            vars(at)[key] for at in value.__mro__ for key in ("__init__", "__new__") if key in vars(at)
+    def return_annotation(self, function: Any) -> str:
+        return self.annotation(
+            inspect.signature(function).return_annotation, annotation_namespace(inspect.unwrap(function))
         )
-        ours = (getattr(made, "__module__", None) or value.__module__).startswith("regard")
-        given = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
-        if not inspect.isfunction(made) or not ours or given:
+
+    def constructor(self, value: type) -> str:
+        """Format the constructor's parameters; return "" for a class that callers do not construct."""
+        constructor = next(
+            vars(base)[key] for base in value.__mro__ for key in ("__init__", "__new__") if key in vars(base)
+        )
+        ours = (getattr(constructor, "__module__", None) or value.__module__).startswith("regard")
+        abstract = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
+        if not inspect.isfunction(constructor) or not ours or abstract:
             return ""
-        bound = _bound(value)
-        parameters = [p for p in list(inspect.signature(made).parameters.values())[1:] if p.name not in bound]
-        needed = [p for p in parameters if p.default is inspect.Parameter.empty]
-        return "" if any(self.is_private(p.annotation) for p in needed) else f"({self.joined(parameters)})"
-
-    def note(self, note: Any) -> str:
-        """An annotation as it is written, classes of regard by their full name; nothing where there is none."""
-        if note is inspect.Signature.empty:
-            return ""
-        text = note if isinstance(note, str) else inspect.formatannotation(note)
-        known = names_in(self.module)
-
-        def full(match: re.Match[str]) -> str:
-            value = known.get(match[0])
-            return self.public.get(id(value), match[0]) if inspect.isclass(value) else match[0]
-
-        return re.sub(r"(?<![.\w'])[A-Z]\w*", full, text)
-
-    def is_private(self, note: Any) -> bool:
-        """Whether an annotation names a class of regard that callers do not meet."""
-        known = names_in(self.module)
-        classes = [
-            value for word in re.findall(r"\w+", str(note)) if inspect.isclass(value := known.get(word))
+        namespace = annotation_namespace(constructor)
+        bound = _fields_set_by_bind(value)
+        parameters = [
+            it for it in list(inspect.signature(constructor).parameters.values())[1:] if it.name not in bound
         ]
-        return any(it.__module__.startswith("regard") and id(it) not in self.public for it in classes)
+        required = [it for it in parameters if it.default is inspect.Parameter.empty]
+        if any(self.is_private(it.annotation, namespace) for it in required):
+            return ""
+        return f"({self.parameters(parameters, namespace)})"
 
-    def joined(self, parameters: list[inspect.Parameter]) -> str:
+    def annotation(self, annotation: Any, namespace: dict[str, Any]) -> str:
+        """Format an annotation, "" if there is none."""
+        if annotation is inspect.Signature.empty:
+            return ""
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+        def full_name(match: re.Match[str]) -> str:
+            value = namespace.get(match[0])
+            return self.full_names.get(id(value), match[0]) if inspect.isclass(value) else match[0]
+
+        return re.sub(r"(?<![.\w'])[A-Z]\w*", full_name, text)
+
+    def is_private(self, annotation: Any, namespace: dict[str, Any]) -> bool:
+        """Tell whether an annotation names a class of regard that is not public."""
+        words = re.findall(r"\w+", str(annotation))
+        classes = [value for word in words if inspect.isclass(value := namespace.get(word))]
+        return any(it.__module__.startswith("regard") and id(it) not in self.full_names for it in classes)
+
+    def parameters(self, parameters: list[inspect.Parameter], namespace: dict[str, Any]) -> str:
+        """Format parameters, with `*` and `/` where they belong."""
         parts: list[str] = []
         kinds = inspect.Parameter
-        for at, parameter in enumerate(parameters):
-            before = parameters[at - 1].kind if at else None
-            if parameter.kind is kinds.KEYWORD_ONLY and before not in (
+        previous = None
+        for parameter in parameters:
+            if parameter.kind is kinds.KEYWORD_ONLY and previous not in (
                 kinds.KEYWORD_ONLY,
                 kinds.VAR_POSITIONAL,
             ):
                 parts.append("*")
-            if before is kinds.POSITIONAL_ONLY and parameter.kind is not kinds.POSITIONAL_ONLY:
+            if previous is kinds.POSITIONAL_ONLY and parameter.kind is not kinds.POSITIONAL_ONLY:
                 parts.append("/")
-            parts.append(self.parameter(parameter))
-        if parameters and parameters[-1].kind is kinds.POSITIONAL_ONLY:
+            parts.append(self.parameter(parameter, namespace))
+            previous = parameter.kind
+        if previous is kinds.POSITIONAL_ONLY:
             parts.append("/")
         return ", ".join(parts)
 
-    def parameter(self, parameter: inspect.Parameter) -> str:
+    def parameter(self, parameter: inspect.Parameter, namespace: dict[str, Any]) -> str:
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         text = stars.get(parameter.kind, "") + parameter.name
-        if note := self.note(parameter.annotation):
-            text += f": {note}"
+        annotation = self.annotation(parameter.annotation, namespace)
+        if annotation:
+            text += f": {annotation}"
         if parameter.default is not inspect.Parameter.empty:
-            text += (" = " if note else "=") + _default(parameter.default)
+            text += (" = " if annotation else "=") + _format_default(parameter.default)
         return text
 
 
+def annotation_namespace(function: Any) -> dict[str, Any]:
+    """Return the names that the annotations of a function can use, imports under TYPE_CHECKING included."""
+    namespace: dict[str, Any] = function.__globals__
+    path = namespace.get("__file__", "")
+    return namespace | _type_checking_imports(path) if str(path).startswith(str(PACKAGE)) else namespace
+
+
 @functools.cache
-def names_in(module: str) -> dict[str, Any]:
-    """What annotations of a module can name: its own names, and what it imports for the type checker alone."""
-    found = importlib.import_module(module)
-    known = dict(vars(found))
-    for node in ast.walk(ast.parse(inspect.getsource(found))):
+def _type_checking_imports(path: str) -> dict[str, Any]:
+    imported: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(Path(path).read_text())):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for line in node.body:
                 if isinstance(line, ast.ImportFrom) and (line.module or "").startswith("regard"):
-                    there = importlib.import_module(str(line.module))
-                    known |= {it.asname or it.name: getattr(there, it.name) for it in line.names}
-    return known
+                    module = importlib.import_module(str(line.module))
+                    imported |= {it.asname or it.name: getattr(module, it.name) for it in line.names}
+    return imported
 
 
-def _default(value: Any) -> str:
+def _format_default(value: Any) -> str:
     text = repr(value)
-    if text.startswith("<") or len(text) > 40:  # a function, a field's factory, a table: its name will do
+    if text.startswith("<") or len(text) > 40:  # a function or a large table
         return str(getattr(value, "__name__", "..."))
     return text
 
 
-def _bound(value: type) -> set[str]:
-    """The fields that a measure's `bind` sets, which are not for callers."""
+def _fields_set_by_bind(value: type) -> set[str]:
+    """Return the fields of a measure that its `bind` sets, which callers do not pass."""
     if not inspect.isfunction(bind := getattr(value, "bind", None)):
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(bind)))

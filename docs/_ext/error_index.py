@@ -1,7 +1,7 @@
-"""The page of errors, read from the source: every error that regard raises, by operation, and what cures it.
+"""Build the error page from the source: every error that regard raises, by operation, with its hint.
 
-Nothing is imported for it. An error whose operation is a parameter is followed to the calls that give it, with all that
-they give; what only the moment knows is shown as `‹name›`, or as `…` where it has no short name.
+The package is parsed, not imported. If the operation is a parameter, the callers are searched for its values and for
+the other arguments. Values known only at run time are shown as `‹name›`, or as `…` if they have no short name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from regard.measures import name_of
 
 PACKAGE = Path(regard.__file__).parent
 
-Env = dict[str, str]
+Bindings = dict[str, str]  # parameter name → template of its value
 
 HEAD = """\
 # Errors
 
-An error says which operation refused, what came, what was expected, and the hint. Its message begins with the
-operation, under which it stands on this page; `error.page` is the address.
+An error names the operation, the value it received, the values it accepts, and a hint. The message begins with the
+operation, which is the heading to look for on this page; `error.page` is the address.
 
 ```python
 >>> import numpy as np, regard
@@ -37,19 +37,19 @@ query (q_len 5, head_dim 4), key (kv_len 5, head_dim 3) | reference/errors.html#
 
 ```
 
-What only the moment knows is written ‹so›, and … where it has no short name. The list is read from the source when the
-site is built.
+Values known only at run time are written ‹so›, or … if they have no short name. The list is read from the source when
+the site is built.
 
 ## The classes
 """
 
 
 @dataclass(frozen=True)
-class Raised:
-    """One error as it is raised: the parts of its message as templates, and the module that raises it."""
+class ErrorEntry:
+    """An error in the source: the parts of its message as templates, and the module that raises it."""
 
     operation: str
-    kind: str
+    error_class: str
     received: str
     expected: str
     hint: str
@@ -58,7 +58,7 @@ class Raised:
 
 @dataclass
 class Function:
-    """A function of the source: its parameters and their defaults, what it assigns, and where it stands."""
+    """A function of the source: its parameters, defaults and assignments, and its module and class."""
 
     name: str
     node: ast.FunctionDef
@@ -68,17 +68,17 @@ class Function:
 
     @property
     def parameters(self) -> list[str]:
-        given = self.node.args
-        names = [it.arg for it in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        args = self.node.args
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
         return names[1:] if self.owner and names[:1] in (["self"], ["cls"]) else names
 
     @property
     def defaults(self) -> dict[str, ast.expr]:
-        given = self.node.args
-        plain = [it.arg for it in (*given.posonlyargs, *given.args)]
-        found = dict(zip(reversed(plain), reversed(given.defaults), strict=False))
-        named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        return found | {it.arg: value for it, value in named if value is not None}
+        args = self.node.args
+        positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+        defaults = dict(zip(reversed(positional), reversed(args.defaults), strict=False))
+        keywords = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+        return defaults | {arg.arg: value for arg, value in keywords if value is not None}
 
 
 class Source:
@@ -89,137 +89,147 @@ class Source:
         self.calls: dict[str, list[tuple[ast.Call, Function]]] = {}
         self.constants: dict[str, dict[str, list[ast.expr]]] = {}
         self.bases: dict[str, list[str]] = {}
-        self.imported: dict[str, set[tuple[str, str]]] = {}
-        self.known: dict[tuple[int, tuple[str, ...]], list[Env]] = {}
+        self.imports: dict[str, set[tuple[str, str]]] = {}
+        self._bindings: dict[tuple[int, tuple[str, ...]], list[Bindings]] = {}
+        module_body = ast.parse("def _(): pass").body[0]
         for module, text in files.items():
             tree = ast.parse(text)
-            from_files = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-            self.imported[module] = {(it.name, node.module or "") for node in from_files for it in node.names}
-            self.constants[module] = _assigned(tree.body)
-            self._read(tree, module, "", Function("", ast.parse("def _(): pass").body[0], module, ""))  # type: ignore[arg-type]
-        self.methods = {(it.owner, it.node.name): it for it in self.functions}
+            from_imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            self.imports[module] = {
+                (alias.name, node.module or "") for node in from_imports for alias in node.names
+            }
+            self.constants[module] = _assignments(tree.body)
+            self._visit(tree, module, "", Function("", module_body, module, ""))  # type: ignore[arg-type]
+        self.methods = {(function.owner, function.node.name): function for function in self.functions}
 
-    def _read(self, node: ast.AST, module: str, owner: str, inside: Function) -> None:
+    def _visit(self, node: ast.AST, module: str, owner: str, inside: Function) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 self.bases[child.name] = [ast.unparse(base) for base in child.bases]
-                self._read(child, module, child.name, inside)
+                self._visit(child, module, child.name, inside)
             elif isinstance(child, ast.FunctionDef):
                 name = owner if child.name == "__init__" else child.name
-                function = Function(name, child, module, owner, _assigned(child.body))
+                function = Function(name, child, module, owner, _assignments(child.body))
                 self.functions.append(function)
-                self._read(child, module, owner, function)
+                self._visit(child, module, owner, function)
             else:
                 if isinstance(child, ast.Call):
-                    called = child.func
-                    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                    callee = child.func
+                    name = callee.attr if isinstance(callee, ast.Attribute) else getattr(callee, "id", "")
                     self.calls.setdefault(name, []).append((child, inside))
-                self._read(child, module, owner, inside)
+                self._visit(child, module, owner, inside)
 
-    def raised(self) -> Iterator[Raised]:
-        """Every error, once for each operation that it can have."""
-        for kind in sorted(
-            {"RegardError", *(name for name in self.bases if "RegardError" in self.line(name))}
-        ):
-            for call, function in self.calls.get(kind, []):
+    def find_errors(self) -> Iterator[ErrorEntry]:
+        """Yield every error, once for each operation that it can name."""
+        error_classes = {name for name in self.bases if "RegardError" in self.ancestors(name)}
+        for error_class in sorted({"RegardError", *error_classes}):
+            for call, function in self.calls.get(error_class, []):
                 if call.args:
                     parts = {word.arg: word.value for word in call.keywords if word.arg}
-                    for env in self.ways(call.args[0], function):
-                        text = {name: self.text(part, function, env) for name, part in parts.items()}
-                        for name in self.names(call.args[0], function, env):
-                            operation = name.split(",")[0]  # what comes after it is which of its arguments
-                            yield Raised(operation, kind, **text, module=function.module)  # type: ignore[arg-type]
+                    for bindings in self.find_bindings(call.args[0], function):
+                        texts = {
+                            name: self.template(part, function, bindings) for name, part in parts.items()
+                        }
+                        for name in self.operations(call.args[0], function, bindings):
+                            operation = name.split(",")[0]  # the argument follows the comma
+                            yield ErrorEntry(operation, error_class, **texts, module=function.module)  # type: ignore[arg-type]
 
-    def ways(self, operation: ast.expr, function: Function) -> list[Env]:
-        """What callers give for a function's parameters, for each way to the operation; one, if it is known already."""
+    def find_bindings(self, operation: ast.expr, function: Function) -> list[Bindings]:
+        """Return what the callers pass for the parameters in `operation`; `[{}]` if it has none."""
         words = [node.id for node in ast.walk(operation) if isinstance(node, ast.Name)]
         needed = tuple(word for word in words if word in function.parameters)
-        if (id(function), needed) not in self.known:
-            self.known[id(function), needed] = [{}]  # for a function that calls itself
+        cache_key = id(function), needed
+        if cache_key not in self._bindings:
+            self._bindings[cache_key] = [{}]  # ends the recursion of a function that calls itself
             found = (
-                {tuple(sorted(env.items())) for env in self.callers(function, needed)} if needed else set()
+                {tuple(sorted(it.items())) for it in self._caller_bindings(function, needed)}
+                if needed
+                else ()
             )
-            self.known[id(function), needed] = [dict(env) for env in sorted(found)] or [{}]
-        return self.known[id(function), needed]
+            self._bindings[cache_key] = [dict(items) for items in sorted(found)] or [{}]
+        return self._bindings[cache_key]
 
-    def callers(self, function: Function, needed: tuple[str, ...]) -> Iterator[Env]:
+    def _caller_bindings(self, function: Function, needed: tuple[str, ...]) -> Iterator[Bindings]:
         for call, caller in self.calls.get(function.name, []):
-            given = self.given(call, function)
-            if not self.is_of(call, caller, function) or any(word not in given for word in needed):
+            arguments = self.bind_arguments(call, function)
+            if not self.is_call_of(call, caller, function) or any(word not in arguments for word in needed):
                 continue
-            for env in self.ways(given[needed[0]], caller):
-                said = {name: self.text(value, caller, env) for name, value in given.items()}
-                said = {
-                    name: text for name, text in said.items() if " " in text
-                }  # a sentence, not a word of the moment
-                for names in itertools.product(*(self.names(given[word], caller, env) for word in needed)):
-                    yield said | dict(zip(needed, names, strict=True))
+            for bindings in self.find_bindings(arguments[needed[0]], caller):
+                texts = {name: self.template(value, caller, bindings) for name, value in arguments.items()}
+                sentences = {name: text for name, text in texts.items() if " " in text}
+                operations = (self.operations(arguments[word], caller, bindings) for word in needed)
+                for names in itertools.product(*operations):
+                    yield sentences | dict(zip(needed, names, strict=True))
 
-    def is_of(self, call: ast.Call, caller: Function, function: Function) -> bool:
-        """Whether a call of this name is of this function: a method, of the same file, or imported from its file."""
+    def is_call_of(self, call: ast.Call, caller: Function, function: Function) -> bool:
+        """Tell whether a call with the function's name calls it: a method, or a name of its module."""
         if isinstance(call.func, ast.Attribute):
             return bool(function.owner)
-        here = caller.module == function.module
-        return here or (function.name, function.module) in self.imported[caller.module]
+        same_module = caller.module == function.module
+        return same_module or (function.name, function.module) in self.imports[caller.module]
 
-    def given(self, call: ast.Call, function: Function) -> dict[str, ast.expr]:
-        """The arguments of a call by the names of the function's parameters."""
-        plain = [it for it in call.args if not isinstance(it, ast.Starred)]
-        named = {word.arg: word.value for word in call.keywords if word.arg}
-        return function.defaults | dict(zip(function.parameters, plain, strict=False)) | named
+    def bind_arguments(self, call: ast.Call, function: Function) -> dict[str, ast.expr]:
+        """Return the arguments of a call by parameter name, defaults included."""
+        positional = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+        keywords = {word.arg: word.value for word in call.keywords if word.arg}
+        return function.defaults | dict(zip(function.parameters, positional, strict=False)) | keywords
 
-    def names(self, node: ast.expr, function: Function, env: Env) -> list[str]:
-        """The operations that an expression stands for: of a class and those below it, or what a property returns."""
-        below = sorted(name for name in self.bases if function.owner in self.line(name))
+    def operations(self, node: ast.expr, function: Function, bindings: Bindings) -> list[str]:
+        """Return the operations that an expression can name, for each subclass or returned value."""
+        subclasses = sorted(name for name in self.bases if function.owner in self.ancestors(name))
         if (text := ast.unparse(node)) == "type(self).__name__":
-            return below
+            return subclasses
         if text == "name_of(self)":
-            return [name_of(type(name, (), {})()) for name in below]
+            return [name_of(type(name, (), {})()) for name in subclasses]
         if isinstance(node, ast.IfExp):
-            return [*self.names(node.body, function, env), *self.names(node.orelse, function, env)]
-        if text.startswith("self.") and (found := self.methods.get((function.owner, text[5:]))):
-            returned = [it.value for it in ast.walk(found.node) if isinstance(it, ast.Return) and it.value]
-            return [name for value in returned for name in self.names(value, found, {})]
-        return [self.text(node, function, env)]
+            branches = (node.body, node.orelse)
+            return [name for branch in branches for name in self.operations(branch, function, bindings)]
+        if text.startswith("self.") and (method := self.methods.get((function.owner, text[5:]))):
+            returned = [it.value for it in ast.walk(method.node) if isinstance(it, ast.Return) and it.value]
+            return [name for value in returned for name in self.operations(value, method, {})]
+        return [self.template(node, function, bindings)]
 
-    def line(self, name: str) -> list[str]:
-        """A class and those it comes from."""
-        return [name, *(far for base in self.bases.get(name, []) for far in self.line(base))]
+    def ancestors(self, name: str) -> list[str]:
+        """Return a class and its base classes."""
+        return [name, *(far for base in self.bases.get(name, []) for far in self.ancestors(base))]
 
-    def text(self, node: ast.expr, function: Function, env: Env) -> str:
-        """An expression as a template: what is written in it, and ‹names› for what is not known."""
+    def template(self, node: ast.expr, function: Function, bindings: Bindings) -> str:
+        """Return an expression as text, with ‹names› in place of values known only at run time."""
         if isinstance(node, ast.Constant):
             return str(node.value)
         if isinstance(node, ast.JoinedStr):
-            return "".join(self.text(part, function, env) for part in node.values)
+            return "".join(self.template(part, function, bindings) for part in node.values)
         if isinstance(node, ast.FormattedValue):
-            return self.text(node.value, function, env)
+            return self.template(node.value, function, bindings)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return self.text(node.left, function, env) + self.text(node.right, function, env)
+            return self.template(node.left, function, bindings) + self.template(
+                node.right, function, bindings
+            )
         if isinstance(node, ast.Name):
-            if node.id in env:
-                return env[node.id]
-            here = function.scope.get(node.id) or self.constants[function.module].get(node.id) or []
-            if here and all(_is_text(it) for it in here) and node.id not in function.parameters:
-                itself = {node.id: f"‹{node.id}›"}
-                return _or([self.text(it, function, env | itself) for it in here])
+            if node.id in bindings:
+                return bindings[node.id]
+            assigned = function.scope.get(node.id) or self.constants[function.module].get(node.id) or []
+            if assigned and all(_is_text(it) for it in assigned) and node.id not in function.parameters:
+                inner = bindings | {node.id: f"‹{node.id}›"}
+                return _join_alternatives([self.template(it, function, inner) for it in assigned])
             return f"‹{node.id}›"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             return f"‹{node.attr}›" if node.value.id == "self" else f"‹{ast.unparse(node)}›"
         if isinstance(node, ast.IfExp):
-            one, other = (self.text(it, function, env) for it in (node.body, node.orelse))
-            return _or([one, other])
+            branches = (node.body, node.orelse)
+            return _join_alternatives([self.template(branch, function, bindings) for branch in branches])
         return "…"
 
 
-def _or(texts: list[str]) -> str:
-    """What can be said, one or another; sentences stay sentences."""
-    said = list(dict.fromkeys(text for text in texts if text))
-    return (" Or: " if said and said[0].endswith(".") else " or ").join(said)
+def _join_alternatives(texts: list[str]) -> str:
+    """Join the texts that an expression can have with "or"; sentences stay sentences."""
+    alternatives = list(dict.fromkeys(text for text in texts if text))
+    sentences = bool(alternatives) and alternatives[0].endswith(".")
+    return (" Or: " if sentences else " or ").join(alternatives)
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Whether an expression is written out as text."""
+    """Tell whether an expression is a string literal, an f-string, or a sum or choice of them."""
     if isinstance(node, ast.IfExp):
         return _is_text(node.body) and _is_text(node.orelse)
     if isinstance(node, ast.BinOp):
@@ -227,8 +237,8 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _assigned(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """What plain names are set to in a body, blocks within it included."""
+def _assignments(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
+    """Return the expressions assigned to plain names in a body, nested blocks included."""
     found: dict[str, list[ast.expr]] = {}
     for statement in body:
         for node in ast.walk(statement):
@@ -239,61 +249,61 @@ def _assigned(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
     return found
 
 
-def source() -> Source:
-    """The package as it is installed, without the command that only runs it."""
-    files = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path.read_text()
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
+def read_source() -> Source:
+    """Parse the installed package."""
+    files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path.read_text()
     return Source(files)
 
 
-def by_operation() -> dict[str, list[Raised]]:
-    """All errors by the anchor of their operation, sorted, each once."""
-    found: dict[str, set[Raised]] = {}
-    for raised in source().raised():
-        if raised.operation and not raised.operation.startswith("‹"):  # a name that only the moment knows
-            found.setdefault(anchor(raised.operation), set()).add(raised)
-    order = sorted(found.items(), key=lambda item: item[0])
-    return {at: sorted(some, key=lambda it: (it.module, it.operation, it.received)) for at, some in order}
+def errors_by_anchor() -> dict[str, list[ErrorEntry]]:
+    """Return the errors by the anchor of their operation, sorted, each once."""
+    found: dict[str, set[ErrorEntry]] = {}
+    for entry in read_source().find_errors():
+        if entry.operation and not entry.operation.startswith("‹"):  # named only at run time
+            found.setdefault(anchor(entry.operation), set()).add(entry)
+    return {
+        at: sorted(entries, key=lambda it: (it.module, it.operation, it.received))
+        for at, entries in sorted(found.items())
+    }
 
 
 def errors_page(classes: list[str], find: Callable[[str], str | None]) -> str:
-    """The page: the classes, then each operation with its errors."""
+    """Return the page: the classes, then each operation with its errors.
+
+    Args:
+        classes: The error classes as Markdown.
+        find: Resolves an operation to the full name of a public object.
+    """
     parts = [HEAD, *classes, "## By operation"]
-    for at, errors in by_operation().items():
-        shown = sorted({_short(it.operation) for it in errors}, key=len)
-        name = find(shown[0])
-        where = f"Of {{py:obj}}`{shown[0]} <{name}>`.\n\n" if name else ""
-        parts.append(f"({at})=\n### {_code(shown[0])}\n\n{where}" + "\n".join(_entry(it) for it in errors))
+    for at, entries in errors_by_anchor().items():
+        title = min((_shorten(it.operation) for it in entries), key=lambda text: (len(text), text))
+        name = find(title)
+        link = f"Raised by {{py:obj}}`{title} <{name}>`.\n\n" if name else ""
+        parts.append(f"({at})=\n### `{title}`\n\n{link}" + "\n".join(_list_item(it) for it in entries))
     return "\n\n".join(parts) + "\n"
 
 
-def _short(operation: str) -> str:
+def _shorten(operation: str) -> str:
     return re.sub(r"\[‹\w+›\]", "[name]", operation)
 
 
-def _entry(it: Raised) -> str:
-    expected = _escaped(it.expected).rstrip("…") + ("…" if it.expected.endswith("…") else ".")
-    hint = _escaped(it.hint).strip()
-    return f"- Received {_escaped(it.received)}; expected {expected} **{hint}** *({it.kind}, {_room(it.module)})*"
+def _list_item(entry: ErrorEntry) -> str:
+    expected = _escape(entry.expected).rstrip("…") + ("…" if entry.expected.endswith("…") else ".")
+    package = ".".join(entry.module.split(".")[:2])
+    return (
+        f"- Received {_escape(entry.received)}; expected {expected} **{_escape(entry.hint).strip()}** "
+        f"*({entry.error_class}, {package})*"
+    )
 
 
-def _room(module: str) -> str:
-    return ".".join(part for part in module.split(".") if not part.startswith("_"))
+def _escape(text: str) -> str:
+    """Escape Markdown outside code spans."""
 
+    def escape_piece(match: re.Match[str]) -> str:
+        is_code = match[0].startswith("`") and len(match[0]) > 1
+        return match[0] if is_code else re.sub(r"[<$*_\[\]|~`#\\]", r"\\\g<0>", match[0])
 
-def _code(text: str) -> str:
-    return f"`{text}`"
-
-
-def _escaped(text: str) -> str:
-    """Text as Markdown: what stands in backticks is code already."""
-
-    def piece(match: re.Match[str]) -> str:
-        code = match[0].startswith("`") and len(match[0]) > 1
-        return match[0] if code else re.sub(r"[<$*_\[\]|~`#\\]", r"\\\g<0>", match[0])
-
-    return re.sub(r"`[^`]+`|[^`]+|`", piece, text)
+    return re.sub(r"`[^`]+`|[^`]+|`", escape_piece, text)

@@ -1,4 +1,4 @@
-"""The pages of the reference, made from the docstrings when the site is built: one for each room, none by hand."""
+"""Write the reference pages from the docstrings when the site is built: one page for each public module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from api_reference import Name, Room, rooms
-from architecture import house_page
+from api_reference import PublicModule, PublicName, public_modules
+from architecture import architecture_page
 from docutils import nodes
 from error_index import errors_page
 from sphinx.application import Sphinx
@@ -18,128 +18,137 @@ from sphinx.application import Sphinx
 INDEX = """\
 # Reference
 
-Every public name, made from the docstrings when the site is built. The examples run in the tests. What is imported
-from `regard` itself is listed under the room it lives in, and called by its shorter name.
+Every public name, generated from the docstrings when the site is built. The examples run in the tests. A name that can
+be imported from `regard` itself is listed under its module with the shorter name.
 
-In signatures, `Array` is an array of the library at hand, NumPy's or a torch tensor, and `IntArray` one of whole
-numbers; `Floats` and `Bools` are NumPy's. `Align` is `"upper_left"` or `"lower_right"`, a `Frame` the pairs and lengths
-that a block belongs to, and `xp` the array library under the names of the array API.
+In signatures, `Array` is a NumPy array or a torch tensor and `IntArray` an array of integers; `Floats` and `Bools` are
+NumPy arrays. `Align` is `"upper_left"` or `"lower_right"`, a `Frame` holds the pairs and lengths of the matrix that a
+block belongs to, and `xp` is the array library as an array API namespace.
 
 ```{toctree}
 :hidden:
 """
 
 
-def pages() -> dict[str, str]:
-    """The Markdown of every page of the reference by its name."""
+def build_pages() -> dict[str, str]:
+    """Return the Markdown of every reference page by file name."""
     links = Links()
-    made = {room.page: room_page(room, links) for room in rooms()}
-    made["errors"] = errors_page([markdown_of(name, links) for name in exceptions()], links.find)
-    made["architecture"] = house_page()
-    entries = "\n".join(f"{room.title} <{room.page}>" for room in rooms())
-    lists = "\n\n".join(listed(room, links) for room in rooms())
-    made["index"] = f"{INDEX}\n{entries}\n```\n\n{lists}\n"
-    return made
+    modules = public_modules()
+    pages = {module.page: module_page(module, links) for module in modules}
+    pages["errors"] = errors_page([object_markdown(name, links) for name in exceptions()], links.find)
+    pages["architecture"] = architecture_page()
+    entries = "\n".join(f"{module.name} <{module.page}>" for module in modules)
+    sections = "\n\n".join(index_section(module, links) for module in modules)
+    pages["index"] = f"{INDEX}\n{entries}\n```\n\n{sections}\n"
+    return pages
 
 
-def exceptions() -> list[Name]:
-    """Errors have a page of their own, the widest first."""
-    found = [name for room in rooms() for name in room.names if name.kind == "exception"]
+def exceptions() -> list[PublicName]:
+    """Return the public exceptions, base classes first; they have a page of their own."""
+    found = [name for module in public_modules() for name in module.names if name.kind == "exception"]
     return sorted(found, key=lambda name: (len(name.bases), name.name))
 
 
-def listed(room: Room, links: Links) -> str:
-    """The room in the index: what it is for, and its names."""
-    names = ", ".join(f"{{py:obj}}`{it.name.rpartition('.')[2]} <{it.name}>`" for it in room.names)
-    return f"## [{room.title}]({room.page}.md)\n{links.text(room.doc.split(chr(10) * 2)[0], room.name)}\n\n{names}"
+def index_section(module: PublicModule, links: Links) -> str:
+    """Return the module's entry in the index: its summary and its names."""
+    names = ", ".join(f"{{py:obj}}`{it.name.rpartition('.')[2]} <{it.name}>`" for it in module.names)
+    summary = links.link_names(module.doc.split("\n\n")[0], module.name)
+    return f"## [{module.name}]({module.page}.md)\n{summary}\n\n{names}"
 
 
-def room_page(room: Room, links: Links) -> str:
-    shown = [name for name in room.names if name.kind != "exception"]
+def module_page(module: PublicModule, links: Links) -> str:
+    """Return the page of a module; its exceptions are on the error page."""
+    shown = [name for name in module.names if name.kind != "exception"]
     parts = [
-        f"# {room.title}",
-        links.docstring(room.doc, room.name),
-        *(markdown_of(it, links) for it in shown),
+        f"# {module.name}",
+        links.docstring(module.doc, module.name),
+        *(object_markdown(name, links) for name in shown),
     ]
-    if room.name == "regard.cli":
+    if module.name == "regard.cli":
         parts.append(commands())
-    if any(name.kind == "exception" for name in room.names):
-        parts.append("Its errors are on [the page of errors](errors.md).")
+    if len(shown) < len(module.names):
+        parts.append("Its errors are on [the error page](errors.md).")
     return "\n\n".join(parts) + "\n"
 
 
-def markdown_of(name: Name, links: Links) -> str:
-    """A function, class or value as the directive of Sphinx's Python domain, its members within."""
+def object_markdown(name: PublicName, links: Links) -> str:
+    """Return a function, class or value as a directive of Sphinx's Python domain, members included."""
     body = [links.docstring(name.doc, name.name, name.signature)]
     if name.bases:
-        body.append(f"A kind of {{py:obj}}`{name.bases[0].rpartition('.')[2]} <{name.bases[0]}>`.")
+        body.append(f"Base class: {{py:obj}}`{name.bases[0].rpartition('.')[2]} <{name.bases[0]}>`.")
     for member in name.members:
-        if not member.told and member.doc:
+        if not member.documented_elsewhere and member.doc:
             text = links.docstring(member.doc, member.name, member.signature)
             short = member.name.rpartition(".")[2]
             if member.kind == "property":
-                made = f":type: {member.signature}\n" if member.signature else ""
-                body.append(fenced(f"{{py:property}} {short}", f"{made}\n{text}", 4))
+                annotation = f":type: {member.signature}\n" if member.signature else ""
+                body.append(fence(f"{{py:property}} {short}", f"{annotation}\n{text}", 4))
             else:
-                body.append(fenced(f"{{py:{member.kind}}} {short}{member.signature}", f"\n{text}", 4))
+                body.append(fence(f"{{py:{member.kind}}} {short}{member.signature}", f"\n{text}", 4))
     heading = f"```{{py:currentmodule}} {name.module}\n```\n"
     short = name.name.rpartition(".")[2]
-    return heading + fenced(f"{{py:{name.kind}}} {short}{name.signature}", "\n" + "\n\n".join(body), 5)
+    return heading + fence(f"{{py:{name.kind}}} {short}{name.signature}", "\n" + "\n\n".join(body), 5)
 
 
 def commands() -> str:
-    """What each command of the command line says of itself."""
-    from regard.cli import app as _app
-    from regard.cli import main
+    """Return the help text of each command."""
+    from regard.cli import app, main
 
-    def said(*arguments: str) -> str:
+    def help_text(*arguments: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             main([*arguments, "--help"])
         return f"```text\n{out.getvalue().strip()}\n```"
 
-    names = sorted(str(command.name) for command in _app.app.registered_commands)
-    each = [f"## regard {name}\n{said(name)}" for name in names]
-    return "\n\n".join([f"## regard\n{said()}", *each])
+    names = sorted(str(command.name) for command in app.app.registered_commands)
+    sections = [f"## regard {name}\n{help_text(name)}" for name in names]
+    return "\n\n".join([f"## regard\n{help_text()}", *sections])
 
 
-def fenced(head: str, body: str, ticks: int) -> str:
+def fence(head: str, body: str, ticks: int) -> str:
     return f"{'`' * ticks}{head}\n{body}\n{'`' * ticks}"
 
 
+# Variables that docstrings use for instances of these classes.
+INSTANCES = {"AttentionMatrix": "A", "Recording": "recording", "Mask": "mask"}
+# Sections of a docstring (Google style) and the fields that Sphinx knows for their entries.
+SECTIONS = {
+    "Args": "param",
+    "Attributes": "ivar",
+    "Raises": "raises",
+    "Returns": "returns",
+    "Yields": "yields",
+}
+
+
 class Links:
-    """Names in docstrings as links to where they are told."""
+    """Turn the public names in docstrings into links."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
-        for room in rooms():
-            for name in room.names:
-                for it in (name, *(member for member in name.members if not member.told and member.doc)):
-                    self.known[it.name] = it.name
-                    tail = it.name.removeprefix(f"{name.module}.")
-                    if it is not name or room.name == "regard":
-                        self.known.setdefault(tail, it.name)
-                    for owner, called in (
-                        ("AttentionMatrix", "A"),
-                        ("Recording", "recording"),
-                        ("Mask", "mask"),
-                    ):
-                        if tail.startswith(f"{owner}."):
-                            self.known.setdefault(called + tail.removeprefix(owner), it.name)
-                        elif tail == owner:
-                            self.known.setdefault(called, it.name)
+        for module in public_modules():
+            for name in module.names:
+                documented = [it for it in name.members if not it.documented_elsewhere and it.doc]
+                for target in (name, *documented):
+                    self.known[target.name] = target.name
+                    tail = target.name.removeprefix(f"{name.module}.")
+                    if target is not name or module.name == "regard":
+                        self.known.setdefault(tail, target.name)
+                    owner, dot, member = tail.partition(".")
+                    if owner in INSTANCES:
+                        self.known.setdefault(INSTANCES[owner] + dot + member, target.name)
 
     def find(self, text: str, at: str = "") -> str | None:
-        """The full name that a piece of code names, as seen from the name `at`: a member, a neighbour, or public."""
-        around = at.split(".")
-        for depth in range(len(around), 0, -1):
-            if found := self.known.get(".".join([*around[:depth], text])):
+        """Return the full name that `text` means inside the docstring of `at`: a member, a neighbour, or public."""
+        path = at.split(".")
+        for depth in range(len(path), 0, -1):
+            if found := self.known.get(".".join([*path[:depth], text])):
                 return found
         return self.known.get(text) or self.known.get(f"regard.{text}")
 
-    def text(self, text: str, at: str, signature: str = "") -> str:
-        """A paragraph of a docstring as Markdown, names in backticks as links."""
+    def link_names(self, text: str, at: str, signature: str = "") -> str:
+        """Return a paragraph as Markdown, with names in backticks as links."""
 
-        def piece(match: re.Match[str]) -> str:
+        def link_piece(match: re.Match[str]) -> str:
             code = match[0]
             if not code.startswith("`"):
                 return re.sub(r"[<$*\[\]|~]", r"\\\g<0>", code)
@@ -151,79 +160,114 @@ class Links:
                 return code
             return f"{{py:obj}}`{code[1:-1]} <{found}>`"
 
-        return re.sub(r"`[^`]*`|[^`]+", piece, text)
+        return re.sub(r"`[^`]*`|[^`]+", link_piece, text)
 
     def docstring(self, doc: str, at: str, signature: str = "") -> str:
-        """A docstring as Markdown: paragraphs, and examples in fences."""
-        parts = []
+        """Return a docstring as Markdown: paragraphs, sections as field lists, and examples in fences."""
+        parts: list[str] = []
+        section = ""
         for block in re.split(r"\n\s*\n", doc):
+            title, _, body = block.partition("\n")
+            if title.endswith(":") and title[:-1] in SECTIONS and body.startswith("    "):
+                section = title[:-1]
+                parts.append(self._fields(section, body, at, signature))
+                continue
+            if section and block.startswith("    "):  # further entries of the section
+                parts[-1] += "\n" + self._fields(section, block, at, signature)
+                continue
+            section = ""
             if block.lstrip().startswith(">>>"):
                 parts.append(f"```python\n{textwrap.dedent(block)}\n```")
             elif block.startswith("    "):
                 parts.append(f"```text\n{textwrap.dedent(block)}\n```")
             elif block:
-                parts.append(self.text(block, at, signature))
+                parts.append(self.link_names(block, at, signature))
         return "\n\n".join(parts)
 
+    def _fields(self, section: str, body: str, at: str, signature: str) -> str:
+        """Return the entries of a docstring section as a field list."""
+        text = textwrap.dedent(body)
+        if section in ("Returns", "Yields"):
+            return f":{SECTIONS[section]}: {self.link_names(' '.join(text.split()), at, signature)}"
+        fields = []
+        for entry in re.split(r"\n(?! )", text):
+            names, _, description = " ".join(entry.split()).partition(": ")
+            for name in re.split(r",\s+", names):
+                if section == "Raises" and (target := self.find(name, at)):
+                    name = f"~{target}"
+                shown = name.replace("*", r"\*").strip("`")
+                fields.append(f":{SECTIONS[section]} {shown}: {self.link_names(description, at, signature)}")
+        return "\n".join(fields)
 
-# -- Within Sphinx ----------------------------------------------------------------------------------------
+
+# -- Sphinx hooks -----------------------------------------------------------------------------------------
 
 
-def write(app: Sphinx) -> None:
-    """Puts the pages where Sphinx looks for them; git ignores them."""
+def write_pages(app: Sphinx) -> None:
+    """Write the pages into docs/reference, which git ignores, and delete the ones no longer built."""
     folder = Path(app.srcdir) / "reference"
     folder.mkdir(exist_ok=True)
-    made = {folder / f"{name}.md": text for name, text in pages().items()}
-    for old in set(folder.glob("*.md")) - made.keys():
-        old.unlink()
-    for path, text in made.items():
+    pages = {folder / f"{name}.md": text for name, text in build_pages().items()}
+    for stale in set(folder.glob("*.md")) - pages.keys():
+        stale.unlink()
+    for path, text in pages.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 
 
-TEST = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-def in_words(test: str) -> str:
-    """The name of a test as the sentence it is."""
+def humanize_test_name(test: str) -> str:
+    """Return the name of a test as words.
+
+    >>> humanize_test_name("test_01_masked_keys_cannot_matter")
+    'masked keys cannot matter'
+    """
     return re.sub(r"^test(_\d+)*_", "", test).replace("_", " ")
 
 
-def with_tests(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Shows each test that the page of promises names, at its end, and links to it."""
+def append_tests(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the source of every test that the page of guarantees names, and link the names to it."""
     if docname != "promises":
         return
-    named = dict.fromkeys(match.groups() for match in TEST.finditer(source[0]))
-    linked = TEST.sub(lambda test: f"[{in_words(test[2])}](#{test[2]})", source[0])
-    shown = "\n\n".join(
+    named = dict.fromkeys(match.groups() for match in TEST_NAME.finditer(source[0]))
+    linked = TEST_NAME.sub(lambda test: f"[{humanize_test_name(test[2])}](#{test[2]})", source[0])
+    listings = "\n\n".join(
         f"### {name}\nIn `{file}`:\n\n```{{literalinclude}} ../{file}\n:pyobject: {name}\n:language: python\n```"
         for file, name in named
     )
-    source[0] = f"{linked}\n## The tests\n{shown}\n"
+    source[0] = f"{linked}\n## The tests\n{listings}\n"
 
 
-def resolve(app: Sphinx, env: Any, node: nodes.Element, content: nodes.Element) -> nodes.Element | None:
-    """A type in a signature that has no page here is text, not a broken link."""
-    in_signature = node.get("refdomain") == "py" and (
-        node.get("reftype") == "class" or node["reftarget"] == "None"
+def resolve_reference(
+    app: Sphinx, env: Any, node: nodes.Element, content: nodes.Element
+) -> nodes.Element | None:
+    """Show a type without a page as text instead of reporting a broken link."""
+    is_type = node.get("refdomain") == "py" and (
+        node.get("reftype") in ("class", "exc") or node["reftarget"] == "None"
     )
-    return content if in_signature else None
+    return content if is_type else None
 
 
-def without_lists(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Sphinx sets the parameters of a long signature as a list without terms; to a screen reader they are lines."""
+def replace_signature_lists(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Replace the lists without terms that Sphinx builds for long signatures; screen readers reject them."""
 
-    def lines(match: re.Match[str]) -> str:
+    def replace_list(match: re.Match[str]) -> str:
         inner = match[1].replace("<dd>", '<span class="sig-line">').replace("</dd>", "</span>")
         return f'<span class="sig-lines">{inner}</span>'
 
     if "body" in context:
-        context["body"] = re.sub(r"<dl>\s*(<dd>.*?</dd>)\s*</dl>", lines, context["body"], flags=re.DOTALL)
+        context["body"] = re.sub(
+            r"<dl>\s*(<dd>.*?</dd>)\s*</dl>", replace_list, context["body"], flags=re.DOTALL
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.connect("builder-inited", write)
-    app.connect("source-read", with_tests)
-    app.connect("html-page-context", without_lists)
-    app.connect("missing-reference", resolve)
+    app.connect("builder-inited", write_pages)
+    app.connect("source-read", append_tests)
+    app.connect("html-page-context", replace_signature_lists)
+    app.connect("missing-reference", resolve_reference)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

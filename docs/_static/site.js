@@ -7,7 +7,7 @@ addEventListener("message", ({ source, data }) => {
 
 // A block wider than the page scrolls, which the keyboard must be able to do too.
 addEventListener("load", () => {
-  for (const block of document.querySelectorAll("pre, math, .house, .table-wrapper, .text_html")) {
+  for (const block of document.querySelectorAll("pre, math, .architecture, .table-wrapper, .text_html")) {
     if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
   }
 });

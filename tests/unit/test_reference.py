@@ -1,10 +1,12 @@
-"""The reference: every public name is told and shown, every error has its place, every promise its test."""
+"""The reference pages: docstrings and examples of public names, the error index, imports, tests of guarantees."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,168 +19,216 @@ from tests.helpers.wrong_calls import ODD, WRONG
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs/_ext"))
 
-pytest.importorskip("torch")  # nn and lens are rooms too
+pytest.importorskip("torch")  # nn and lens need it
 pytest.importorskip("sphinx")
+grimp = pytest.importorskip("grimp")
 
-from api_reference import Name, Room, describe, modules, rooms  # noqa: E402
-from architecture import drawing, edges, layers, reduced, table  # noqa: E402
-from error_index import Source, by_operation  # noqa: E402
-from pages import TEST, exceptions, pages  # noqa: E402
+from api_reference import PublicModule, PublicName, describe, find_modules, public_modules  # noqa: E402
+from architecture import draw, import_table, layers, package_imports, transitive_reduction  # noqa: E402
+from error_index import Source, errors_by_anchor  # noqa: E402
+from pages import TEST_NAME, Links, build_pages, exceptions  # noqa: E402
 
 # -- Docstrings -------------------------------------------------------------------------------------------
 
-# A docstring opens with what the caller gets, not with how it is said.
-IDLE = re.compile(
-    r"(Returns?|Gets?|Computes?|Calculates?|This|Function|Method|Class|Helper|Wrapper|Utility|TODO)\b"
+# A summary is in the imperative or a noun phrase; these openings are neither.
+BAD_OPENING = re.compile(
+    r"(Returns|Gets|Computes|Calculates|This|Function|Method|Class|Helper|Wrapper|Utility|TODO)\b"
 )
 
 # Public functions and classes without an example of their own, and why.
 WITHOUT_EXAMPLE: dict[str, str] = {
-    "regard.survey": "it starts processes that run a model over files; tests/unit/survey/test_survey.py does",
-    "regard.survey.open": "it reads what a survey wrote",
-    "regard.survey.Survey": "it is what a survey wrote",
-    "regard.survey.Progress": "a running survey makes it",
-    "regard.survey.SurveyError": "a broken survey raises it",
+    "regard.models.LoadedModel": "returned by regard.models.load",
+    "regard.models.Text": "returned by LoadedModel.encode",
+    "regard.survey.run": "starts processes that run a model over files; see tests/unit/survey/test_survey.py",
+    "regard.survey.open": "reads the files of a survey",
+    "regard.survey.Survey": "describes the files of a survey",
+    "regard.survey.Progress": "created by a running survey",
+    "regard.survey.SurveyError": "raised by a damaged survey",
 }
 
 
-def told_badly(name: Name) -> list[str]:
-    """What is wrong with the docstring of a name and of its members."""
-    wrong = []
-    for it in (name, *(member for member in name.members if not member.told)):
-        first = it.doc.split("\n\n")[0].strip()
-        if not first:
-            wrong.append(f"{it.name} has no docstring")
-        elif IDLE.match(first):
-            wrong.append(f"{it.name} does not open with what the caller gets: {first[:40]}")
-        elif first[-1] not in ".:)…" and it.kind != "data":
-            wrong.append(f"{it.name} does not open with a sentence: {first[-40:]}")
-    return wrong
+def docstring_faults(name: PublicName) -> list[str]:
+    """Describe what is wrong with the docstrings of a name and of its members."""
+    faults = []
+    for documented in (name, *(member for member in name.members if not member.documented_elsewhere)):
+        summary = documented.doc.split("\n\n")[0].strip()
+        if not summary:
+            faults.append(f"{documented.name} has no docstring")
+        elif BAD_OPENING.match(summary):
+            faults.append(f"{documented.name} opens with {summary[:40]!r}")
+        elif summary[-1] not in ".:)…" and documented.kind != "data":
+            faults.append(f"{documented.name} has a summary without an end: {summary[-40:]!r}")
+    return faults
 
 
-def has_example(name: Name) -> bool:
-    """Whether a function, or a class in itself or one of its members, is shown in use."""
-    return any(">>> " in it.doc for it in (name, *name.members))
+def has_example(name: PublicName) -> bool:
+    """Tell whether a function, or a class or one of its members, has a doctest."""
+    return any(">>> " in documented.doc for documented in (name, *name.members))
 
 
-def public() -> list[Name]:
-    return [name for room in rooms() for name in room.names]
+def public_names() -> list[PublicName]:
+    return [name for module in public_modules() for name in module.names]
 
 
-def test_every_public_name_has_a_docstring_that_opens_with_what_the_caller_gets():
-    assert [wrong for name in public() for wrong in told_badly(name)] == []
+def test_every_public_name_has_a_docstring_with_a_summary():
+    assert [fault for name in public_names() for fault in docstring_faults(name)] == []
 
 
-def test_every_room_says_what_it_is():
-    assert [room.name for room in rooms() if not room.doc] == []
+def test_every_public_module_has_a_docstring():
+    assert [module.name for module in public_modules() if not module.doc] == []
 
 
-def test_every_public_function_and_class_has_an_example_that_runs():
-    # That they run is seen by pytest itself: it collects the doctests of the modules.
-    shown = [name for name in public() if name.kind != "data"]
-    assert len(shown) > 100
-    without = {name.name for name in shown if not has_example(name)}
+def test_every_public_function_and_class_has_an_example():
+    # pytest runs them: it collects the doctests of the modules.
+    documented = [name for name in public_names() if name.kind != "data"]
+    assert len(documented) > 100
+    without = {name.name for name in documented if not has_example(name)}
     assert without == set(WITHOUT_EXAMPLE)
 
 
-def test_all_public_names_are_there_and_each_once():
-    names = [name.name for name in public()]
+def exported_names() -> set[str]:
+    """The names in `regard.__all__` that are not modules."""
+    return {
+        f"regard.{name}" for name in regard.__all__ if not isinstance(getattr(regard, name), types.ModuleType)
+    }
+
+
+def test_all_public_names_are_listed_once():
+    names = [name.name for name in public_names()]
     assert len(names) == len(set(names))
-    assert {f"regard.{name}" for name in regard.__all__} <= set(names)
-    for room in rooms():
-        assert len(room.module.__all__) == len(set(room.module.__all__))
-    assert {
-        "regard.watch",
-        "regard.load_recording",
-        "regard.lens.Recording",
-        "regard.learn.family.show",
-    } <= set(names)
+    assert exported_names() <= set(names)
+    for module in public_modules():
+        assert len(module.module.__all__) == len(set(module.module.__all__))
+    assert {"regard.watch", "regard.lens.Recording", "regard.learn.family.show"} <= set(names)
 
 
-class Untold:
-    """A class with a method that says nothing of itself."""
+class Undocumented:
+    """A class with a method without a docstring."""
 
     def method(self) -> None:
         pass
 
 
-def idle() -> None:
+def third_person() -> None:
     """Returns nothing."""
 
 
-def test_what_is_untold_is_seen():
-    Ours = type("Untold", (Untold,), {**vars(Untold), "__module__": "regard"})
-    (wrong,) = told_badly(describe("regard.Untold", Ours, {}))
-    assert wrong == "regard.Untold.method has no docstring"
-    (wrong,) = told_badly(describe("regard.idle", idle, {}))
-    assert "does not open with what the caller gets" in wrong
-    assert not has_example(describe("regard.idle", idle, {}))
+def test_faulty_docstrings_are_reported():
+    Ours = type("Undocumented", (Undocumented,), {**vars(Undocumented), "__module__": "regard"})
+    (fault,) = docstring_faults(describe("regard.Undocumented", Ours, {}))
+    assert fault == "regard.Undocumented.method has no docstring"
+    (fault,) = docstring_faults(describe("regard.third_person", third_person, {}))
+    assert fault == "regard.third_person opens with 'Returns nothing.'"
+    assert not has_example(describe("regard.third_person", third_person, {}))
 
 
-def test_a_room_that_is_new_appears_by_itself(tmp_path, monkeypatch):
-    (tmp_path / "attic.py").write_text('"""The attic: what is kept."""\n__all__ = ["kept"]\nkept = 1\n')
-    (tmp_path / "cellar.py").write_text("raise RuntimeError('it names nothing, so nobody opens it')\n")
+def test_a_new_module_gets_a_page(tmp_path, monkeypatch):
+    (tmp_path / "listed.py").write_text('"""A module with `__all__`."""\n__all__ = ["one"]\none = 1\n')
+    (tmp_path / "unlisted.py").write_text("raise RuntimeError('a module without __all__ is not imported')\n")
     monkeypatch.setattr(regard, "__path__", [*regard.__path__, str(tmp_path)])
-    for name in ("attic", "cellar"):
+    for name in ("listed", "unlisted"):
         monkeypatch.delitem(sys.modules, f"regard.{name}", raising=False)
-    found = [module for module in modules() if module.__name__ == "regard.attic"]
-    assert [Room(module).page for module in found] == ["attic"]
-    monkeypatch.delitem(sys.modules, "regard.attic")
-    monkeypatch.delattr(regard, "attic")
+    found = [module for module in find_modules() if module.__name__ == "regard.listed"]
+    assert [PublicModule(module).page for module in found] == ["listed"]
+    monkeypatch.delitem(sys.modules, "regard.listed")
+    monkeypatch.delattr(regard, "listed")
+
+
+def test_signatures_name_public_classes_in_full():
+    names = {name.name: name for name in public_names()}
+    assert "mask: regard.Mask | None = None" in names["regard.attention"].signature
+    assert names["regard.attention"].signature.endswith(" -> regard.AttentionMatrix")
+    assert names["regard.sliding_window"].signature.endswith(" -> regard.Mask")
 
 
 # -- Pages ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, str]:
-    return pages()
+def pages() -> dict[str, str]:
+    return build_pages()
 
 
-def test_there_is_a_page_for_each_room_with_all_its_names(made):
-    assert {"index", "errors", "architecture", *(room.page for room in rooms())} == set(made)
-    for room in rooms():
-        for name in room.names:
-            page = made["errors" if name.kind == "exception" else room.page]
+def test_every_module_has_a_page_with_all_its_names(pages):
+    assert {"index", "errors", "architecture", *(module.page for module in public_modules())} == set(pages)
+    for module in public_modules():
+        for name in module.names:
+            page = pages["errors" if name.kind == "exception" else module.page]
             short = re.escape(name.name.rpartition(".")[2])
             assert re.search(rf"\{{py:{name.kind}\}} {short}(\(|\n)", page), name.name
-            assert f"<{name.name}>" in made["index"], name.name
+            assert f"<{name.name}>" in pages["index"], name.name
 
 
-def test_the_examples_of_the_page_of_errors_run(made):
-    assert run_page(made["errors"].partition("## The classes")[0], "errors") == 1
+DOCSTRING = """\
+Return a sum of `causal`.
+
+Args:
+    first: Number to add, of shape
+        (1,).
+    *others, scale: More of them.
+
+Returns:
+    The sum.
+
+Raises:
+    ArgumentError: If `first` is negative.
+
+>>> 1 + 1
+2"""
+
+
+def test_docstring_sections_become_field_lists():
+    text = Links().docstring(DOCSTRING, "regard.total", "(first, *others, scale)")
+    assert text.split("\n") == [
+        "Return a sum of {py:obj}`causal <regard.causal>`.",
+        "",
+        ":param first: Number to add, of shape (1,).",
+        r":param \*others: More of them.",
+        ":param scale: More of them.",
+        "",
+        ":returns: The sum.",
+        "",
+        ":raises ~regard.ArgumentError: If `first` is negative.",
+        "",
+        "```python",
+        ">>> 1 + 1",
+        "2",
+        "```",
+    ]
+
+
+def test_the_example_of_the_error_page_runs(pages):
+    assert run_page(pages["errors"].partition("## The classes")[0], "errors") == 1
 
 
 # -- Errors -----------------------------------------------------------------------------------------------
 
 
-def test_every_error_that_can_be_met_has_its_place_on_the_page(made):
-    known = set(by_operation())
-    assert all(f"({at})=\n### " in made["errors"] for at in known)
+def test_every_error_of_the_wrong_calls_has_an_anchor(pages):
+    anchors = set(errors_by_anchor())
+    assert all(f"({at})=\n### " in pages["errors"] for at in anchors)
     calls = {**{name: wrong.call for name, wrong in WRONG.items()}, **ODD}
     assert len(calls) > 100
-    lost = set()
+    missing = set()
     for call in calls.values():
         with pytest.raises(RegardError) as caught:
             call()
         page, at = caught.value.page.split("#")
         assert page == "reference/errors.html"
-        lost |= {at} - known
-    assert lost == set()
+        missing |= {at} - anchors
+    assert missing == set()
 
 
-def test_the_message_is_what_it_was(made):
+def test_an_error_has_a_message_and_an_address():
     error = regard.ArgumentError("recording.find", received="a", expected="b", hint="c.")
     assert str(error) == "recording.find: received a; expected b. c."
-    assert error.page == "reference/errors.html#seen-find"
+    assert error.page == "reference/errors.html#recording-find"
 
 
-def test_every_class_of_errors_is_on_the_page(made):
-    assert [
-        name.name
-        for name in exceptions()
-        if f"{{py:exception}} {name.name.split('.')[-1]}" not in made["errors"]
-    ] == []
+def test_every_error_class_is_on_the_page(pages):
+    names = [name.name for name in exceptions()]
+    assert len(names) > 5
+    assert [it for it in names if f"{{py:exception}} {it.split('.')[-1]}" not in pages["errors"]] == []
 
 
 RAISES = """
@@ -195,56 +245,76 @@ class Below(Base): pass
 """
 
 
-def test_an_operation_that_is_a_parameter_is_followed_to_those_who_give_it():
-    found = {(it.operation, it.hint) for it in Source({"regard.made": RAISES}).raised()}
-    assert found == {
+def test_the_callers_of_an_operation_parameter_are_searched():
+    entries = list(Source({"regard.example": RAISES}).find_errors())
+    assert {(entry.operation, entry.hint) for entry in entries} == {
         ("late.one", "Come back later."),
         ("two", "Wait a little."),
         ("Base", "z"),
         ("Below", "z"),
     }
-    (one,) = (it for it in Source({"regard.made": RAISES}).raised() if it.operation == "two")
-    assert one.received == "‹count› of …, too soon or too late"
+    (two,) = (entry for entry in entries if entry.operation == "two")
+    assert two.received == "‹count› of …, too soon or too late"
 
 
 # -- Architecture -----------------------------------------------------------------------------------------
 
-FILES = {
-    "ground.py": '"""The ground."""',
-    "wall.py": "from regard.ground import x\ndef late():\n    from regard.roof import y",
-    "roof/__init__.py": '"""The roof | top."""\nfrom regard import wall\nimport regard.ground',
-}
+
+@pytest.fixture
+def import_graph() -> grimp.ImportGraph:
+    graph = grimp.ImportGraph()
+    for module in (
+        "regard",
+        "regard.low",
+        "regard.middle",
+        "regard.middle.inner",
+        "regard.high",
+        "regard._root",
+    ):
+        graph.add_module(module)
+    graph.add_import(importer="regard", imported="regard.high")
+    graph.add_import(importer="regard.middle.inner", imported="regard.low")
+    graph.add_import(importer="regard.middle", imported="regard._root")
+    graph.add_import(importer="regard.high", imported="regard.middle.inner")
+    graph.add_import(importer="regard.high", imported="regard.low")
+    return graph
 
 
-def test_the_house_is_drawn_from_the_imports():
-    eager, lazy = edges(FILES)
-    assert eager == {"ground": set(), "wall": {"ground"}, "roof": {"wall", "ground"}}
-    assert lazy == {"ground": set(), "wall": {"roof"}, "roof": set()}
-    assert layers(eager) == [["ground"], ["wall"], ["roof"]]
-    assert reduced(eager)["roof"] == {"wall"}
-    picture = drawing(eager)
-    assert picture.count("<rect") == 3 and picture.count("<path") == 2
-    assert 'role="img"' in picture and "<title" in picture
-    assert "| `roof` | The roof \\| top. | `ground`, `wall` | – |" in table(FILES, eager, lazy)
+def test_the_architecture_is_drawn_from_the_imports(import_graph):
+    imports = package_imports(import_graph)
+    assert imports == {"low": set(), "middle": {"low"}, "high": {"low", "middle"}}
+    assert layers(imports) == [["low"], ["middle"], ["high"]]
+    assert transitive_reduction(imports)["high"] == {"middle"}
+    drawing = draw(imports)
+    assert drawing.count("<rect") == 3 and drawing.count("<path") == 2
+    assert 'role="img"' in drawing and "<title" in drawing
+    purposes = {"low": "Types.", "middle": "Core.", "high": "Plots | figures."}
+    assert "| `high` | Plots \\| figures. | `low`, `middle` |" in import_table(imports, purposes)
 
 
-# -- Promises and figures ---------------------------------------------------------------------------------
+def test_an_import_cycle_is_an_error(import_graph):
+    import_graph.add_import(importer="regard.low", imported="regard.high")
+    with pytest.raises(graphlib.CycleError):
+        layers(package_imports(import_graph))
 
 
-def test_every_test_that_a_promise_names_is_there():
+# -- Guarantees and figures -------------------------------------------------------------------------------
+
+
+def test_the_tests_named_by_the_guarantees_exist():
     text = (ROOT / "docs/promises.md").read_text()
     rows = re.findall(r"^\| (\d+) \|.*\|$", text, re.MULTILINE)
     assert rows == [str(number) for number in range(1, 13)]
     for row in re.findall(r"^\| \d+ \|.*\|$", text, re.MULTILINE):
-        assert TEST.search(row), row
-    for file, name in TEST.findall(text):
+        assert TEST_NAME.search(row), row
+    for file, name in TEST_NAME.findall(text):
         functions = [
             it.name for it in ast.parse((ROOT / file).read_text()).body if isinstance(it, ast.FunctionDef)
         ]
         assert name in functions, f"{file} has no {name}"
 
 
-def test_the_figures_are_those_of_every_dtype_and_engine_within_the_rule():
+def test_error_figures_cover_every_dtype_and_engine_within_the_rule():
     page = (ROOT / "docs/error-figures.md").read_text()
     ordinary, every = re.findall(r"(?:^\| \w+ \| [\w ]+ \| \d.*\|\n)+", page, re.MULTILINE)
     cells = {tuple(row.split(" | ")[:2]): row for row in re.findall(r"\| (.*) \|", every)}
