@@ -22,6 +22,7 @@ class ArrayEngine:
     NumPy's integer arrays, and have `reshape` and `swapaxes`. `xp.asarray` takes NumPy's arrays; new arrays of
     `xp.zeros` and `xp.full` are float64 unless said. There are no gradients.
 
+    >>> import numpy as np
     >>> class Mine(ArrayEngine):
     ...     name, xp = "mine", np
     >>> Mine().scores(np.ones((1, 1, 4)), np.ones((1, 2, 4)), scale=0.5)

@@ -83,7 +83,7 @@ def formulas(W: Any, mask: Any) -> dict[str, Any]:
         "spread": np.sqrt(variance),
         "mass": (W * mask).sum(-1),
         "top_k": (np.take_along_axis(W, order, -1), order),
-        "largest": (W.max(-1), W.argmax(-1)),
+        "max_weight": (W.max(-1), W.argmax(-1)),
         "highest": (W.max(-2), W.argmax(-2)),
     }
 
@@ -109,7 +109,7 @@ def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) ->
     close(A.entropy(), expected["entropy"], atol=1e-12)
     close(A.distance(LR), expected["distance"], atol=1e-12)
     close(A.mass(near), expected["mass"], atol=1e-12)
-    equal(A.topk(1).indices[..., 0], expected["largest"][1])
+    equal(A.topk(1).indices[..., 0], expected["max_weight"][1])
 
 
 @pytest.mark.parametrize("waiting", [6, 18, 4096])
