@@ -36,7 +36,7 @@ def duels() -> list[Duel]:
 
     theirs, ours = pair()
     dropping, ours_dropping = pair(0.1)
-    turning = MultiheadAttention(512, 8, rope="halves")
+    turning = MultiheadAttention(512, 8, rope="half")
 
     def forward(run: Callable[[torch.Tensor], object]) -> Callable[[], object]:
         def once() -> object:
@@ -88,7 +88,7 @@ def duels() -> list[Duel]:
 
 def decoding(rounds: int) -> list[tuple[str, list[float], float]]:
     """Seconds for each number of tokens, one after the other, and the exponent of their growth."""
-    layer = MultiheadAttention(512, 8, rope="halves").eval()
+    layer = MultiheadAttention(512, 8, rope="half").eval()
     x = torch.randn(1, max(TOKENS), 512)
 
     def decode(tokens: int, cache: KVCache | None) -> None:

@@ -35,7 +35,7 @@ class Layer(nn.Module):
         super().__init__()
         width, hidden = config.width, config.hidden
         self.norm = nn.RMSNorm(width)
-        self.attention = MultiheadAttention(width, config.heads, bias=False, rope="halves")
+        self.attention = MultiheadAttention(width, config.heads, bias=False, rope="half")
         self.mlp = None
         if hidden:
             parts = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)

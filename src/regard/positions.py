@@ -1,71 +1,96 @@
-"""Positions: attention does not see order, so order is put into the vectors.
+"""Positional encodings: attention does not depend on the order of tokens, so the order is added to the vectors.
 
-Angles, sines and cosines are computed in float64; what comes back has the dtype that came. `rope` turns tensors as well
-as NumPy arrays, and its gradient is that of the product it is.
+Angles, sines and cosines are computed in float64, and results have the dtype of the input. `rope` takes NumPy arrays
+and torch tensors, and is differentiable for tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from regard.errors import ArgumentError, describe_argument
-from regard.types import Array
+from regard.types import Array, IntArray
 from regard.validation import as_array, check_count
 
-__all__ = ["frequencies", "rope", "sinusoidal"]
+__all__ = ["RopeLayout", "rope", "rope_frequencies", "sinusoidal"]
 
-Pairing = Literal["halves", "neighbours"]
+RopeLayout = Literal["half", "interleaved"]
 
 
 def sinusoidal(length: int, dim: int, *, base: float = 10_000.0) -> Array:
-    """Sinusoidal position vectors, shape (length, dim): sines at even places, cosines at odd ones.
+    """Compute sinusoidal position vectors (Vaswani et al., 1706.03762).
 
-    Entry 2i of position p is sin(p / base^(2i/dim)), entry 2i + 1 its cosine (Vaswani et al., 1706.03762).
+    Entry 2i of position p is sin(p / base^(2i/dim)), and entry 2i + 1 is the cosine of the same angle.
 
+    Args:
+        length: Number of positions.
+        dim: Number of entries of each vector, even.
+        base: Base of the geometric series of wavelengths.
+
+    Returns:
+        A float64 array of shape (length, dim).
+
+    Raises:
+        ArgumentError: If `length` is negative, or `dim` is not an even number.
+
+    >>> from regard import sinusoidal
     >>> sinusoidal(2, 4).round(3)
     array([[0.   , 1.   , 0.   , 1.   ],
            [0.841, 0.54 , 0.01 , 1.   ]])
     """
     check_count(length, 0, 2**31, "sinusoidal", "length", "", "It counts tokens.")
-    _even(dim, "sinusoidal")
-    angles = np.arange(length)[:, None] * frequencies(dim, base)
+    _check_even(dim, "sinusoidal")
+    angles = np.arange(length)[:, None] * rope_frequencies(dim, base)
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim)
 
 
 def rope(
-    x: Any,
-    positions: Any = None,
+    x: Array,
+    positions: Array | None = None,
     *,
-    pairing: Pairing,
+    layout: RopeLayout,
     base: float = 10_000.0,
 ) -> Array:
-    """Queries or keys turned by their position, shape (…, length, head_dim) as they came; arrays or tensors.
+    """Rotate queries or keys by their positions (rotary embedding, Su et al., 2104.09864).
 
-    Pair i is turned by the angle position · base^(−2i/head_dim) (Su et al., 2104.09864). Which entries make a
-    pair differs between models and must be said: `"halves"` pairs entry i with i + head_dim/2 (Llama, GPT-NeoX
-    and most of transformers), `"neighbours"` pairs 2i with 2i + 1 (the paper, GPT-J, Llama's own checkpoints).
-    `positions` has shape (length,) or one that broadcasts to (…, length); left out, it counts from 0.
+    Pair i is rotated by the angle position · base^(−2i/head_dim).
 
-    >>> import numpy as np
-    >>> rope(np.array([[1.0, 0.0], [1.0, 0.0]]), pairing="halves").round(3)
+    Args:
+        x: Array or tensor of shape (…, length, head_dim), head_dim even.
+        positions: Positions of the tokens, of shape (length,) or one that broadcasts to (…, length). The default
+            counts from 0.
+        layout: Which entries form a pair. It differs between models, so there is no default. "half" pairs entry i
+            with i + head_dim/2 (Llama, GPT-NeoX and most of transformers). "interleaved" pairs 2i with 2i + 1 (the
+            paper, GPT-J, Llama's own checkpoints).
+        base: Base of the geometric series of frequencies.
+
+    Returns:
+        The rotated vectors, with the shape and dtype of `x`. Integers become float64.
+
+    Raises:
+        ArgumentError: If `x` is not of real numbers, has fewer than two axes or an odd head_dim, if `layout` is
+            unknown, or if `positions` does not broadcast to (…, length).
+
+    >>> import numpy as np, regard
+    >>> regard.rope(np.array([[1.0, 0.0], [1.0, 0.0]]), layout="half").round(3)
     array([[1.   , 0.   ],
            [0.54 , 0.841]])
     """
-    tensor = hasattr(x, "new_tensor")
-    x = x if tensor else as_array(x, "rope", "x")
-    numbers = x.is_floating_point() if tensor else x.dtype.kind in "iuf" or x.dtype.name == "bfloat16"
-    if x.ndim < 2 or not numbers:
+    is_tensor = hasattr(x, "new_tensor")
+    x = x if is_tensor else as_array(x, "rope", "x")
+    is_real = x.is_floating_point() if is_tensor else x.dtype.kind in "iuf" or x.dtype.name == "bfloat16"
+    if x.ndim < 2 or not is_real:
         raise ArgumentError(
             "rope",
             received=describe_argument(x),
             expected="numbers of shape (…, length, head_dim)",
             hint="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
         )
-    check_pairing(pairing, "rope")
+    check_rope_layout(layout, "rope")
     length, dim = x.shape[-2:]
-    _even(dim, "rope")
+    _check_even(dim, "rope")
     if positions is None:
         positions = np.arange(length)
     elif hasattr(positions, "new_tensor"):
@@ -76,37 +101,44 @@ def rope(
         raise ArgumentError(
             "rope",
             received=f"positions of shape {positions.shape}",
-            expected=f"one position for each of {length} tokens, or what broadcasts to {lead}",
-            hint="Left out, positions count from 0; with a cache pass arange(start, start + length).",
+            expected=f"one position for each of {length} tokens, or a shape that broadcasts to {lead}",
+            hint="The default counts from 0; with a cache pass arange(start, start + length).",
         )
-    cos, sin = tables(positions, frequencies(dim, base), pairing)
-    if tensor:
+    cos, sin = rope_tables(positions, rope_frequencies(dim, base), layout)
+    if is_tensor:
         wide = x if x.dtype.itemsize > 2 else x.float()
-        return turn(wide, wide.new_tensor(cos), wide.new_tensor(sin), pairing).to(x.dtype)
-    return turn(x, cos, sin, pairing).astype(x.dtype if x.dtype.kind not in "iu" else np.float64)
+        return rotate(wide, wide.new_tensor(cos), wide.new_tensor(sin), layout).to(x.dtype)
+    return rotate(x, cos, sin, layout).astype(x.dtype if x.dtype.kind not in "iu" else np.float64)
 
 
-def frequencies(dim: int, base: float = 10_000.0) -> Array:
-    """The angle by which each pair is turned from one position to the next, shape (dim / 2,): base^(−2i/dim).
+def rope_frequencies(dim: int, base: float = 10_000.0) -> Array:
+    """Return the angle that each pair of entries is rotated by per position: base^(−2i/dim).
 
-    >>> frequencies(4)
+    Args:
+        dim: Number of rotated entries, even.
+        base: Base of the geometric series.
+
+    Returns:
+        A float64 array of shape (dim / 2,).
+
+    >>> rope_frequencies(4)
     array([1.  , 0.01])
     """
     return base ** (-np.arange(0, dim, 2) / dim)
 
 
-def tables(positions: Array, frequencies: Array, pairing: Pairing) -> tuple[Array, Array]:
-    """Cosines, and sines with their signs, for `turn`: (…, dim) each for positions (…)."""
+def rope_tables(positions: IntArray, frequencies: Array, layout: RopeLayout) -> tuple[Array, Array]:
+    """Compute the cosines and the signed sines that `rotate` multiplies with, (…, dim) each for positions (…)."""
     angles = positions[..., None] * frequencies  # (…, dim / 2)
     cos, sin = np.cos(angles), np.sin(angles)
-    if pairing == "halves":
+    if layout == "half":
         return np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)
     return np.repeat(cos, 2, -1), np.stack([-sin, sin], -1).reshape(*angles.shape[:-1], -1)
 
 
-def turn(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
-    """x turned by the angles of `tables`: x · cos + (each entry's partner) · sin."""
-    if pairing == "halves":
+def rotate(x: Array, cos: Array, sin: Array, layout: RopeLayout) -> Array:
+    """Rotate x by the tables of `rope_tables`: x · cos + (the other entry of each pair) · sin."""
+    if layout == "half":
         half = x.shape[-1] // 2
         partner = np.roll(x, half, -1) if isinstance(x, np.ndarray) else x.roll(half, -1)
     else:
@@ -115,14 +147,14 @@ def turn(x: Array, cos: Array, sin: Array, pairing: Pairing) -> Array:
     return x * cos + partner * sin
 
 
-def check_pairing(pairing: object, operation: str) -> None:
-    """Refuse a pairing that is none."""
-    if pairing not in ("halves", "neighbours"):
+def check_rope_layout(layout: object, operation: str) -> None:
+    """Raise an `ArgumentError` unless `layout` is a `RopeLayout`."""
+    if layout not in ("half", "interleaved"):
         raise ArgumentError(
             operation,
-            received=f"pairing={pairing!r}",
-            expected='"halves" or "neighbours"',
-            hint='Models of transformers that call rotate_half are "halves"; GPT-J is "neighbours".',
+            received=f"layout={layout!r}",
+            expected='"half" or "interleaved"',
+            hint='Models of transformers that call rotate_half are "half"; GPT-J is "interleaved".',
         )
 
 
@@ -133,8 +165,8 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-def _even(dim: int, operation: str) -> None:
+def _check_even(dim: int, operation: str) -> None:
     if not isinstance(dim, int | np.integer) or dim % 2 or dim < 0:
         raise ArgumentError(
-            operation, received=f"dim {dim}", expected="an even number", hint="Entries are turned in pairs."
+            operation, received=f"dim {dim}", expected="an even number", hint="Entries are rotated in pairs."
         )

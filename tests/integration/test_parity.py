@@ -81,7 +81,7 @@ def without_scale(layer, options):
 
 
 def other_pairs(layer, options):
-    layer.rope.pairing = "neighbours"
+    layer.rope.layout = "interleaved"
     layer.rope.cos = layer.rope.cos[:0]
 
 
@@ -100,7 +100,7 @@ FAULTS = {
     "key and value swapped": ("GPT-2: fused, scale by layer", swap),
     "the scale of the paper": ("GPT-2: fused, scale by layer", without_scale),
     "a bias left out": ("GPT-2: fused, scale by layer", zero("out_proj.bias")),
-    "neighbours turned": ("Llama: rotary, grouped heads", other_pairs),
+    "interleaved": ("Llama: rotary, grouped heads", other_pairs),
     "not causal": ("Llama: rotary, grouped heads", set_option("mask", None)),
     "the norm's weight left out": ("Qwen 3: norms of queries and keys", zero("k_norm.weight")),
     "a window one wider": ("Mistral: sliding window", set_option("mask", regard.sliding_window(5))),

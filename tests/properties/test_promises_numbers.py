@@ -157,10 +157,10 @@ def test_16_grouped_heads_map_by_repeat_interleave(kv_heads, small_tiles):
     agree(query, key, value, {"mask": kept, "enable_gqa": True}, {"mask": kept.to_dense(2, 6, N, N)})
 
 
-def turned(x, positions, pairing, base=10_000.0):
+def turned(x, positions, layout, base=10_000.0):
     """Rotary positions by complex numbers: pair i is multiplied by exp(1j · position · base^(−2i/d))."""
     dim = x.shape[-1]
-    pairs = [(i, i + dim // 2) if pairing == "halves" else (2 * i, 2 * i + 1) for i in range(dim // 2)]
+    pairs = [(i, i + dim // 2) if layout == "half" else (2 * i, 2 * i + 1) for i in range(dim // 2)]
     out = np.empty(x.shape, np.longdouble)
     for i, (a, b) in enumerate(pairs):
         angle = np.longdouble(positions) * np.longdouble(base) ** (np.longdouble(-2 * i) / dim)
@@ -169,36 +169,36 @@ def turned(x, positions, pairing, base=10_000.0):
     return out
 
 
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(
     "positions", [range(1000, 1007), [4095, 8191, 16384, 131071, 1000, 65536, 1_000_000]]
 )
-def test_19_rotary_pairing_far_from_the_start(pairing, positions):
+def test_19_rotary_pairing_far_from_the_start(layout, positions):
     x = np.random.default_rng(23).normal(size=(2, 3, 7, 8))
     positions = np.asarray(positions)
     for base in (10_000.0, 500_000.0):
-        expected = turned(x, positions, pairing, base)
-        found = rope(x, positions, pairing=pairing, base=base)
+        expected = turned(x, positions, layout, base)
+        found = rope(x, positions, layout=layout, base=base)
         # An angle is known to its own rounding, which grows with the position.
         assert (abs(found - expected) < 8 * epsilon("float64") * positions.max() * abs(x).max()).all()
-        half = rope(x.astype(np.float32), positions, pairing=pairing, base=base)
+        half = rope(x.astype(np.float32), positions, layout=layout, base=base)
         assert half.dtype == np.float32 and np.allclose(half, expected.astype(float), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-def test_19_rotated_scores_depend_on_the_distance_alone(pairing):
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_19_rotated_scores_depend_on_the_distance_alone(layout):
     query, key, _ = draw(24, 5, 5, head_dim=8)
     near, far = (
-        attention(*(rope(x, start + np.arange(5), pairing=pairing) for x in (query, key))).scores[...]
+        attention(*(rope(x, start + np.arange(5), layout=layout) for x in (query, key))).scores[...]
         for start in (0, 5000)
     )
     assert np.allclose(near, far, rtol=1e-9, atol=1e-9)
-    other = {"halves": "neighbours", "neighbours": "halves"}[pairing]
-    assert not np.allclose(rope(query, pairing=pairing), rope(query, pairing=other))
+    other = {"half": "interleaved", "interleaved": "half"}[layout]
+    assert not np.allclose(rope(query, layout=layout), rope(query, layout=other))
 
 
 def test_19_the_pairing_must_be_said():
-    with pytest.raises(TypeError, match="pairing"):
+    with pytest.raises(TypeError, match="layout"):
         rope(np.ones((2, 4)))
 
 

@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from regard import causal
->>> layer = MultiheadAttention(64, num_heads=8, rope="halves")
+>>> layer = MultiheadAttention(64, num_heads=8, rope="half")
 >>> output, A = layer(torch.ones(1, 5, 64), mask=causal(), need_matrix=True)
 >>> A.shape, A.kernel
 ((1, 8, 5, 5), 'torch: flash on CPU, causal')

@@ -29,13 +29,13 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
       unless given; `kdim` and `vdim` are the widths of key and value where they are not embed_dim.
     - `bias` is that of the projections of query, key and value, `out_bias` that of the output, the same unless given.
     - `scale` is 1/√head_dim unless given.
-    - `rope` turns queries and keys by their positions: `"halves"`, `"neighbours"` (see `regard.rope`), or a `Rope`.
+    - `rope` turns queries and keys by their positions: `"half"`, `"interleaved"` (see `regard.rope`), or a `Rope`.
     - `sink` takes a share of every row and gives it to no key: `"learned"` is a score for each head, a number is fixed.
     - `qk_norm` makes a norm of width head_dim for queries and one for keys, as `torch.nn.RMSNorm` does.
     - `bias_kv` is one more key and value, learnt, that everybody sees (`add_bias_kv` of torch).
     - `dropout` drops weights while training. No fused kernel on the CPU does that, so the weights are then stored.
 
-    >>> layer = MultiheadAttention(64, num_heads=8, num_kv_heads=2, rope="halves")
+    >>> layer = MultiheadAttention(64, num_heads=8, num_kv_heads=2, rope="half")
     >>> layer(torch.ones(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """
@@ -53,7 +53,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         out_bias: bool | None = None,
         dropout: float = 0.0,
         scale: float | None = None,
-        rope: Literal["halves", "neighbours"] | Rope | None = None,
+        rope: Literal["half", "interleaved"] | Rope | None = None,
         sink: Literal["learned"] | float | None = None,
         qk_norm: Callable[[int], Any] | None = None,
         bias_kv: bool = False,
@@ -72,13 +72,13 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, kv_width, bias, **made)
         self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, kv_width, bias, **made)
         self.out_proj = nn.Linear(width, embed_dim, bias if out_bias is None else out_bias, **made)
-        self.rope = Rope(head_dim, pairing=rope) if isinstance(rope, str) else rope
+        self.rope = Rope(head_dim, layout=rope) if isinstance(rope, str) else rope
         if self.rope is not None and self.rope.head_dim != head_dim:
             raise ArgumentError(
                 "MultiheadAttention",
                 received=f"rope of head_dim {self.rope.head_dim}",
                 expected=f"head_dim {head_dim}, the layer's",
-                hint=f"Make it for the layer: Rope({head_dim}, pairing={self.rope.pairing!r}).",
+                hint=f"Make it for the layer: Rope({head_dim}, layout={self.rope.layout!r}).",
             )
         self.q_norm: Any = None if qk_norm is None else qk_norm(head_dim).to(**made)
         self.k_norm: Any = None if qk_norm is None else qk_norm(head_dim).to(**made)

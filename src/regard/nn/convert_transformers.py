@@ -171,9 +171,7 @@ def _rope(module: Any, head_dim: int) -> Rope:
     """The angles of the model's own module for them, which is named like the attention's."""
     name = type(module).__name__.replace("Attention", "RotaryEmbedding")
     rotary = getattr(sys.modules[type(module).__module__], name)(module.config)
-    return Rope(
-        head_dim, pairing="halves", frequencies=rotary.inv_freq, factor=float(rotary.attention_scaling)
-    )
+    return Rope(head_dim, layout="half", frequencies=rotary.inv_freq, factor=float(rotary.attention_scaling))
 
 
 def _check(module: Any) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, describe_argument
-from regard.positions import Pairing, check_pairing, tables, turn
-from regard.positions import frequencies as paper_frequencies
+from regard.positions import RopeLayout, check_rope_layout, rope_frequencies, rope_tables, rotate
 
 Tensor = Any  # the types of torch are not followed
 
@@ -18,12 +17,12 @@ Tensor = Any  # the types of torch are not followed
 class Rope(nn.Module):  # type: ignore[misc]
     """Queries or keys turned by their positions, as `regard.rope` does, with the tables kept.
 
-    `pairing` as in `regard.rope`. Models that stretch their angles give the `frequencies` themselves, (pairs,): the
+    `layout` as in `regard.rope`. Models that stretch their angles give the `frequencies` themselves, (pairs,): the
     angle of each pair from one position to the next. Fewer than head_dim / 2 of them leave the last entries of a head
     as they are. What is turned is multiplied by `factor` (YaRN's attention factor). Tables are computed in float64 and
     kept in float32 at least, whatever the module is cast to: positions beyond 256 do not fit into bfloat16.
 
-    >>> Rope(2, pairing="halves")(torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
+    >>> Rope(2, layout="half")(torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
     tensor([[[1.0000, 0.0000],
              [0.5403, 0.8415]]])
     """
@@ -35,15 +34,15 @@ class Rope(nn.Module):  # type: ignore[misc]
         self,
         head_dim: int,
         *,
-        pairing: Pairing,
+        layout: RopeLayout,
         base: float = 10_000.0,
         frequencies: Any = None,
         factor: float = 1.0,
     ) -> None:
         super().__init__()
-        check_pairing(pairing, "Rope")
+        check_rope_layout(layout, "Rope")
         if frequencies is None:
-            frequencies = paper_frequencies(head_dim, base)
+            frequencies = rope_frequencies(head_dim, base)
         angles = np.asarray(
             frequencies.cpu() if isinstance(frequencies, torch.Tensor) else frequencies, np.float64
         )
@@ -54,7 +53,7 @@ class Rope(nn.Module):  # type: ignore[misc]
                 expected="an even head_dim, and at most one frequency for each pair of entries",
                 hint="Entries are turned in pairs: head_dim / 2 frequencies turn a whole head.",
             )
-        self.head_dim, self.pairing, self.factor = head_dim, pairing, factor
+        self.head_dim, self.layout, self.factor = head_dim, layout, factor
         self.frequencies = angles
         # Found again from the frequencies, so a checkpoint does not carry them.
         self.register_buffer("cos", torch.empty(0, 2 * len(angles)), persistent=False)
@@ -88,8 +87,8 @@ class Rope(nn.Module):  # type: ignore[misc]
                 cos, sin = cos[:, None], sin[:, None]  # the same for every head
         width = cos.shape[-1]
         if width == x.shape[-1]:
-            return turn(x.to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
-        turned = turn(x[..., :width].to(cos.dtype), cos, sin, self.pairing).to(x.dtype)
+            return rotate(x.to(cos.dtype), cos, sin, self.layout).to(x.dtype)
+        turned = rotate(x[..., :width].to(cos.dtype), cos, sin, self.layout).to(x.dtype)
         return torch.cat([turned, x[..., width:]], -1)
 
     def _reach(self, length: int, x: Tensor) -> None:
@@ -98,7 +97,7 @@ class Rope(nn.Module):  # type: ignore[misc]
         if len(self.cos) >= length and self.cos.dtype == dtype and self.cos.device == x.device:
             return
         length = max(length, 2 * len(self.cos)) if len(self.cos) < length else len(self.cos)
-        made = tables(np.arange(length), self.frequencies, self.pairing)
+        made = rope_tables(np.arange(length), self.frequencies, self.layout)
         self.cos, self.sin = (torch.tensor(self.factor * t, dtype=dtype, device=x.device) for t in made)
 
     def extra_repr(self) -> str:
@@ -107,4 +106,4 @@ class Rope(nn.Module):  # type: ignore[misc]
             if 2 * len(self.frequencies) == self.head_dim
             else f", {2 * len(self.frequencies)} of them turned"
         )
-        return f"head_dim {self.head_dim}{turned}, {self.pairing}"
+        return f"head_dim {self.head_dim}{turned}, {self.layout}"

@@ -212,7 +212,9 @@ def test_a_registered_name_is_replaced():
 
 def test_unregistered_arrays_are_refused(monkeypatch):
     monkeypatch.setattr(engines, "_REGISTERED", {})
-    with pytest.raises(ArgumentTypeError, match=r"from tests\.unit\.engines\.test_custom_engine.*register an engine"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"from tests\.unit\.engines\.test_custom_engine.*register an engine"
+    ):
         regard.attention(Far(np.ones((1, 1))), [[1.0]])
     case, _ = next(draw(1, seed=0, tile=8))
     assert "Register it first" in check(case, fill(case, 8), ["far"])[0]

@@ -72,7 +72,7 @@ def one_head(Q: Any, K: Any, V: Any, **options: Any) -> tuple[Any, Any]:
 
 def turned(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
     first = len(K) - len(Q)
-    options: dict[str, Any] = {"pairing": "halves", "base": 100.0}
+    options: dict[str, Any] = {"layout": "half", "base": 100.0}
     Q, K = rope(Q, np.arange(first, len(K)), **options), rope(K, **options)
     return product(regard.attention(Q, K), V)
 

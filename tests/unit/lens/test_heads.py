@@ -226,7 +226,7 @@ def test_the_induction_head_of_the_trained_model_is_found():
 def test_layers_of_regard_nn_are_watched():
     """The same numbers as the matrix the layer hands out, and the same output; with a cache, the steps joined."""
     torch.manual_seed(0)
-    layer = regard.nn.MultiheadAttention(16, 4, num_kv_heads=2, rope="halves").eval()
+    layer = regard.nn.MultiheadAttention(16, 4, num_kv_heads=2, rope="half").eval()
     x = torch.randn(2, 9, 16)
     padding = regard.padding([9, 6])
     with torch.no_grad():

@@ -46,7 +46,7 @@ def layer(**options) -> MultiheadAttention:
     return made
 
 
-PLAIN, ROTARY = layer(sink="learned"), layer(rope="halves")
+PLAIN, ROTARY = layer(sink="learned"), layer(rope="half")
 
 
 def hold(found, made, x, **arguments):
@@ -236,7 +236,7 @@ def test_one_token_needs_no_mask():
 
 
 def test_without_a_batch_and_with_one_more_key():
-    made, x = layer(bias_kv=True, rope="neighbours"), draw(1, TOKENS, EMBED)
+    made, x = layer(bias_kv=True, rope="interleaved"), draw(1, TOKENS, EMBED)
     right, B = made(x, mask=causal(), need_matrix=True)
     cache = KVCache()
     for start in range(0, TOKENS, 4):
@@ -246,7 +246,7 @@ def test_without_a_batch_and_with_one_more_key():
 
 
 def test_gradients_reach_back_through_the_cache():
-    made, x = layer(rope="halves").requires_grad_().double(), draw(2, 9, EMBED).double()
+    made, x = layer(rope="half").requires_grad_().double(), draw(2, 9, EMBED).double()
     table = draw(8, 4, seed=3).double()
 
     def gradients(run):

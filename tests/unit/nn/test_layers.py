@@ -31,14 +31,14 @@ def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> Multihe
     return made
 
 
-def turned(x, positions, pairing, frequencies):
+def turned(x, positions, layout, frequencies):
     """Each pair of entries as one complex number, multiplied by exp(i · angle)."""
     half = x.shape[-1] // 2
-    real, imaginary = (x[..., :half], x[..., half:]) if pairing == "halves" else (x[..., 0::2], x[..., 1::2])
+    real, imaginary = (x[..., :half], x[..., half:]) if layout == "half" else (x[..., 0::2], x[..., 1::2])
     angles = (positions[..., None] * frequencies).astype(x.dtype)
     a = real * np.cos(angles) - imaginary * np.sin(angles)
     b = real * np.sin(angles) + imaginary * np.cos(angles)
-    if pairing == "halves":
+    if layout == "half":
         return np.concatenate([a, b], -1)
     return np.stack([a, b], -1).reshape(x.shape)
 
@@ -56,7 +56,7 @@ def by_hand(made, query, key=None, value=None, *, allowed=None, added=0.0, dtype
     q, k, v = (heads(*each) for each in ((made.q_proj, query), (made.k_proj, key), (made.v_proj, value)))
     if made.rope is not None:
         q, k = (
-            turned(x, np.arange(x.shape[2]).astype(dtype), made.rope.pairing, made.rope.frequencies)
+            turned(x, np.arange(x.shape[2]).astype(dtype), made.rope.layout, made.rope.frequencies)
             for x in (q, k)
         )
     k, v = (x.repeat(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -92,11 +92,11 @@ LAYERS = {
     "multi-query": {"num_kv_heads": 1},
     "wide heads": {"head_dim": 10},
     "scale": {"scale": 0.1},
-    "rotary, halves": {"rope": "halves"},
-    "rotary, neighbours": {"rope": "neighbours", "num_kv_heads": 2},
+    "rotary, half": {"rope": "half"},
+    "rotary, interleaved": {"rope": "interleaved", "num_kv_heads": 2},
     "sinks": {"sink": "learned"},
     "fixed sink": {"sink": -0.5},
-    "all of it": {"num_kv_heads": 2, "head_dim": 6, "rope": "halves", "sink": "learned", "out_bias": False},
+    "all of it": {"num_kv_heads": 2, "head_dim": 6, "rope": "half", "sink": "learned", "out_bias": False},
 }
 
 
@@ -143,16 +143,16 @@ def test_score_modifications_and_masks_are_those_of_attention():
 
 
 def test_queries_and_keys_are_normed_before_they_are_turned():
-    made, x = layer(16, 2, rope="halves", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
+    made, x = layer(16, 2, rope="half", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
     made.q_norm.weight.data.uniform_(0.5, 2.0)
     A = made(x, need_matrix=True)[1]
     q, k = (p(x).unflatten(-1, (2, 8)) for p in (made.q_proj, made.k_proj))
-    q, k = (rope(n(y).transpose(1, 2), pairing="halves") for n, y in ((made.q_norm, q), (made.k_norm, k)))
+    q, k = (rope(n(y).transpose(1, 2), layout="half") for n, y in ((made.q_norm, q), (made.k_norm, k)))
     torch.testing.assert_close(A.to_dense(), (q @ k.mT * 8**-0.5).softmax(-1))
 
 
 def test_without_a_batch():
-    made, x = layer(24, 4, num_kv_heads=2, rope="halves", sink="learned"), draw(3, 11, 24)
+    made, x = layer(24, 4, num_kv_heads=2, rope="half", sink="learned"), draw(3, 11, 24)
     outputs, A = made(x, mask=causal(), need_matrix=True)
     for i in range(3):
         output, B = made(x[i], mask=causal(), need_matrix=True)
@@ -165,7 +165,7 @@ def test_without_a_batch():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_hides_keys_and_is_not_counted(side):
-    made, x, lengths = layer(24, 4, rope="neighbours"), draw(3, 9, 24), [9, 4, 6]
+    made, x, lengths = layer(24, 4, rope="interleaved"), draw(3, 9, 24), [9, 4, 6]
     padded = torch.full_like(x, 1e4)
     for i, n in enumerate(lengths):
         padded[i, 9 - n if side == "left" else 0 :][:n] = x[i, :n]
@@ -177,7 +177,7 @@ def test_padding_hides_keys_and_is_not_counted(side):
 
 def test_padding_between_tokens_is_not_counted_either():
     # Turned positions are relative, so padding at an end moves nothing; a hole would.
-    made, x = layer(24, 4, rope="neighbours"), draw(2, 9, 24)
+    made, x = layer(24, 4, rope="interleaved"), draw(2, 9, 24)
     real = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 0, 1]]).bool()
     output = made(x, mask=causal(), padding=real)
     for i in range(2):
@@ -246,10 +246,10 @@ GRADIENTS = {
     "plain": ({}, {}),
     "causal": ({"num_kv_heads": 1}, {"mask": causal()}),
     "rotary, sinks, window": (
-        {"rope": "halves", "sink": "learned"},
+        {"rope": "half", "sink": "learned"},
         {"mask": causal() & sliding_window(2)},
     ),
-    "neighbours, capped": ({"rope": "neighbours"}, {"score_mod": softcap(1.0), "mask": causal()}),
+    "interleaved, capped": ({"rope": "interleaved"}, {"score_mod": softcap(1.0), "mask": causal()}),
     "one more key": ({"bias_kv": True, "sink": 0.0}, {"mask": causal(), "score_mod": alibi()}),
     "normed, padded": ({"qk_norm": torch.nn.RMSNorm}, {"padding": padding([3, 2])}),
 }
@@ -310,24 +310,24 @@ by_compiler = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Depreca
 
 @by_compiler
 def test_compiled_for_autograd():
-    compiled(layer(24, 4, num_kv_heads=2, rope="halves"), "aot_eager")
+    compiled(layer(24, 4, num_kv_heads=2, rope="half"), "aot_eager")
 
 
 @pytest.mark.slow
 @by_compiler
 def test_compiled_by_the_inductor():
-    compiled(layer(24, 4, num_kv_heads=2, rope="halves"), "inductor")
+    compiled(layer(24, 4, num_kv_heads=2, rope="half"), "inductor")
 
 
 def test_under_autocast():
-    made, x = layer(32, 4, num_kv_heads=2, rope="halves", sink="learned"), draw(2, 300, 32)
+    made, x = layer(32, 4, num_kv_heads=2, rope="half", sink="learned"), draw(2, 300, 32)
     right = copy.deepcopy(made).double()(x.double(), mask=causal())
     with torch.autocast("cpu", torch.bfloat16):
         output, A = made(x, mask=causal(), need_matrix=True)
         q, k, v = (
             p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (made.q_proj, made.k_proj, made.v_proj)
         )
-        q, k = (rope(y, pairing="halves") for y in (q, k))
+        q, k = (rope(y, layout="half") for y in (q, k))
         scores = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(
             ~torch.ones(300, 300).tril().bool(), -torch.inf
         )
@@ -341,9 +341,7 @@ def test_under_autocast():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, LAYERS["all of it"], {"bias_kv": True, "sink": 0.0, "rope": "halves"}]
-)
+@pytest.mark.parametrize("options", [{}, LAYERS["all of it"], {"bias_kv": True, "sink": 0.0, "rope": "half"}])
 def test_a_state_dict_goes_round(options):
     made, x = layer(24, 4, **options), draw(2, 7, 24)
     output = made(x, mask=causal())
@@ -358,7 +356,7 @@ def test_a_state_dict_goes_round(options):
 
 
 def test_moved_and_cast():
-    made, x = layer(24, 4, rope="halves", sink="learned"), draw(2, 7, 24)
+    made, x = layer(24, 4, rope="half", sink="learned"), draw(2, 7, 24)
     output = made(x)
     torch.testing.assert_close(made.double()(x.double()).float(), output)
     assert made.rope.cos.dtype == torch.float64
@@ -371,28 +369,28 @@ def test_moved_and_cast():
 # -- Rotary positions -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-def test_19_rope_turns_tensors_as_arrays(pairing):
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_19_rope_turns_tensors_as_arrays(layout):
     x, at = draw(2, 3, 5, 8, dtype=torch.float64), np.array([0, 7, 1000, 131_071, 2])
-    right = rope(x.numpy(), at, pairing=pairing)
-    np.testing.assert_allclose(right, turned(x.numpy(), at, pairing, 1e4 ** (-np.arange(4) / 4)), atol=1e-12)
-    np.testing.assert_allclose(rope(x, at, pairing=pairing), right, atol=1e-15)
-    np.testing.assert_allclose(rope(x, torch.tensor(at), pairing=pairing), right, atol=1e-15)
-    module = Rope(8, pairing=pairing)
+    right = rope(x.numpy(), at, layout=layout)
+    np.testing.assert_allclose(right, turned(x.numpy(), at, layout, 1e4 ** (-np.arange(4) / 4)), atol=1e-12)
+    np.testing.assert_allclose(rope(x, at, layout=layout), right, atol=1e-15)
+    np.testing.assert_allclose(rope(x, torch.tensor(at), layout=layout), right, atol=1e-15)
+    module = Rope(8, layout=layout)
     np.testing.assert_allclose(module(x, at), right, atol=1e-15)
     for dtype, eps in ((torch.float32, 2**-23), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
-        for found in (module.to(dtype)(x.to(dtype), at), rope(x.to(dtype), at, pairing=pairing)):
-            exact = rope(x.to(dtype).double(), at, pairing=pairing)
+        for found in (module.to(dtype)(x.to(dtype), at), rope(x.to(dtype), at, layout=layout)):
+            exact = rope(x.to(dtype).double(), at, layout=layout)
             assert found.dtype == dtype
             assert (found.double() - exact).abs().max() <= 4 * eps * x.abs().max()
     y = x[:1, :1].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda y: rope(y, at, pairing=pairing), y)
+    assert torch.autograd.gradcheck(lambda y: rope(y, at, layout=layout), y)
     assert torch.autograd.gradcheck(lambda y: module(y, at), y)
 
 
 def test_rope_tables_grow_and_serve_every_way_of_saying_positions():
-    module, x = Rope(8, pairing="halves"), draw(2, 3, 5, 8)
-    whole = rope(draw(2, 3, 5, 8), np.arange(40, 45), pairing="halves")
+    module, x = Rope(8, layout="half"), draw(2, 3, 5, 8)
+    whole = rope(draw(2, 3, 5, 8), np.arange(40, 45), layout="half")
     for at in (40, np.arange(40, 45), torch.arange(40, 45), torch.arange(40, 45).expand(2, 5)):
         torch.testing.assert_close(module(x, at), whole)
     each = module(x, torch.tensor([[0, 1, 2, 3, 4], [40, 41, 42, 43, 44]]))
@@ -403,8 +401,8 @@ def test_rope_tables_grow_and_serve_every_way_of_saying_positions():
 
 def test_rope_of_some_entries_stretched():
     x, angles = draw(2, 3, 5, 8), np.array([0.5, 0.02])
-    found = Rope(8, pairing="neighbours", frequencies=torch.tensor(angles), factor=1.5)(x)
-    right = turned(x[..., :4].double().numpy(), np.arange(5), "neighbours", angles) * 1.5
+    found = Rope(8, layout="interleaved", frequencies=torch.tensor(angles), factor=1.5)(x)
+    right = turned(x[..., :4].double().numpy(), np.arange(5), "interleaved", angles) * 1.5
     np.testing.assert_allclose(found[..., :4], right, atol=1e-6)
     assert torch.equal(found[..., 4:], x[..., 4:])
 
@@ -420,19 +418,22 @@ REFUSED = {
     ),
     "no heads": (lambda: MultiheadAttention(24, 0), "num_heads 0.*above 0"),
     "all dropped": (lambda: MultiheadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
-    "pairing": (lambda: MultiheadAttention(24, 4, rope="half"), "pairing='half'.*halves.*rotate_half"),
-    "odd heads": (lambda: MultiheadAttention(20, 4, rope="halves"), "head_dim 5.*even.*in pairs"),
+    "layout": (
+        lambda: MultiheadAttention(24, 4, rope="halves"),
+        "layout='halves'.*half.*interleaved.*rotate_half",
+    ),
+    "odd heads": (lambda: MultiheadAttention(20, 4, rope="half"), "head_dim 5.*even.*in pairs"),
     "another rope": (
-        lambda: MultiheadAttention(24, 4, rope=Rope(8, pairing="halves")),
-        r"rope of head_dim 8.*the layer's.*Rope\(6, pairing='halves'\)",
+        lambda: MultiheadAttention(24, 4, rope=Rope(8, layout="half")),
+        r"rope of head_dim 8.*the layer's.*Rope\(6, layout='half'\)",
     ),
     "sinks of no kind": (lambda: MultiheadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
     "positions below 0": (
-        lambda: layer(24, 4, rope="halves")(x, positions=torch.arange(-1, 4)),
+        lambda: layer(24, 4, rope="half")(x, positions=torch.arange(-1, 4)),
         r"some below 0; expected whole numbers from 0, of shape \(5,\) or \(2, 5\)",
     ),
     "too few positions": (
-        lambda: layer(24, 4, rope="halves")(x, positions=[[1, 2]]),
+        lambda: layer(24, 4, rope="half")(x, positions=[[1, 2]]),
         r"\(1, 2\).*each token",
     ),
     "width": (lambda: layer(24, 4)(x[..., :7]), r"query as an array .*\(2, 5, 7\).*\(batch, n, 24\).*kdim"),

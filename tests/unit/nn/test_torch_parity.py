@@ -189,7 +189,7 @@ def test_dtype_and_mode_come_along(dtype):
 WITHOUT_A_PLACE = {
     "grouped heads": {"num_kv_heads": 2},
     "a head_dim": {"head_dim": 8},
-    "rope": {"rope": "halves"},
+    "rope": {"rope": "half"},
     "a norm of queries": {"qk_norm": nn.RMSNorm},
     "a scale of its own": {"scale": 1.0},
     "a sink that is not fixed at 0": {"sink": "learned"},

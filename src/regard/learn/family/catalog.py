@@ -177,7 +177,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "R(p) turns pair c by the angle p · base^(−2c/d_k)",
         latex=r"S_{ij} = \frac{(R_i q_i) \cdot (R_j k_j)}{\sqrt{d_k}} = \frac{q_i \cdot R_{j-i} k_j}{\sqrt{d_k}}, "
         r"\qquad \theta_c = \text{base}^{-2c/d_k}",
-        setting='Entries 0 and 2 are a pair, 1 and 3 another (the convention called "halves"; the paper pairs '
+        setting='Entries 0 and 2 are a pair, 1 and 3 another (the convention called "half"; the paper pairs '
         "neighbours). With base 100 a step turns them by 1 and by 0.1; 10 000 is the published base.",
         used=(
             Use("Proposed", "Su et al. 2021, arXiv 2104.09864"),

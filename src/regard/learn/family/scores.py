@@ -79,7 +79,7 @@ class ALiBi(Biased):
 class Rotary(Variant):
     """Queries and keys turned by their position before they are compared: then only the distance counts.
 
-    Entry i and entry i + d_k/2 are a pair ("halves"), turned by the angle position · base^(−2i/d_k).
+    Entry i and entry i + d_k/2 are a pair ("half"), turned by the angle position · base^(−2i/d_k).
 
     >>> Rotary(d_k=2).turn(np.array([[1.0, 0.0], [1.0, 0.0]])).round(3)
     array([[1.   , 0.   ],
