@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from regard.survey.dataset import _numbers
-from regard.survey.schema import WINDOWS
+from regard.survey.schema import WINDOWS, column_to_numpy
 
 if TYPE_CHECKING:
     from regard.survey.dataset import Survey
@@ -76,7 +75,7 @@ def gather(survey: Survey) -> Gathered:
             return Document(*(column[name][row].as_py() for name in ("document", "label", "tokens")))
 
         for name in measures:
-            values = _numbers(column[name])
+            values = column_to_numpy(column[name])
             there, edges = ~np.isnan(values), edges_of(name)
             bins = np.clip(np.searchsorted(edges, values[there], "right") - 1, 0, len(edges) - 2)
             flat = np.bincount(at[there] * (len(edges) - 1) + bins, minlength=counts[name].size)

@@ -12,7 +12,7 @@ import numpy as np
 
 from regard.errors import ArgumentError
 from regard.survey.manifest import MANIFEST, SETTINGS, damaged, read_manifest
-from regard.survey.schema import VERSION, schema_of
+from regard.survey.schema import VERSION, column_to_numpy, schema_of
 
 if TYPE_CHECKING:
     from regard.pages.html import Page
@@ -116,7 +116,7 @@ class Survey:
             by = tokens if weight == "tokens" else np.ones(len(at))
             seen.add(at, tokens, np.ones(len(at)))
             for name, mean in means.items():
-                mean.add(at, _numbers(column[name]), by)
+                mean.add(at, column_to_numpy(column[name]), by)
             kv_heads[at] = column["kv_head"].to_numpy()
             for row in np.unique(at, return_index=True)[1]:
                 modules[at[row]] = column["module"][int(row)].as_py()
@@ -177,18 +177,6 @@ class _Mean:
     def result(self) -> Any:
         with np.errstate(invalid="ignore"):
             return self.sums / self.weights
-
-
-def _numbers(column: Any) -> Any:
-    """A column as float64, NaN for null."""
-    import pyarrow as pa
-
-    if not pa.types.is_fixed_size_list(column.type):
-        return column.to_numpy(zero_copy_only=False).astype(float)
-    width = column.type.list_size
-    numbers = column.values.slice(column.offset * width, len(column) * width)
-    numbers = numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)
-    return np.where(column.is_null().to_numpy(zero_copy_only=False)[:, None], np.nan, numbers)
 
 
 def open(path: str | Path) -> Survey:

@@ -80,7 +80,7 @@ def run(
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ImportError("survey: pyarrow is not installed. pip install 'regard[survey]'") from error
+        raise ImportError("survey.run: pyarrow is not installed. pip install 'regard[survey]'") from error
     kinds = _kinds(measures)
     model = str(model) if isinstance(model, str | Path) else PickledModel.of(model)
     task = Task(model, kinds, max_tokens, device, threads, dtype, trust_remote_code)

@@ -67,7 +67,7 @@ def profile(
 ) -> dict[str, Any]:
     """Columns of a call by name, as `widths` lists them: (heads,) for a number, (heads, bins) for a histogram.
 
-    Numbers are means over rows as in `Recording.heads`, NaN where there is nothing to tell; shares of a histogram add to 1.
+    Numbers are means over rows as in `Recording.heads`, NaN if undefined; the shares of a histogram add up to 1.
     `tokens` are those of each batch entry, `copies` holds what layers share.
     """
     heads = call.shape[-3] if len(call.shape) > 2 else 1

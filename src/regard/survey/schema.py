@@ -127,3 +127,15 @@ def batch_of(documents: Sequence[Rows], schema: Any) -> Any:
 def footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
     """What stands in a file's footer."""
     return {KEY: json.dumps({"version": VERSION, "shard": shard, "quarantined": list(quarantined)})}
+
+
+def column_to_numpy(column: Any) -> Any:
+    """Convert a pyarrow column to float64, (rows,) or (rows, bins); null becomes NaN."""
+    import pyarrow as pa
+
+    if not pa.types.is_fixed_size_list(column.type):
+        return column.to_numpy(zero_copy_only=False).astype(float)
+    width = column.type.list_size
+    numbers = column.values.slice(column.offset * width, len(column) * width)
+    numbers = numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)
+    return np.where(column.is_null().to_numpy(zero_copy_only=False)[:, None], np.nan, numbers)

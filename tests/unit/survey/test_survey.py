@@ -403,20 +403,21 @@ def test_what_is_no_survey_is_not_opened(survey, tmp_path):
         regard.survey.open(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "missing"), [("open_survey", "pyarrow"), ("survey", "pyarrow")])
-def test_without_the_extra_one_line_says_what_to_install(name, missing):
+@pytest.mark.parametrize("call", ["open('a')", "run('a', 'b', 'c')"])
+def test_without_the_extra_one_line_says_what_to_install(call):
     code = f"""if True:
         import sys
-        sys.modules[{missing!r}] = None
+        sys.modules["pyarrow"] = None
         import regard
         try:
-            regard.{name}(*"abc"[:{1 if name == "open_survey" else 3}])
+            regard.survey.{call}
         except ImportError as error:
             print(error)
     """
     env = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{name}: pyarrow is not installed. pip install 'regard[survey]'\n"
+    name = call.split("(")[0]
+    assert done.stdout == f"survey.{name}: pyarrow is not installed. pip install 'regard[survey]'\n"
 
 
 def test_errors_come_whole_out_of_another_process():
