@@ -242,12 +242,12 @@ def test_heads_stand_in_the_order_of_every_measure(cat, show):
     assert tab.locator("#findings summary").text_content() == "Diagnosis: 1 note in 6 layers, 72 heads"
     tab.get_by_label("Heads by").select_option("previous")
     tab.get_by_label("Largest or smallest first").select_option("smallest")
-    assert heads.evaluate_all(GRID) == [place(row) for row in table.by("previous", largest=False)]
+    assert heads.evaluate_all(GRID) == [place(row) for row in table.sort("previous", largest_first=False)]
     found = tab.evaluate(ORDERS)
     assert list(found) == table.columns[4:]
     for measure, ways in found.items():
         for (order, first), largest in zip(ways, (True, False), strict=True):
-            rows = table.by(measure, largest=largest)
+            rows = table.sort(measure, largest_first=largest)
             assert order == [place(row) for row in rows]
             assert float(first) == pytest.approx(rows[0][measure], rel=5e-2)
     tab.get_by_label("Heads by").select_option("layers")
@@ -414,11 +414,11 @@ def test_what_was_found_stands_at_its_head(show):
     assert tab.locator(".sign").count() == 1
     assert tab.locator('[data-place="1.0.2"] .sign.note').count() == 1
     tab.locator("#findings summary").click()
-    assert finding.what in tab.locator("#findings").text_content()
+    assert finding.message in tab.locator("#findings").text_content()
     assert finding.hint in tab.locator("#findings").text_content()
     tab.get_by_role("button", name="1.2", exact=True).click()
     assert tab.locator("#which").text_content() == "Layer 1, head 2"
-    assert finding.what in tab.locator(".told").text_content()
+    assert finding.message in tab.locator(".told").text_content()
     tab.get_by_role("button", name="Next head").click()
     assert tab.locator("#which").text_content() == "Layer 1, head 3"
     assert tab.locator(".told .finding").count() == 0

@@ -76,11 +76,11 @@ def doctor(out: Out, asked: Asked) -> int:
     ran = _run(out, asked, "doctor")
     with out.busy("Examining"):
         findings = ran.recording.diagnose(ran.text.tokens)
-    errors = len(findings.of("error"))
-    counts = {severity: len(findings.of(severity)) for severity in COLOURS}
+    errors = len(findings.by_severity("error"))
+    counts = {severity: len(findings.by_severity(severity)) for severity in COLOURS}
     out.record(
         ran.record
-        | {"looked": findings.looked, "counts": counts, "findings": [each.as_dict() for each in findings]}
+        | {"scope": findings.scope, "counts": counts, "findings": [each.as_dict() for each in findings]}
     )
     first, *blocks = repr(findings).split("\n\n")
     out.say(first, "bold red" if errors else "bold" if findings else "bold green")
@@ -108,7 +108,7 @@ def heads(out: Out, asked: Asked, by: str | None, smallest: bool, top: int | Non
     with out.busy("Measuring the heads"):
         table = ran.recording.heads(ran.text.ids)
     if by is not None:
-        table = table.by(by, largest=not smallest)
+        table = table.sort(by, largest_first=not smallest)
     everything = not out.for_people or not sys.stdout.isatty()
     rows = table[: top or (len(table) if everything else SHOWN)]
     if out.as_csv:

@@ -59,7 +59,7 @@ def build_page(
         findings=[
             finding_record(finding, batch)
             for finding in findings
-            if finding.module in names or finding.kind == "not seen"
+            if finding.module in names or finding.kind == "not captured"
         ],
         summary=findings.summary,
         max_bytes=max_bytes,
@@ -159,9 +159,10 @@ def _fit_tokens(
 def finding_record(finding: Finding, batch: int) -> dict[str, Any]:
     """Return a finding as the page shows it; `here` says whether it concerns this batch entry."""
     return {
-        **{name: getattr(finding, name) for name in ("kind", "severity", "what", "module", "hint", "heads")},
+        **{name: getattr(finding, name) for name in ("kind", "severity", "module", "hint", "heads")},
+        "what": finding.message,
         "rows": finding.rows[:1],
         "here": not finding.batch or batch in finding.batch,
         "where": finding.where,
-        "evidence": finding.told,
+        "evidence": finding.evidence_text,
     }

@@ -1,20 +1,22 @@
-"""Rows of plain values that print as a table."""
+"""`Table`: a list of rows that prints as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
-SHOWN = 20
+PRINTED_ROWS = 20
 
 
 class Table(list[dict[str, Any]]):
-    """A list of rows, each a dict with the same keys: `pandas.DataFrame(table)` and `polars.DataFrame(table)` take it.
+    """A list of rows, each a dict with the same keys.
 
-    It prints its first rows; `column` gives one column, `where` and `by` choose and order rows.
+    Printing shows the first 20 rows. `sort` and `filter` return new tables, and so does a slice.
+    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table as it is.
 
+    >>> from regard.lens import Table
     >>> table = Table([{"head": 0, "weight": 0.25}, {"head": 1, "weight": 0.5}])
-    >>> print(table.by("weight"))
+    >>> print(table.sort("weight"))
     head  weight
        1   0.500
        0   0.250
@@ -24,34 +26,88 @@ class Table(list[dict[str, Any]]):
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """The names of the columns; empty if the table has no rows."""
         return list(self[0]) if self else []
 
     def column(self, name: str) -> list[Any]:
-        """One column."""
+        """Return one column.
+
+        Args:
+            name: Name of the column.
+
+        Returns:
+            Its values, one for each row.
+        """
         return [row[name] for row in self]
 
-    def by(self, name: str, *, largest: bool = True) -> Table:
-        """The rows in order of one column, the largest first; NaN comes last, equals stay as they were."""
-        numbers = [(row[name] != row[name], -row[name] if largest else row[name]) for row in self]
-        order = sorted(range(len(self)), key=lambda i: (numbers[i][0], 0 if numbers[i][0] else numbers[i][1]))
-        return Table(self[i] for i in order)
+    def sort(self, column: str, *, largest_first: bool = True) -> Table:  # type: ignore[override]
+        """Return the rows sorted by one column.
 
-    def where(self, test: Callable[[dict[str, Any]], bool]) -> Table:
-        """The rows for which `test(row)` is true."""
-        return Table(filter(test, self))
+        Unlike `list.sort`, it does not change the table. The sort is stable, and NaN comes last.
+
+        Args:
+            column: Name of a column of numbers.
+            largest_first: Sort in descending order.
+
+        Returns:
+            A new table.
+
+        >>> from regard.lens import Table
+        >>> table = Table([{"head": 0, "weight": 0.5}, {"head": 1, "weight": 0.25}])
+        >>> table.sort("weight", largest_first=False).column("head")
+        [1, 0]
+        """
+
+        def sort_key(row: dict[str, Any]) -> tuple[bool, Any]:
+            value = row[column]
+            is_nan = value != value
+            return is_nan, 0 if is_nan else -value if largest_first else value
+
+        return Table(sorted(self, key=sort_key))
+
+    def filter(self, predicate: Callable[[dict[str, Any]], bool] | None = None, /, **values: Any) -> Table:
+        """Return the rows that satisfy a condition.
+
+        Args:
+            predicate: Called with each row; rows for which it returns True are kept.
+            **values: Values that the columns of these names must equal.
+
+        Returns:
+            A new table.
+
+        >>> from regard.lens import Table
+        >>> table = Table([{"layer": 0, "weight": 0.5}, {"layer": 1, "weight": 0.25}])
+        >>> table.filter(layer=1) == table.filter(lambda row: row["weight"] < 0.3)
+        True
+        """
+        return Table(
+            row
+            for row in self
+            if (predicate is None or predicate(row))
+            and all(row[name] == value for name, value in values.items())
+        )
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Table: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Table:
+        """Return one row, or for a slice a table."""
+        if isinstance(index, slice):
+            return Table(super().__getitem__(index))
+        return super().__getitem__(index)
 
     def __repr__(self) -> str:
         if not self:
             return "(no rows)"
-        shown = self[:SHOWN]
-        lines = [self.columns, *([_text(value) for value in row.values()] for row in shown)]
-        left = [isinstance(value, str) for value in self[0].values()]
+        shown = self[:PRINTED_ROWS]
+        lines = [self.columns, *([_format_value(value) for value in row.values()] for row in shown)]
+        is_text = [isinstance(value, str) for value in self[0].values()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(
-                cell.ljust(width) if is_text else cell.rjust(width)
-                for cell, width, is_text in zip(line, widths, left, strict=True)
+                cell.ljust(width) if left else cell.rjust(width)
+                for cell, width, left in zip(line, widths, is_text, strict=True)
             ).rstrip()
             for line in lines
         ]
@@ -63,14 +119,14 @@ class Table(list[dict[str, Any]]):
 
         if not self:
             return notebook.listing("(no rows)", [], [], [])
-        rows = ([_text(value) for value in row.values()] for row in self[: notebook.SHOWN])
-        left = [isinstance(value, str) for value in self[0].values()]
+        rows = ([_format_value(value) for value in row.values()] for row in self[: notebook.SHOWN])
+        is_text = [isinstance(value, str) for value in self[0].values()]
         more = len(self) - notebook.SHOWN
         closing = f"… and {more:,} more rows" if more > 0 else ""
-        return notebook.listing("", self.columns, rows, left, closing)
+        return notebook.listing("", self.columns, rows, is_text, closing)
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     if value != value:

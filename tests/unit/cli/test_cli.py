@@ -321,7 +321,7 @@ def test_heads_for_scripts_are_the_table(run, induction):
     assert (record["tokens"], record["layers"], record["model"]["class"]) == (len(LINE), 2, "Model")
     assert list(BY) == [name for name in recording.heads(ids).columns if name != "module"]
     out, _ = run("heads", INDUCTION, "-t", LINE, "--json", "--by", "induction", "--top", "3")
-    assert same(json.loads(out)["heads"], recording.heads(ids).by("induction")[:3])
+    assert same(json.loads(out)["heads"], recording.heads(ids).sort("induction")[:3])
     out, _ = run(
         "heads", INDUCTION, "-t", LINE, "--json", "--by", "entropy", "--smallest", "--layers", "layers.1*"
     )
@@ -342,7 +342,7 @@ def test_heads_as_csv_and_for_people(run, induction, tmp_path):
     assert (
         head.split()[:3] == ["layer", "head", "entropy"] and rest == "… and 6 more heads: --top, --by, --csv"
     )
-    best = recording.heads(ids).by("induction")
+    best = recording.heads(ids).sort("induction")
     assert first.split()[:2] == [str(best[0]["layer"]), str(best[0]["head"])]
     assert f"{LINE.count('') - 1} tokens, 2 layers, 8 heads" in err
 

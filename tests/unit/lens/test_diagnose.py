@@ -109,7 +109,7 @@ def test_a_healthy_model_has_no_errors(name, way):
         with torch.no_grad(), regard.watch(model) as recording:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
         found = recording.diagnose(attention_mask=inputs.get("attention_mask"))
-    assert found.of("error") == [], found
+    assert found.by_severity("error") == [], found
 
 
 def encoder():
@@ -118,13 +118,16 @@ def encoder():
 
 
 def test_healthy_models_of_other_makes_have_no_errors():
-    assert watched(Plain(), ids()).diagnose().of("error") == []
+    assert watched(Plain(), ids()).diagnose().by_severity("error") == []
     real, x = padded("right"), torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
     assert (
-        watched(encoder(), x, src_key_padding_mask=real == 0).diagnose(attention_mask=real).of("error") == []
+        watched(encoder(), x, src_key_padding_mask=real == 0)
+        .diagnose(attention_mask=real)
+        .by_severity("error")
+        == []
     )
     recording = watched(bert(attn_implementation="eager"), ids(), attention_mask=real)
-    assert recording.diagnose(attention_mask=real).of("error") == []
+    assert recording.diagnose(attention_mask=real).by_severity("error") == []
 
 
 def test_a_healthy_model_that_tells_tokens_apart_has_no_finding_at_all():
@@ -195,10 +198,10 @@ def test_fault_1_all_layers_see_the_future_and_only_the_modules_say_they_should_
         attention_of(model, layer).is_causal = True
     mask = torch.zeros(2, 1, 12, 12)
     found = watched(model.model, ids(), attention_mask=mask).diagnose()
-    assert [(each.kind, each.layer) for each in found.of("error")] == [
+    assert [(each.kind, each.layer) for each in found.by_severity("error")] == [
         ("weight on the future", i) for i in range(4)
     ]
-    assert watched(model.model, ids(), attention_mask=mask).diagnose(causal=False).of("error") == []
+    assert watched(model.model, ids(), attention_mask=mask).diagnose(causal=False).by_severity("error") == []
 
 
 def test_a_prefix_that_sees_itself_may_be_meant():
@@ -220,7 +223,7 @@ def test_fault_2_a_layer_that_attends_to_padding():
     finding = only(recording, "weight on padding", attention_mask=padded("right"))
     assert (finding.severity, finding.layer, finding.batch) == ("error", 2, (1,))
     assert finding.rows == tuple(range(8)) and finding.evidence["padding keys"] == 4
-    assert recording.diagnose().of("error") == []  # nobody said what is padding …
+    assert recording.diagnose().by_severity("error") == []  # nobody said what is padding …
     tokens = [["a"] * 12, ["a"] * 8 + ["[PAD]"] * 4]
     assert only(recording, "weight on padding", tokens=tokens).layer == 2  # … but tokens do
 
@@ -244,7 +247,7 @@ def test_fault_4_nan_in_the_weights_of_one_head():
         attention_of(model, 1).q_proj.weight[8:16] = float("nan")  # head 1 of 4
     finding = only(watched(model, ids()), "NaN or inf")
     assert (finding.severity, finding.layer, finding.heads) == ("error", 1, (1,))
-    assert "projections" in finding.what and finding.evidence["in"] == "query"
+    assert "projections" in finding.message and finding.evidence["in"] == "query"
 
 
 def test_fault_5_inf_that_came_in_between_two_layers():
@@ -255,7 +258,7 @@ def test_fault_5_inf_that_came_in_between_two_layers():
     assert (
         finding.layer == 2 and finding.heads == () and finding.evidence["layers after it that have some"] == 1
     )
-    assert "began after model.layers.1.self_attn" in finding.what
+    assert "began after model.layers.1.self_attn" in finding.message
 
 
 def test_fault_6_a_saturated_head():
@@ -273,7 +276,7 @@ def test_fault_6_a_saturated_head():
 def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
     at = torch.eye(9)[None, None]
     finding = only(watched(Given(), 1e3 * at[:, :, list(to)], at, is_causal=True), "saturated heads")
-    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+    assert finding.severity == "note" and finding.message == f"The heads rest on the {word} token."
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -281,7 +284,7 @@ def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
 def test_a_row_that_has_no_such_token_does_not_count_against_it(word, to, batch):
     at = torch.eye(5).expand(batch, 1, 5, 5)
     finding = only(watched(Given(), 1e3 * at[:, :, to], at), "saturated heads")
-    assert finding.severity == "note" and finding.what == f"The heads rest on the {word} token."
+    assert finding.severity == "note" and finding.message == f"The heads rest on the {word} token."
     assert finding.evidence[f"share of the {word} token"] == pytest.approx(1)
 
 
@@ -306,7 +309,7 @@ def test_fault_8_scores_without_their_scale():
     found = [each for each in watched(model, ids()).diagnose() if each.kind == "scale"]
     assert [each.layer for each in found] == [0, 1, 2, 3]
     assert found[0].evidence["1/√head_dim"] == pytest.approx(8**-0.5) and found[0].evidence["scale"] == 1.0
-    assert "1/√head_dim" in found[0].what
+    assert "1/√head_dim" in found[0].message
 
 
 def test_fault_8_one_layer_scaled_unlike_the_others():
@@ -330,16 +333,16 @@ def test_fault_9_a_mask_of_the_opposite_polarity():
     model = Plain()
     model.layers[0].options = {"attn_mask": ~torch.ones(12, 12, dtype=torch.bool).tril()}
     finding = only(watched(model, ids()), "inverted mask")
-    assert finding.layer == 0 and "only what comes after" in finding.what
+    assert finding.layer == 0 and "only what comes after" in finding.message
 
 
 def test_fault_10_dropout_in_evaluation():
     model = Plain().eval()
     model.layers[2].options["dropout_p"] = 0.1
     found = watched(model, ids()).diagnose()
-    assert [(each.kind, each.layer) for each in found.of("error")] == [("dropout", 2)]
-    assert found.of("error")[0].evidence["dropout_p"] == 0.1
-    assert watched(model.train(), ids()).diagnose().of("error") == []
+    assert [(each.kind, each.layer) for each in found.by_severity("error")] == [("dropout", 2)]
+    assert found.by_severity("error")[0].evidence["dropout_p"] == 0.1
+    assert watched(model.train(), ids()).diagnose().by_severity("error") == []
 
 
 def test_fault_11_a_slow_kernel_taken_silently():
@@ -373,7 +376,7 @@ def test_fault_12_cached_steps_at_wrong_positions(make, wrong):
             place = torch.full((2, 1), at + 1 if wrong else at)
             model(tokens[:, at : at + 1], past_key_values=past, position_ids=place, use_cache=True)
     if not wrong:
-        assert recording.diagnose().of("error") == []
+        assert recording.diagnose().by_severity("error") == []
         return
     finding = only(recording, "positions")
     assert (finding.severity, finding.rows) == ("error", (9,))
@@ -422,7 +425,7 @@ def test_a_layer_that_gave_nothing_is_named():
     with pytest.raises(regard.NotCapturedError):
         watch.__exit__(None, None, None)
     (finding,) = recording.diagnose()
-    assert (finding.kind, finding.module, finding.severity) == ("not seen", "attention", "warning")
+    assert (finding.kind, finding.module, finding.severity) == ("not captured", "attention", "warning")
 
 
 class Given(torch.nn.Module):
@@ -434,7 +437,7 @@ class Given(torch.nn.Module):
 def test_any_shape_is_looked_at(shape):
     query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     recording = watched(Given(), query, query, is_causal=True)
-    assert recording.diagnose().of("error") == [] and len(recording.heads()) == (
+    assert recording.diagnose().by_severity("error") == [] and len(recording.heads()) == (
         shape[-3] if len(shape) > 2 else 1
     )
     if len(shape) != 4:

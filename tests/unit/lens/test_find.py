@@ -68,9 +68,9 @@ def test_the_head_that_resolves_it_is_found(minilm):
     )
     assert table[0]["weight"] == pytest.approx(0.71, abs=0.005)
     assert table[1]["weight"] < 0.5
-    assert recording.diagnose(tokens).of("error") == []
+    assert recording.diagnose(tokens).by_severity("error") == []
     assert (
-        [f.severity for f in recording.diagnose(tokens).of("error")] == []
+        [f.severity for f in recording.diagnose(tokens).by_severity("error")] == []
         if hasattr(recording, "diagnose")
         else True
     )
@@ -346,13 +346,19 @@ class Wordy(regard.Measure):
 def test_what_cannot_be_written_or_read_is_refused_with_the_cure(tmp_path):
     recording = watched(bert(), torch.arange(1, 5)[None])
     recording.calls(next(iter(recording)))[0].softcap = Odd()
-    with pytest.raises(ArgumentError, match=r"recording\.save: received the score modification .* regard\.bias"):
+    with pytest.raises(
+        ArgumentError, match=r"recording\.save: received the score modification .* regard\.bias"
+    ):
         recording.save(tmp_path / "a")
     (tmp_path / "b").write_bytes(b"no such thing")
-    with pytest.raises(ArgumentError, match=r"load_recording: received 'b', a file that is no safetensors file"):
+    with pytest.raises(
+        ArgumentError, match=r"load_recording: received 'b', a file that is no safetensors file"
+    ):
         regard.load_recording(tmp_path / "b")
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(2)}, str(tmp_path / "c"))
-    with pytest.raises(ArgumentError, match=r"'c', a file of format None; .* recording\.save\(path\) writes one"):
+    with pytest.raises(
+        ArgumentError, match=r"'c', a file of format None; .* recording\.save\(path\) writes one"
+    ):
         regard.load_recording(tmp_path / "c")

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError  # noqa: E402
+from regard.lens import Table  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -194,10 +195,22 @@ def test_the_table_is_plain():
     table = watched(gpt2(1), torch.ones(1, 6, dtype=torch.long)).heads()
     assert isinstance(table, list) and all(type(row) is dict for row in table)
     assert {type(value) for row in table for value in row.values()} == {str, int, float}
-    assert table.by("entropy").column("entropy") == sorted(table.column("entropy"), reverse=True)
-    assert len(table.where(lambda row: row["head"] == 1)) == 1
+    assert table.sort("entropy").column("entropy") == sorted(table.column("entropy"), reverse=True)
+    assert len(table.filter(lambda row: row["head"] == 1)) == 1
     lines = str(table).splitlines()
     assert lines[0].split() == table.columns and len(lines) == 3
+    assert type(table[:1]) is type(table[::-1]) is type(table) and str(table[:1]) == "\n".join(lines[:2])
+
+
+def test_sorting_and_filtering_leave_the_table_as_it_was():
+    nan = float("nan")
+    table = Table({"layer": i // 2, "weight": w} for i, w in enumerate((0.5, nan, 0.25, 0.5)))
+    assert str(table.sort("weight").column("weight")) == "[0.5, 0.5, 0.25, nan]"
+    assert table.sort("weight").column("layer") == [0, 1, 1, 0]  # stable
+    assert str(table.sort("weight", largest_first=False).column("weight")) == "[0.25, 0.5, 0.5, nan]"
+    assert table.filter(layer=1, weight=0.5) == table[3:] == table.filter(lambda row: row is table[3])
+    assert table.filter(lambda row: row["weight"] > 0.3, layer=0) == table[:1]
+    assert table.column("layer") == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
@@ -214,12 +227,12 @@ def test_the_induction_head_of_the_trained_model_is_found():
     from examples.induction.model import load
 
     tokens = torch.randint(128, (4, 25), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
-    table = watched(load(), tokens).heads(tokens).by("induction")
+    table = watched(load(), tokens).heads(tokens).sort("induction")
     assert table[0]["layer"] == 1 and table[0]["induction"] > 0.5
-    before = table.where(lambda row: row["layer"] == 0)
+    before = table.filter(layer=0)
     assert before[0]["induction"] < 0.2
     assert (
-        before.by("previous")[0]["previous"] > 0.5
+        before.sort("previous")[0]["previous"] > 0.5
     )  # what the induction head reads was put there by this one
 
 

@@ -55,7 +55,7 @@ def diagnose(
     found += _positions(runs, hints)
     for number, (name, (why, hint)) in enumerate(missed.items(), len(layers)):
         found.append(
-            Finding("not seen", "warning", f"The layer gave nothing: {why}.", name, number, hint=hint)
+            Finding("not captured", "warning", f"The layer gave nothing: {why}.", name, number, hint=hint)
         )
     heads = sum(layer.shape[1] for layer in layers)
     return Findings(found, f"{_count(len(layers), 'layer')}, {_count(heads, 'head')}")

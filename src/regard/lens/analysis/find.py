@@ -71,7 +71,7 @@ def find(layers: Sequence[Layer], query: Any, key: Any, tokens: Any, key_tokens:
             )
     if not rows and layers:
         raise outside or (misfit("recording.find", own, lengths) if own and lengths else _nothing())
-    return rows.by("weight")
+    return rows.sort("weight")
 
 
 def _nothing() -> ArgumentError:

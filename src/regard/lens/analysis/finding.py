@@ -1,26 +1,37 @@
-"""What `recording.diagnose` returns: findings, as data and as text."""
+"""`Finding` and `Findings`: what `Recording.diagnose` returns, as data and as text."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
-_ORDER = ("error", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+LINE_WIDTH = 92  # fits a terminal and a page
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that looks wrong: what, how bad, where, the numbers it rests on, and what to do.
+    """One problem that `Recording.diagnose` found: what it is, how severe, where, the evidence, and a hint.
 
-    `kind` is its name, `what` a sentence. `heads`, `rows` and `batch` count from 0; they are empty where it holds for
-    all.
+    Args:
+        kind: Short name of the problem, such as "weight on padding".
+        severity: "error", "warning" or "note".
+        message: One sentence that describes it.
+        module: Name of the module.
+        layer: Number of the layer, from 0.
+        heads: The heads concerned, from 0; empty means all.
+        rows: The query rows concerned; empty means all.
+        batch: The batch entries concerned; empty means all.
+        evidence: The measured numbers by name.
+        hint: How to fix it.
 
-    >>> print(Finding("dropout", "error", "Dropout is on although the layer evaluates.", "model.layers.3.self_attn", 3,
+    >>> from regard.lens import Finding
+    >>> print(Finding("dropout", "error", "Dropout is active in eval mode.", "model.layers.3.self_attn", 3,
     ...               evidence={"dropout_p": 0.1}, hint="Pass dropout_p=0.0 unless self.training."))
-    error: dropout. Dropout is on although the layer evaluates.
+    error: dropout. Dropout is active in eval mode.
       where     layer 3, model.layers.3.self_attn
       evidence  dropout_p 0.1
       hint      Pass dropout_p=0.0 unless self.training.
@@ -28,7 +39,7 @@ class Finding:
 
     kind: str
     severity: Severity
-    what: str
+    message: str
     module: str
     layer: int
     heads: tuple[int, ...] = ()
@@ -38,27 +49,27 @@ class Finding:
     hint: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON or a data frame."""
+        """Return the fields as plain values, for JSON or a data frame."""
         return asdict(self)
 
     @property
     def where(self) -> str:
-        """Its place in words: layer, module, heads, rows and batch entries."""
+        """The location as text: layer, module, heads, rows and batch entries."""
         where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
-                where.append(_plural(word, numbers))
+                where.append(_format_numbers(word, numbers))
         return ", ".join(where)
 
     @property
-    def told(self) -> str:
-        """The evidence in words."""
-        return ", ".join(f"{name} {_text(value)}" for name, value in self.evidence.items())
+    def evidence_text(self) -> str:
+        """The evidence as text."""
+        return ", ".join(f"{name} {_format_value(value)}" for name, value in self.evidence.items())
 
     def __str__(self) -> str:
-        lines = _filled(f"{self.severity}: {self.kind}. {self.what}", "", "  ")
-        for word, text in self._lines().items():
-            lines += _filled(text, f"  {word:10}", " " * 12)
+        lines = _wrap(f"{self.severity}: {self.kind}. {self.message}", "", "  ")
+        for word, text in self._details().items():
+            lines += _wrap(text, f"  {word:10}", " " * 12)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -69,32 +80,54 @@ class Finding:
     def _item(self) -> Any:
         from regard.render.notebook import Item
 
-        return Item(self.severity, self.kind, self.what, self._lines())
+        return Item(self.severity, self.kind, self.message, self._details())
 
-    def _lines(self) -> dict[str, str]:
-        """Where, on what evidence, and the hint."""
-        lines = {"where": self.where, "evidence": self.told, "hint": self.hint}
+    def _details(self) -> dict[str, str]:
+        """Return location, evidence and hint, without those that are empty."""
+        lines = {"where": self.where, "evidence": self.evidence_text, "hint": self.hint}
         return {word: text for word, text in lines.items() if text}
 
 
 class Findings(list[Finding]):
-    """Findings, the gravest first; prints them one to a block.
+    """A list of findings, sorted by severity and layer.
+
+    Args:
+        findings: The findings, in any order.
+        scope: What was checked, such as "4 layers, 16 heads".
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     >>> with regard.watch(layer) as recording:
     ...     output = layer(torch.ones(1, 3, 8))
-    >>> recording.diagnose(causal=True).of("error")[0].kind
+    >>> recording.diagnose(causal=True).by_severity("error")[0].kind
     'weight on the future'
     """
 
-    def __init__(self, found: Any = (), looked: str = "") -> None:
-        super().__init__(sorted(found, key=lambda each: (_ORDER.index(each.severity), each.layer)))
-        self.looked = looked
+    def __init__(self, findings: Iterable[Finding] = (), scope: str = "") -> None:
+        super().__init__(
+            sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.layer))
+        )
+        self.scope = scope
 
-    def of(self, severity: Severity) -> Findings:
-        """Those of one severity: "error", "warning" or "note"."""
-        return Findings([each for each in self if each.severity == severity], self.looked)
+    def by_severity(self, severity: Severity) -> Findings:
+        """Return the findings of one severity.
+
+        Args:
+            severity: "error", "warning" or "note".
+
+        Returns:
+            The findings; an empty list if there are none.
+        """
+        return Findings([finding for finding in self if finding.severity == severity], self.scope)
+
+    @property
+    def summary(self) -> str:
+        """The number of findings of each severity and what was checked, in one line."""
+        scope = f" in {self.scope}" if self.scope else ""
+        if not self:
+            return f"Nothing found{scope}."
+        counts = {severity: len(self.by_severity(severity)) for severity in SEVERITIES}
+        return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
 
     def __repr__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self)])
@@ -102,47 +135,38 @@ class Findings(list[Finding]):
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        items = [each._item() for each in self[: notebook.SHOWN]]
+        items = [finding._item() for finding in self[: notebook.SHOWN]]
         return notebook.findings(self.summary, items, len(self) - len(items))
 
-    @property
-    def summary(self) -> str:
-        """The number of findings of each severity, and the layers and heads that were checked, in one line."""
-        among = f" in {self.looked}" if self.looked else ""
-        if not self:
-            return f"Nothing found{among}."
-        counts = {name: sum(each.severity == name for each in self) for name in _ORDER}
-        return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + among
 
-
-def _filled(text: str, begin: str, indent: str) -> list[str]:
-    """The text in lines that fit a terminal and a page; none where there is no text."""
+def _wrap(text: str, first_indent: str, indent: str) -> list[str]:
+    """Wrap a text; an empty text gives no lines."""
     return textwrap.wrap(
         text,
-        92,
-        initial_indent=begin,
+        LINE_WIDTH,
+        initial_indent=first_indent,
         subsequent_indent=indent,
         break_on_hyphens=False,
         break_long_words=False,
     )
 
 
-def _plural(word: str, numbers: tuple[int, ...]) -> str:
-    """One word and its numbers, those that follow each other as a range.
+def _format_numbers(word: str, numbers: tuple[int, ...]) -> str:
+    """Format a word and ascending numbers, consecutive ones as a range.
 
-    >>> _plural("row", (0, 1, 2, 5))
+    >>> _format_numbers("row", (0, 1, 2, 5))
     'rows 0–2, 5'
     """
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            runs.append([number])
-    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:6]]
-    many = "batch entries" if word == "batch entry" else f"{word}s"
-    return f"{word if len(numbers) == 1 else many} {', '.join(shown)}{' …' if len(runs) > 6 else ''}"
+            ranges.append([number])
+    shown = [f"{span[0]}–{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges[:6]]
+    plural = "batch entries" if word == "batch entry" else f"{word}s"
+    return f"{word if len(numbers) == 1 else plural} {', '.join(shown)}{' …' if len(ranges) > 6 else ''}"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
