@@ -80,13 +80,13 @@ def show(browser, tmp_path):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and blocks so small that short sequences meet many."""
-    from regard.core import block_loop as _stream
+    from regard.core import tiling
     from regard.engines import torch_fused as _torch_fused
     from regard.masks import atoms as _atoms
     from regard.masks import base as _base
 
-    monkeypatch.setattr(_stream, "ROWS", 3)
-    monkeypatch.setattr(_stream, "COLUMNS", 4)
+    monkeypatch.setattr(tiling, "TILE_ROWS", 3)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", 4)
     monkeypatch.setattr(_torch_fused, "TESTED_ROWS", 4)
     for module in (_base, _atoms):
         monkeypatch.setattr(module, "STEP", 3)

@@ -1,7 +1,7 @@
 """Scaled dot-product attention that can be inspected.
 
-`attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
-the functions that need them (`watch`, `load_recording`) are imported on first access, so `import regard` loads NumPy only.
+`attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and the
+functions that need them (`watch`, `load_recording`) are imported on first access, so `import regard` loads NumPy only.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.engines import torch_fused as _torch_fused
 from regard.masks import atoms as _atoms
 from regard.masks import base as _base
@@ -21,7 +21,7 @@ TILE = 16
 def set_tiles(case: Case) -> None:
     """Tiles so small that every length meets several, and none so many that they only repeat each other."""
     rows = 4 * TILE if case.q_len == 257 else TILE
-    _stream.ROWS, _stream.COLUMNS = rows, 2 * TILE
+    tiling.TILE_ROWS, tiling.TILE_COLUMNS = rows, 2 * TILE
     _base.STEP = _atoms.STEP = rows
     _torch_fused.TESTED_ROWS, _torch_fused.JOINED_COLUMNS = rows + 8, 3 * TILE
 
@@ -64,7 +64,7 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
 def test_a_few_cases_quickly(seed: int, monkeypatch) -> None:
     # set_tiles changes these for its whole process; here they are put back.
     for module, *names in (
-        (_stream, "ROWS", "COLUMNS"),
+        (tiling, "TILE_ROWS", "TILE_COLUMNS"),
         (_base, "STEP"),
         (_atoms, "STEP"),
         (_torch_fused, "TESTED_ROWS", "JOINED_COLUMNS"),

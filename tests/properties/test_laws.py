@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import regard
 from regard import reference
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.masks.atoms import Band, Dense, Document, Keys
 from regard.measures import MaxWeight, Sum
 from regard.testing import FACTORS, Case, epsilon, fill
@@ -68,8 +68,13 @@ def parts_of(*results: Any) -> Any:
 def tiles(rows: int, columns: int, tile: int, keep: int) -> Iterator[None]:
     """Other tile sizes; a fixture would not be undone between two examples."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {"ROWS": rows, "COLUMNS": columns, "TILE": tile, "KEEP": keep}.items():
-            patch.setattr(_stream, name, size)
+        for name, size in {
+            "TILE_ROWS": rows,
+            "TILE_COLUMNS": columns,
+            "TILE_ENTRIES": tile,
+            "CACHED_SCORES": keep,
+        }.items():
+            patch.setattr(tiling, name, size)
         yield
 
 

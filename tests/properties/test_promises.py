@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard import Coarse, Distance, Entropy, Mass, Received, Spread, TopK, attention, reference
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import MaxWeight, Sum
 from regard.score_mods import alibi, bias, relative_bias
@@ -27,8 +27,13 @@ ROWS, COLUMNS = 8, 16
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Tiles so small that a few dozen tokens meet many of them."""
-    for name, size in (("ROWS", ROWS), ("COLUMNS", COLUMNS), ("TILE", 2 * ROWS * COLUMNS), ("KEEP", 700)):
-        monkeypatch.setattr(_stream, name, size)
+    for name, size in (
+        ("TILE_ROWS", ROWS),
+        ("TILE_COLUMNS", COLUMNS),
+        ("TILE_ENTRIES", 2 * ROWS * COLUMNS),
+        ("CACHED_SCORES", 700),
+    ):
+        monkeypatch.setattr(tiling, name, size)
 
 
 def draw(seed: int, q_len: int, kv_len: int, head_dim: int = 3, value_dim: int = 5, lead=()):

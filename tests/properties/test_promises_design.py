@@ -20,34 +20,35 @@ from regard import (
     attention,
     reference,
 )
-from regard.core import block_loop as _stream
+from regard.core import tiling
+from regard.core.problem import Problem
 from regard.masks import Mask, causal, dense, first, padding, sliding_window
 from regard.measures import MaxWeight, Sum, Top
 from regard.score_mods import alibi, bias, softcap
 
 ROWS, COLUMNS = 8, 16
 N = 2 * COLUMNS + 3
-SIZES = {"ROWS": ROWS, "COLUMNS": COLUMNS, "TILE": 2 * ROWS * COLUMNS, "KEEP": 700}
+SIZES = {"TILE_ROWS": ROWS, "TILE_COLUMNS": COLUMNS, "TILE_ENTRIES": 2 * ROWS * COLUMNS, "CACHED_SCORES": 700}
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that a few dozen tokens meet many of them."""
     for name, size in SIZES.items():
-        monkeypatch.setattr(_stream, name, size)
+        monkeypatch.setattr(tiling, name, size)
 
 
 @pytest.fixture
 def computed(monkeypatch):
     """The shapes of the tiles of scores that were computed, in order."""
-    shapes, scores = [], _stream.Problem.scores
+    shapes, scores = [], Problem.scores
 
     def recording(*arguments, **more):
         tile = scores(*arguments, **more)
         shapes.append(tile.shape)
         return tile
 
-    monkeypatch.setattr(_stream.Problem, "scores", recording)
+    monkeypatch.setattr(Problem, "scores", recording)
     return shapes
 
 
@@ -279,8 +280,8 @@ class Parted(Measure):
 
 
 MEASURES = [
-    Entropy(), Sum(-1), Sum(-2), Received(), MaxWeight(-1), MaxWeight(-2), TopK(1), TopK(5), TopK(N), Distance(), Spread(),
-    Mass(first(3)), Coarse(4), Coarse(5, "max"), Coarse(3, "sum"),
+    Entropy(), Sum(-1), Sum(-2), Received(), MaxWeight(-1), MaxWeight(-2), TopK(1), TopK(5), TopK(N), Distance(),
+    Spread(), Mass(first(3)), Coarse(4), Coarse(5, "max"), Coarse(3, "sum"),
 ]  # fmt: skip
 
 

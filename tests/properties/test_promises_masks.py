@@ -9,7 +9,8 @@ import pytest
 
 import regard
 from regard import attention
-from regard.core import block_loop as _stream
+from regard.core import tiling
+from regard.core.problem import Problem
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 
 ATOMS = {
@@ -97,10 +98,10 @@ def test_a_block_is_told_empty_full_or_partial(mask, state):
 
 def test_empty_blocks_are_skipped(monkeypatch):
     rows, columns, n = 8, 16, 256
-    monkeypatch.setattr(_stream, "ROWS", rows)
-    monkeypatch.setattr(_stream, "COLUMNS", columns)
-    computed, scores = [], _stream.Problem.scores
-    monkeypatch.setattr(_stream.Problem, "scores", lambda *a, **b: computed.append(1) or scores(*a, **b))
+    monkeypatch.setattr(tiling, "TILE_ROWS", rows)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", columns)
+    computed, scores = [], Problem.scores
+    monkeypatch.setattr(Problem, "scores", lambda *a, **b: computed.append(1) or scores(*a, **b))
     query = np.random.default_rng(22).normal(size=(n, 3))
     counts = {}
     for name, mask in (

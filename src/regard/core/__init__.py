@@ -1,1 +1,5 @@
-"""The lazy attention matrix."""
+"""The lazy attention matrix: constructors, the matrix class, its canonical form and the block loop.
+
+Entry points: `attention` and `linear_attention` in `attention.py` return an `AttentionMatrix` (`matrix.py`).
+May import errors, types, frame, validation, masks, score_mods, render, engines, feature_maps, measures and pages.
+"""

@@ -10,7 +10,7 @@ import numpy as np
 
 from regard.core.broadcasting import num_pairs
 from regard.core.explanation import Explanation, explain
-from regard.core.indexing import pick
+from regard.core.indexing import resolve_index
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, named_shape
 from regard.render import text
 
@@ -111,7 +111,7 @@ class Looking:
                 expected="the index of one query",
                 hint=f"Take several in turn: one {operation} for each i in rows.",
             )
-        return int(pick((..., q_idx, slice(None)), self.shape, operation).positions[-2][0])
+        return int(resolve_index((..., q_idx, slice(None)), self.shape, operation).positions[-2][0])
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= 8
@@ -120,7 +120,7 @@ class Looking:
     def _about(self) -> str:
         """What it is, in a line."""
         name = f"AttentionMatrix{named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
-        parts = [name, *self._problem.words]
+        parts = [name, *self._problem.describe()]
         parts += [f"mask {self.mask}"] if self.mask is not None else []
         parts += ["sink"] if self._problem.sink is not None else []
         return ", ".join(parts)
@@ -144,7 +144,7 @@ class Looking:
         return notebook.matrix(self._about(), sample, closing)
 
     def _sample(self) -> Any:
-        """Rows of the first head for `view.notebook`; None where already one would be too much."""
+        """SoftmaxStats of the first head for `view.notebook`; None where already one would be too much."""
         from regard.render.notebook import Sample
 
         q_len, kv_len = self.shape[-2:]

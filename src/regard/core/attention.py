@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from regard.core.block_loop import Spec
 from regard.core.broadcasting import leading_shape, resolve_scale
 from regard.core.matrix import AttentionMatrix
+from regard.core.problem import Spec
 from regard.engines import engine_of
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.frame import Frame
@@ -50,7 +50,7 @@ def attention(
     engine = engine_of("attention", query=query, key=key)
     query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
     lead, groups = leading_shape(query, key, enable_gqa)
-    score_mods = listed(score_mod)
+    score_mods = as_score_mods(score_mod)
     if sink is not None:
         sink = engine.floats(sink, "attention", "sink")
     scale = resolve_scale(scale, query.shape[-1])
@@ -88,7 +88,7 @@ def linear_attention(
     array([[0.6       , 1.06666667],
            [0.6       , 1.13333333]])
     """
-    from regard.core.linear import Linear, Log, near_one  # opened by whoever asks, so that others do not wait
+    from regard.core.linear import LinearProblem, LogScores, rescale_features
     from regard.feature_maps import features_of, settle
 
     operation = "linear_attention"
@@ -108,19 +108,30 @@ def linear_attention(
             expected="as many features of each",
             hint="Features are compared one by one; their number may not depend on the length.",
         )
-    query, offset = near_one(query, engine)
-    spec = Spec(engine, query, key, mask, (Log(called, offset),), 1.0, None, lead, groups, kind=Linear)
+    query, offset = rescale_features(query, engine)
+    spec = Spec(
+        engine,
+        query,
+        key,
+        mask,
+        (LogScores(called, offset),),
+        1.0,
+        None,
+        lead,
+        groups,
+        problem_class=LinearProblem,
+    )
     if mask is not None:
         _check_fit(spec)
     return AttentionMatrix(spec)
 
 
-def matrix_of(query: Any, key: Any, value: Any, **options: Any) -> AttentionMatrix:
+def layer_matrix(query: Any, key: Any, value: Any, **options: Any) -> AttentionMatrix:
     """The matrix by which a layer mixes `value`, as `attention` makes it; `regard.watch` sees all three here."""
     return attention(query, key, **options)
 
 
-def listed(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
+def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
     """None, one or several score modifications, as several."""
     if isinstance(score_mod, list | tuple):
         return tuple(score_mod)
@@ -130,7 +141,7 @@ def listed(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, .
 def _check_fit(spec: Spec) -> None:
     """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
     frame = Frame.whole(spec.shape)
-    check_kinds(spec.mask, spec.score_mods)
+    check_mask_and_score_mods(spec.mask, spec.score_mods)
     for each in (spec.mask, *spec.score_mods):
         if each is not None:
             each.check(frame)
@@ -138,7 +149,7 @@ def _check_fit(spec: Spec) -> None:
         frame.per_head(spec.sink, "attention: sink")
 
 
-def check_kinds(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
+def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
     """Refuse a mask or a score modification that is none."""
     if mask is not None:
         hint = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"

@@ -16,7 +16,9 @@ def num_pairs(array: Array) -> int:
     return math.prod(array.shape[:-2])
 
 
-def serves(array: Array, lead: tuple[int, ...], groups: int, operation: str = "", name: str = "") -> IntArray:
+def broadcast_index(
+    array: Array, lead: tuple[int, ...], groups: int, operation: str = "", name: str = ""
+) -> IntArray:
     """Which of the array's own pairs serves each pair of `lead`; each of its heads serves `groups` in a row."""
     own = tuple(array.shape[:-2])
     numbers = np.arange(math.prod(own)).reshape(own)

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from regard.core.block_loop import Problem, finite_shift, fold
+from regard.core.block_loop import init_online_softmax, make_finite, update_online_softmax
+from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.render import text
 from regard.types import Array
@@ -105,14 +106,14 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
     with engine.quiet(), engine.detached():
         raw = key @ query
         scores = problem.scores(only, every)
-        rows = problem.start(1)
-        sink = None if problem.sink is None else rows.shift[0, 0]
+        stats = init_online_softmax(problem, 1)
+        sink = None if problem.sink is None else stats.max[0, 0]
         if kv_len:
-            rows = fold(rows, scores, engine)
-        assert rows.total is not None
-        shift = finite_shift(rows.shift, xp)[0, 0]
+            stats = update_online_softmax(stats, scores, engine)
+        assert stats.sum is not None
+        shift = make_finite(stats.max, xp)[0, 0]
         exponentials = xp.exp(scores[0, 0] - shift)
-        total = float(rows.total[0, 0])
+        total = float(stats.sum[0, 0])
         weights = exponentials / total if total != 0 else exponentials
         weights = xp.where(scores[0, 0] == -xp.inf, 0.0, weights)
         query, key, raw, exponentials, weights = map(
@@ -120,7 +121,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
         )
         row_scores, value = engine.to_numpy(scores[0, 0]), None if value is None else engine.to_numpy(value)
         return Explanation(
-            title=f"How {label} attends{problem.manner}",
+            title=f"How {label} attends{problem.title_suffix}",
             key_tokens=[str(t) for t in tokens]
             if tokens is not None
             else [f"key {j}" for j in range(kv_len)],

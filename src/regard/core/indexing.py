@@ -12,7 +12,7 @@ from regard.types import IntArray
 from regard.validation import as_array
 
 
-class Picked(NamedTuple):
+class ResolvedIndex(NamedTuple):
     """Positions to compute along each axis, and the index that then gives the block the shape NumPy gives it."""
 
     positions: list[IntArray]
@@ -20,10 +20,10 @@ class Picked(NamedTuple):
     kept: list[bool]
 
 
-def pick(index: Any, shape: tuple[int, ...], operation: str) -> Picked:
+def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> ResolvedIndex:
     """Split an index of integers, slices, ellipsis, newaxis and at most one integer array.
 
-    >>> pick((..., 1, slice(0, 4, 2)), (7, 5, 5), "A[index]").positions[1:]
+    >>> resolve_index((..., 1, slice(0, 4, 2)), (7, 5, 5), "A[index]").positions[1:]
     [array([1]), array([0, 2])]
     """
     entries = list(index) if isinstance(index, tuple) else [index]
@@ -59,7 +59,7 @@ def pick(index: Any, shape: tuple[int, ...], operation: str) -> Picked:
             expected="one integer array at most, beside slices and integers",
             hint="Index in two steps: A[rows][:, columns].",
         )
-    return Picked(positions, tuple(local), kept)
+    return ResolvedIndex(positions, tuple(local), kept)
 
 
 def _without_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]:

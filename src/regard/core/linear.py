@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from regard.core.block_loop import TILE, Problem
+from regard.core import tiling
+from regard.core.problem import Problem
 from regard.engines import Engine
 from regard.frame import Frame, cut
 from regard.score_mods import ScoreMod
@@ -27,7 +28,7 @@ FAR = 2.0**32
 
 
 @dataclass(frozen=True, eq=False)
-class Log(ScoreMod):
+class LogScores(ScoreMod):
     """The logarithm of the products of features; −inf where query and key have none in common.
 
     `offset`, (…, q_len, 1), is the logarithm of what the features of a query were divided by.
@@ -51,7 +52,7 @@ class Log(ScoreMod):
         return "log"
 
 
-def near_one(features: Array, engine: Engine) -> tuple[Array, Array | None]:
+def rescale_features(features: Array, engine: Engine) -> tuple[Array, Array | None]:
     """Features of queries, those of rows far from 1 divided by their largest, and its logarithm; it cancels out.
 
     Else the products of small features would underflow, and large ones overflow, where their shares do neither.
@@ -68,7 +69,7 @@ def near_one(features: Array, engine: Engine) -> tuple[Array, Array | None]:
     return features / by, xp.log(by)
 
 
-class Band(NamedTuple):
+class ChunkPlan(NamedTuple):
     """A chunk of rows: runs of chunks of keys that all of it sees, and chunks that the mask cuts through."""
 
     rows: IntArray
@@ -76,27 +77,27 @@ class Band(NamedTuple):
     tested: list[int]
 
 
-class Linear(Problem):
-    """A problem over the features of query and key, whose only score modification is `Log`."""
+class LinearProblem(Problem):
+    """A problem over the features of query and key, whose only score modification is `LogScores`."""
 
-    call: ClassVar[str] = "one linear product"
+    is_softmax: ClassVar[bool] = False
+    product_name: ClassVar[str] = "one linear product"
 
     @property
-    def _log(self) -> Log:
+    def _log(self) -> LogScores:
         (log,) = self.score_mods
-        assert isinstance(log, Log)
+        assert isinstance(log, LogScores)
         return log
 
     @property
-    def manner(self) -> str:
+    def title_suffix(self) -> str:
         return f" by the features {self._log.feature_map} of query and key"
 
-    @property
-    def words(self) -> list[str]:
+    def describe(self) -> list[str]:
         return [f"linear attention ({self._log.feature_map})"]
 
     @property
-    def fuses(self) -> bool:
+    def can_fuse(self) -> bool:
         return 0 not in self.shape
 
     @property
@@ -105,34 +106,34 @@ class Linear(Problem):
 
     @property
     def kernel(self) -> str:
-        if not self.fuses:
+        if not self.can_fuse:
             return f"{self.engine.name}: streaming tiles (an axis is empty)"
         return self._ran([part.bands() for part in self._groups()])
 
-    def _ran(self, bands: list[list[Band]]) -> str:
+    def _ran(self, bands: list[list[ChunkPlan]]) -> str:
         tested = sum(len(band.tested) for group in bands for band in group)
         tiles = sum(map(len, bands)) * len(self._chunks())
         return f"{self.engine.name}: linear attention, {tested} of {tiles} tiles multiplied out"
 
     @property
-    def streamed(self) -> str:
-        if not self.fuses:
+    def fallback_kernel(self) -> str:
+        if not self.can_fuse:
             return self.kernel
         return f"{self.engine.name}: streaming tiles (something is not finite)"
 
     @property
-    def least_value(self) -> tuple[Array, IntArray]:
+    def placeholder_value(self) -> tuple[Array, IntArray]:
         empty = self.engine.xp.zeros((1, self.frame.kv_len, 0), dtype=self.dtype)
         return empty, np.zeros(self.shape[0], np.int64)
 
-    def shares(self, rows: IntArray, columns: IntArray, full: bool) -> Array:
+    def unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array:
         products = replace(self, score_mods=()).scores(rows, columns, full)
         return self.engine.xp.where(products == -self.engine.xp.inf, 0.0, products)
 
-    def product(self, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
         engine, xp = self.engine, self.engine.xp
         dtype = engine.working_dtype(self.query, self.key, value)
-        if not self.fuses:
+        if not self.can_fuse:
             return None
         with engine.quiet():
             ones = xp.full((*value.shape[:-1], 1), 1.0, dtype=dtype)
@@ -141,7 +142,7 @@ class Linear(Problem):
             bands = [part.bands() for part in groups]
             sums = xp.concat(
                 [
-                    part.sums(value, value_of[part.numbers], dtype, seen)
+                    part.sums(value, value_index[part.pair_ids], dtype, seen)
                     for part, seen in zip(groups, bands, strict=True)
                 ]
             )
@@ -155,13 +156,13 @@ class Linear(Problem):
                 lse = engine.cast(lse, self.dtype)[..., 0]
         return output, lse, self._ran(bands)
 
-    def sums(self, value: Array, value_of: IntArray, dtype: Any, bands: list[Band]) -> Array:
+    def sums(self, value: Array, value_index: IntArray, dtype: Any, bands: list[ChunkPlan]) -> Array:
         """φ(query) · Σ φ(key) value over the keys that each query sees: (pairs, rows, width)."""
         engine, xp = self.engine, self.engine.xp
         chunks, every = self._chunks(), np.arange(self.query.shape[-1])
         # Pairs that share both key and value share their sums.
-        own, which = np.unique(np.stack([self.key_index, value_of]), axis=1, return_inverse=True)
-        sums_of = Sums(
+        own, which = np.unique(np.stack([self.key_index, value_index]), axis=1, return_inverse=True)
+        sums_of = RangeSums(
             xp.matrix_transpose(engine.take(self.key, own[0], chunk, dtype))
             @ engine.take(value, own[1], chunk, dtype)
             for chunk in (chunks if any(band.runs for band in bands) else ())
@@ -174,7 +175,7 @@ class Linear(Problem):
                 part = part + query @ engine.take(sums_of(first, stop), which.reshape(-1), every, dtype)
             for i in band.tested:
                 key = engine.take(self.key, self.key_index, chunks[i], dtype)
-                seen = engine.take(value, value_of, chunks[i], dtype)
+                seen = engine.take(value, value_index, chunks[i], dtype)
                 tile = partial(self._multiplied_out, (band.rows, chunks[i], kept))
                 part = part + engine.again(tile, query, key, seen)
             found.append(part)
@@ -182,9 +183,9 @@ class Linear(Problem):
 
     def _multiplied_out(self, tile: tuple[Any, ...], query: Array, key: Array, value: Array) -> Array:
         """The part of the sums that a tile makes, given its rows, its columns, and tests that may serve again."""
-        return (query @ self.engine.xp.matrix_transpose(key) * self.allowed(*tile)) @ value
+        return (query @ self.engine.xp.matrix_transpose(key) * self.mask_tile(*tile)) @ value
 
-    def bands(self) -> list[Band]:
+    def bands(self) -> list[ChunkPlan]:
         """Chunks of rows, and what of the keys each sees."""
         bands, chunks = [], self._chunks()
         kv_lo, kv_hi = (np.array([chunk[i] for chunk in chunks]) for i in (0, -1))
@@ -198,7 +199,7 @@ class Linear(Problem):
                 )
             edges = np.flatnonzero(np.diff(np.concatenate([[0], may & must, [0]])))
             runs = [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
-            bands.append(Band(rows, runs, np.flatnonzero(may & ~must).tolist()))
+            bands.append(ChunkPlan(rows, runs, np.flatnonzero(may & ~must).tolist()))
         return bands
 
     @property
@@ -210,20 +211,20 @@ class Linear(Problem):
         """The keys of each chunk."""
         return np.split(np.arange(self.frame.kv_len), range(self._chunk, self.frame.kv_len, self._chunk))
 
-    def _groups(self) -> Iterator[Linear]:
+    def _groups(self) -> Iterator[LinearProblem]:
         """Pairs whose tiles fit together; of one batch entry only, where batch entries reach differently far."""
         heads = max(self.frame.lead[-1] if self.frame.lead else 1, 1)
         ragged = self.mask is not None and self.mask.ragged
         entry = self.frame.picked // heads if ragged else np.zeros_like(self.frame.picked)
-        size = max(1, TILE // self._chunk**2)
+        size = max(1, tiling.TILE_ENTRIES // self._chunk**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
             for start in range(0, len(pairs), size):
-                part = self.pairs(pairs[start : start + size])
-                assert isinstance(part, Linear)
+                part = self.select_pairs(pairs[start : start + size])
+                assert isinstance(part, LinearProblem)
                 yield part
 
 
-class Sums:
+class RangeSums:
     """Sums over runs of blocks, each of few additions and no subtraction: blocks, sums of two, of four, and so on."""
 
     def __init__(self, each: Iterable[Array]) -> None:

@@ -15,11 +15,12 @@ import numpy as np
 
 from regard.core._looking import Looking
 from regard.core._reductions import Reductions
-from regard.core.block_loop import Problem, Rows, Spec, entries, stream
-from regard.core.broadcasting import num_pairs, serves
-from regard.core.indexing import pick
-from regard.core.planner import Plan, execute, plan_of, raised
-from regard.core.products import LogSumExp, Product, Whole
+from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
+from regard.core.broadcasting import broadcast_index, num_pairs
+from regard.core.indexing import resolve_index
+from regard.core.planner import Plan, execute, make_plan, upcast
+from regard.core.problem import Problem, Spec
+from regard.core.products import DenseWeights, LogSumExp, Product
 from regard.core.views import Lazy, Scores, Transposed
 from regard.errors import ArgumentError, ArgumentTypeError, TooLargeError, describe_argument, named_shape
 from regard.masks import Mask
@@ -54,7 +55,7 @@ class AttentionMatrix(Reductions, Looking):
     # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.
     __array_ufunc__ = None
 
-    def __init__(self, spec: Spec, problem: Problem | None = None, rows: Rows | None = None) -> None:
+    def __init__(self, spec: Spec, problem: Problem | None = None, rows: SoftmaxStats | None = None) -> None:
         self._spec, self._rows, self._ran, self._fused_lse = spec, rows, "", None
         if problem is not None:  # a part: its problem is that of the whole, cut down
             self._problem = problem
@@ -62,7 +63,7 @@ class AttentionMatrix(Reductions, Looking):
     @cached_property
     def _problem(self) -> Problem:
         """The matrix in canonical form, settled when first needed: a plain product does without."""
-        return self._spec.problem()
+        return self._spec.to_problem()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,25 +161,31 @@ class AttentionMatrix(Reductions, Looking):
         return (self[i] for i in range(len(self)))
 
     def _entries(self, index: Any, operation: str, *, weights: bool) -> Array:
-        positions, local, kept = pick(index, self.shape, operation)
+        positions, local, kept = resolve_index(index, self.shape, operation)
         part = self._part(positions[:-1], kept[:-1])
         whole = np.array_equal(positions[-1], np.arange(self.shape[-1]))
         if weights and (whole or self._problem.engine.requires_grad(self._problem)):
             # Whole rows are divided by their own sum: at scores of 1e4 a kept lse would cost three digits.
-            (block,), _ = stream(part._problem, [Whole()])
+            (block,), _ = run_block_loop(part._problem, [DenseWeights()])
             block = block if whole else block[..., positions[-1]]
         else:
-            block = entries(part._problem, positions[-1], part._known() if weights else None)
+            block = compute_entries(part._problem, positions[-1], part._known() if weights else None)
         return block.reshape([len(chosen) for chosen in positions])[local]
+
+    def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
+        """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""
+        problem = self._problem.select_rows(rows)
+        stats = SoftmaxStats(problem.engine.xp.asarray(lse, dtype=problem.dtype), None)
+        return compute_entries(problem, np.arange(self.shape[-1]), stats)
 
     def _part(self, positions: list[IntArray], kept: list[bool]) -> AttentionMatrix:
         """The matrix of some entries of each leading axis and some rows; leading axes that are not kept are dropped."""
         *leads, rows = positions
-        pairs = np.arange(len(self._problem.numbers)).reshape(self._spec.lead)[np.ix_(*leads)].ravel()
-        problem = replace(self._problem.pairs(pairs).rows(rows), numbers=np.arange(len(pairs)))
+        pairs = np.arange(len(self._problem.pair_ids)).reshape(self._spec.lead)[np.ix_(*leads)].ravel()
+        problem = replace(self._problem.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
         known = self._if_known()
         if known is not None and not self._rough:
-            known = known.at((pairs[:, None], rows))
+            known = known.select((pairs[:, None], rows))
         else:
             known = None
         lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
@@ -244,7 +251,9 @@ class AttentionMatrix(Reductions, Looking):
                 expected="a value without heads, or the product of the whole matrix",
                 hint="Take (A @ value)[:, heads], or one head at a time: A.lazy[0, 3] @ value[0, 1].",
             )
-        of = serves(array, self._spec.lead, 1 if transposed else self._spec.groups or 1, operation, name)
+        of = broadcast_index(
+            array, self._spec.lead, 1 if transposed else self._spec.groups or 1, operation, name
+        )
         return array.reshape((num_pairs(array), *array.shape[-2:])), of, as_vector
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
@@ -256,11 +265,11 @@ class AttentionMatrix(Reductions, Looking):
             product = engine.cast(product, array.dtype)
             return product[..., 0] if as_vector else product
         if not transposed:
-            self._ran = problem.streamed
+            self._ran = problem.fallback_kernel
         finite = bool(engine.xp.all(engine.xp.isfinite(array)))
         dtype = engine.working_dtype(problem.query, problem.key, array)
         measure = Product(array, of, transposed, finite, dtype)
-        (product,), self._rows = stream(problem, [measure], self._if_known())
+        (product,), self._rows = run_block_loop(problem, [measure], self._if_known())
         product = engine.cast(self._lead_first(product), array.dtype)
         return product[..., 0] if as_vector else product
 
@@ -332,8 +341,8 @@ class AttentionMatrix(Reductions, Looking):
         return outputs, {name: each for name, each in chosen.items() if name not in outputs}
 
     def _plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
-        fused = self._problem.fuses and not self._rough
-        return plan_of(raised(self._problem), chosen, known, fused)
+        fused = self._problem.can_fuse and not self._rough
+        return make_plan(upcast(self._problem), chosen, known, fused)
 
     def _measured(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """The results of measures by name, with their leading axes."""
@@ -341,18 +350,18 @@ class AttentionMatrix(Reductions, Looking):
         apart, chosen = self._apart(chosen)
         results = {name: self @ each.value for name, each in apart.items()}
         if engine.requires_grad(problem):
-            found, _ = stream(problem, list(chosen.values()), self._if_known())
+            found, _ = run_block_loop(problem, list(chosen.values()), self._if_known())
             return results | dict(zip(chosen, map(self._lead_first, found), strict=True))
         known = self._if_known()
         plan = self._plan(chosen, known is not None)
-        made = execute(plan, raised(problem), known, self._canonical_value) if plan.calls else None
+        made = execute(plan, upcast(problem), known, self._canonical_value) if plan.calls else None
         if made is None:
             made = execute(Plan(False, {}, chosen), problem, known, self._canonical_value)
             assert made is not None
         if made.lse is not None:
             self._fused_lse = made.lse
         if any(isinstance(each, Output) for each in chosen.values()):
-            self._ran = made.ran or problem.streamed
+            self._ran = made.ran or problem.fallback_kernel
         self._rows = made.rows
         results |= {name: self._lead_first(each) for name, each in made.results.items()}
         outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
@@ -365,17 +374,17 @@ class AttentionMatrix(Reductions, Looking):
 
     # Within
 
-    def _known(self) -> Rows:
+    def _known(self) -> SoftmaxStats:
         """What turns scores into weights, worked out where it is not known yet."""
         if self._if_known() is None:
             self._measured({})
         assert self._rows is not None
         return self._rows
 
-    def _if_known(self) -> Rows | None:
+    def _if_known(self) -> SoftmaxStats | None:
         if self._rows is None and self._fused_lse is not None and not self._rough:
             with self._problem.engine.detached():
-                self._rows = Rows(self._fused_lse.reshape(self._problem.shape[:2]), None)
+                self._rows = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
         return self._rows
 
     @cached_property

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core import block_loop as _stream
-from regard.core.block_loop import Problem, Rows, stream
+from regard.core import tiling
+from regard.core.block_loop import SoftmaxStats, run_block_loop
+from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
 from regard.types import Array, IntArray
 
 # Columns that ride on a fused call for less than a pass over the tiles would cost.
-RIDERS = 16
+MAX_EXTRA_COLUMNS = 16
 
 
 class Plan(NamedTuple):
@@ -32,9 +33,9 @@ class Plan(NamedTuple):
             riders = [name for name, each in self.called.items() if not isinstance(each, Output)]
             outputs = [name for name in self.called if name not in riders]
             what = [*outputs, *([f"{', '.join(riders)} as columns of the value"] if riders else []), "lse"]
-            lines.append(f"{problem.call} ({problem.kernel}): {'; '.join(what)}")
+            lines.append(f"{problem.product_name} ({problem.kernel}): {'; '.join(what)}")
         if self.passed:
-            rows = f"tiles of {_stream.ROWS} × {_stream.COLUMNS}"
+            rows = f"tiles of {tiling.TILE_ROWS} × {tiling.TILE_COLUMNS}"
             lse = (
                 "weights from the lse"
                 if self.calls or known
@@ -44,7 +45,7 @@ class Plan(NamedTuple):
         return "\n".join(lines) or "nothing to do"
 
 
-def plan_of(problem: Problem, measures: Mapping[str, Measure], known: bool, fused: bool) -> Plan:
+def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, fused: bool) -> Plan:
     """The cheapest way to the measures; `known` says that the lse is, `fused` that a kernel may be called."""
     outputs = {name: each for name, each in measures.items() if isinstance(each, Output)}
     rest = {name: each for name, each in measures.items() if name not in outputs}
@@ -52,7 +53,7 @@ def plan_of(problem: Problem, measures: Mapping[str, Measure], known: bool, fuse
         return Plan(False, {}, dict(measures))
     columns = [each.columns(problem) for each in rest.values() if hasattr(each, "columns")]
     ride = len(columns) == len(rest) and None not in map(_width, columns)
-    room = RIDERS if outputs else RIDERS + problem.key.shape[-1]
+    room = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
     if ride and sum(_width(each) or 0 for each in columns) <= room:
         return Plan(True, dict(measures), {})
     return Plan(True, outputs, rest)
@@ -62,18 +63,21 @@ def _width(columns: Any) -> int | None:
     return None if columns is None else columns[0].shape[-1]
 
 
-class Made(NamedTuple):
+class PlanResult(NamedTuple):
     """The results by name, each beginning with the axis of pairs; the rows; what a fused call gave besides."""
 
     results: dict[str, Any]
-    rows: Rows | None
+    rows: SoftmaxStats | None
     lse: Array | None
     ran: str
 
 
 def execute(
-    plan: Plan, problem: Problem, known: Rows | None, canonical: Callable[[Array], tuple[Array, IntArray]]
-) -> Made | None:
+    plan: Plan,
+    problem: Problem,
+    known: SoftmaxStats | None,
+    canonical: Callable[[Array], tuple[Array, IntArray]],
+) -> PlanResult | None:
     """What a plan makes; `canonical` gives a value as (own pairs, kv_len, value_dim), and the one for each pair.
 
     None where the kernel met something that it does not treat as promised: then a plan without it must do.
@@ -86,7 +90,7 @@ def execute(
             canonical(each.value) if isinstance(each, Output) else each.columns(problem)
             for each in plan.called.values()
         ]
-        value, of = _side_by_side(parts or [problem.least_value], xp)
+        value, of = _side_by_side(parts or [problem.placeholder_value], xp)
         with engine.quiet(), engine.detached():
             product = problem.product(value, of)
             if product is None:
@@ -100,15 +104,15 @@ def execute(
                     if isinstance(each, Output)
                     else each.from_columns(columns, lse, problem)
                 )
-        known = Rows(lse, None)
+        known = SoftmaxStats(lse, None)
     measures = [
         _as_product(each, problem, canonical) if isinstance(each, Output) else each
         for each in plan.passed.values()
     ]
-    found, known = stream(problem, measures, known)
+    found, known = run_block_loop(problem, measures, known)
     for name, each, made in zip(plan.passed, measures, found, strict=True):
         results[name] = engine.cast(made, each.array.dtype) if isinstance(each, Product) else made
-    return Made(results, known, lse, ran)
+    return PlanResult(results, known, lse, ran)
 
 
 def _as_product(output: Output, problem: Problem, canonical: Any) -> Product:
@@ -131,7 +135,7 @@ def _side_by_side(parts: list[tuple[Array, IntArray]], xp: Any) -> tuple[Array, 
     return xp.concat(each, axis=-1), np.arange(len(parts[0][1]))
 
 
-def raised(problem: Problem) -> Problem:
+def upcast(problem: Problem) -> Problem:
     """The same at the dtype of its scores: at half precision a kernel's lse is no better than that."""
     cast = problem.engine.cast
     return replace(problem, query=cast(problem.query, problem.dtype), key=cast(problem.key, problem.dtype))

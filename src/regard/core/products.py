@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem, finite_shift
+from regard.core.block_loop import make_finite
+from regard.core.problem import Problem
 from regard.engines import engine_of
 from regard.errors import ArgumentError, describe_argument
 from regard.measures import Measure, span
@@ -16,7 +17,7 @@ from regard.types import Array, IntArray
 
 
 @dataclass(frozen=True)
-class Whole(Measure):
+class DenseWeights(Measure):
     """Every weight, stored: (…, q_len, kv_len). The one measure that takes more than O(n) memory."""
 
     problem: Problem | None = None
@@ -82,7 +83,7 @@ class Product(Measure):
         return not self.finite
 
     def bind(self, problem: Problem) -> Measure:
-        return replace(self, of=self.of[problem.numbers], problem=problem)
+        return replace(self, of=self.of[problem.pair_ids], problem=problem)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         kept = shape[2 if self.transposed else 1]
@@ -144,7 +145,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         shift = parts[0][1]
         for _, lse in parts[1:]:
             shift = xp.maximum(shift, lse)
-        shares = [xp.exp(lse - finite_shift(shift, xp)) for _, lse in parts]
+        shares = [xp.exp(lse - make_finite(shift, xp)) for _, lse in parts]
         total = sum(shares)
         # Rows that no shard sees have no shares to divide.
         safe = xp.where(total == 0, 1.0, total)

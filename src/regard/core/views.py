@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from regard.core.indexing import pick
+from regard.core.indexing import resolve_index
 from regard.errors import ArgumentError
 from regard.types import Array
 
@@ -40,7 +40,7 @@ class Lazy(Generic[Matrix]):
 
     def __getitem__(self, index: Any) -> Matrix:
         matrix = self._matrix
-        positions, local, kept = pick(index, matrix.shape, "A.lazy[index]")
+        positions, local, kept = resolve_index(index, matrix.shape, "A.lazy[index]")
         plain = all(
             each is not None and getattr(each, "ndim", 1) == 1 for each in local if not isinstance(each, int)
         )

@@ -25,7 +25,7 @@ from regard.score_mods import ScoreMod
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
-# A regard.core.block_loop.Problem; that module is to the right of this one.
+# A regard.core.problem.Problem; that module is to the right of this one.
 Pairs = Any
 
 
@@ -242,8 +242,8 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
     common = torch.promote_types(torch.promote_types(pairs.query.dtype, pairs.key.dtype), value.dtype)
     outputs, lses, calls = [], [], 0
     for group in _groups(pairs):
-        part = pairs.pairs(group)
-        of = value_of[part.numbers]
+        part = pairs.select_pairs(group)
+        of = value_of[part.pair_ids]
         k_of, v_of = part.key_index, of
         shared = _groups_of(k_of) if np.array_equal(k_of, v_of) else 1
         q = _heads(part.query, part.query_index, width, common)
@@ -254,7 +254,9 @@ def product(pairs: Pairs, value: Tensor, value_of: IntArray) -> tuple[Tensor, Te
         v = _heads(value, v_of[::shared], width, common)
         q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
         bands = plan(part.frame, mask, q_range, bool(part.score_mods))
-        sink = None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.numbers))
+        sink = (
+            None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.pair_ids))
+        )
         # The operator reads a mask tile as the dtype of the query, whatever it is.
         wide = replace(part, dtype=torch.promote_types(part.dtype, common))
         call = Call(kernel, bands, q_range.start, _tile_maker(wide), scale)
@@ -283,7 +285,7 @@ def is_learnt(array: Any) -> bool:
 
 def usable(pairs: Pairs) -> tuple[Kernel | None, str]:
     """The kernel for a problem, or why there is none."""
-    if not (pairs.query.numel() and pairs.key.numel() and len(pairs.numbers)):
+    if not (pairs.query.numel() and pairs.key.numel() and len(pairs.pair_ids)):
         return None, "an axis is empty"
     kernel = kernels.kernel_on(pairs.query.device.type)
     if kernel is None:
@@ -358,7 +360,7 @@ def _finite(*tensors: Tensor) -> bool:
 
 def _groups(pairs: Pairs) -> list[IntArray]:
     """All pairs at once, or those of each batch entry where they reach differently far."""
-    count = len(pairs.numbers)
+    count = len(pairs.pair_ids)
     if pairs.mask is None or not pairs.mask.ragged or count < 2:
         return [np.arange(count)]
     heads = pairs.frame.lead[-1] if pairs.frame.lead else 1

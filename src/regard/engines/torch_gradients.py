@@ -19,7 +19,7 @@ Tensor = Any  # the types of torch are not followed
 
 
 def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:
-    """The results of measures over a `regard.core.block_loop.Problem`, with gradients to all it is made of."""
+    """The results of measures over a `regard.core.problem.Problem`, with gradients to all it is made of."""
     xp = problem.engine.xp
     problem = replace(problem, key=_cleaned(problem, problem.key, problem.key_index, bands))
     measures = [
@@ -39,7 +39,7 @@ def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArra
         blocks = problem.live_blocks(band)
         tiles = [problem.scores(band, columns, full) for columns, full in blocks]
         found = [measure.init(problem.shape, xp) for measure in bound]
-        shares = [problem.shares(band, columns, full) for columns, full in blocks]
+        shares = [problem.unnormalised_weights(band, columns, full) for columns, full in blocks]
         exponential = not shares or shares[0] is None
         normalised = _softmax(tiles, problem) if exponential else _divided(shares)
         for (columns, _), tile, weights in zip(blocks, tiles, normalised, strict=True):

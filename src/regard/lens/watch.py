@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from regard.core.attention import attention, matrix_of
+from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.call import Call
 from regard.lens.capture import wrappers as capture
@@ -277,7 +277,7 @@ def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, C
                 yield names, name, capture.wrap_sdpa
             elif original is multi_head:
                 yield names, name, capture.wrap_multi_head
-            elif original in (attention, matrix_of):
+            elif original in (attention, layer_matrix):
                 yield names, name, wrap_attention
             elif _is_attention_function(original):
                 yield names, name, capture.wrap_function

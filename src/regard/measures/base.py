@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem
 from regard.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
 
 
 class Measure:

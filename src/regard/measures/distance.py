@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem
 from regard.engines import engine_of
 from regard.measures.base import Measure, for_all, name_of, span
 from regard.types import Align, Array, IntArray
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
 
 
 @dataclass(frozen=True)

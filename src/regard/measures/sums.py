@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem
 from regard.engines import engine_of
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
 from regard.measures.base import Measure, for_all, span
 from regard.types import Array, IntArray
 from regard.validation import check_count
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
 
 
 @dataclass(frozen=True)

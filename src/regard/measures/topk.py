@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from regard.core.block_loop import Problem
 from regard.engines import Engine, engine_of
 from regard.measures.base import Measure, span
 from regard.types import Array
 from regard.validation import check_count
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
 
 
 class Top(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.core.attention import check_kinds, listed, matrix_of
+from regard.core.attention import as_score_mods, check_mask_and_score_mods, layer_matrix
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument, shape_of
 from regard.masks import Mask, dense
@@ -127,14 +127,14 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         Where weights are dropped it is the matrix before that.
         """
         self._check_inputs(query, key, value, padding, positions, cache)
-        check_kinds(mask, listed(score_mod))
+        check_mask_and_score_mods(mask, as_score_mods(score_mod))
         batched, alone = query.ndim == 3, key is None or key is query
         if not batched:
             query, key, value = (x[None] if isinstance(x, torch.Tensor) else x for x in (query, key, value))
         q = self._split(self.q_proj(query), self.q_norm)  # (batch, heads, q_len, head_dim)
         k, v = self._project(query if key is None else key, value)  # (batch, kv_heads, kv_len, head_dim)
         held = key if isinstance(key, KVCache) else cache
-        arguments = (self, q, k, v, mask, listed(score_mod), padding, positions, held, alone)
+        arguments = (self, q, k, v, mask, as_score_mods(score_mod), padding, positions, held, alone)
         if torch.compiler.is_compiling():
             # Masks and matrices are not traced: the graph ends here, and goes on after it.
             from regard.nn.compile import attend
@@ -188,7 +188,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
             mask, score_mods = places.mask(mask), tuple(map(places.score_mod, score_mods))
         options = {"scale": self.scale, "sink": self.sink, "enable_gqa": self.grouped}
         try:
-            matrix = matrix_of(q, k, v, mask=mask, score_mod=score_mods, **options)
+            matrix = layer_matrix(q, k, v, mask=mask, score_mod=score_mods, **options)
         except RegardError:
             if cache is not None and alone:
                 cache.crop(before)  # so that the call can be made again

@@ -38,7 +38,7 @@ def deep_map(
     made = carried(matrix, "page")
     (overview,) = made.overviews(EDGE)
     words = f"{rows:,} × {keys:,} weights of one attention head; query and key of {problem.query.shape[-1]} entries"
-    more = [*problem.words, *([f"mask {problem.mask}"] if problem.mask is not None else [])]
+    more = [*problem.describe(), *([f"mask {problem.mask}"] if problem.mask is not None else [])]
     more += ["sink"] if problem.sink is not None else []
     record = {
         "title": printable(title),

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from regard.core.block_loop import Problem, Rows, entries
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
 from regard.masks.intervals import Runs, runs
 from regard.pages.parts import Halves, covered, halves, levels, part
 from regard.score_mods import Bias, ScoreMod
 from regard.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
 
 # Numbers of a bias that a page carries at most, weights that an overview looks at, and weights compared.
 MOST_ADDED, MOST_LOOKED_AT, COMPARED = 1 << 22, 1 << 31, 1 << 22
@@ -86,10 +88,10 @@ def carried(matrix: Any, operation: str) -> Carried:
     ([3, 3], True, [0.2645, 0.2645, 0.4711])
     """
     problem: Problem = matrix._problem
-    if type(problem) is not Problem:
+    if not problem.is_softmax:
         raise ArgumentError(
             operation,
-            received=", ".join(problem.words),
+            received=", ".join(problem.describe()),
             expected="weights that are exponentials of scores",
             hint="Its weights can be had from A[rows], and its picture from A.coarsen(512).",
         )
@@ -250,8 +252,7 @@ def _compared(matrix: Any, rounded: Any, lse: Array, error: Error) -> Error:
     many = min(count, max(1, min(64, COMPARED // (pairs * keys))))
     rows = _spread(count, 1, many)
     wanted = problem.engine.to_numpy(matrix.lazy[..., rows, :].to_dense()).reshape(pairs, many, keys)
-    known = Rows(problem.engine.xp.asarray(lse[:, rows], dtype=problem.dtype), None)
-    found = problem.engine.to_numpy(entries(problem.rows(rows), np.arange(keys), known))
+    found = problem.engine.to_numpy(rounded._weights_from_lse(rows, lse[:, rows]))
     with np.errstate(all="ignore"):
         apart = np.abs(found - wanted)
         relative = np.where(wanted > 1e-30, apart / wanted, 0.0)  # below, float32 has fewer digits

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem
+from regard.core.problem import Problem
 from regard.lens.analysis.head_table import copies_of, heavy_share, mean_of, numpy_of
 from regard.lens.analysis.measures import At, Collected
 from regard.lens.analysis.token_rows import Place

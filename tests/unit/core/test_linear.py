@@ -143,9 +143,9 @@ def test_leading_axes_broadcast_and_heads_are_grouped():
 
 def test_sums_are_shared_by_heads_that_share_keys(monkeypatch):
     made = []
-    sums = _linear.Sums.__init__
+    sums = _linear.RangeSums.__init__
     monkeypatch.setattr(
-        _linear.Sums,
+        _linear.RangeSums,
         "__init__",
         lambda self, each: (sums(self, each), made.append(len(self.levels[0][0])))[0],
     )
@@ -181,7 +181,7 @@ def test_sums_of_runs_are_sums_of_few(count, data):
             additions.append(1)
             return Counted(int(self) + int(other))
 
-    sums = _linear.Sums([Counted(1 << i) for i in range(count)])
+    sums = _linear.RangeSums([Counted(1 << i) for i in range(count)])
     assert len(additions) <= count
     additions.clear()
     assert sums(first, stop) == (1 << stop) - (1 << first)

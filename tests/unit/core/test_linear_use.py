@@ -170,9 +170,9 @@ def test_tiles_multiplied_out_grow_with_the_length(mask):
 
 def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
     ran = []
-    tile = _linear.Linear._multiplied_out
+    tile = _linear.LinearProblem._multiplied_out
     monkeypatch.setattr(
-        _linear.Linear, "_multiplied_out", lambda self, *given: (ran.append(1), tile(self, *given))[1]
+        _linear.LinearProblem, "_multiplied_out", lambda self, *given: (ran.append(1), tile(self, *given))[1]
     )
     query, key, value = draw(19, lead=())
     for mask in MASKS.values():

@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import causal, first, padding, reference
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.engines.numpy import NumpyEngine
 from regard.testing.cases.generate import numpy_dtype
 
@@ -36,8 +36,8 @@ def matrix(lead: Any = (), **arguments: Any) -> regard.AttentionMatrix:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 × 4, and all scores of a band kept between its two readings."""
-    for name, size in {"ROWS": 4, "COLUMNS": 4}.items():
-        monkeypatch.setattr(_stream, name, size)
+    for name, size in {"TILE_ROWS": 4, "TILE_COLUMNS": 4}.items():
+        monkeypatch.setattr(tiling, name, size)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_many_measures_share_one_pass(tiles: None, counted: list[Any]) -> None:
 
 
 def test_a_product_keeps_the_lse(tiles: None, counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "KEEP", 0)  # scores are computed for each of the two readings
+    monkeypatch.setattr(tiling, "CACHED_SCORES", 0)  # scores are computed for each of the two readings
     query, key, value = arrays()
     asks = [
         lambda A: A.entropy(),

@@ -28,7 +28,7 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.engines import torch_kernels as _torch_kernels
 from regard.measures import MaxWeight, Sum
 
@@ -107,8 +107,8 @@ FROM_LSE: dict[str, dict[str, Any]] = {
 def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in {"ROWS": 6, "COLUMNS": 6, "TILE": 108}.items():
-        monkeypatch.setattr(_stream, name, size)
+    for name, size in {"TILE_ROWS": 6, "TILE_COLUMNS": 6, "TILE_ENTRIES": 108}.items():
+        monkeypatch.setattr(tiling, name, size)
     monkeypatch.setattr(TopK, "WAITING", 20)
     query, key, value = tensors()
     A = attention(query, key, scale=0.4, **FROM_LSE[case])

@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import ArgumentTypeError, engines
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.engines import ArrayEngine, register
 from regard.testing import check, draw, fill
 
@@ -154,9 +154,9 @@ def far(monkeypatch):
 def test_the_cases_hold_on_an_engine_from_outside(monkeypatch):
     pytest.importorskip("ml_dtypes")
     monkeypatch.setattr(
-        _stream, "ROWS", 64
+        tiling, "TILE_ROWS", 64
     )  # as small as the matrices of the cases, which then have several tiles
-    monkeypatch.setattr(_stream, "COLUMNS", 32)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", 32)
     cases = [case for case, possible in draw(60, seed=7, tile=16) if possible]
     failures = [failure for case in cases for failure in check(case, fill(case, 16), ["far"])]
     assert failures == []

@@ -96,10 +96,10 @@ def test_every_measure_is_its_definition(make, side, small_tiles):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles that cut these short sequences several times."""
-    from regard.core import block_loop as _stream
+    from regard.core import tiling
 
-    monkeypatch.setattr(_stream, "ROWS", 8)
-    monkeypatch.setattr(_stream, "COLUMNS", 8)
+    monkeypatch.setattr(tiling, "TILE_ROWS", 8)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", 8)
 
 
 class Made(torch.nn.Module):

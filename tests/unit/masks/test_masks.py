@@ -21,7 +21,7 @@ from regard import (
     reference,
     sliding_window,
 )
-from regard.core import block_loop as _stream
+from regard.core import tiling
 
 UL, LR = "upper_left", "lower_right"
 
@@ -303,8 +303,8 @@ class Odd(Mask):
 
 
 def test_a_mask_of_ones_own_needs_only_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "ROWS", 5)
-    monkeypatch.setattr(_stream, "COLUMNS", 3)
+    monkeypatch.setattr(tiling, "TILE_ROWS", 5)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", 3)
     mask, n = Odd(), 19
     odd = np.array([[(j - i) % 2 == 1 or i == j for j in range(n)] for i in range(n)])
     assert mask.block(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
@@ -318,8 +318,8 @@ def test_a_mask_of_ones_own_needs_only_allows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_empty_blocks_are_skipped_and_full_ones_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "ROWS", 4)
-    monkeypatch.setattr(_stream, "COLUMNS", 4)
+    monkeypatch.setattr(tiling, "TILE_ROWS", 4)
+    monkeypatch.setattr(tiling, "TILE_COLUMNS", 4)
     asked = Odd()
     regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() & asked).sum()
     assert sorted(asked.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(0, q + 1, 4)]

@@ -22,7 +22,7 @@ from regard import (
     causal,
     first,
 )
-from regard.core import block_loop as _stream
+from regard.core import tiling
 from regard.measures import MaxWeight, Sum, Top, name_of
 
 HEADS, HEAD_DIM = 3, 5
@@ -33,8 +33,8 @@ equal = np.testing.assert_array_equal
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, no length a multiple of them."""
-    for name, size in {"ROWS": 4, "COLUMNS": 6, "TILE": 30}.items():
-        monkeypatch.setattr(_stream, name, size)
+    for name, size in {"TILE_ROWS": 4, "TILE_COLUMNS": 6, "TILE_ENTRIES": 30}.items():
+        monkeypatch.setattr(tiling, name, size)
 
 
 def matrix(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core.block_loop import Problem
+from regard.core.problem import Problem
 from regard.measures import Measure, span
 from regard.types import Array, IntArray
 

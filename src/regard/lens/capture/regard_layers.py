@@ -15,7 +15,7 @@ from regard.score_mods import Softcap
 
 
 def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
-    """`attention` or `matrix_of` as a layer's file knows it, watched; only the second knows the value."""
+    """`attention` or `layer_matrix` as a layer's file knows it, watched; only the second knows the value."""
 
     @wraps(original)
     def attention(query: Any, key: Any, *value: Any, **options: Any) -> AttentionMatrix:

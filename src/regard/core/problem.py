@@ -1,0 +1,227 @@
+"""The canonical form of a matrix: (batch, head) pairs on one axis, every argument checked and resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from regard.core import tiling
+from regard.core.broadcasting import broadcast_index, num_pairs
+from regard.engines import Engine
+from regard.frame import Frame, is_run
+from regard.masks import Mask
+from regard.render import text
+from regard.score_mods import ScoreMod
+from regard.types import Array, IntArray
+
+
+@dataclass(slots=True)
+class Spec:
+    """The checked arguments of `attention`, with their leading axes as given.
+
+    A part of a matrix has no query of its own (`query` is None), only a `Problem`.
+    """
+
+    engine: Engine
+    query: Array
+    key: Array
+    mask: Mask | None
+    score_mods: tuple[ScoreMod, ...]
+    scale: float
+    sink: Array | None
+    lead: tuple[int, ...]
+    groups: int
+    q_len: int | None = None
+    problem_class: type[Problem] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(…, heads, q_len, kv_len)"""
+        q_len = self.query.shape[-2] if self.q_len is None else self.q_len
+        return (*self.lead, q_len, self.key.shape[-2])
+
+    def to_problem(self) -> Problem:
+        """Convert to canonical form."""
+        frame = Frame.whole(self.shape)
+        return (self.problem_class or Problem)(
+            engine=self.engine,
+            query=self.query.reshape((num_pairs(self.query), *self.query.shape[-2:])),
+            key=self.key.reshape((num_pairs(self.key), *self.key.shape[-2:])),
+            query_index=broadcast_index(self.query, self.lead, 1),
+            key_index=broadcast_index(self.key, self.lead, self.groups),
+            pair_ids=frame.picked,
+            positions=np.arange(frame.q_len),
+            frame=frame,
+            mask=self.mask,
+            score_mods=self.score_mods,
+            scale=self.scale,
+            sink=self.sink,
+            dtype=self.engine.working_dtype(self.query, self.key),
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A matrix in canonical form: its (batch, head) pairs are on one axis.
+
+    Nothing is repeated or expanded for broadcasting or grouped heads: `query_index` and `key_index` say which of the
+    arrays' own pairs each pair of the matrix uses.
+
+    Attributes:
+        engine: The array library.
+        query: (own pairs, rows, head_dim).
+        key: (own pairs, kv_len, head_dim).
+        query_index: For each pair of the matrix, its pair in `query`: (pairs,).
+        key_index: For each pair of the matrix, its pair in `key`: (pairs,).
+        pair_ids: Number of each pair within the whole matrix: (pairs,).
+        positions: `q_idx` of each row: (rows,).
+        frame: The frame in which mask and score modifications are evaluated.
+        mask: Which keys each query may attend to; None for all.
+        score_mods: Score modifications, in the order in which they are applied.
+        scale: Factor of the products of query and key.
+        sink: Extra score of each head that takes part in the softmax and belongs to no key.
+        dtype: Dtype of scores and weights, float32 or wider.
+    """
+
+    engine: Engine
+    query: Array
+    key: Array
+    query_index: IntArray
+    key_index: IntArray
+    pair_ids: IntArray
+    positions: IntArray
+    frame: Frame
+    mask: Mask | None
+    score_mods: tuple[ScoreMod, ...]
+    scale: float
+    sink: Array | None
+    dtype: Any
+
+    # Whether weights are the softmax of the scores, so that exp(score − lse) gives any weight.
+    is_softmax: ClassVar[bool] = True
+    # What `product` is called in a printed plan.
+    product_name: ClassVar[str] = "one fused call"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(pairs, rows, kv_len)"""
+        return len(self.query_index), len(self.positions), self.frame.kv_len
+
+    # Products: the engine's fused kernel, unless a subclass has another method.
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether `product` may be called."""
+        return self.engine.fuses(self)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that `A @ value` runs."""
+        return self.engine.kernel(self)
+
+    @property
+    def fallback_kernel(self) -> str:
+        """Name of the kernel if the block loop computes a product, with the reason if a fused one was possible."""
+        if not self.can_fuse:
+            return self.kernel
+        return f"{self.engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
+
+    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
+        """Compute output, lse and kernel name without the block loop; None if the block loop must do it."""
+        return self.engine.product(self, value, value_index)
+
+    @property
+    def placeholder_value(self) -> tuple[Array, IntArray]:
+        """A value for a product that is computed for its lse only, and its index."""
+        return self.key, self.key_index
+
+    @property
+    def needs_exact_rows(self) -> bool:
+        """Whether weights must be normalised by the sum of their own computation, not by a kernel's lse."""
+        return self.engine.needs_exact_rows(self)
+
+    def unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array | None:
+        """Weights of a tile before the division by the row sum; None if they are exponentials of the scores."""
+        return None
+
+    # Descriptions
+
+    @property
+    def title_suffix(self) -> str:
+        """Text that an explanation appends to "How query 0 attends"."""
+        return ""
+
+    def describe(self) -> list[str]:
+        """Describe the operations on the products of query and key, one phrase each."""
+        return [f"scale {text.number(self.scale)}", *map(repr, self.score_mods)]
+
+    # Parts and tiles
+
+    def select_pairs(self, which: IntArray) -> Problem:
+        """Return the problem of some (batch, head) pairs."""
+        frame = self.frame.only(which)
+        query_index, key_index, pair_ids = (
+            index[which] for index in (self.query_index, self.key_index, self.pair_ids)
+        )
+        return replace(self, query_index=query_index, key_index=key_index, pair_ids=pair_ids, frame=frame)
+
+    def select_rows(self, which: IntArray) -> Problem:
+        """Return the problem of some rows, in the order given."""
+        return replace(self, query=self.query[:, which], positions=self.positions[which])
+
+    def scores(self, rows: IntArray, columns: IntArray, full: bool = False) -> Array:
+        """Compute the scores of a tile: scale → score modifications in the order given → mask.
+
+        Args:
+            rows: Rows of the tile: (r,).
+            columns: Columns of the tile: (c,).
+            full: Whether the mask is known to allow the whole tile, so that it need not be evaluated.
+
+        Returns:
+            Scores, −inf where masked: (pairs, r, c).
+        """
+        engine, xp = self.engine, self.engine.xp
+        query = engine.take(self.query, self.query_index, rows, self.dtype)
+        key = engine.take(self.key, self.key_index, columns, self.dtype)
+        scores = engine.scores(query, key, self.scale)
+        if len(scores) != self.shape[0]:
+            scores = xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
+        q_idx = self.positions[rows]
+        for score_mod in self.score_mods:
+            scores = score_mod.apply(scores, self.frame, q_idx, columns, xp)
+        if self.mask is None or full:
+            return scores
+        return xp.where(self.mask.allows(self.frame, q_idx, columns, xp), scores, -xp.inf)
+
+    def mask_tile(self, rows: IntArray, columns: IntArray, cache: dict[Any, Array]) -> Array:
+        """Evaluate the mask on a tile as 1 (attend) and 0 (masked): (pairs or 1, rows, columns).
+
+        `cache` is reused for tiles along a diagonal if the mask depends on q_idx − kv_idx only.
+        """
+        assert self.mask is not None
+        q_idx = self.positions[rows]
+        same_diagonal = (
+            (columns[0] - q_idx[0], len(rows), len(columns)) if self.mask.slides and is_run(q_idx) else None
+        )
+        if same_diagonal is None or same_diagonal not in cache:
+            allowed = self.mask.allows(self.frame, q_idx, columns, self.engine.xp)
+            cache[same_diagonal] = self.engine.xp.astype(allowed, self.dtype)
+        return cache[same_diagonal]
+
+    def live_blocks(self, rows: IntArray) -> list[tuple[IntArray, bool]]:
+        """List the blocks of keys that the mask does not leave empty for a band of rows.
+
+        Returns:
+            For each block its columns, and whether the mask allows all of it.
+        """
+        kv_lo = np.arange(0, self.frame.kv_len, tiling.TILE_COLUMNS)
+        if not len(kv_lo) or not len(rows):
+            return []
+        kv_hi = np.minimum(kv_lo + tiling.TILE_COLUMNS, self.frame.kv_len)
+        may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
+        if self.mask is not None:
+            q_idx = self.positions[rows]
+            may, must = self.mask.bounds(self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi)
+        return [(np.arange(kv_lo[i], kv_hi[i]), bool(must[i])) for i in np.flatnonzero(may)]
