@@ -12,7 +12,7 @@ import regard
 from regard import explore
 from regard.explore.pipeline_explorer import MOST_NUMBERS
 from regard.learn import cat
-from regard.render.text import number, printable, vector
+from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, pace, table
 
 pytestmark = pytest.mark.slow  # the browser, not the library
@@ -25,19 +25,27 @@ def expected(steps, step: int) -> list[list[str]]:
     """What the table must say of an explanation, cell by cell."""
     rows = []
     for j, name in enumerate(steps.key_tokens):
-        score = "hidden" if steps.scores[j] == -np.inf else number(steps.scores[j])
+        score = "hidden" if steps.scores[j] == -np.inf else format_number(steps.scores[j])
         if step == 0:
             products = " + ".join(
-                f"{number(q)}·{number(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)
+                f"{format_number(q)}·{format_number(k)}"
+                for q, k in zip(steps.query, steps.key[j], strict=True)
             )
-            rows.append([name, vector(steps.key[j]), products, number(steps.raw_scores[j])])
+            rows.append([name, format_vector(steps.key[j]), products, format_number(steps.raw_scores[j])])
         elif step == 1:
-            rows.append([name, number(steps.raw_scores[j]), f"× {number(steps.scale)}", score])
+            rows.append([name, format_number(steps.raw_scores[j]), f"× {format_number(steps.scale)}", score])
         elif step == 2:
-            rows.append([name, score, number(steps.exponentials[j]), number(steps.weights[j]), ""])
+            rows.append(
+                [name, score, format_number(steps.exponentials[j]), format_number(steps.weights[j]), ""]
+            )
         else:
             rows.append(
-                [name, number(steps.weights[j]), vector(steps.value[j]), vector(steps.contributions[j])]
+                [
+                    name,
+                    format_number(steps.weights[j]),
+                    format_vector(steps.value[j]),
+                    format_vector(steps.contributions[j]),
+                ]
             )
     return rows
 
@@ -52,8 +60,8 @@ def test_pipeline_by_click_shows_every_number(show):
             assert tab.locator("h2").text_content() == f"{step + 1}. {name}"
             assert table(tab) == expected(A.explain(i, cat.V, cat.tokens), step)
     steps = A.explain(4, cat.V, cat.tokens)
-    assert tab.locator("tfoot td").last.text_content() == vector(steps.output)
-    assert tab.locator("#formula").text_content() == f"output = {vector(steps.output)}"
+    assert tab.locator("tfoot td").last.text_content() == format_vector(steps.output)
+    assert tab.locator("#formula").text_content() == f"output = {format_vector(steps.output)}"
 
 
 def test_pipeline_by_keyboard(show):
@@ -101,7 +109,7 @@ def test_pipeline_switches_agree_with_the_library(show, mask):
             A = regard.attention(cat.Q, cat.K, mask=both if causal else mask, scale=None if scaled else 1.0)
             every = [A.explain(i, cat.V, cat.tokens) for i in range(5)]
             assert tab.evaluate(HARVEST) == [
-                [*(expected(steps, step) for step in range(4)), f"output = {vector(steps.output)}"]
+                [*(expected(steps, step) for step in range(4)), f"output = {format_vector(steps.output)}"]
                 for steps in every
             ]
 
@@ -120,11 +128,11 @@ def test_pipeline_of_ones_own(show):
     assert "sees no key" in tab.locator("#says").text_content()
     assert [row[3] for row in table(tab)] == ["0", "0", "0"]
     tab.get_by_role("button", name="Compare").click()
-    assert table(tab)[0][1] == vector(key[0])
+    assert table(tab)[0][1] == format_vector(key[0])
     tab = show(explore.pipeline(query, key, key, mask=~regard.first(3)))
     tab.get_by_role("button", name="Aggregate").click()
     assert "sees no key" in tab.locator("#says").text_content()
-    assert tab.locator("#formula").text_content() == f"output = {vector([0] * 11)}"
+    assert tab.locator("#formula").text_content() == f"output = {format_vector([0] * 11)}"
 
 
 def test_pipeline_of_what_is_not_finite_and_hidden(show):
@@ -137,7 +145,7 @@ def test_pipeline_of_what_is_not_finite_and_hidden(show):
     for step in range(4):
         assert table(tab) == expected(steps, step)
         tab.keyboard.press("ArrowRight")
-    assert tab.locator("#formula").text_content() == f"output = {vector(steps.output)}"
+    assert tab.locator("#formula").text_content() == f"output = {format_vector(steps.output)}"
 
 
 def test_pages_of_tensors_are_those_of_arrays():
@@ -159,7 +167,7 @@ def test_pipeline_shows_hostile_tokens_as_text(show):
     n = len(HOSTILE)
     numbers = np.eye(n)
     tab = show(explore.pipeline(numbers, numbers, numbers, tokens=HOSTILE))
-    shown = [printable(token) for token in HOSTILE]
+    shown = [escape_unprintable(token) for token in HOSTILE]
     for step in range(4):
         assert [row[0] for row in table(tab)] == shown
         assert tab.locator(".chip").all_text_contents() == shown
@@ -195,15 +203,15 @@ def told(tab) -> dict[str, str]:
 
 def computation(steps, j: int) -> dict[str, str]:
     """What it must say."""
-    raw, score = number(steps.raw_scores[j]), number(steps.scores[j])
-    terms = [f"{number(q)}·{number(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
-    says = {"weight": number(steps.weights[j]), "Compare": " + ".join(terms) + f" = {raw}"}
+    raw, score = format_number(steps.raw_scores[j]), format_number(steps.scores[j])
+    terms = [f"{format_number(q)}·{format_number(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
+    says = {"weight": format_number(steps.weights[j]), "Compare": " + ".join(terms) + f" = {raw}"}
     if steps.scores[j] == -np.inf:
         return {**says, "Scale": "the mask hides this key"}
     return {
         **says,
-        "Scale": f"{raw} × {number(steps.scale)} = {score}",
-        "Normalise": f"exp({score} − {number(steps.shift)}) / {number(steps.total)} = {says['weight']}",
+        "Scale": f"{raw} × {format_number(steps.scale)} = {score}",
+        "Normalise": f"exp({score} − {format_number(steps.shift)}) / {format_number(steps.total)} = {says['weight']}",
     }
 
 
@@ -248,11 +256,11 @@ def test_heatmap_by_keyboard_and_as_a_table(show):
         j += {"ArrowRight": 1, "End": 9, "Home": -9}.get(key, 0)
         i, j = min(max(i, 0), 4), min(max(j, 0), 4)
         assert tab.locator("#cell .place").text_content() == f"query {i}, key {j}"
-        assert tab.locator("#cell .weight").text_content() == number(weights[i, j])
+        assert tab.locator("#cell .weight").text_content() == format_number(weights[i, j])
     tab.get_by_text("As a table").click()
-    rows = [[name, *map(number, row)] for name, row in zip(cat.tokens, weights, strict=True)]
+    rows = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights, strict=True)]
     assert table(tab) == rows
-    assert tab.locator("#top").text_content() == number(weights.max())
+    assert tab.locator("#top").text_content() == format_number(weights.max())
 
 
 # The brightness of each cell, near its lower right corner, where no number is. Read at once: Chromium remarks on more.
@@ -317,7 +325,7 @@ def test_heatmap_shows_hostile_tokens_as_text(show):
     numbers = np.eye(len(HOSTILE))
     tab = show(explore.heatmap(numbers, numbers, tokens=HOSTILE))
     tab.get_by_text("As a table").click()
-    shown = [printable(token) for token in HOSTILE]
+    shown = [escape_unprintable(token) for token in HOSTILE]
     assert [row[0] for row in table(tab)] == shown
     assert tab.locator("thead th").all_text_contents() == shown
     tab.locator("#picture").focus()

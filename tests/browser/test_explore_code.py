@@ -18,7 +18,7 @@ from regard.explore import tracer as _record
 from regard.explore.snapshot import kept
 from regard.explore.tracer import record
 from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
-from regard.render.text import number, printable
+from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, LOADED, faults, pace
 
 slow = pytest.mark.slow  # the browser, not the library
@@ -575,7 +575,7 @@ HARVEST = """() => {
 
 
 def cells(array) -> list:
-    return [[[number(x) for x in row] for row in np.atleast_2d(array)]]
+    return [[[format_number(x) for x in row] for row in np.atleast_2d(array)]]
 
 
 @slow
@@ -614,7 +614,7 @@ def test_the_loops_walked_round_by_round(show):
             i, j = int(found[1]), int(found[2])
             assert int(found[3]) == j + 1
             dots[i, j] = step["fresh"]["scores"][0][i][j]
-    assert dots == {(i, j): number(scores[i, j] / np.sqrt(2)) for i in range(2) for j in range(3)}
+    assert dots == {(i, j): format_number(scores[i, j] / np.sqrt(2)) for i in range(2) for j in range(3)}
 
 
 @slow
@@ -688,7 +688,7 @@ def test_hostile_source_and_values_are_text(show):
     tab = show(explore.code(meet, HOSTILE, **{token: token for token in HOSTILE}))
     seen = tab.evaluate(HARVEST)
     shown = [step["fresh"]["token"] for step in seen if "token" in step["fresh"]]
-    assert shown == [[printable(repr(token))] for token in HOSTILE]
+    assert shown == [[escape_unprintable(repr(token))] for token in HOSTILE]
     assert "raises ValueError" in tab.locator("#says").text_content()
     assert "<img src=x" in tab.locator("#says").text_content()
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0

@@ -12,7 +12,7 @@ import regard
 from regard import explore
 from regard.explore.cost_explorer import COUNTED, DOUBLINGS, MOST_MULTIPLICATIONS, moments
 from regard.learn import attention_by_loops, cat, cost_table, multiplications, three_by_three
-from regard.render.text import number, printable, vector
+from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, faults
 
 pytestmark = pytest.mark.slow  # the browser, not the library
@@ -39,7 +39,7 @@ EVERY_STEP = f"""() => {{
 
 
 def in_text(table) -> list[list[str]]:
-    return [[number(x) for x in row] for row in table]
+    return [[format_number(x) for x in row] for row in table]
 
 
 def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
@@ -58,11 +58,11 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
 
     def multiplied(step) -> dict:
         of, before = queries[step.row], made[step.table][step.row, step.column]
-        entry = number(step.total)
+        entry = format_number(step.total)
         made[step.table][step.row, step.column] = entry
         scores = step.table == "scores"
         counts["score_multiply_adds" if scores else "value_multiply_adds"] += 1
-        product = f"{number(step.left)} · {number(step.right)} = {entry}"
+        product = f"{format_number(step.left)} · {format_number(step.right)} = {entry}"
         return {
             "title": f"Score of {of} → {tokens[step.column]}"
             if scores
@@ -71,7 +71,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
             "left": in_text(Q) if scores else weights.tolist(),
             "right": in_text(K.T if scores else V),
             "made": made[step.table].tolist(),
-            "factors": sorted([number(step.left), number(step.right)]),
+            "factors": sorted([format_number(step.left), format_number(step.right)]),
             "work": [entry],
             "counters": list(counts.values()),
         }
@@ -82,11 +82,11 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
         alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts
         for name in COUNTED[2:]:
             counts[name] += getattr(alone, name)
-        weights[i] = [number(x) for x in loops.weights[i]]
+        weights[i] = [format_number(x) for x in loops.weights[i]]
         steps.append(
             {
                 "title": f"Weights of {queries[i]}",
-                "sum": f"softmax([{', '.join(made['scores'][i])}] / √{d_k}) = {vector(loops.weights[i])}",
+                "sum": f"softmax([{', '.join(made['scores'][i])}] / √{d_k}) = {format_vector(loops.weights[i])}",
                 "left": weights.tolist(),
                 "right": in_text(V),
                 "made": made["output"].tolist(),
@@ -266,7 +266,7 @@ def test_the_board_has_as_many_cells_as_it_says(show):
 def test_hostile_tokens_are_shown_as_text(show):
     numbers = np.ones((len(HOSTILE), 1))
     tab = show(explore.cost(numbers, numbers, numbers, tokens=HOSTILE))
-    names = [printable(token) for token in HOSTILE]
+    names = [escape_unprintable(token) for token in HOSTILE]
     assert tab.locator("#product .left tbody th").all_text_contents() == names
     assert tab.locator("#product .right thead th").all_text_contents() == names
     for j, name in enumerate(names):

@@ -10,7 +10,7 @@ import pytest
 import regard
 from regard import explore
 from regard.learn import magnitude, pronoun, three_tokens, tiny_head
-from regard.render.text import number, printable, vector
+from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, LOADED, faults, pace, table
 
 slow = pytest.mark.slow  # the browser, not the library
@@ -28,11 +28,11 @@ def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[
     cosines = key @ query[row] / lengths / np.linalg.norm(query[row])
     return [
         [
-            f"{name} {vector(key[j])}",
-            number(lengths[j]),
-            number(cosines[j]),
-            "hidden" if steps.scores[j] == -np.inf else number(steps.scores[j]),
-            number(steps.weights[j]),
+            f"{name} {format_vector(key[j])}",
+            format_number(lengths[j]),
+            format_number(cosines[j]),
+            "hidden" if steps.scores[j] == -np.inf else format_number(steps.scores[j]),
+            format_number(steps.weights[j]),
             "",
         ]
         for j, name in enumerate(tokens)
@@ -40,7 +40,7 @@ def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[
 
 
 def output(query, key, value, row=0, **options) -> str:
-    return f"output = {vector(regard.attention(query, key, **options).explain(row, value).output)}"
+    return f"output = {format_vector(regard.attention(query, key, **options).explain(row, value).output)}"
 
 
 def drag(tab, name: str, by: tuple[float, float], reach: float) -> None:
@@ -60,7 +60,7 @@ def test_it_opens_with_the_library_s_numbers(show):
     tab = show(explore.geometry())
     assert table(tab) == expected(pronoun.Q, pronoun.K, pronoun.tokens)
     assert tab.locator("#output").text_content() == output(pronoun.Q, pronoun.K, pronoun.V)
-    assert tab.locator("#query").text_content() == f"query = [3, 1], length {number(np.sqrt(10))}"
+    assert tab.locator("#query").text_content() == f"query = [3, 1], length {format_number(np.sqrt(10))}"
     assert tab.locator("#formula").text_content() == "score = 3.1623 × length × cosine × 0.7071"
     assert tab.locator("#reset").is_disabled()
     sizes = tab.locator("#mix .weighed").evaluate_all("dots => dots.map((d) => Number(d.getAttribute('r')))")
@@ -130,7 +130,7 @@ def test_the_keyboard_moves_query_and_keys(show):
     query = np.array([[2.0, 0.2]])
     assert table(tab) == expected(query, pronoun.K, pronoun.tokens)
     held = tab.get_by_role("slider", name="query", exact=True)
-    top = number(regard.attention(query, pronoun.K).to_dense().max())
+    top = format_number(regard.attention(query, pronoun.K).to_dense().max())
     assert held.get_attribute("aria-valuetext") == f"[2, 0.2], most weight on animal, {top}"
     assert held.get_attribute("aria-valuenow") == str(round(np.degrees(np.arctan2(0.2, 2.0))))
     assert top in tab.get_by_role("status").text_content()
@@ -159,9 +159,9 @@ def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
     tab = show(explore.geometry(magnitude.Q, magnitude.K, tokens=magnitude.tokens))
     assert tab.locator("#mix").count() == 0  # no value, no second plane
     raw = [5, 15, 7]
-    assert [row[3] for row in table(tab)] == [number(x / np.sqrt(2)) for x in raw]
+    assert [row[3] for row in table(tab)] == [format_number(x / np.sqrt(2)) for x in raw]
     tab.get_by_label("scale").uncheck()
-    assert [row[3] for row in table(tab)] == [number(x) for x in raw]
+    assert [row[3] for row in table(tab)] == [format_number(x) for x in raw]
     tab.get_by_label("normalise").check()
     short, long, misaligned = [float(row[4]) for row in table(tab)]
     assert short == long > misaligned
@@ -207,7 +207,7 @@ def test_hostile_tokens_are_text(show):
     rng = np.random.default_rng(2)
     numbers = rng.normal(size=(len(HOSTILE), 2))
     tab = show(explore.geometry(numbers, numbers, numbers, tokens=HOSTILE))
-    shown = [printable(token) for token in HOSTILE]
+    shown = [escape_unprintable(token) for token in HOSTILE]
     for i in range(3):
         tab.locator(".chip").nth(i).click()
         assert tab.locator("tbody bdi").all_text_contents() == shown

@@ -17,7 +17,7 @@ from regard import explore
 from regard.explore.scaling_explorer import MOST_SCORES, SIGMAS, TEMPERATURES, row_of, sizes
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
-from regard.render.text import number, printable
+from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, faults, rows_of_scores, table
 
 pytestmark = pytest.mark.slow  # the browser, not the library
@@ -68,14 +68,14 @@ def wanted(
     row = sharpness(weights[scaled][i])
     n = raw.shape[1]
     return {
-        "largest": number(row.largest_weight),
-        "entropy": f"{number(row.entropy)} of log {n} = {number(math.log(n))}",
-        "slope": f"{number(np.abs(softmax_jacobian(weights[scaled][i])).max())} of at most 0.25",
-        "gradient": number(row.gradient),
-        "deviation": f"{number(scores[scaled].std())} measured",
-        "predicted": number(predicted * sigma**2 / (math.sqrt(size) if scaled else 1)),
-        "mean-scaled": number(sharpness(weights[True]).largest_weight),
-        "mean-unscaled": number(sharpness(weights[False]).largest_weight),
+        "largest": format_number(row.largest_weight),
+        "entropy": f"{format_number(row.entropy)} of log {n} = {format_number(math.log(n))}",
+        "slope": f"{format_number(np.abs(softmax_jacobian(weights[scaled][i])).max())} of at most 0.25",
+        "gradient": format_number(row.gradient),
+        "deviation": f"{format_number(scores[scaled].std())} measured",
+        "predicted": format_number(predicted * sigma**2 / (math.sqrt(size) if scaled else 1)),
+        "mean-scaled": format_number(sharpness(weights[True]).largest_weight),
+        "mean-unscaled": format_number(sharpness(weights[False]).largest_weight),
     }
 
 
@@ -85,7 +85,8 @@ def test_the_page_opens_with_what_the_library_computed(show):
     scores = raw[0] / 8
     names = [f"key {j}" for j in range(8)]
     assert table(tab) == [
-        [name, number(s), number(w), ""] for name, s, w in zip(names, scores, softmax(scores), strict=True)
+        [name, format_number(s), format_number(w), ""]
+        for name, s, w in zip(names, scores, softmax(scores), strict=True)
     ]
     assert shown(tab) == wanted(raw, 0, 64, 8.0, True, 1.0, 1.0)
     assert tab.locator("#size").get_attribute("aria-valuetext") == "64"
@@ -117,7 +118,7 @@ def test_every_place_of_the_sliders_agrees_with_python(show, scaled):
         scores = raw[i] * SIGMAS[sigma] ** 2 / (math.sqrt(size) if scaled else 1)
         weights = softmax(scores, temperature=TEMPERATURES[warmth])
         assert [row[1:3] for row in table(tab)] == [
-            [number(s), number(w)] for s, w in zip(scores, weights, strict=True)
+            [format_number(s), format_number(w)] for s, w in zip(scores, weights, strict=True)
         ]
 
 
@@ -191,7 +192,7 @@ def test_by_keyboard_and_by_pointing_at_the_curves(show):
 def test_ones_own_query_and_key(show):
     tab = show(explore.scaling(cat.Q, cat.K, tokens=cat.tokens))
     A = regard.attention(cat.Q, cat.K)
-    assert [row[2] for row in table(tab)] == [number(w) for w in A[0]]
+    assert [row[2] for row in table(tab)] == [format_number(w) for w in A[0]]
     for i in range(5):
         tab.locator("#query").select_option(cat.tokens[i])
         for place, size in enumerate([1, 2, 3, 4]):
@@ -201,7 +202,7 @@ def test_ones_own_query_and_key(show):
             assert shown(tab) == wanted(raw, i, size, predicted, True, 1.0, 1.0)
             steps = regard.attention(cat.Q[:, :size], cat.K[:, :size]).explain(i)
             assert [row[1:3] for row in table(tab)] == [
-                [number(s), number(w)] for s, w in zip(steps.scores, steps.weights, strict=True)
+                [format_number(s), format_number(w)] for s, w in zip(steps.scores, steps.weights, strict=True)
             ]
 
 
@@ -218,7 +219,7 @@ def test_one_key_one_entry_and_what_is_not_finite(show):
 
 
 def test_hostile_tokens_are_shown_as_text(show):
-    names = [printable(token) for token in HOSTILE]
+    names = [escape_unprintable(token) for token in HOSTILE]
     numbers = np.eye(len(HOSTILE))
     for page in (explore.scaling(tokens=HOSTILE), explore.scaling(numbers, numbers, tokens=HOSTILE)):
         tab = show(page)

@@ -12,7 +12,7 @@ from regard import alibi, attention, bias, causal, document, first, padding, sli
 from regard.errors import ArgumentError
 from regard.pages import html
 from regard.pages.payload import carried
-from regard.render.text import number, printable
+from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, faults, pace
 
 LOWER = {"align": "lower_right"}
@@ -104,14 +104,14 @@ def check(shown: str, weight: float, relative: float) -> None:
 def test_hostile_tokens_are_text(show):
     n = len(HOSTILE)
     tab = show(square(n).page(HOSTILE, title=HOSTILE[0]))
-    assert tab.locator("h1").text_content() == printable(HOSTILE[0])
+    assert tab.locator("h1").text_content() == escape_unprintable(HOSTILE[0])
     for i, name in enumerate(HOSTILE):
         at = go(tab, i, n - 1 - i)
-        assert at["pair"] == f"{printable(name)} → {printable(HOSTILE[n - 1 - i])}"
+        assert at["pair"] == f"{escape_unprintable(name)} → {escape_unprintable(HOSTILE[n - 1 - i])}"
         context = tab.locator(".reading-card dd").first.text_content()
-        assert printable(name) in context
+        assert escape_unprintable(name) in context
     tab.locator(".strongest li").first.wait_for()
-    names = {printable(name) for name in HOSTILE}
+    names = {escape_unprintable(name) for name in HOSTILE}
     assert set(tab.locator(".strongest .name").all_text_contents()) <= names
     assert tab.locator("img, script:not([type])").count() == 0
 
@@ -141,7 +141,7 @@ def test_a_notebook_shows_it_in_a_sandbox(browser):
     tab.set_content(f"<!DOCTYPE html><title>notebook</title>{square().page(tokens(40))._repr_html_()}")
     frame = tab.frame_locator("iframe")
     assert settled(frame) == "Every weight of this view has a cell of its own."
-    assert go(frame, 3, 4)["weight"] == number(float(square()[3, 4]))
+    assert go(frame, 3, 4)["weight"] == format_number(float(square()[3, 4]))
     tab.wait_for_timeout(400)  # when the address would be written
     assert tab.locator("iframe").get_attribute("sandbox") == "allow-scripts" and said == []
     assert len(tab.workers) == 1

@@ -19,7 +19,7 @@ import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.lens import page_data  # noqa: E402
 from regard.pages import model_page as _page  # noqa: E402
-from regard.render.text import printable  # noqa: E402
+from regard.render.text import escape_unprintable  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 CAT = "The cat sat on the mat because it was tired."
@@ -612,12 +612,12 @@ def test_hostile_tokens_are_text(show):
     tab = show(page)
     assert tab.title() == HOSTILE[0] == tab.locator("h1").text_content()
     for text in (*HOSTILE, "<b>"):
-        found = look(tab, printable(text), printable(text))
-        assert len(found) == 8 and printable(text) in found[0]["text"]
+        found = look(tab, escape_unprintable(text), escape_unprintable(text))
+        assert len(found) == 8 and escape_unprintable(text) in found[0]["text"]
     tab.locator(".hit").first.click()
     tab.get_by_role("radio", name="Lines").check()
     shown = tab.locator(".side0 .end bdi").all_text_contents()
-    assert shown == [printable(text) for text in tokens]
+    assert shown == [escape_unprintable(text) for text in tokens]
     assert tab.locator("#app script, #app img, #app b:has-text('Ġ')").count() == 0
     tab.evaluate("location.hash = 'from=%3Ciframe srcdoc=x onload=alert(1)%3E&to=%3Cscript%3E'")
     tab.locator("#results[data-ready]").wait_for(state="attached")

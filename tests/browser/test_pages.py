@@ -14,7 +14,7 @@ import pytest
 import regard
 from regard import explore
 from regard.pages import html
-from regard.render.text import number
+from regard.render.text import format_number
 from tests.helpers.pages import EXPLORERS, HOSTILE, faults, rows_of_scores
 
 ASSETS = Path(html.__file__).parent / "assets"
@@ -144,7 +144,7 @@ def in_javascript() -> str:
 
 def check_javascript(answer: str) -> None:
     told = json.loads(answer)
-    assert told["shown"] == [number(x) for x in shown_numbers()]
+    assert told["shown"] == [format_number(x) for x in shown_numbers()]
     for row, got in zip(rows_of_scores(), told["softmax"], strict=True):
         # A query of 1 against keys that are the scores, −inf by a mask: the library's own softmax of the row.
         key = np.array([[0.0 if x == -np.inf else x] for x in row])

@@ -20,7 +20,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
 import regard
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 from regard.survey import schema as _schema
 from regard.survey.aggregate import Ends, edges_of, gather
 from regard.survey.report import LEVELS, Report, _short
@@ -194,7 +194,7 @@ def test_the_documents_behind_a_head(tab, rows, measure):
         shown = items.evaluate_all(
             "nodes => nodes.map(n => [Number(n.dataset.value), n.querySelector('bdi').textContent])"
         )
-        assert [name for _, name in shown] == [printable(each) for each in best["document"]]
+        assert [name for _, name in shown] == [escape_unprintable(each) for each in best["document"]]
         np.testing.assert_array_equal([value for value, _ in shown], best[measure].astype(float))
 
 
@@ -218,7 +218,7 @@ def test_hostile_names_are_text(show, tmp_path):
         for place in PLACES:
             tab.locator(f".cell[data-head='{place}']").click()
             seen |= set(tab.locator("ol.documents bdi").all_text_contents())
-    assert seen >= {printable(each) for each in NAMES[:9]}
+    assert seen >= {escape_unprintable(each) for each in NAMES[:9]}
     tab.get_by_text("1 document set aside: 1 raises").click()
     assert tab.locator("#quarantine td").all_text_contents() == [HOSTILE[1], "raises", HOSTILE[0]]
     assert "<i>2</i>" in tab.locator("#head").inner_text()  # the module of the last head that was opened

@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard.learn import cat
-from regard.render.text import vector
+from regard.render.text import format_vector
 from tests.helpers.pages import faults
 
 pytest.importorskip("myst_nb")
@@ -235,7 +235,7 @@ def test_an_explorer_in_a_chapter_is_worked(site, browser):
     frame.get_by_role("radio", name="sat").check()
     frame.get_by_role("button", name="Aggregate").click()
     output = regard.attention(cat.Q, cat.K)[2] @ cat.V
-    assert frame.locator("#formula").text_content() == f"output = {vector(output)}"
+    assert frame.locator("#formula").text_content() == f"output = {format_vector(output)}"
     context.close()
 
 

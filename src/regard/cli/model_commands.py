@@ -15,7 +15,7 @@ from regard.cli.files import text_of
 from regard.cli.output import NUMBER, Out, styled
 from regard.errors import ArgumentError
 from regard.models.loading import LoadedModel, Text, load
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 SHOWN = 20
 BY = (
@@ -66,7 +66,9 @@ def look(out: Out, asked: Asked, output: Path, show: bool) -> int:
     with out.busy("Making the page"):
         # A page is mailed: of a folder's path it tells the end only.
         name = "/".join(Path(asked.model).parts[-2:]).strip("/")
-        page = ran.recording.page(ran.text.tokens, title=f"{printable(name)} on {len(ran.text):,} tokens")
+        page = ran.recording.page(
+            ran.text.tokens, title=f"{escape_unprintable(name)} on {len(ran.text):,} tokens"
+        )
     written(out, page, output, show, ran.record)
     return 0
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 NUMBER = "cyan"
 
@@ -58,7 +58,11 @@ class Out:
             style, last = f"bold {NUMBER}" if name and name == bold else "", i == len(columns) - 1
             justify = "left" if texts else "right"
             made.add_column(
-                Text(printable(name)), justify=justify, style=style, no_wrap=not last, overflow="fold"
+                Text(escape_unprintable(name)),
+                justify=justify,
+                style=style,
+                no_wrap=not last,
+                overflow="fold",
             )
         for row in rows:
             made.add_row(*(Text(cell(each)) for each in row))
@@ -85,7 +89,7 @@ class Out:
 
     def note(self, text: str) -> None:
         """A sentence beside the result, which is always told."""
-        console_of(stderr=True).print(Text(f"note: {printable(text)}", "yellow"), soft_wrap=True)
+        console_of(stderr=True).print(Text(f"note: {escape_unprintable(text)}", "yellow"), soft_wrap=True)
 
     def aside(self, text: Text) -> None:
         """What people like to know and scripts do not."""
@@ -104,7 +108,7 @@ class Out:
         shown = console.is_terminal and self.for_people
         columns = TextColumn("{task.description}", markup=False), _Bar(bar_width=30), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-            task = progress.add_task(printable(words), total=total, done=done)
+            task = progress.add_task(escape_unprintable(words), total=total, done=done)
             yield lambda: progress.advance(task)
 
 
@@ -134,12 +138,12 @@ def console_of(stderr: bool = False) -> Console:
 def styled(*parts: str | tuple[str, str]) -> Text:
     """One line of texts, each with its style or without; what is not printable is escaped."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-    return Text.assemble(*((printable(text), style) for text, style in pairs))
+    return Text.assemble(*((escape_unprintable(text), style) for text, style in pairs))
 
 
 def _lines(text: str) -> str:
     """Text of several lines, everything else that is not printable escaped."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
 def fail(command: str, words: str) -> None:
@@ -164,7 +168,11 @@ def cell(value: Any) -> str:
         if math.isnan(value):
             return "–"
         return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else printable(str(value))
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else escape_unprintable(str(value))
+    )
 
 
 def plain(thing: Any) -> Any:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from regard.cli.explain_commands import written
 from regard.cli.output import NUMBER, Out, console_of, styled
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 SHOWN = 5  # of the documents that were set aside
 STOPPED = 130  # as a shell tells of an interrupt
@@ -75,7 +75,7 @@ def _display(out: Out, model: str, notes: list[str]) -> Iterator[Callable[[Any],
     shown = where.is_terminal and out.for_people
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
     with Progress(*columns, console=where, transient=True, disable=not shown) as bar:
-        task = bar.add_task(printable(f"Opening {Path(model).name}"), total=None)
+        task = bar.add_task(escape_unprintable(f"Opening {Path(model).name}"), total=None)
 
         def tell(progress: Any) -> None:
             if progress.note:

@@ -115,7 +115,7 @@ class Looking:
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= 8
-        return f"{self._about()}\n{text.table(self.to_dense())}" if small else self._about()
+        return f"{self._about()}\n{text.format_matrix(self.to_dense())}" if small else self._about()
 
     def _about(self) -> str:
         """What it is, in a line."""
@@ -139,13 +139,13 @@ class Looking:
         sample = self._sample() if math.prod(self.shape) else None
         if sample is None and math.prod(self.shape):
             closing = (
-                "Its rows are too long to be read unasked: A[row] reads one, A.coarsen(512) makes a picture."
+                "Its rows are too long to show here: A[row] reads one, A.coarsen(512) makes a picture."
             )
-        return notebook.matrix(self._about(), sample, closing)
+        return notebook.render_matrix(self._about(), sample, closing)
 
     def _sample(self) -> Any:
         """SoftmaxStats of the first head for `view.notebook`; None where already one would be too much."""
-        from regard.render.notebook import Sample
+        from regard.render.notebook import WeightSample
 
         q_len, kv_len = self.shape[-2:]
         head_dim = max(1, self._problem.query.shape[-1])
@@ -167,7 +167,7 @@ class Looking:
                 f"{kept[0].upper()}{kept[1:]}. Each number is the share of its row's weight on the keys from its "
                 "column's up to the next column's."
             )
-        hidden = np.logical_and.reduceat(scores == -np.inf, starts, axis=-1)
-        words += " – is hidden." if hidden.any() else ""
+        masked = np.logical_and.reduceat(scores == -np.inf, starts, axis=-1)
+        words += " – marks masked keys." if masked.any() else ""
         numbers = np.add.reduceat(weights.astype(np.float64), starts, axis=-1)
-        return Sample(part._problem.positions.tolist(), starts.tolist(), numbers, hidden, words)
+        return WeightSample(part._problem.positions.tolist(), starts.tolist(), numbers, masked, words)

@@ -11,7 +11,8 @@ import numpy as np
 from regard.core.block_loop import init_online_softmax, make_finite, update_online_softmax
 from regard.core.problem import Problem
 from regard.errors import ArgumentError
-from regard.render import text
+from regard.render.explanation import format_explanation
+from regard.render.text import escape_unprintable
 from regard.types import Array
 
 __all__ = ["Explanation", "explain"]
@@ -74,7 +75,7 @@ class Explanation:
         return None if contributions is None else contributions.sum(0)
 
     def __str__(self) -> str:
-        return text.trace(self)
+        return format_explanation(self)
 
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.weights)} keys, print() shows the four steps>"
@@ -82,7 +83,7 @@ class Explanation:
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        return notebook.steps(self)
+        return notebook.render_explanation(self)
 
 
 def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[str] | None) -> Explanation:
@@ -99,7 +100,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
     q_idx = int(problem.positions[row])
     label = f"query {q_idx}"
     if tokens is not None and problem.frame.q_len == kv_len:
-        label += f' "{text.printable(str(tokens[q_idx]))}"'
+        label += f' "{escape_unprintable(str(tokens[q_idx]))}"'
     every, only = np.arange(kv_len), np.array([row])
     query = engine.take(problem.query, problem.query_index, only, problem.dtype)[0, 0]
     key = engine.take(problem.key, problem.key_index, every, problem.dtype)[0]

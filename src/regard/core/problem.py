@@ -155,7 +155,7 @@ class Problem:
 
     def describe(self) -> list[str]:
         """Describe the operations on the products of query and key, one phrase each."""
-        return [f"scale {text.number(self.scale)}", *map(repr, self.score_mods)]
+        return [f"scale {text.format_number(self.scale)}", *map(repr, self.score_mods)]
 
     # Parts and tiles
 

@@ -12,7 +12,7 @@ from regard.explore.tracer import Run, record
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
 from regard.pages.html import Page, page
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 OPERATION = "explore.code"
 
@@ -53,10 +53,15 @@ def code(
         "Line by line",
         "code.js",
         {
-            "name": printable(run.name),
-            "listings": [[printable(each.name), _lines(each)] for each in shown],
+            "name": escape_unprintable(run.name),
+            "listings": [[escape_unprintable(each.name), _lines(each)] for each in shown],
             "functions": [
-                {"name": printable(each.name), "place": place[i], "ends": each.ends, "notes": said[i]}
+                {
+                    "name": escape_unprintable(each.name),
+                    "place": place[i],
+                    "ends": each.ends,
+                    "notes": said[i],
+                }
                 for i, each in enumerate(run.listings)
             ],
             "values": run.values,
@@ -89,12 +94,15 @@ def _shown(listings: list[Listing]) -> tuple[list[Listing], list[int]]:
 
 def _lines(listing: Listing) -> list[list[Any]]:
     text = textwrap.dedent("\n".join(line.expandtabs() for line in listing.lines.values()))
-    return [[number, printable(line)] for number, line in zip(listing.lines, text.split("\n"), strict=True)]
+    return [
+        [number, escape_unprintable(line)]
+        for number, line in zip(listing.lines, text.split("\n"), strict=True)
+    ]
 
 
 def _said(run: Run, notes: Mapping[int | str, str]) -> list[dict[int, str]]:
     """What is said of each line of each listing: the reader's notes, its comments, or what it calls."""
-    said = [{line: printable(text) for line, text in each.notes.items()} for each in run.listings]
+    said = [{line: escape_unprintable(text) for line, text in each.notes.items()} for each in run.listings]
     for step, following in zip(run.steps, run.steps[1:], strict=False):
         called = run.listings[following.listing]
         if step.kind == "call" and following.kind == "enter" and called.line in called.notes:
@@ -114,5 +122,5 @@ def _said(run: Run, notes: Mapping[int | str, str]) -> list[dict[int, str]]:
                 hint="Lines have the numbers of their file; docstrings are not shown.",
             )
         for i, line in found:
-            said[i][line] = printable(text)
+            said[i][line] = escape_unprintable(text)
     return said

@@ -14,7 +14,7 @@ from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError
 from regard.learn.examples import cat
 from regard.masks import Mask
-from regard.render.text import number, printable
+from regard.render.text import escape_unprintable, format_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,11 @@ def given(
             expected=f"{kv_len}, one for each key",
             hint="Tokens name the keys; queries share them where there are as many.",
         )
-    names = [f"key {j}" for j in range(kv_len)] if tokens is None else [printable(str(t)) for t in tokens]
+    names = (
+        [f"key {j}" for j in range(kv_len)]
+        if tokens is None
+        else [escape_unprintable(str(t)) for t in tokens]
+    )
     same = tokens is not None and q_len == kv_len
     queries = names if same else [f"query {i}" for i in range(q_len)]
     return Given(matrix, np.shape(query)[1], value, names, queries, tokens is not None)
@@ -88,5 +92,8 @@ def check_size(operation: str, size: int, most: int, unit: str, hint: str) -> No
     """Refuse what would make a page nobody can load or read."""
     if size > most:
         raise ArgumentError(
-            operation, received=f"{number(size)} {unit}", expected=f"at most {number(most)}", hint=hint
+            operation,
+            received=f"{format_number(size)} {unit}",
+            expected=f"at most {format_number(most)}",
+            hint=hint,
         )

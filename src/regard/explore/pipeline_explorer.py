@@ -11,7 +11,7 @@ from regard.core.explanation import Explanation
 from regard.explore.inputs import check_size, given
 from regard.masks import Mask, causal
 from regard.pages.html import Page, page
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 MOST_NUMBERS = 12_000  # keeps the page below 300 kB
 
@@ -56,7 +56,7 @@ def pipeline(
             "queries": it.queries,
             "shape": it.shape,
             "scale": shared.scale,
-            "masks": [printable(mask) for mask in shared.masks],
+            "masks": [escape_unprintable(mask) for mask in shared.masks],
             "key": shared.key,
             "value": shared.value,
             "causal": _causal(steps) if q_len == kv_len else None,

@@ -14,7 +14,7 @@ from regard.learn.softmax_alternatives import softmax, softmax_jacobian
 from regard.learn.validation import Floats
 from regard.learn.variance import Sharpness, VarianceRow, sharpness, variance_row
 from regard.pages.html import Page, packed, page
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 from regard.types import Array
 
 MOST_SCORES = 40_000  # keeps the page below 300 kB
@@ -144,7 +144,7 @@ def _names(tokens: Sequence[str]) -> list[str]:
             expected="at least one, or None for eight keys",
             hint="Each token names a key, and a query needs one to attend to.",
         )
-    return [printable(str(token)) for token in tokens]
+    return [escape_unprintable(str(token)) for token in tokens]
 
 
 def _check_scores(count: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 ROWS, COLUMNS = 8, 8  # the entries shown of an array; of more, the last gives way to an ellipsis
 PARTS = 16
@@ -140,5 +140,5 @@ def _name(kind: type) -> str:
 
 
 def _short(text: str) -> str:
-    text = printable(text[: LETTERS + 1])
+    text = escape_unprintable(text[: LETTERS + 1])
     return text if len(text) <= LETTERS else text[: LETTERS - 1] + "…"

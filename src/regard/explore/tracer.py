@@ -15,7 +15,7 @@ from typing import Any
 from regard.errors import ArgumentError, describe_argument
 from regard.explore.snapshot import kept
 from regard.explore.source import Listing, Loop, listing
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 MOST_STEPS = 2000
 MOST_CHARACTERS = 1_500_000  # of values, told apart
@@ -159,7 +159,7 @@ class Recorder:
         if state.line is None:
             state.line = frame.f_lineno
         now = {
-            printable(name): self._number(value)
+            escape_unprintable(name): self._number(value)
             for name, value in frame.f_locals.items()
             if not name.startswith((".", "@"))
         }
@@ -231,7 +231,7 @@ def _told(error: BaseException) -> str:
     except Exception:  # an error of the reader's own may do anything
         words = ""
     name = type(error).__name__
-    return printable(f"{name}: {words[:500]}" if words else name)
+    return escape_unprintable(f"{name}: {words[:500]}" if words else name)
 
 
 def record(operation: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:

@@ -137,7 +137,7 @@ class Recording(Asked):
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        shown = list(self._runs.items())[: notebook.SHOWN]
+        shown = list(self._runs.items())[: notebook.MAX_ROWS]
         rows = [
             [
                 str(number),
@@ -156,7 +156,7 @@ class Recording(Asked):
             )
         names = ["layer", "module", "shape", "kernel", "bytes"]
         left = [False, True, True, True, False]
-        return notebook.listing(self._about(), names, rows if rows else [], left, closing)
+        return notebook.render_table(self._about(), names, rows if rows else [], left, closing)
 
 
 def _shapes(runs: list[Run]) -> str:

@@ -118,12 +118,12 @@ class Table(list[dict[str, Any]]):
         from regard.render import notebook
 
         if not self:
-            return notebook.listing("(no rows)", [], [], [])
-        rows = ([_format_value(value) for value in row.values()] for row in self[: notebook.SHOWN])
+            return notebook.render_table("(no rows)", [], [], [])
+        rows = ([_format_value(value) for value in row.values()] for row in self[: notebook.MAX_ROWS])
         is_text = [isinstance(value, str) for value in self[0].values()]
-        more = len(self) - notebook.SHOWN
+        more = len(self) - notebook.MAX_ROWS
         closing = f"… and {more:,} more rows" if more > 0 else ""
-        return notebook.listing("", self.columns, rows, is_text, closing)
+        return notebook.render_table("", self.columns, rows, is_text, closing)
 
 
 def _format_value(value: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from regard.errors import ArgumentError
 from regard.pages.html import Page, page
 from regard.pages.payload import carried
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 # Cells of the overview along an edge.
 EDGE = 1024
@@ -41,14 +41,14 @@ def deep_map(
     more = [*problem.describe(), *([f"mask {problem.mask}"] if problem.mask is not None else [])]
     more += ["sink"] if problem.sink is not None else []
     record = {
-        "title": printable(title),
+        "title": escape_unprintable(title),
         "tokens": names,
         "queries": queries,
         "words": f"{words}; {', '.join(more)}. Made by regard.",
         "overview": overview,
         "matrix": made.record,
     }
-    return page(printable(title), "deep.js", record)
+    return page(escape_unprintable(title), "deep.js", record)
 
 
 def _names(tokens: Sequence[str] | None, count: int, name: str, one: str) -> list[str] | None:
@@ -62,4 +62,4 @@ def _names(tokens: Sequence[str] | None, count: int, name: str, one: str) -> lis
             expected=f"{count}, one for each {one}",
             hint="Tokens name the keys; queries share them where they are the same sequence.",
         )
-    return [printable(str(token)) for token in tokens]
+    return [escape_unprintable(str(token)) for token in tokens]

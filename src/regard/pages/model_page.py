@@ -14,7 +14,7 @@ from regard.errors import RegardError
 from regard.pages.html import Page, embedded, page
 from regard.pages.parts import Part, covered, levels
 from regard.pages.payload import Carried, Error, carried
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 if TYPE_CHECKING:
     from regard.core.matrix import AttentionMatrix
@@ -112,7 +112,7 @@ def model_page(
         }
         for layer in layers
     ]
-    name = printable(title)
+    name = escape_unprintable(title)
     record: dict[str, Any] = {
         "title": name,
         "lead": _lead(layers),
@@ -141,7 +141,7 @@ def _place(tokens: list[Any] | None, known: dict[tuple[str, ...], int]) -> int |
     """Return the index of these tokens among the texts of the page; layers share texts."""
     if tokens is None:
         return None
-    return known.setdefault(tuple(printable(str(token)) for token in tokens), len(known))
+    return known.setdefault(tuple(escape_unprintable(str(token)) for token in tokens), len(known))
 
 
 def _kinds(names: list[str]) -> dict[str, str]:

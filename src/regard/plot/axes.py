@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 
 # Those of the pages. One hue from light to dark, and orange beside blue: told apart by everybody, and in grey.
 COOL, HOT, BLUE, ORANGE, INK, SOFT, LINE, VEIL = (
@@ -59,7 +59,7 @@ def literal(token: Any) -> str:
     ('a\\n', '$x$', '␣', 'yyyyyyyyyyyyyyyyyyyyyyy…')
     """
     shown = str(token)[: LETTERS + 1]
-    shown = printable(shown if len(shown) <= LETTERS else shown[: LETTERS - 1] + "…")
+    shown = escape_unprintable(shown if len(shown) <= LETTERS else shown[: LETTERS - 1] + "…")
     return shown if shown.strip(" ") else shown.replace(" ", "␣")
 
 

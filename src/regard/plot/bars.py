@@ -10,7 +10,7 @@ import numpy as np
 from regard.core.matrix import AttentionMatrix
 from regard.plot.axes import BLUE, LINE, LITERAL, SOFT, axes, check_axes, label, literal, named
 from regard.plot.maps import check
-from regard.render.text import number
+from regard.render.text import format_number
 
 
 def row(
@@ -62,7 +62,7 @@ def row(
     bars = ax.barh(range(len(names)), lengths, **{"color": colours, "height": 0.75} | barh)
     ax.bar_label(
         bars,
-        [note or number(length) for note, length in zip(notes, lengths, strict=True)],
+        [note or format_number(length) for note, length in zip(notes, lengths, strict=True)],
         padding=3,
         color=SOFT,
     )

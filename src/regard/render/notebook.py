@@ -1,7 +1,7 @@
-"""What a notebook shows: plain records in, HTML out that needs no script and no style sheet.
+"""Render results as HTML for a notebook, without a script and without a style sheet.
 
-Every text is escaped where it enters. Text keeps the notebook's own colour; what is coloured is a background that lets
-the notebook's shine through, so that light and dark both read well. Where styles are taken away, the numbers stand.
+Every text is escaped where it enters the HTML. Text keeps the notebook's own colour, and colours are translucent
+backgrounds, so both light and dark themes are readable. The numbers stay readable where a viewer drops inline styles.
 """
 
 from __future__ import annotations
@@ -9,162 +9,216 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from regard.render import text
+from regard.render.explanation import explanation_steps, format_heading
+from regard.render.text import escape_unprintable
 from regard.types import Array
 
-# The blue of the pages, between their light and their dark one; at its strongest, text of either kind reads on it.
-BLUE, STRONGEST = "74, 134, 216", 0.55
-MARKS = {"error": "#d9480f", "warning": "#b58900", "note": "#4a86d8"}
-LETTERS = 200  # of a text in a cell; a token may be a whole book
-SHOWN = 50  # rows of a table, findings of a list
+if TYPE_CHECKING:
+    from regard.core.explanation import Explanation
+
+# A blue between that of the light and of the dark pages; at MAX_OPACITY, text of either theme is readable on it.
+BLUE, MAX_OPACITY = "74, 134, 216", 0.55
+SEVERITY_COLORS = {"error": "#d9480f", "warning": "#b58900", "note": "#4a86d8"}
+MAX_CHARS = 200  # of a text in a cell; a token may be a whole book
+MAX_ROWS = 50  # rows of a table, findings of a list
+
+_CELL_STYLE = "padding: 0.15em 0.6em; white-space: nowrap"
 
 
-class Sample(NamedTuple):
-    """Weights to be shown: `numbers` (rows, columns), `hidden` where no key is seen, and the positions of both."""
+class WeightSample(NamedTuple):
+    """Weights of some rows of a matrix, to be shown as a table.
+
+    `numbers` and `masked` have shape `(rows, columns)`; `q_idx` and `kv_idx` are the positions of rows and columns;
+    `caption` says what was sampled.
+    """
 
     q_idx: Sequence[int]
     kv_idx: Sequence[int]
     numbers: Array
-    hidden: Array
-    words: str
+    masked: Array
+    caption: str
 
 
-class Item(NamedTuple):
-    """One finding: its severity, a heading, a sentence, and named lines below it."""
+class FindingItem(NamedTuple):
+    """A finding to be shown: its severity, a heading, a sentence, and named lines below it."""
 
     severity: str
     heading: str
-    what: str
+    message: str
     lines: dict[str, str]
 
 
-def matrix(about: str, sample: Sample | None, closing: str = "") -> str:
-    """A matrix: what it is, and some of its weights as a coloured table.
+def render_matrix(description: str, sample: WeightSample | None, closing: str = "") -> str:
+    """Return a matrix as its description and a coloured table of some of its weights.
 
-    >>> sample = Sample([0], [0, 1], np.array([[0.75, 0.25]]), np.zeros((1, 2), bool), "All weights.")
-    >>> html = matrix("a matrix of (1, 2)", sample)
+    >>> sample = WeightSample([0], [0, 1], np.array([[0.75, 0.25]]), np.zeros((1, 2), bool), "All weights.")
+    >>> html = render_matrix("a matrix of (1, 2)", sample)
     >>> "0.7500</td>" in html, "<script" in html
     (True, False)
+
+    Args:
+        description: One line about the matrix.
+        sample: The weights to show. Default: none.
+        closing: A sentence below the table.
+
+    Returns:
+        HTML.
     """
-    parts = [paragraph(about, strong=True)]
+    parts = [_paragraph(description, strong=True)]
     if sample is not None:
         with np.errstate(invalid="ignore"):
             largest = float(np.nanmax(sample.numbers, initial=0.0, where=np.isfinite(sample.numbers)))
-        names = ["query \\ key", *(f"{j:,}" for j in sample.kv_idx)]
+        headers = ["query \\ key", *(f"{j:,}" for j in sample.kv_idx)]
         rows = []
-        for i, numbers, hidden in zip(sample.q_idx, sample.numbers, sample.hidden, strict=True):
-            cells = [_weight(float(x), largest, bool(h)) for x, h in zip(numbers, hidden, strict=True)]
-            rows.append([_name(f"{i:,}"), *cells])
-        parts += [paragraph(sample.words), table(names, rows)]
-    return _whole(*parts, paragraph(closing) if closing else "")
+        for i, numbers, masked in zip(sample.q_idx, sample.numbers, sample.masked, strict=True):
+            cells = [_weight_cell(float(x), largest, bool(m)) for x, m in zip(numbers, masked, strict=True)]
+            rows.append([_row_header(f"{i:,}"), *cells])
+        parts += [_paragraph(sample.caption), _table(headers, rows)]
+    return _box(*parts, _paragraph(closing) if closing else "")
 
 
-def steps(explanation: Any) -> str:
-    """One query's four steps, each a table; of a long row the top keys."""
-    parts = [paragraph(text.heading(explanation), strong=True)]
-    for step in text.four_steps(explanation):
+def render_explanation(explanation: Explanation) -> str:
+    """Return the four steps of one query, each as a table.
+
+    Args:
+        explanation: The numbers of the steps. Of a long row only the keys with the largest weights are listed.
+
+    Returns:
+        HTML.
+    """
+    parts = [_paragraph(format_heading(explanation), strong=True)]
+    for step in explanation_steps(explanation):
         rows = []
         for n, (name, *cells) in enumerate(step.rows):
-            row = [_name(name), *map(_cell, cells)]
-            rows.append([*row, _bar(step.shares[n])] if step.shares else row)
-        names = [*step.columns, *(["share"] if step.shares else [])]
-        left = [name in ("key", "share") for name in names]
-        parts += [paragraph(step.title), table(names, rows, left)]
-        parts += [paragraph(step.closing, strong=True)] if step.closing else []
-    return _whole(*parts)
+            row = [_row_header(name), *map(_cell, cells)]
+            rows.append([*row, _bar_cell(step.shares[n])] if step.shares else row)
+        headers = [*step.columns, *(["share"] if step.shares else [])]
+        align_left = [name in ("key", "share") for name in headers]
+        parts += [_paragraph(step.title), _table(headers, rows, align_left)]
+        parts += [_paragraph(step.closing, strong=True)] if step.closing else []
+    return _box(*parts)
 
 
-def listing(
-    about: str, names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[bool], closing: str = ""
+def render_table(
+    description: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    align_left: Sequence[bool],
+    closing: str = "",
 ) -> str:
-    """Rows of texts under their names, columns flush left or right; the caller bounds how many."""
-    cells = [[_cell(words, flush) for words, flush in zip(row, left, strict=True)] for row in rows]
-    shown = table(names, cells, left)
-    return _whole(
-        paragraph(about, strong=True) if about else "", shown, paragraph(closing) if closing else ""
+    """Return rows of texts as a table.
+
+    Args:
+        description: A line above the table, or an empty string.
+        headers: Names of the columns.
+        rows: The texts of the cells. The caller limits their number.
+        align_left: For each column, whether its cells are aligned left; the others are aligned right.
+        closing: A sentence below the table.
+
+    Returns:
+        HTML.
+    """
+    cells = [[_cell(text, left) for text, left in zip(row, align_left, strict=True)] for row in rows]
+    table = _table(headers, cells, align_left)
+    return _box(
+        _paragraph(description, strong=True) if description else "",
+        table,
+        _paragraph(closing) if closing else "",
     )
 
 
-def findings(summary: str, items: Sequence[Item], more: int = 0) -> str:
-    """Findings one below the other, each with a mark of its severity; the word says it too.
+def render_findings(summary: str, items: Sequence[FindingItem], more: int = 0) -> str:
+    """Return a list of findings, each with its severity as a word and as a colour.
 
-    >>> "severe" in findings("1 error", [Item("error", "mask", "It is <b>severe</b>.", {"hint": "Turn it round."})])
+    >>> item = FindingItem("error", "mask", "It is <b>severe</b>.", {"hint": "Invert the mask."})
+    >>> "severe" in render_findings("1 error", [item])
     True
+
+    Args:
+        summary: A line above the list, or an empty string.
+        items: The findings to show.
+        more: Number of findings that are left out.
+
+    Returns:
+        HTML.
     """
     blocks = []
     for item in items:
         lines = "".join(
-            f'<div><span style="opacity: 0.8">{_text(name)}:</span> {_text(line)}</div>'
+            f'<div><span style="opacity: 0.8">{_escape(name)}:</span> {_escape(line)}</div>'
             for name, line in item.lines.items()
         )
+        color = SEVERITY_COLORS[item.severity]
         blocks.append(
-            f'<li style="border-left: 4px solid {MARKS[item.severity]}; padding: 0 0 0 0.8em; margin: 0.8em 0">'
-            f"<div><strong>{_text(item.severity)}: {_text(item.heading)}</strong></div>"
-            f"<div>{_text(item.what)}</div>{lines}</li>"
+            f'<li style="border-left: 4px solid {color}; padding: 0 0 0 0.8em; margin: 0.8em 0">'
+            f"<div><strong>{_escape(item.severity)}: {_escape(item.heading)}</strong></div>"
+            f"<div>{_escape(item.message)}</div>{lines}</li>"
         )
-    shown = f'<ul style="list-style: none; margin: 0; padding: 0">{"".join(blocks)}</ul>' if blocks else ""
-    rest = paragraph(f"… and {more:,} more; print() shows them all.") if more else ""
-    return _whole(paragraph(summary, strong=True) if summary else "", shown, rest)
+    listing = f'<ul style="list-style: none; margin: 0; padding: 0">{"".join(blocks)}</ul>' if blocks else ""
+    rest = _paragraph(f"… and {more:,} more; print() shows all of them.") if more else ""
+    return _box(_paragraph(summary, strong=True) if summary else "", listing, rest)
 
 
-def paragraph(words: str, *, strong: bool = False) -> str:
-    """A paragraph of text."""
-    inner = f"<strong>{_text(words, 10 * LETTERS)}</strong>" if strong else _text(words, 10 * LETTERS)
-    return f'<p style="margin: 0.6em 0 0.3em">{inner}</p>'
+def _paragraph(text: str, *, strong: bool = False) -> str:
+    inner = _escape(text, 10 * MAX_CHARS)
+    return f'<p style="margin: 0.6em 0 0.3em">{f"<strong>{inner}</strong>" if strong else inner}</p>'
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[bool] | None = None) -> str:
-    """A table of cells that are HTML already, under names that are not; without `left` only the first is."""
-    left = [n == 0 for n in range(len(names))] if left is None else left
+def _table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], align_left: Sequence[bool] | None = None
+) -> str:
+    """Return a table of cells that are HTML already; headers are escaped here. Default: align column 0 left."""
+    align_left = [n == 0 for n in range(len(headers))] if align_left is None else align_left
     style = "border-collapse: collapse; margin: 0; table-layout: auto; font-variant-numeric: tabular-nums; width: auto"
     head = "".join(
-        f'<th scope="col" style="text-align: {_SIDES[flush]}; {_PADDED}; font-weight: 600">{_text(name)}</th>'
-        for name, flush in zip(names, left, strict=True)
+        f'<th scope="col" style="text-align: {_side(left)}; {_CELL_STYLE}; font-weight: 600">{_escape(name)}</th>'
+        for name, left in zip(headers, align_left, strict=True)
     )
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-_PADDED = "padding: 0.15em 0.6em; white-space: nowrap"
-_SIDES = {True: "left", False: "right"}
+def _side(left: bool) -> str:
+    return "left" if left else "right"
 
 
-def _whole(*parts: str) -> str:
+def _box(*parts: str) -> str:
     # A table that is wider than the page scrolls in its own box, which the keyboard can reach.
     return (
         f'<div class="regard" tabindex="0" style="line-height: 1.4; overflow-x: auto">{"".join(parts)}</div>'
     )
 
 
-def _text(words: str, most: int = LETTERS) -> str:
-    """Text as HTML: control characters written out, nothing left that could be markup."""
-    shown = text.printable(words[: most + 1])
-    return escape(shown if len(words) <= most else shown[:most] + "…")
+def _escape(text: str, max_chars: int = MAX_CHARS) -> str:
+    """Return text as HTML without markup and control characters, cut to a length."""
+    shown = escape_unprintable(text[: max_chars + 1])
+    return escape(shown if len(text) <= max_chars else shown[:max_chars] + "…")
 
 
-def _name(words: str) -> str:
-    return f'<th scope="row" style="text-align: left; {_PADDED}; font-weight: 600"><bdi>{_text(words)}</bdi></th>'
+def _row_header(text: str) -> str:
+    style = f"text-align: left; {_CELL_STYLE}; font-weight: 600"
+    return f'<th scope="row" style="{style}"><bdi>{_escape(text)}</bdi></th>'
 
 
-def _cell(words: str, left: bool = False) -> str:
-    return f'<td style="text-align: {_SIDES[left]}; {_PADDED}">{_text(words)}</td>'
+def _cell(text: str, left: bool = False) -> str:
+    return f'<td style="text-align: {_side(left)}; {_CELL_STYLE}">{_escape(text)}</td>'
 
 
-def _weight(weight: float, largest: float, hidden: bool) -> str:
-    """A weight on a blue as strong as it is large beside the largest."""
-    if hidden:
-        return f'<td style="text-align: center; {_PADDED}; opacity: 0.8">–</td>'
-    strength = STRONGEST * weight / largest if largest and math.isfinite(weight) else 0.0
-    background = f"background: rgba({BLUE}, {strength:.3f})"
-    return f'<td style="text-align: right; {_PADDED}; {background}">{weight:.4f}</td>'
+def _weight_cell(weight: float, largest: float, masked: bool) -> str:
+    """Return a weight on a blue whose opacity is proportional to the weight."""
+    if masked:
+        return f'<td style="text-align: center; {_CELL_STYLE}; opacity: 0.8">–</td>'
+    opacity = MAX_OPACITY * weight / largest if largest and math.isfinite(weight) else 0.0
+    background = f"background: rgba({BLUE}, {opacity:.3f})"
+    return f'<td style="text-align: right; {_CELL_STYLE}; {background}">{weight:.4f}</td>'
 
 
-def _bar(share: float) -> str:
-    """A bar as long as the share; its number stands in the cell before it."""
+def _bar_cell(share: float) -> str:
+    """Return a bar as long as the share; the cell before it holds the number."""
     width = 100 * min(1.0, max(0.0, share)) if math.isfinite(share) else 0.0
     fill = f"height: 0.8em; width: {width:.2f}%; background: rgba({BLUE}, 0.8)"
-    return f'<td style="min-width: 14em; {_PADDED}"><div style="{fill}"></div></td>'
+    return f'<td style="min-width: 14em; {_CELL_STYLE}"><div style="{fill}"></div></td>'

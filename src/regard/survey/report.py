@@ -12,7 +12,7 @@ import numpy as np
 from regard.errors import ArgumentError
 from regard.pages.html import Page, page
 from regard.pages.parts import part
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 from regard.survey.aggregate import Ends, Gathered, edges_of, gather
 from regard.survey.schema import WINDOWS
 
@@ -191,7 +191,7 @@ class Report:
             title = f"{name} over {survey.documents:,} documents"
         known: dict[Any, int] = {}
         record = {
-            "title": printable(title),
+            "title": escape_unprintable(title),
             "about": {name: each for name, each in _about(survey).items() if name not in ("model", "corpus")},
             "layers": self.table["layer"].astype(int),
             "heads": self.table["head"].astype(int),
@@ -214,7 +214,7 @@ class Report:
             [_short(each.id), None if each.label is None else _short(each.label), each.tokens]
             for each in known
         ]
-        return page(printable(title), "report.js", record)
+        return page(escape_unprintable(title), "report.js", record)
 
     def _measures(self) -> list[str]:
         """Those that say something: a window that holds every document whole holds all weight."""
@@ -276,7 +276,7 @@ def _columns(table: Any) -> tuple[list[str], list[Any]]:
 def _modules(table: dict[str, Any]) -> list[str]:
     """The module of each layer."""
     names = dict(zip(table["layer"].astype(int).tolist(), table["module"].tolist(), strict=True))
-    return [printable(names[layer]) for layer in sorted(names)]
+    return [escape_unprintable(names[layer]) for layer in sorted(names)]
 
 
 def _about(survey: Survey) -> dict[str, Any]:
@@ -308,5 +308,5 @@ def _short(text: str) -> str:
     >>> _short("tab\t"), len(_short("long" * 100))
     ('tab\\t', 160)
     """
-    text = printable(text)
+    text = escape_unprintable(text)
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 41]}…{text[-40:]}"

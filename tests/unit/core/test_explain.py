@@ -92,8 +92,8 @@ def test_the_trace_of_the_cat() -> None:
         "   The  1 × 0.5 = 0.5",
         "   cat  2 × 0.5 = 1",
         "   sat  2 × 0.5 = 1",
-        "   on   1 × 0.5 = 0.5  hidden",
-        "   mat  1.5 × 0.5 = 0.75  hidden",
+        "   on   1 × 0.5 = 0.5  masked",
+        "   mat  1.5 × 0.5 = 0.75  masked",
         "3. Normalise: exp(score − shift 1), divided by their sum 2.6065",
         "   The  0.6065  0.2327  █████████",
         "   cat  1       0.3837  ███████████████",
@@ -145,9 +145,9 @@ def check_lines(steps: regard.Explanation, keys: list[int], name_width: int) -> 
         compare, scale, normalise = (lines[step][at][3 + name_width :] for step in "123")
         pairs = np.stack([steps.query, steps.key[j]], axis=-1).ravel()
         as_printed(numbers(compare), [*pairs, steps.raw_scores[j]])
-        hidden = steps.scores[j] == -np.inf
-        assert scale.endswith("hidden") == hidden
-        last = [steps.scores[j]] if steps.score_mods and not hidden else []
+        masked = steps.scores[j] == -np.inf
+        assert scale.endswith("masked") == masked
+        last = [steps.scores[j]] if steps.score_mods and not masked else []
         as_printed(numbers(scale), [steps.raw_scores[j], steps.scale, steps.scaled_scores[j], *last])
         as_printed(numbers(normalise), [steps.exponentials[j], steps.weights[j]])
         assert normalise.count("█") == int(40 * steps.weights[j])
@@ -250,18 +250,18 @@ def test_an_empty_row(arguments: Any) -> None:
     assert (steps.scores == -np.inf).all()
     assert steps.total == (1.0 if arguments.get("sink") == 1.0 else 0.0)
     text = str(steps)
-    assert "This query sees no key: its weights are zeros." in text and text.count("hidden") == N
+    assert "Every key is masked for this query: its weights are zeros." in text and text.count("  masked") == N
     assert "nan" not in text.lower() and sections(steps)["4"][-1] == "   output = [0, 0, 0, 0]"
 
 
-def test_what_is_hidden_does_not_reach_the_output() -> None:
+def test_masked_input_does_not_reach_the_output() -> None:
     key, value = cat.K.copy(), cat.V.copy()
     key[4], value[4] = np.nan, np.inf
     steps = regard.attention(cat.Q, key, mask=padding(4)).explain(1, value=value)
     same = regard.attention(cat.Q, cat.K[:4]).explain(1, value=cat.V[:4])
     equal(steps.weights[:4], same.weights)
     equal(steps.output, same.output)
-    assert steps.weights[4] == 0 and not steps.contributions[4].any() and str(steps).count("hidden") == 1
+    assert steps.weights[4] == 0 and not steps.contributions[4].any() and str(steps).count("masked") == 1
 
 
 # Tokens

@@ -14,7 +14,7 @@ from regard.core._looking import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
 from regard.engines.numpy import NumpyEngine
 from regard.learn import cat
 from regard.render import notebook
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 from tests.helpers.pages import HOSTILE, faults
 
 torch = pytest.importorskip("torch")
@@ -119,7 +119,7 @@ def test_a_small_matrix_shows_every_weight():
         for row in zip(A.to_dense(), allowed, strict=True)
     ]
     assert [row[1:] for row in rows] == expected
-    assert "hidden" in found.text and "hidden" not in read(matrix(5, 7)).text
+    assert "masked" in found.text and "masked" not in read(matrix(5, 7)).text
 
 
 def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
@@ -139,7 +139,7 @@ def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
 
 
 @pytest.mark.parametrize("n", [4, 40])
-def test_a_weight_of_zero_is_not_hidden(n):
+def test_a_weight_of_zero_is_not_masked(n):
     key = np.repeat([[1e4], [0.0]], n // 2, axis=0)  # what the later half gets is too small for a float
     rows = read(regard.attention(np.ones((n, 1)), key, mask=causal())).tables[0][1:]
     assert rows[-1][-1] == "0.0000" and rows[0][-1] == "–"
@@ -192,7 +192,7 @@ def test_wide_heads_and_endless_rows_are_counted_too(counted):
     endless = np.zeros((ENTRIES + 1, 1), np.float32)
     before = len(counted)
     found = read(regard.attention(endless[:1], endless))
-    assert found.tables == [] and "too long to be read unasked" in found.text
+    assert found.tables == [] and "too long to show here" in found.text
     assert len(counted) == before
 
 
@@ -257,7 +257,7 @@ def test_seen_shows_layers_and_bytes_and_at_most_so_many(recording):
     found = read(recording)
     ((head, *rows),) = found.tables
     assert head == ["layer", "module", "shape", "kernel", "bytes"]
-    assert len(rows) == notebook.SHOWN and "… and 10 more layers" in found.text
+    assert len(rows) == notebook.MAX_ROWS and "… and 10 more layers" in found.text
     assert rows[3][:3] == ["3", "layers.3.self_attn", "(batch 1, heads 2, q_len 5, kv_len 5)"]
     assert f"{recording.nbytes:,} bytes held" in found.text
     assert int(rows[0][-1].replace(",", "")) * 60 == recording.nbytes
@@ -270,8 +270,8 @@ def test_a_table_shows_its_rows_and_at_most_so_many(recording):
     table = recording.heads()
     found = read(table)
     ((head, *rows),) = found.tables
-    assert head == table.columns and len(rows) == notebook.SHOWN
-    assert f"… and {len(table) - notebook.SHOWN} more rows" in found.text
+    assert head == table.columns and len(rows) == notebook.MAX_ROWS
+    assert f"… and {len(table) - notebook.MAX_ROWS} more rows" in found.text
     assert rows[1][0] == table[1]["module"] and rows[1][4] == f"{table[1]['entropy']:.3f}"
     assert "(no rows)" in read(Table()).text
 
@@ -288,9 +288,9 @@ def test_findings_are_listed_the_gravest_first():
         assert line in found.text
     assert "error: dropout" in read(finding("error")).text
     assert "Nothing found in 1 layer." in read(Findings([], "1 layer")).text
-    many = read(Findings([finding("note", layer=n) for n in range(notebook.SHOWN + 7)]))
-    assert "… and 7 more; print() shows them all." in many.text
-    assert many.text.count("note: dropout") == notebook.SHOWN
+    many = read(Findings([finding("note", layer=n) for n in range(notebook.MAX_ROWS + 7)]))
+    assert "… and 7 more; print() shows all of them." in many.text
+    assert many.text.count("note: dropout") == notebook.MAX_ROWS
 
 
 # -- Hostile texts, and the browser -----------------------------------------------------------------------
@@ -310,7 +310,7 @@ def everything(tokens: list[str]) -> list[Any]:
 def test_hostile_texts_are_texts():
     for thing in everything(HOSTILE):
         found = read(thing)  # no tag or attribute but the house's own
-        assert all(printable(token) in found.text for token in HOSTILE)
+        assert all(escape_unprintable(token) in found.text for token in HOSTILE)
 
 
 def test_columns_names_and_masks_are_escaped_too(recording):
@@ -324,7 +324,7 @@ def test_columns_names_and_masks_are_escaped_too(recording):
 
 def test_a_long_text_is_cut():
     (row,) = read(Table([{"module": "<" * 10**6}])).tables[0][1:]
-    assert row[0] == "<" * notebook.LETTERS + "…"
+    assert row[0] == "<" * notebook.MAX_CHARS + "…"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from regard import learn
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.learn import ScaledDotProductAttention, cat, family
 from regard.positions import rope
-from regard.render.text import number, vector
+from regard.render.text import format_factor, format_number, format_vector
 from regard.score_mods import alibi_slopes, relative_bias, relative_buckets, softcap
 
 CAT = json.loads((Path(__file__).parents[2] / "data/worked_examples.json").read_text("utf-8"))["cat"]
@@ -420,13 +420,13 @@ def test_by_hand_ends_in_the_numbers_of_the_run(mechanism):
         shown = [right for name, _, right in found if name == "output"]
         if weights.ndim == 3:  # a head has its own columns, and they are joined at the end
             parts = np.split(output[row], len(weights))
-            assert shown == [vector(part) for part in parts]
-            assert str(steps).endswith(f"→ {vector(output[row])}")
+            assert shown == [format_vector(part) for part in parts]
+            assert str(steps).endswith(f"→ {format_vector(output[row])}")
         else:
-            assert set(shown) == {vector(output[row])}
+            assert set(shown) == {format_vector(output[row])}
         heads = weights[:, row] if weights.ndim == 3 else [weights[row]]
         held = row + 1 if mechanism.name == "kv_cache" else None  # a cache has no key that is yet to come
-        assert [r for n, _, r in found if n == "weights"] == [vector(head[:held]) for head in heads]
+        assert [r for n, _, r in found if n == "weights"] == [format_vector(head[:held]) for head in heads]
 
 
 @every_mechanism
@@ -436,8 +436,8 @@ def test_by_hand_begins_with_the_inputs_and_goes_on_with_what_it_found(mechanism
         heads = getattr(mechanism.make(), "heads", lambda *qkv: [x[None] for x in qkv])
         Q, K, _ = heads(mechanism.given.Q, mechanism.given.K, mechanism.given.V)
         for q, k in zip(Q[:, 0], K, strict=True):
-            terms = " + ".join(f"{number(a)}·{number(b)}" for a, b in zip(q, k[0], strict=True))
-            assert f"{terms} = {number(q @ k[0])}" in text
+            terms = " + ".join(f"{format_number(a)}·{format_factor(b)}" for a, b in zip(q, k[0], strict=True))
+            assert f"{terms} = {format_number(q @ k[0])}" in text
     found: set[str] = set()
     for name, left, right in equations(text):
         if name in ("weights", "output") and " / " in left:
@@ -473,7 +473,7 @@ def test_explain_agrees_with_the_matrix(name):
 def test_a_query_that_sees_nothing_says_so():
     steps = family.Causal(d_k=1).explain(draw(3, 1), draw(2, 1), draw(2, 1), ["a", "b"], 0)
     assert "sees nothing" in str(steps)
-    assert "This query sees no key: its weights are zeros." in str(steps)
+    assert "Every key is masked for this query: its weights are zeros." in str(steps)
     assert not steps.weights.any()
     assert not steps.output.any()
     assert "sees nothing" in str(family.Cached(d_k=1).explain(draw(3, 1), draw(2, 1), draw(2, 1), "ab", 0))
@@ -521,7 +521,7 @@ def test_the_table_has_all_fifteen():
     for line, mechanism in zip(lines[1:], family.MECHANISMS, strict=True):
         output, weights = mechanism.run()
         assert mechanism.title in line
-        assert line.endswith(vector(output[0]))
+        assert line.endswith(format_vector(output[0]))
         assert "×".join(map(str, weights.shape)) in line
     rows = table._repr_markdown_().strip().split("\n")
     assert len(rows) == 17

@@ -17,7 +17,7 @@ import regard
 from regard import ArgumentError, ArgumentTypeError, causal, learn, sliding_window
 from regard.engines.numpy import NumpyEngine
 from regard.learn import cat
-from regard.render.text import printable
+from regard.render.text import escape_unprintable
 from tests.helpers.pages import HOSTILE
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -190,7 +190,7 @@ def test_tokens_are_shown_as_they_are(tokens, kind):
             assert all("\n" not in each for each in shown)
             if kind == "svg":
                 assert b">$x$<" in page and rb">\frac{1}{2}<" in page and rb">\$y\$<" in page
-    assert [plot._axes.literal(token) for token in MATH] == [printable(token) for token in MATH]
+    assert [plot._axes.literal(token) for token in MATH] == [escape_unprintable(token) for token in MATH]
 
 
 def test_tokens_stay_literal_under_tex_settings():

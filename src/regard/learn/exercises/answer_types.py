@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from regard.errors import describe_argument
-from regard.render.text import number
+from regard.render.text import format_number
 
 
 class Unreadable(Exception):
@@ -99,13 +99,13 @@ class Numbers:
         if np.squeeze(given).shape != np.squeeze(wanted).shape:
             return f"Its shape is {given.shape}, and {wanted.shape} is asked."
         if wanted.size == 1:
-            return f"{number(given.item())} is too {'large' if given.item() > wanted.item() else 'small'}."
+            return f"{format_number(given.item())} is too {'large' if given.item() > wanted.item() else 'small'}."
         given, wanted = given.reshape(wanted.shape), wanted
         wrong = np.argwhere(~np.isclose(given, wanted, atol=self.atol, rtol=self.rtol))
         place = tuple(int(i) for i in wrong[0])
         where = ", ".join(map(str, place))
         count = "one entry is" if len(wrong) == 1 else f"{len(wrong)} of {wanted.size} entries are"
-        return f"{count} off, the first at [{where}], where {number(given[place])} came."
+        return f"{count} off, the first at [{where}], where {format_number(given[place])} came."
 
 
 @dataclass(frozen=True)

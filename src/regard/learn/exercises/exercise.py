@@ -14,7 +14,7 @@ import numpy as np
 
 from regard.errors import describe_argument
 from regard.learn.exercises.answer_types import Kind, Unreadable
-from regard.render.text import number
+from regard.render.text import format_number
 
 Answer = Mapping[str, Any]
 WIDTH = 88
@@ -201,7 +201,7 @@ def _shown(name: str, value: Any, indent: str = "  ") -> list[str]:
         return [f"{indent}{name} = {value}"]
     if value.size > 40:
         return [f"{indent}{name}: {describe_argument(value)}"]
-    rows = ["[" + ", ".join(map(number, row)) + "]" for row in np.atleast_2d(value).tolist()]
+    rows = ["[" + ", ".join(map(format_number, row)) + "]" for row in np.atleast_2d(value).tolist()]
     if value.ndim == 1:
         return [f"{indent}{name} = {rows[0]}"]
     pad = " " * len(f"{name} = [")

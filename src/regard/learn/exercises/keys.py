@@ -14,7 +14,7 @@ from regard.learn.exercises.answer_types import Numbers, Tokens, Word
 from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.exercises.four_steps import softmax
 from regard.learn.masks import create_causal_mask
-from regard.render.text import number, vector
+from regard.render.text import format_number, format_vector
 
 # -- 3. K = Q -----------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def keys_equal_queries() -> dict[str, Any]:
 def _equal_mistakes() -> list[Mistake]:
     raw = X @ X.T
     weights = _weights(X)
-    own, other = number(raw[LAST, LAST]), number(raw[LAST].max())
+    own, other = format_number(raw[LAST, LAST]), format_number(raw[LAST].max())
     reasons = {
         "a": "Scaling divides all scores of a row alike: it changes how sharp a row is, not which key wins.",
         "c": "The key that wins over t2 is t1, and it comes earlier: a causal mask does not hide it.",
@@ -102,10 +102,10 @@ def _explain_equal() -> str:
     lengths = np.linalg.norm(X, axis=-1)
     lines = [
         "No. The weights, row by row:",
-        *(f"  t{i}  {vector(row)}  most to t{row.argmax()}" for i, row in enumerate(weights)),
-        f"t2 scores {number(raw[2, 2])} with itself and {number(raw[2, 1])} with t1, since a dot product grows with "
-        f"the length of the key:",
-        f"the lengths are {vector(lengths)}.",
+        *(f"  t{i}  {format_vector(row)}  most to t{row.argmax()}" for i, row in enumerate(weights)),
+        f"t2 scores {format_number(raw[2, 2])} with itself and {format_number(raw[2, 1])} with t1, since a dot "
+        f"product grows with the length of the key:",
+        f"the lengths are {format_vector(lengths)}.",
         "Where all lengths are equal, q·k ≤ |q||k| = q·q, so nothing beats the token itself (b). The others:",
     ]
     for letter, (change, made) in CHANGES.items():
@@ -233,14 +233,15 @@ def _explain_orthogonal() -> str:
     length = answer["length"]
     grown = softmax(np.array([0.0, length**2 / 2, 0.0]))
     return (
-        f"The query is the second key: its scores are {vector(raw)}, scaled {vector(raw / 2)}.\n"
-        f"Right angles make a score 0, and exp(0) = 1, so the others still get a share: {vector(answer['weights'])}.\n"
-        f"The output is {vector(answer['output'])}.\n"
-        f"A query at right angles to every key scores 0 with each: {vector(answer['across'])}. It learns nothing, and "
-        "still gets the mean of the values.\n"
-        f"For a share of {SHARE}: e^s / (e^s + 2) = {SHARE}, so s = ln(2 · {SHARE} / {number(1 - SHARE)}) = "
-        f"{number(length**2 / 2)}, and L = √(√4 · s) = {number(length)}.\n"
-        f"Tried: with that length the weights are {vector(grown)}."
+        f"The query is the second key: its scores are {format_vector(raw)}, scaled {format_vector(raw / 2)}.\n"
+        f"Right angles make a score 0, and exp(0) = 1, so the others still get a share: "
+        f"{format_vector(answer['weights'])}.\n"
+        f"The output is {format_vector(answer['output'])}.\n"
+        f"A query at right angles to every key scores 0 with each: {format_vector(answer['across'])}. It learns "
+        "nothing, and still gets the mean of the values.\n"
+        f"For a share of {SHARE}: e^s / (e^s + 2) = {SHARE}, so s = ln(2 · {SHARE} / {format_number(1 - SHARE)}) = "
+        f"{format_number(length**2 / 2)}, and L = √(√4 · s) = {format_number(length)}.\n"
+        f"Tried: with that length the weights are {format_vector(grown)}."
     )
 
 

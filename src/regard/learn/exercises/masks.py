@@ -9,7 +9,7 @@ import numpy as np
 from regard.learn.exercises.answer_types import Table
 from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.masks import create_causal_mask, create_padding_mask
-from regard.render.text import columns
+from regard.render.table import format_table
 
 LENGTHS, MAX_LENGTH = (3, 5), 5
 PADDED = (((3, 5), 5), ((1, 4, 2), 6))  # what functions are called with
@@ -140,7 +140,7 @@ def _explain() -> str:
     last = marks(np.broadcast_to(padding[0, 0], causal.shape))
     rows = [["causal", f"padding, length {LENGTHS[0]}", "both"]]
     rows += [list(row) for row in zip(marks(causal), last, marks(both[0, 0]), strict=True)]
-    lines = columns(rows, "")
+    lines = format_table(rows, align="left").split("\n")
     return "\n".join(
         [
             "Rows are queries, columns keys, ■ is True: attend.",

@@ -11,7 +11,7 @@ from regard.learn.examples import cat
 from regard.learn.exercises.answer_types import Numbers
 from regard.learn.exercises.exercise import Exercise, Mistake, Part
 from regard.learn.exercises.four_steps import softmax
-from regard.render.text import number, vector
+from regard.render.text import format_number, format_vector
 
 # -- 2. Without scaling -------------------------------------------------------------------------------------
 
@@ -114,16 +114,16 @@ def _explain_unscaled() -> str:
     answer, scores = without_scaling(), cat.K @ cat.Q[0]
     scaled = softmax(scores / 2)
     return (
-        f'The scores of "The" are {vector(scores)}.\n'
-        f"Their softmax as they are:      {vector(answer['weights'])}\n"
-        f"… and after dividing by √4 = 2: {vector(scaled)}\n"
-        f"The largest grows from {number(scaled.max())} to {number(answer['weights'].max())}, "
-        f"{number(answer['sharper'])} times as much. That is mild, since d_k is only 4.\n"
+        f'The scores of "The" are {format_vector(scores)}.\n'
+        f"Their softmax as they are:      {format_vector(answer['weights'])}\n"
+        f"… and after dividing by √4 = 2: {format_vector(scaled)}\n"
+        f"The largest grows from {format_number(scaled.max())} to {format_number(answer['weights'].max())}, "
+        f"{format_number(answer['sharper'])} times as much. That is mild, since d_k is only 4.\n"
         f"At d_k = {WIDE} a score is a sum of {WIDE} products of variance 1: variance {WIDE}, "
-        f"spread √{WIDE} = {number(answer['spread'])}.\n"
-        f"Two keys that far apart get weights in the ratio exp({number(answer['spread'])}) = "
-        f"{number(answer['ratio'])}: one key takes all.\n"
-        f"Divided by √{WIDE}, the same two scores are 1 apart, and the ratio is e = {number(math.e)}."
+        f"spread √{WIDE} = {format_number(answer['spread'])}.\n"
+        f"Two keys that far apart get weights in the ratio exp({format_number(answer['spread'])}) = "
+        f"{format_number(answer['ratio'])}: one key takes all.\n"
+        f"Divided by √{WIDE}, the same two scores are 1 apart, and the ratio is e = {format_number(math.e)}."
     )
 
 
@@ -242,13 +242,14 @@ def _explain_variance() -> str:
     variance, scale = answer["variance"](d_k, sigma2), answer["scale"](d_k, sigma2)
     return (
         "A score is a sum of d_k products. Each product of two independent entries of mean 0 has variance σ² · σ²,\n"
-        f"and variances of independent terms add up: d_k · σ⁴ = {d_k} · {number(sigma2)}² = {number(variance)}.\n"
+        f"and variances of independent terms add up: d_k · σ⁴ = {d_k} · {format_number(sigma2)}² = "
+        f"{format_number(variance)}.\n"
         "To bring it back to 1, divide by the standard deviation, √d_k · σ²:\n"
-        f"the factor is 1 / (√{d_k} · {number(sigma2)}) = {number(scale)}.\n"
+        f"the factor is 1 / (√{d_k} · {format_number(sigma2)}) = {format_number(scale)}.\n"
         "With variance 1 on the side of the queries, a product has variance σ², and the factor is 1 / (√d_k · σ):\n"
-        f"{number(answer['keys_only'](d_k, sigma2))}.\n"
-        f"Tried on {len(scores):,} random pairs: the variance of the scores is {number(scores.var().round())}, "
-        f"after scaling {number((scores * scale).var().round(2))}."
+        f"{format_number(answer['keys_only'](d_k, sigma2))}.\n"
+        f"Tried on {len(scores):,} random pairs: the variance of the scores is {format_number(scores.var().round())}, "
+        f"after scaling {format_number((scores * scale).var().round(2))}."
     )
 
 

@@ -21,7 +21,8 @@ from regard.learn.family.masking import Causal, Masked
 from regard.learn.family.scores import ALiBi, Biased, RelativeBias, Rotary, Sink, Softcap
 from regard.learn.family.streaming import Cached, Flash, Linear
 from regard.learn.validation import Floats, as_floats
-from regard.render.text import columns, number, printable, vector
+from regard.render.table import format_table
+from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from regard.validation import check_count
 
 WIDTH = 88  # what a page of the site shows without scrolling
@@ -108,7 +109,7 @@ def explain(
         )
     hint = "It counts the queries from 0."
     query_idx = check_count(query_idx, 0, len(Q) - 1, "explain", "query_idx", "", hint)
-    names = [printable(str(token)) for token in tokens]
+    names = [escape_unprintable(str(token)) for token in tokens]
     named = f' "{names[query_idx]}"' if len(Q) == len(K) else ""
     steps, weights, output = work_out(attention, Row(Q, K, V, names, query_idx))
     return ByHand(f"Query {query_idx}{named} by hand", tuple(steps), weights, output)
@@ -139,11 +140,20 @@ def work_out(attention: ScaledDotProductAttention, of: Row) -> Worked:
     return steps, weights[of.row], output[of.row]
 
 
+def _table_lines(rows: list[list[str]]) -> tuple[str, ...]:
+    return tuple(format_table(rows, align="left", indent="   ").split("\n"))
+
+
 def compare(n: int, query: Floats, key: Floats, scores: Floats, tokens: Sequence[str]) -> Step:
     """The dot product of the query with each key."""
-    sums = [sum_of(f"{number(q)}·{number(k)}" for q, k in zip(query, row, strict=True)) for row in key]
-    lines = [[token, f"{terms} = {number(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)]
-    return Step(f"{n}. Compare the query {vector(query)} with each key", tuple(columns(lines)))
+    sums = [
+        sum_of(f"{format_number(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True))
+        for row in key
+    ]
+    lines = [
+        [token, f"{terms} = {format_number(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)
+    ]
+    return Step(f"{n}. Compare the query {format_vector(query)} with each key", _table_lines(lines))
 
 
 def scaled(attention: ScaledDotProductAttention, raw: Floats, of: Row) -> tuple[Step, Floats]:
@@ -151,23 +161,23 @@ def scaled(attention: ScaledDotProductAttention, raw: Floats, of: Row) -> tuple[
     row, width = raw[of.row], attention.d_k
     title = f"2. Scale by √{width}"
     now = ScaledDotProductAttention.scale_scores(attention, raw)[of.row]
-    lines = equation(f"{vector(row)} / √{width}", vector(now))
+    lines = equation(f"{format_vector(row)} / √{width}", format_vector(now))
     if isinstance(attention, Biased):
         title += ", add the bias"
         before, now, bias = now, attention.scale_scores(raw)[of.row], attention.bias(*raw.shape)[of.row]
         lines += bias_lines(attention, bias, of)
-        lines += equation(f"{vector(before)} + {vector(bias)}", vector(now))
+        lines += equation(f"{format_vector(before)} + {format_vector(bias)}", format_vector(now))
     if isinstance(attention, Softcap):
-        title += f", hold below {number(attention.cap)}"
+        title += f", hold below {format_number(attention.cap)}"
         before, now = now, attention.scale_scores(raw)[of.row]
-        cap = number(attention.cap)
-        lines += equation(f"{cap}·tanh({vector(before)} / {cap})", vector(now))
+        cap = format_number(attention.cap)
+        lines += equation(f"{cap}·tanh({format_vector(before)} / {cap})", format_vector(now))
     if isinstance(attention, Masked):
         title += ", hide what may not be seen"
         sees = attention.sees(*raw.shape)[of.row]
         now = np.where(sees, now, -np.inf)
         lines += [f"   sees {', '.join(t for t, s in zip(of.tokens, sees, strict=True) if s) or 'nothing'}"]
-        lines += [f"   scores = {vector(now)}"]
+        lines += [f"   scores = {format_vector(now)}"]
     return Step(title, tuple(lines)), now
 
 
@@ -175,10 +185,12 @@ def bias_lines(attention: Biased, bias: Floats, of: Row) -> list[str]:
     """Where the bias of this row comes from."""
     away = np.arange(len(of.K)) - of.position
     if isinstance(attention, ALiBi):
-        return equation(f"-{number(attention.slope)}·{vector(abs(away))}", vector(bias))
+        return equation(f"-{format_number(attention.slope)}·{format_vector(abs(away))}", format_vector(bias))
     if isinstance(attention, RelativeBias):
         buckets = attention.buckets(away)
-        return [f"   keys ahead by {vector(away)} → buckets {vector(buckets)} → bias {vector(bias)}"]
+        return [
+            f"   keys ahead by {format_vector(away)} → buckets {format_vector(buckets)} → bias {format_vector(bias)}"
+        ]
     return []
 
 
@@ -188,27 +200,33 @@ def normalise(scores: Floats, weights: Floats, sink: float | None = None) -> Ste
     everyone = scores if sink is None else np.append(scores, sink)
     shift = everyone.max(initial=-np.inf)
     if shift == -np.inf:
-        return Step(title, ("   This query sees no key: its weights are zeros.",))
+        return Step(title, ("   Every key is masked for this query: its weights are zeros.",))
     parts = np.exp(scores - shift)
-    lines = equation(f"exp({vector(scores)} − {number(shift)})", vector(parts))
-    terms = [number(part) for part in parts if part > 0]
+    lines = equation(f"exp({format_vector(scores)} − {format_number(shift)})", format_vector(parts))
+    terms = [format_number(part) for part in parts if part > 0]
     total = parts.sum()
     if sink is not None:
         title = "3. Normalise: exponentials, divided by their sum, in which the sink has its part"
         own = np.exp(sink - shift)
-        lines += equation(f"exp({number(sink)} − {number(shift)})", number(own), "sink  ")
-        terms, total = [*terms, number(own)], total + own
-    lines += equation(sum_of(terms), number(total), "sum  ")
-    lines += equation(f"{vector(parts)} / {number(total)}", vector(weights), "weights  ")
+        lines += equation(
+            f"exp({format_number(sink)} − {format_number(shift)})", format_number(own), "sink  "
+        )
+        terms, total = [*terms, format_number(own)], total + own
+    lines += equation(sum_of(terms), format_number(total), "sum  ")
+    lines += equation(f"{format_vector(parts)} / {format_number(total)}", format_vector(weights), "weights  ")
     return Step(title, tuple(lines))
 
 
 def aggregate(n: int, weights: Floats, value: Floats, output: Floats) -> Step:
     """The values, each as often as its weight says; a weight of 0 is left out."""
-    terms = [f"{number(w)}·{vector(v)}" for w, v in zip(weights, value, strict=True) if w != 0]
+    terms = [f"{format_number(w)}·{format_vector(v)}" for w, v in zip(weights, value, strict=True) if w != 0]
     return Step(
         f"{n}. Aggregate: the sum of weight · value",
-        tuple(equation(sum_of(terms) if terms else f"0·{vector(output)}", vector(output), "output  ")),
+        tuple(
+            equation(
+                sum_of(terms) if terms else f"0·{format_vector(output)}", format_vector(output), "output  "
+            )
+        ),
     )
 
 
@@ -224,11 +242,11 @@ def turned(attention: Rotary, of: Row) -> tuple[Step, Floats, Floats]:
     named = [("query", of.position, of.Q[of.row], query)]
     named += [(t, j, of.K[j], key[j]) for j, t in enumerate(of.tokens)]
     for name, position, x, y in named:
-        angles = vector(attention.angles(np.array([position]))[0])
-        a, b = vector(x[:half]), vector(x[half:])
+        angles = format_vector(attention.angles(np.array([position]))[0])
+        a, b = format_vector(x[:half]), format_vector(x[half:])
         lines += [f"   {name}, position {position}: angles {angles}"]
-        lines += equation(f"{a}·cos({angles}) − {b}·sin({angles})", vector(y[:half]), "  ")
-        lines += equation(f"{a}·sin({angles}) + {b}·cos({angles})", vector(y[half:]), "  ")
+        lines += equation(f"{a}·cos({angles}) − {b}·sin({angles})", format_vector(y[:half]), "  ")
+        lines += equation(f"{a}·sin({angles}) + {b}·cos({angles})", format_vector(y[half:]), "  ")
     pairs = " and ".join(f"({i}, {i + half})" for i in range(half))
     return Step(f"0. Turn the pairs {pairs} by position · frequency", tuple(lines)), query, key
 
@@ -242,8 +260,8 @@ def _heads(attention: MultiHead, of: Row) -> Worked:
         plain = ScaledDotProductAttention(attention.d_k)
         four, _, mixed = work_out(plain, Row(Q[h], K[h], V[h], of.tokens, of.row))
         steps += [Step(f"Head {h}", ()), *four]
-        each.append(vector(mixed))
-    join = Step("5. Join the heads", (f"   {', '.join(each)} → {vector(output[of.row])}",))
+        each.append(format_vector(mixed))
+    join = Step("5. Join the heads", (f"   {', '.join(each)} → {format_vector(output[of.row])}",))
     return [*steps, join], weights[:, of.row], output[of.row]
 
 
@@ -252,12 +270,19 @@ def _linear(attention: Linear, of: Row) -> Worked:
     output, weights = attention.forward(of.Q, of.K, of.V)
     scores = attention.compute_scores(of.Q, of.K)[of.row]
     query, key = attention.feature_map(of.Q[of.row]), attention.feature_map(of.K)
-    mapped = [["query", f"φ({vector(of.Q[of.row])}) = {vector(query)}"]]
-    mapped += [[t, f"φ({vector(x)}) = {vector(y)}"] for t, x, y in zip(of.tokens, of.K, key, strict=True)]
-    parts = equation(sum_of(map(number, scores)), number(scores.sum()), "sum  ")
-    parts += equation(f"{vector(scores)} / {number(scores.sum())}", vector(weights[of.row]), "weights  ")
+    mapped = [["query", f"φ({format_vector(of.Q[of.row])}) = {format_vector(query)}"]]
+    mapped += [
+        [t, f"φ({format_vector(x)}) = {format_vector(y)}"]
+        for t, x, y in zip(of.tokens, of.K, key, strict=True)
+    ]
+    parts = equation(sum_of(map(format_number, scores)), format_number(scores.sum()), "sum  ")
+    parts += equation(
+        f"{format_vector(scores)} / {format_number(scores.sum())}",
+        format_vector(weights[of.row]),
+        "weights  ",
+    )
     steps = [
-        Step("0. Map: φ(x) is x + 1 above 0, exp(x) below", tuple(columns(mapped))),
+        Step("0. Map: φ(x) is x + 1 above 0, exp(x) below", _table_lines(mapped)),
         compare(1, query, key, scores, of.tokens),
         Step("2. No scaling: there is no exponential to come", ()),
         Step("3. Normalise: divide by the sum", tuple(parts)),
@@ -268,16 +293,16 @@ def _linear(attention: Linear, of: Row) -> Worked:
     mixed, total = attention.state(of.K, of.V)
     lines = []
     for c, column in enumerate(mixed):
-        terms = [f"{number(k[c])}·{vector(v)}" for k, v in zip(key, of.V, strict=True)]
-        lines += equation(sum_of(terms), vector(column), f"S[{c}]  ")
-    lines += equation(sum_of(map(vector, key)), vector(total), "z  ")
+        terms = [f"{format_number(k[c])}·{format_vector(v)}" for k, v in zip(key, of.V, strict=True)]
+        lines += equation(sum_of(terms), format_vector(column), f"S[{c}]  ")
+    lines += equation(sum_of(map(format_vector, key)), format_vector(total), "z  ")
     above, below = query @ mixed, float(query @ total)
-    terms = [f"{number(q)}·{vector(column)}" for q, column in zip(query, mixed, strict=True)]
-    lines += equation(sum_of(terms), vector(above), "φ(query)·S  ")
-    terms = [f"{number(q)}·{number(z)}" for q, z in zip(query, total, strict=True)]
-    lines += equation(sum_of(terms), number(below), "φ(query)·z  ")
+    terms = [f"{format_number(q)}·{format_vector(column)}" for q, column in zip(query, mixed, strict=True)]
+    lines += equation(sum_of(terms), format_vector(above), "φ(query)·S  ")
+    terms = [f"{format_number(q)}·{format_number(z)}" for q, z in zip(query, total, strict=True)]
+    lines += equation(sum_of(terms), format_number(below), "φ(query)·z  ")
     read = attention.read(of.Q, (mixed, total))[of.row]
-    lines += equation(f"{vector(above)} / {number(below)}", vector(read), "output  ")
+    lines += equation(f"{format_vector(above)} / {format_number(below)}", format_vector(read), "output  ")
     steps.append(Step("Or the sums over the keys first, once for all queries", tuple(lines)))
     return steps, weights[of.row], output[of.row]
 
@@ -294,28 +319,34 @@ def _flash(attention: Flash, of: Row) -> Worked:
         shift, kept = tile.shift[of.row, 0], tile.kept[of.row, 0]
         total, mixed = tile.total[of.row, 0], tile.mixed[of.row]
         value = of.V[tile.start : tile.stop]
-        lines = [f"   largest score so far: {number(shift)}"]
-        lines += equation(f"exp({vector(scores)} − {number(shift)})", vector(parts))
-        sums = [number(part) for part in parts]
-        mixes = [f"{number(part)}·{vector(v)}" for part, v in zip(parts, value, strict=True)]
+        lines = [f"   largest score so far: {format_number(shift)}"]
+        lines += equation(f"exp({format_vector(scores)} − {format_number(shift)})", format_vector(parts))
+        sums = [format_number(part) for part in parts]
+        mixes = [f"{format_number(part)}·{format_vector(v)}" for part, v in zip(parts, value, strict=True)]
         if before is not None:
-            was = number(before.shift[of.row, 0])
-            lines += equation(f"exp({was} − {number(shift)})", number(kept), "kept  ")
-            sums = [f"{number(before.total[of.row, 0])}·{number(kept)}", *sums]
-            mixes = [f"{vector(before.mixed[of.row])}·{number(kept)}", *mixes]
-        lines += equation(sum_of(sums), number(total), "sum  ")
-        lines += equation(sum_of(mixes), vector(mixed), "mixed  ")
+            was = format_number(before.shift[of.row, 0])
+            lines += equation(f"exp({was} − {format_number(shift)})", format_number(kept), "kept  ")
+            sums = [f"{format_number(before.total[of.row, 0])}·{format_number(kept)}", *sums]
+            mixes = [f"{format_vector(before.mixed[of.row])}·{format_number(kept)}", *mixes]
+        lines += equation(sum_of(sums), format_number(total), "sum  ")
+        lines += equation(sum_of(mixes), format_vector(mixed), "mixed  ")
         names = ", ".join(of.tokens[tile.start : tile.stop])
         steps.append(Step(f"3. Tile of {names}", tuple(lines)))
         before = tile
     assert before is not None
     largest, whole = float(before.shift[of.row, 0]), float(before.total[of.row, 0])
     lse = largest + math.log(whole)
-    end = equation(f"{vector(before.mixed[of.row])} / {number(whole)}", vector(output[of.row]), "output  ")
+    end = equation(
+        f"{format_vector(before.mixed[of.row])} / {format_number(whole)}",
+        format_vector(output[of.row]),
+        "output  ",
+    )
     steps.append(Step("4. Divide once, at the end", tuple(end)))
-    lines = equation(f"{number(largest)} + log({number(whole)})", number(lse), "lse  ")
+    lines = equation(f"{format_number(largest)} + log({format_number(whole)})", format_number(lse), "lse  ")
     scores = attention.scale_scores(raw)[of.row]
-    lines += equation(f"exp({vector(scores)} − {number(lse)})", vector(weights[of.row]), "weights  ")
+    lines += equation(
+        f"exp({format_vector(scores)} − {format_number(lse)})", format_vector(weights[of.row]), "weights  "
+    )
     steps.append(Step("Any weight that is wanted comes back from the lse", tuple(lines)))
     return steps, weights[of.row], output[of.row]
 

@@ -17,7 +17,7 @@ from regard.learn.family.by_hand import ByHand, explain
 from regard.learn.family.variant import Variant
 from regard.learn.tables import set_out
 from regard.learn.validation import Floats
-from regard.render.text import vector
+from regard.render.text import format_vector
 
 WIDTH = 100
 Run = tuple[Floats, Floats]
@@ -186,7 +186,7 @@ class FamilyTable:
     def _cells(self) -> list[list[str]]:
         headings = ["", "mechanism", "what changes", "weights", "output of row 0"]
         return [headings] + [
-            [f"{n}", m.title, m.changes, "×".join(map(str, shape)), vector(output)]
+            [f"{n}", m.title, m.changes, "×".join(map(str, shape)), format_vector(output)]
             for n, m, shape, output in self.rows
         ]
 

@@ -75,12 +75,12 @@ class Finding:
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        return notebook.findings("", [self._item()])
+        return notebook.render_findings("", [self._item()])
 
     def _item(self) -> Any:
-        from regard.render.notebook import Item
+        from regard.render.notebook import FindingItem
 
-        return Item(self.severity, self.kind, self.message, self._details())
+        return FindingItem(self.severity, self.kind, self.message, self._details())
 
     def _details(self) -> dict[str, str]:
         """Return location, evidence and hint, without those that are empty."""
@@ -135,8 +135,8 @@ class Findings(list[Finding]):
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        items = [finding._item() for finding in self[: notebook.SHOWN]]
-        return notebook.findings(self.summary, items, len(self) - len(items))
+        items = [finding._item() for finding in self[: notebook.MAX_ROWS]]
+        return notebook.render_findings(self.summary, items, len(self) - len(items))
 
 
 def _wrap(text: str, first_indent: str, indent: str) -> list[str]:

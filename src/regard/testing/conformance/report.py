@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.render.text import columns, number
+from regard.render.table import format_table
+from regard.render.text import format_number
 from regard.testing.conformance.attention_call import Call
 from regard.testing.conformance.attention_steps import Answer
 from regard.testing.conformance.convention import Convention
@@ -95,7 +96,7 @@ class Report:
         count = {0: "No findings.", 1: "One finding."}.get(
             len(self.findings), f"{len(self.findings)} findings."
         )
-        return "\n".join([*head, *columns(rows, "  "), "", count, *found])
+        return "\n".join([*head, format_table(rows, align="left", indent="  "), "", count, *found])
 
     def to_json(self) -> str:
         """The whole report for scripts."""
@@ -157,7 +158,7 @@ def told(finding: Finding, number: str = "") -> list[str]:
     rows += [("expected", _short(finding.expected.output))]
     if isinstance(finding.came, Answer):
         rows += _apart(finding.came, finding.expected)
-    return lines + columns(rows, "     ")
+    return [*lines, *format_table(rows, align="left", indent="     ").split("\n")]
 
 
 def _apart(came: Answer, expected: Answer) -> list[tuple[str, str]]:
@@ -192,7 +193,7 @@ def _short(value: Any) -> str:
 def _brackets(value: Any) -> str:
     if value.ndim:
         return "[" + ", ".join(_brackets(x) for x in value) + "]"
-    return str(bool(value)) if value.dtype == bool else number(float(value) + 0.0)  # −0 + 0 is 0
+    return str(bool(value)) if value.dtype == bool else format_number(float(value) + 0.0)  # −0 + 0 is 0
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
