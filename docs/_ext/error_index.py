@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import regard
-from regard.errors import anchor
+from regard.errors import format_anchor
 from regard.measures import name_of
 
 PACKAGE = Path(regard.__file__).parent
@@ -263,7 +263,7 @@ def errors_by_anchor() -> dict[str, list[ErrorEntry]]:
     found: dict[str, set[ErrorEntry]] = {}
     for entry in read_source().find_errors():
         if entry.operation and not entry.operation.startswith("‹"):  # named only at run time
-            found.setdefault(anchor(entry.operation), set()).add(entry)
+            found.setdefault(format_anchor(entry.operation), set()).add(entry)
     return {
         at: sorted(entries, key=lambda it: (it.module, it.operation, it.received))
         for at, entries in sorted(found.items())

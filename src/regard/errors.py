@@ -25,7 +25,7 @@ class RegardError(Exception):
     @property
     def page(self) -> str:
         """Where the site lists the errors of this operation: `reference/errors.html#recording-find`."""
-        return f"reference/errors.html#{anchor(self.operation)}"
+        return f"reference/errors.html#{format_anchor(self.operation)}"
 
     def __reduce__(self) -> Any:
         """Its parts, so that it comes whole out of another process."""
@@ -93,28 +93,28 @@ class NotCapturedError(RegardError, KeyError):
     __str__ = Exception.__str__  # that of KeyError would show the message in quotes
 
 
-def anchor(operation: str) -> str:
+def format_anchor(operation: str) -> str:
     """An operation as a place on the page of errors, whatever it was called with.
 
-    >>> anchor("recording.find"), anchor("recording['layers.0']")
+    >>> format_anchor("recording.find"), format_anchor("recording['layers.0']")
     ('recording-find', 'recording')
     """
     return re.sub(r"[^a-z0-9]+", "-", re.split(r"[\[(,]", operation)[0].lower()).strip("-")
 
 
-def shape_of(**axes: int | str) -> str:
+def format_shape(**axes: int | str) -> str:
     """A shape with its axes named.
 
-    >>> shape_of(q_len=5, head_dim=4)
+    >>> format_shape(q_len=5, head_dim=4)
     '(q_len 5, head_dim 4)'
     """
     return "(" + ", ".join(f"{name} {size}" for name, size in axes.items()) + ")"
 
 
-def named_shape(shape: tuple[int, ...], *last: str) -> str:
+def format_named_shape(shape: tuple[int, ...], *last: str) -> str:
     """The shape of an array, its last axes named, those before them `batch` and `heads`.
 
-    >>> named_shape((2, 8, 5, 4), "q_len", "head_dim")
+    >>> format_named_shape((2, 8, 5, 4), "q_len", "head_dim")
     '(batch 2, heads 8, q_len 5, head_dim 4)'
     """
     lead = len(shape) - len(last)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.frame import Frame, check_window, cut
+from regard.frame import Frame, check_matrix_shape, take_block
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import as_array, check_align
 
@@ -125,7 +125,7 @@ class Alibi(ScoreMod):
     def _slopes(self, frame: Frame) -> Array:
         slopes = self.slopes
         if slopes is None:
-            slopes = alibi_slopes(frame.lead[-1] if frame.lead else 1)
+            slopes = alibi_slopes(frame.leading_shape[-1] if frame.leading_shape else 1)
         return frame.per_head(slopes, "alibi")
 
     def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
@@ -175,7 +175,7 @@ class Bias(ScoreMod):
     array: Array
 
     def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
-        given = xp.asarray(frame.pick(cut(self.array, q_idx, kv_idx), 2, "bias"))
+        given = xp.asarray(frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias"))
         added = xp.astype(given, dtype)
         # float64's lowest number is −inf in float32, but it was a number.
         return xp.where((added == -xp.inf) & (given != -xp.inf), xp.finfo(dtype).min, added)
@@ -186,7 +186,7 @@ class Bias(ScoreMod):
         return xp.where(added == -xp.inf, -xp.inf, scores + added)
 
     def check(self, frame: Frame) -> None:
-        check_window(self.array, frame, "bias")
+        check_matrix_shape(self.array, frame, "bias")
 
     def __repr__(self) -> str:
         return f"bias(<array of shape {tuple(self.array.shape)}>)"
@@ -249,7 +249,7 @@ class RelativeBias(ScoreMod):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        per_pair = frame.pick(self.table.T, 1, "relative_bias", "heads")
+        per_pair = frame.take_pairs(self.table.T, 1, "relative_bias", "heads")
         return xp.asarray(per_pair[:, bucket], dtype=dtype)
 
     def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class RelativeBias(ScoreMod):
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "relative_bias")
-        frame.pick(self.table.T, 1, "relative_bias", "heads")
+        frame.take_pairs(self.table.T, 1, "relative_bias", "heads")
 
     def __repr__(self) -> str:
         buckets, heads = self.table.shape

@@ -11,7 +11,7 @@ import numpy as np
 from regard.core.broadcasting import num_pairs
 from regard.core.explanation import Explanation, explain
 from regard.core.indexing import resolve_index
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, named_shape
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
 from regard.render import text
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Looking:
         if self._problem.shape[0] != 1:
             raise ArgumentError(
                 operation,
-                received=f"a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
+                received=f"a matrix of {format_named_shape(self.shape, 'q_len', 'kv_len')}",
                 expected="one head",
                 hint=f"Choose one: {hint.format(', '.join('0' * (self.ndim - 2)))}.",
             )
@@ -119,7 +119,7 @@ class Looking:
 
     def _about(self) -> str:
         """What it is, in a line."""
-        name = f"AttentionMatrix{named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
+        name = f"AttentionMatrix{format_named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
         parts = [name, *self._problem.describe()]
         parts += [f"mask {self.mask}"] if self.mask is not None else []
         parts += ["sink"] if self._problem.sink is not None else []

@@ -140,7 +140,7 @@ def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[Scor
 
 def _check_fit(spec: Spec) -> None:
     """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
-    frame = Frame.whole(spec.shape)
+    frame = Frame.from_shape(spec.shape)
     check_mask_and_score_mods(spec.mask, spec.score_mods)
     for each in (spec.mask, *spec.score_mods):
         if each is not None:

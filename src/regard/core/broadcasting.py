@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.errors import ArgumentError, named_shape
+from regard.errors import ArgumentError, format_named_shape
 from regard.types import Array, IntArray
 
 
@@ -56,7 +56,7 @@ def leading_shape(
                 hint=f"A single token is a length of one: {name}[None, :].",
             )
     shapes = ", ".join(
-        f"{name} {named_shape(array.shape, length, 'head_dim')}"
+        f"{name} {format_named_shape(array.shape, length, 'head_dim')}"
         for name, array, length in (("query", query, "q_len"), ("key", key, "kv_len"))
     )
     if query.shape[-1] != key.shape[-1]:

@@ -17,7 +17,7 @@ import numpy as np
 from regard.core import tiling
 from regard.core.problem import Problem
 from regard.engines import Engine
-from regard.frame import Frame, cut
+from regard.frame import Frame, take_block
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 
@@ -46,7 +46,7 @@ class LogScores(ScoreMod):
         """The offset of some rows, `(pairs or 1, len(q_idx), 1)`."""
         if self.offset is None:
             return 0.0
-        return frame.pick(cut(self.offset, q_idx, np.zeros(1, np.int64)), 2, "linear_attention")
+        return frame.take_pairs(take_block(self.offset, q_idx, np.zeros(1, np.int64)), 2, "linear_attention")
 
     def __repr__(self) -> str:
         return "log"
@@ -213,9 +213,9 @@ class LinearProblem(Problem):
 
     def _groups(self) -> Iterator[LinearProblem]:
         """Pairs whose tiles fit together; of one batch entry only, where batch entries reach differently far."""
-        heads = max(self.frame.lead[-1] if self.frame.lead else 1, 1)
+        heads = max(self.frame.leading_shape[-1] if self.frame.leading_shape else 1, 1)
         ragged = self.mask is not None and self.mask.ragged
-        entry = self.frame.picked // heads if ragged else np.zeros_like(self.frame.picked)
+        entry = self.frame.selected // heads if ragged else np.zeros_like(self.frame.selected)
         size = max(1, tiling.TILE_ENTRIES // self._chunk**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
             for start in range(0, len(pairs), size):

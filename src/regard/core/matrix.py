@@ -22,7 +22,13 @@ from regard.core.planner import Plan, execute, make_plan, upcast
 from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, LogSumExp, Product
 from regard.core.views import Lazy, Scores, Transposed
-from regard.errors import ArgumentError, ArgumentTypeError, TooLargeError, describe_argument, named_shape
+from regard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    TooLargeError,
+    describe_argument,
+    format_named_shape,
+)
 from regard.masks import Mask
 from regard.measures import Measure, Output, name_of
 from regard.types import Array, IntArray
@@ -181,7 +187,9 @@ class AttentionMatrix(Reductions, Looking):
     def _part(self, positions: list[IntArray], kept: list[bool]) -> AttentionMatrix:
         """The matrix of some entries of each leading axis and some rows; leading axes that are not kept are dropped."""
         *leads, rows = positions
-        pairs = np.arange(len(self._problem.pair_ids)).reshape(self._spec.lead)[np.ix_(*leads)].ravel()
+        pairs = (
+            np.arange(len(self._problem.pair_ids)).reshape(self._spec.leading_shape)[np.ix_(*leads)].ravel()
+        )
         problem = replace(self._problem.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
         known = self._if_known()
         if known is not None and not self._rough:
@@ -189,10 +197,12 @@ class AttentionMatrix(Reductions, Looking):
         else:
             known = None
         lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
-        all_heads = bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._spec.lead[-1]))
+        all_heads = (
+            bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._spec.leading_shape[-1]))
+        )
         # Some heads of a grouped matrix: a value with heads could mean either kind, so none is taken (0).
         groups = self._spec.groups if all_heads or self._spec.groups == 1 else int(not (leads and kept[-2]))
-        spec = replace(self._spec, query=None, lead=lead, groups=groups, q_len=len(rows))
+        spec = replace(self._spec, query=None, leading_shape=lead, groups=groups, q_len=len(rows))
         return AttentionMatrix(spec, problem, known)
 
     # Products
@@ -241,7 +251,7 @@ class AttentionMatrix(Reductions, Looking):
             raise ArgumentError(
                 operation,
                 received=f"{name} of shape {array.shape[:-1] if as_vector else array.shape}",
-                expected=f"(…, {axis} {length}, width) for a matrix of {named_shape(self.shape, 'q_len', 'kv_len')}",
+                expected=f"(…, {axis} {length}, width) for a matrix of {format_named_shape(self.shape, 'q_len', 'kv_len')}",
                 hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
             )
         if not transposed and self._spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
@@ -252,7 +262,7 @@ class AttentionMatrix(Reductions, Looking):
                 hint="Take (A @ value)[:, heads], or one head at a time: A.lazy[0, 3] @ value[0, 1].",
             )
         of = broadcast_index(
-            array, self._spec.lead, 1 if transposed else self._spec.groups or 1, operation, name
+            array, self._spec.leading_shape, 1 if transposed else self._spec.groups or 1, operation, name
         )
         return array.reshape((num_pairs(array), *array.shape[-2:])), of, as_vector
 
@@ -395,4 +405,4 @@ class AttentionMatrix(Reductions, Looking):
         """The axis of pairs as (…, heads) again."""
         if isinstance(result, tuple):
             return type(result)(*map(self._lead_first, result))
-        return result.reshape((*self._spec.lead, *result.shape[1:]))
+        return result.reshape((*self._spec.leading_shape, *result.shape[1:]))

@@ -10,7 +10,7 @@ import numpy as np
 from regard.core import tiling
 from regard.core.broadcasting import broadcast_index, num_pairs
 from regard.engines import Engine
-from regard.frame import Frame, is_run
+from regard.frame import Frame, is_contiguous
 from regard.masks import Mask
 from regard.render import text
 from regard.score_mods import ScoreMod
@@ -31,7 +31,7 @@ class Spec:
     score_mods: tuple[ScoreMod, ...]
     scale: float
     sink: Array | None
-    lead: tuple[int, ...]
+    leading_shape: tuple[int, ...]
     groups: int
     q_len: int | None = None
     problem_class: type[Problem] | None = None
@@ -40,18 +40,18 @@ class Spec:
     def shape(self) -> tuple[int, ...]:
         """(…, heads, q_len, kv_len)"""
         q_len = self.query.shape[-2] if self.q_len is None else self.q_len
-        return (*self.lead, q_len, self.key.shape[-2])
+        return (*self.leading_shape, q_len, self.key.shape[-2])
 
     def to_problem(self) -> Problem:
         """Convert to canonical form."""
-        frame = Frame.whole(self.shape)
+        frame = Frame.from_shape(self.shape)
         return (self.problem_class or Problem)(
             engine=self.engine,
             query=self.query.reshape((num_pairs(self.query), *self.query.shape[-2:])),
             key=self.key.reshape((num_pairs(self.key), *self.key.shape[-2:])),
-            query_index=broadcast_index(self.query, self.lead, 1),
-            key_index=broadcast_index(self.key, self.lead, self.groups),
-            pair_ids=frame.picked,
+            query_index=broadcast_index(self.query, self.leading_shape, 1),
+            key_index=broadcast_index(self.key, self.leading_shape, self.groups),
+            pair_ids=frame.selected,
             positions=np.arange(frame.q_len),
             frame=frame,
             mask=self.mask,
@@ -161,7 +161,7 @@ class Problem:
 
     def select_pairs(self, which: IntArray) -> Problem:
         """Return the problem of some (batch, head) pairs."""
-        frame = self.frame.only(which)
+        frame = self.frame.select(which)
         query_index, key_index, pair_ids = (
             index[which] for index in (self.query_index, self.key_index, self.pair_ids)
         )
@@ -203,7 +203,9 @@ class Problem:
         assert self.mask is not None
         q_idx = self.positions[rows]
         same_diagonal = (
-            (columns[0] - q_idx[0], len(rows), len(columns)) if self.mask.slides and is_run(q_idx) else None
+            (columns[0] - q_idx[0], len(rows), len(columns))
+            if self.mask.slides and is_contiguous(q_idx)
+            else None
         )
         if same_diagonal is None or same_diagonal not in cache:
             allowed = self.mask.allows(self.frame, q_idx, columns, self.engine.xp)

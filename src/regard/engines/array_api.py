@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentTypeError, describe_argument
-from regard.frame import ROUGH, is_run
+from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
@@ -82,7 +82,7 @@ class ArrayEngine:
                 xp.sum(self.cast(x, problem.dtype) ** 2, axis=-1) for x in (problem.query, problem.key)
             ]
             longest = [float(xp.sqrt(xp.max(x))) if min(x.shape) else 0.0 for x in squares]
-        return not longest[0] * longest[1] * abs(problem.scale) < ROUGH
+        return not longest[0] * longest[1] * abs(problem.scale) < EXACT_ROWS_LIMIT
 
     def requires_grad(self, problem: Any, *arrays: Array) -> bool:
         """Whether a gradient is wanted: never."""
@@ -126,11 +126,11 @@ class ArrayEngine:
         """`(g, len(positions), dim)` of an array `(own, length, dim)`; `(1, …)` where all leads are the same."""
         if len(leads) and (leads == leads[0]).all():
             array = array[int(leads[0]) : int(leads[0]) + 1]
-        elif is_run(leads):
+        elif is_contiguous(leads):
             array = array[int(leads[0]) : int(leads[-1]) + 1]
         else:
             array = array[leads]
-        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_run(positions) else positions
+        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
         return self.cast(array[:, run], dtype)
 
     def scores(self, query: Array, key: Array, scale: float) -> Array:

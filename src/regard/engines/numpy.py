@@ -8,7 +8,7 @@ import numpy as np
 
 from regard.engines.array_api import ArrayEngine
 from regard.errors import ArgumentTypeError, describe_argument
-from regard.frame import is_run
+from regard.frame import is_contiguous
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
@@ -40,10 +40,10 @@ class NumpyEngine(ArrayEngine):
         return array.astype(dtype, copy=False)
 
     def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
-        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_run(positions) else positions
+        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
         if len(leads) and (leads == leads[0]).all():
             taken = array[int(leads[0]), run][None]
-        elif is_run(leads):
+        elif is_contiguous(leads):
             taken = array[int(leads[0]) : int(leads[-1]) + 1, run]
         elif isinstance(run, slice):
             taken = array[:, run][leads]

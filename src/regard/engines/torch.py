@@ -14,7 +14,7 @@ import torch
 
 from regard.engines import torch_fused as fused
 from regard.errors import ArgumentTypeError, describe_argument
-from regard.frame import is_run
+from regard.frame import is_contiguous
 from regard.types import Array, IntArray
 from regard.validation import as_array
 
@@ -150,11 +150,11 @@ class TorchEngine:
     def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
         if len(leads) and (leads == leads[0]).all():
             array = array[int(leads[0])][None]
-        elif is_run(leads):
+        elif is_contiguous(leads):
             array = array[int(leads[0]) : int(leads[-1]) + 1]
         else:
             array = array[torch.tensor(leads, device=self.device)]
-        if is_run(positions):
+        if is_contiguous(positions):
             array = array[:, int(positions[0]) : int(positions[-1]) + 1]
         else:
             array = array[:, torch.tensor(positions, device=self.device)]

@@ -18,7 +18,7 @@ import torch
 
 from regard.engines import torch_kernels as kernels
 from regard.engines.torch_kernels import Kernel
-from regard.frame import ROUGH, Frame, is_run
+from regard.frame import EXACT_ROWS_LIMIT, Frame, is_contiguous
 from regard.masks import Mask
 from regard.masks.atoms import Band
 from regard.score_mods import ScoreMod
@@ -111,7 +111,7 @@ def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: 
 
 def _joins(live: IntArray, must: Any, cuts: IntArray, stops: IntArray, rows: int) -> bool:
     """Whether small adjoining blocks become one that is tested: a call costs more than the test that it saves."""
-    if len(live) < 2 or rows > TESTED_ROWS or must[live].all() or not is_run(live):
+    if len(live) < 2 or rows > TESTED_ROWS or must[live].all() or not is_contiguous(live):
         return False
     return bool(stops[live[-1]] - cuts[live[0]] <= JOINED_COLUMNS)
 
@@ -290,7 +290,7 @@ def usable(pairs: Pairs) -> tuple[Kernel | None, str]:
     kernel = kernels.kernel_on(pairs.query.device.type)
     if kernel is None:
         return None, f"no fused kernel on {pairs.query.device.type}"
-    if not is_run(pairs.positions):
+    if not is_contiguous(pairs.positions):
         return None, "the rows are not in one piece"
     for change in pairs.score_mods:
         if type(change).added is ScoreMod.added:
@@ -349,7 +349,7 @@ def needs_exact_rows(pairs: Pairs) -> bool:
     if not (pairs.query.numel() and pairs.key.numel()):
         return False
     longest = [float(x.detach().to(pairs.dtype).norm(dim=-1).amax()) for x in (pairs.query, pairs.key)]
-    return not math.prod(longest) * abs(pairs.scale) < ROUGH  # NaN is rough, too
+    return not math.prod(longest) * abs(pairs.scale) < EXACT_ROWS_LIMIT  # NaN is rough, too
 
 
 def _finite(*tensors: Tensor) -> bool:
@@ -363,8 +363,8 @@ def _groups(pairs: Pairs) -> list[IntArray]:
     count = len(pairs.pair_ids)
     if pairs.mask is None or not pairs.mask.ragged or count < 2:
         return [np.arange(count)]
-    heads = pairs.frame.lead[-1] if pairs.frame.lead else 1
-    entry = pairs.frame.picked // max(heads, 1)
+    heads = pairs.frame.leading_shape[-1] if pairs.frame.leading_shape else 1
+    entry = pairs.frame.selected // max(heads, 1)
     return np.split(np.arange(count), np.flatnonzero(np.diff(entry)) + 1)
 
 
@@ -372,13 +372,15 @@ def _groups_of(of: IntArray) -> int:
     """How many pairs in a row share each key pair, where that is regular; 1 otherwise."""
     changes = np.flatnonzero(np.diff(of)) + 1
     size = int(changes[0]) if len(changes) else len(of)
-    regular = len(of) % size == 0 and np.array_equal(of, of[::size].repeat(size)) and is_run(of[::size])
+    regular = (
+        len(of) % size == 0 and np.array_equal(of, of[::size].repeat(size)) and is_contiguous(of[::size])
+    )
     return size if regular else 1
 
 
 def _heads(array: Tensor, of: IntArray, width: int, dtype: Any) -> Tensor:
     """(1, heads, length, width) as the kernel reads it: the last axis in one piece, filled up with zeros."""
-    if is_run(of):
+    if is_contiguous(of):
         array = array[int(of[0]) : int(of[-1]) + 1]
     else:
         array = array[torch.tensor(of, device=array.device)]

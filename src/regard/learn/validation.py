@@ -10,7 +10,7 @@ from typing import SupportsFloat
 import numpy as np
 import numpy.typing as npt
 
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, named_shape
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
 from regard.validation import as_array
 
 Floats = npt.NDArray[np.float64]
@@ -111,7 +111,8 @@ def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bool
     if not broadcasts_to(given.shape, shape):
         raise ArgumentError(
             operation,
-            received=f"mask of shape {given.shape} for scores " + named_shape(shape, "q_len", "kv_len"),
+            received=f"mask of shape {given.shape} for scores "
+            + format_named_shape(shape, "q_len", "kv_len"),
             expected="a mask that broadcasts to the shape of the scores",
             hint="Give it axes of one where it is the same for all: (batch, 1, 1, kv_len) goes with "
             "(batch, heads, q_len, kv_len).",

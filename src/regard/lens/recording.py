@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from regard.core.matrix import AttentionMatrix
-from regard.errors import ArgumentError, NotCapturedError, named_shape
+from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.lens import serialization
 from regard.lens._asked import Asked
 from regard.lens.call import Call
@@ -160,7 +160,7 @@ class Recording(Asked):
 
 
 def _shapes(runs: list[Run]) -> str:
-    shown = [named_shape(run.shape, "q_len", "kv_len") for run in runs[:3]]
+    shown = [format_named_shape(run.shape, "q_len", "kv_len") for run in runs[:3]]
     return ", ".join(shown) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.frame import Frame, check_window, cut
+from regard.frame import Frame, check_matrix_shape, take_block
 from regard.masks.base import STEP, Bounds, Cuts, Mask
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import as_array
@@ -248,11 +248,13 @@ class Dense(Mask):
     array: Array
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        allowed = frame.pick(cut(self.array, q_idx, kv_idx), 2, "dense")
+        allowed = frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "dense")
         return xp.broadcast_to(xp.asarray(allowed), (allowed.shape[0], len(q_idx), len(kv_idx)))
 
     def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
-        rows = frame.pick(cut(self.array, np.arange(q_lo, q_hi), np.arange(kv_lo[0], kv_hi[-1])), 2, "dense")
+        rows = frame.take_pairs(
+            take_block(self.array, np.arange(q_lo, q_hi), np.arange(kv_lo[0], kv_hi[-1])), 2, "dense"
+        )
         some, every = rows.any(0).any(0), rows.all(0).all(0)
         if len(some) == 1:
             return Bounds(np.repeat(bool(some[0]), len(kv_lo)), np.repeat(bool(every[0]), len(kv_lo)))
@@ -263,7 +265,7 @@ class Dense(Mask):
         )
 
     def check(self, frame: Frame) -> None:
-        check_window(self.array, frame, "dense")
+        check_matrix_shape(self.array, frame, "dense")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Dense):

@@ -102,7 +102,7 @@ class Mask:
         >>> regard.causal().block(range(0, 4), range(8, 12), shape=(16, 16))
         'empty'
         """
-        self.check(frame := Frame.whole(shape))
+        self.check(frame := Frame.from_shape(shape))
         if not (len(q_range) and len(kv_range)):
             return "empty"
         may, must = self.bounds(
@@ -125,9 +125,9 @@ class Mask:
                 expected="the lengths of the axes, q_len and kv_len last",
                 hint="causal().to_dense(5, 5) is a mask of five queries and five keys.",
             )
-        self.check(frame := Frame.whole(shape))
+        self.check(frame := Frame.from_shape(shape))
         allowed = self.allows(frame, np.arange(frame.q_len), np.arange(frame.kv_len), np)
-        pairs = (len(frame.picked), frame.q_len, frame.kv_len)
+        pairs = (len(frame.selected), frame.q_len, frame.kv_len)
         return np.broadcast_to(allowed, pairs).reshape(shape).copy()
 
     def __and__(self, other: object) -> Mask:

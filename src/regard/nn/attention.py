@@ -12,7 +12,7 @@ from torch import nn
 
 from regard.core.attention import as_score_mods, check_mask_and_score_mods, layer_matrix
 from regard.core.matrix import AttentionMatrix
-from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument, shape_of
+from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument, format_shape
 from regard.masks import Mask, dense
 from regard.nn.cache import KVCache
 from regard.nn.positional_masks import Places
@@ -313,7 +313,7 @@ def _booleans(padding: Any, k: Tensor) -> Any:
         raise ArgumentTypeError(
             "MultiheadAttention",
             received=f"padding as {padding if isinstance(padding, Mask) else describe_argument(padding)}",
-            expected=f"regard.padding(lengths), or booleans of shape {shape_of(batch=batch, kv_len=length)}",
+            expected=f"regard.padding(lengths), or booleans of shape {format_shape(batch=batch, kv_len=length)}",
             hint="True = a real token; for 1 and 0 write padding != 0. What depends on the query is a mask.",
         )
     return np.broadcast_to(real, (batch, length))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.errors import ArgumentError, shape_of
+from regard.errors import ArgumentError, format_shape
 from regard.masks import Mask, first, sliding_window
 from regard.nn.positional_masks import NOBODY, Places
 from regard.types import IntArray
@@ -201,7 +201,7 @@ class KVCache:
             raise ArgumentError(
                 "KVCache.append",
                 received=f"real of shape {np.shape(real)}",
-                expected=shape_of(batch=key.shape[0], n=key.shape[2]),
+                expected=format_shape(batch=key.shape[0], n=key.shape[2]),
                 hint="It says of each token of the key whether it is one, True, or padding.",
             )
         if self._key is None:
@@ -231,4 +231,4 @@ class KVCache:
 
 def _told(x: Tensor) -> str:
     axes = dict(zip(("batch", "kv_heads", "n", "head_dim"), x.shape, strict=True))
-    return f"{shape_of(**axes)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+    return f"{format_shape(**axes)} {str(x.dtype).removeprefix('torch.')} on {x.device}"

@@ -73,7 +73,7 @@ class Places:
 
     def whole(self, frame: Frame) -> Frame:
         """The frame of the whole."""
-        return Frame(frame.lead, *self.shape, frame.some)
+        return Frame(frame.leading_shape, *self.shape, frame.selection)
 
     def entries(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray
@@ -84,12 +84,12 @@ class Places:
             yield slice(None), whole, self.rows[0, q_idx], self.columns[0, kv_idx]
             return
         batch = max(len(self.rows), len(self.columns))
-        entry = frame.picked // (frame.lead[-1] if len(frame.lead) > 1 else 1)
+        entry = frame.selected // (frame.leading_shape[-1] if len(frame.leading_shape) > 1 else 1)
         for each in range(batch):
             which = np.flatnonzero(entry == each)
             if len(which):
                 rows, columns = (x[min(each, len(x) - 1)] for x in (self.rows, self.columns))
-                yield which, whole.only(which), rows[q_idx], columns[kv_idx]
+                yield which, whole.select(which), rows[q_idx], columns[kv_idx]
 
     def gather(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, ask: Callable[..., Array]

@@ -131,7 +131,7 @@ def _masks(problem: Problem, operation: str) -> tuple[list[Runs], list[int]]:
     mask, frame, engine = problem.mask, problem.frame, problem.engine
 
     def of(pair: int) -> Runs:
-        only = frame.only(np.array([pair]))
+        only = frame.select(np.array([pair]))
         return runs(mask, only, problem.positions, operation, engine.xp, engine.to_numpy)
 
     pairs = problem.shape[0]

@@ -39,7 +39,7 @@ class Offsets(Measure):
     def bind(self, problem: Problem) -> Measure:
         rows = self.rows
         if rows is not None:
-            picked = problem.frame.pick(rows, 1, "offsets")
+            picked = problem.frame.take_pairs(rows, 1, "offsets")
             rows = problem.engine.xp.asarray(picked, dtype=problem.dtype)[..., None]
         return replace(self, rows=rows, lengths=(problem.shape[1], problem.shape[2]), room={})
 

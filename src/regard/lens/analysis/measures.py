@@ -28,7 +28,7 @@ class At(Measure):
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
-        keys = problem.frame.pick(self.keys, 1, "at")
+        keys = problem.frame.take_pairs(self.keys, 1, "at")
         live = keys[keys >= 0]
         ends = (int(live.min()), int(live.max())) if live.size else (1, 0)
         return replace(self, keys=keys, ends=ends)
@@ -132,7 +132,7 @@ class Copies(Measure):
     KEPT: ClassVar[int] = 1 << 20
 
     def bind(self, problem: Problem) -> Measure:
-        ids = [problem.frame.pick(each, 1, "copies") for each in (self.of_query, self.of_key)]
+        ids = [problem.frame.take_pairs(each, 1, "copies") for each in (self.of_query, self.of_key)]
         if all((each == each[:1]).all() for each in ids):
             ids = [each[:1] for each in ids]  # heads of one batch entry have the same tokens
         most = max(map(len, ids))
@@ -208,7 +208,7 @@ class Collected(Measure):
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
-        rows = problem.frame.pick(self.rows, 1, "collected")
+        rows = problem.frame.take_pairs(self.rows, 1, "collected")
         return replace(self, rows=problem.engine.xp.asarray(rows, dtype=problem.dtype)[:, None, :])
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:

@@ -29,7 +29,7 @@ class Span(Mask):
     word: str = "a run of keys each"
 
     def _edges(self, frame: Frame, rows: IntArray | slice) -> tuple[IntArray, IntArray]:
-        low, high = (frame.pick(edge[..., rows], 1, "span") for edge in (self.low, self.high))
+        low, high = (frame.take_pairs(edge[..., rows], 1, "span") for edge in (self.low, self.high))
         return low, high
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
@@ -57,11 +57,11 @@ class Flat(ScoreMod):
     rows: Array  # booleans that broadcast to (…, heads, q_len)
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        flat = xp.asarray(frame.pick(self.rows[..., q_idx], 1, "flat"))
+        flat = xp.asarray(frame.take_pairs(self.rows[..., q_idx], 1, "flat"))
         return xp.where(flat[:, :, None], xp.zeros((), dtype=scores.dtype), scores)
 
     def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
-        return {"kind": "flat", "rows": frame.pick(self.rows[..., q_idx], 1, "flat")}
+        return {"kind": "flat", "rows": frame.take_pairs(self.rows[..., q_idx], 1, "flat")}
 
     def __repr__(self) -> str:
         return f"<{int(self.rows.sum())} rows without a live key weigh all alike>"

@@ -54,7 +54,7 @@ def _shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
     *batch, heads, q_len, kv_len = matrix.shape
     try:
         one = (*batch, 1, q_len, kv_len)
-        mask.check(type(matrix._problem.frame).whole(one))
+        mask.check(type(matrix._problem.frame).from_shape(one))
     except ValueError:  # a size for each head
         return (*batch, heads, q_len, kv_len)
     return one
