@@ -1,7 +1,7 @@
-"""Figures for papers and notebooks, on Matplotlib: each function draws on one Axes and returns it.
+"""Draw attention with Matplotlib: `heatmap`, `row`, `heads` and `cost` draw on one Axes and return it.
 
-Give the Axes as `ax=`; without one a new figure is made, so that two calls never draw over one another. Nothing is
-shown or saved: that is the caller's, as in `ax.figure.savefig("head.pdf")`.
+Pass the Axes as `ax=`. Without it each call makes a new figure. Figures are neither shown nor saved; call
+`ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything below them.
 
 >>> import regard
 >>> from regard.learn import cat

@@ -1,4 +1,4 @@
-"""One row as bars."""
+"""One row of weights as a bar chart."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from typing import Any
 import numpy as np
 
 from regard.core.matrix import AttentionMatrix
-from regard.plot.axes import BLUE, LINE, LITERAL, SOFT, axes, check_axes, label, literal, named
-from regard.plot.maps import check
+from regard.plot.axes import (
+    BLUE,
+    LINE,
+    LITERAL,
+    SOFT,
+    check_axes,
+    ensure_axes,
+    format_label,
+    format_labels,
+    label_axis,
+)
+from regard.plot.maps import check_one_head
 from regard.render.text import format_number
 
 
@@ -19,14 +29,29 @@ def row(
     tokens: Sequence[str] | None = None,
     *,
     ax: Any = None,
-    most: int = 24,
+    max_bars: int = 24,
     **barh: Any,
 ) -> Any:
-    """The weights of one query as bars, one for each key, from the first down; returns the Axes.
+    """Draw the weights of one query as bars, one for each key, the first key at the top.
 
-    Of a row longer than `most` its largest weights are drawn, still in the order of the keys, and what the others have
-    together, in grey; a sink's share is grey too. Hidden keys say so. One row is computed, whatever the length: it
-    is cheap. What else `Axes.barh` takes goes through to it.
+    If the row is longer than `max_bars`, its largest weights are drawn in the order of the keys, and a grey bar shows
+    the sum of the others. The weight of a sink is grey too. Masked keys are labelled. Only this row is computed.
+
+    Args:
+        A: Matrix of one head, `(q_len, kv_len)`.
+        q_idx: Index of the query. Negative indices count from the end.
+        tokens: Labels of the keys, `kv_len` strings. Default: positions.
+        ax: Axes to draw on. Default: a new figure.
+        max_bars: Number of keys to draw.
+        **barh: Arguments of `Axes.barh`.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ArgumentError: If the matrix has several heads or is empty, or if there are not `kv_len` tokens.
+        ArgumentTypeError: If an argument has the wrong type.
+        IndexOutOfRangeError: If there is no query `q_idx`.
 
     >>> import numpy as np, regard
     >>> ax = row(regard.attention(np.eye(2), np.eye(2), scale=1.0), 0, tokens=["a", "b"])
@@ -34,21 +59,22 @@ def row(
     ['0.7311', '0.2689']
     """
     check_axes(ax, "plot.row")
-    check(A, "plot.row")
+    check_one_head(A, "plot.row")
     problem, kv_len = A._problem, A.shape[-1]
     at = A._asked_row("plot.row", q_idx)
-    tokens_shown = named(tokens, kv_len, "plot.row", "tokens")
+    labels = format_labels(tokens, kv_len, "plot.row", "tokens")
     with problem.engine.detached():
         weights, scores = (
-            problem.engine.to_numpy(each[..., at, :]).reshape(kv_len).astype(float) for each in (A, A.scores)
+            problem.engine.to_numpy(matrix[..., at, :]).reshape(kv_len).astype(float)
+            for matrix in (A, A.scores)
         )
     keys = np.arange(kv_len)
-    if kv_len > most:
-        keys = np.sort(np.argsort(-np.nan_to_num(weights, nan=np.inf), kind="stable")[:most])
-    names = [f"key {j}" if tokens_shown is None else tokens_shown[j] for j in keys]
-    if len(keys) < kv_len and tokens_shown is not None:
+    if kv_len > max_bars:
+        keys = np.sort(np.argsort(-np.nan_to_num(weights, nan=np.inf), kind="stable")[:max_bars])
+    names = [f"key {j}" if labels is None else labels[j] for j in keys]
+    if len(keys) < kv_len and labels is not None:
         names = [f"{name}  {j:,}" for name, j in zip(names, keys, strict=True)]
-    lengths, notes = weights[keys].tolist(), ["hidden" if scores[j] == -np.inf else "" for j in keys]
+    lengths, notes = weights[keys].tolist(), ["masked" if scores[j] == -np.inf else "" for j in keys]
     if len(keys) < kv_len:
         names.append(f"({kv_len - len(keys):,} other keys)")
         lengths.append(float(np.delete(weights, keys).sum()))
@@ -57,7 +83,7 @@ def row(
         lengths.append(max(0.0, 1.0 - float(weights.sum())))
     notes += [""] * (len(names) - len(notes))
 
-    ax = axes(ax, 6.4, min(11.0, max(2.0, 0.24 * len(names) + 1)))
+    ax = ensure_axes(ax, 6.4, min(11.0, max(2.0, 0.24 * len(names) + 1)))
     colours = [BLUE] * len(keys) + [LINE] * (len(names) - len(keys))
     bars = ax.barh(range(len(names)), lengths, **{"color": colours, "height": 0.75} | barh)
     ax.bar_label(
@@ -67,12 +93,13 @@ def row(
         color=SOFT,
     )
     ax.set_ylim(len(names) - 0.5, -0.5)
-    label(ax.yaxis, names, None, len(names))
+    label_axis(ax.yaxis, names, None, len(names))
     finite = [length for length in lengths if np.isfinite(length)]
     ax.set_xlim(0, 1.15 * max([*finite, 1e-12]))
     ax.set_xlabel("weight")
-    place = int(problem.positions[at])
-    own = "" if tokens is None or problem.frame.q_len != kv_len else f' "{literal(tokens[place])}"'
-    ax.set_title(f"query {place}{own}", **LITERAL)
+    position = int(problem.positions[at])
+    is_self_attention = problem.frame.q_len == kv_len
+    token = f' "{format_label(tokens[position])}"' if tokens is not None and is_self_attention else ""
+    ax.set_title(f"query {position}{token}", **LITERAL)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

@@ -1,4 +1,4 @@
-"""Maps: one head's weights, and one measure of every head."""
+"""Heat maps: the weights of one head, and one measure of every head."""
 
 from __future__ import annotations
 
@@ -12,26 +12,36 @@ from matplotlib.colors import ListedColormap
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.measures import Coarse
-from regard.plot.axes import COLOURS, INK, ORANGE, axes, check_axes, label, literal, named, veil
+from regard.plot.axes import (
+    COLORMAP,
+    INK,
+    ORANGE,
+    check_axes,
+    ensure_axes,
+    format_label,
+    format_labels,
+    hatch_background,
+    label_axis,
+)
 from regard.types import Array
 
-SPACIOUS = 0.28  # inches for a cell with a number in it
-NUMBERED = 12  # cells along an edge up to which numbers are written into them
-REDUCED = {"max": "the largest", "mean": "the mean", "sum": "the sum"}
-UNITS = {
+MIN_CELL_WITH_NUMBER = 0.28  # inches
+MAX_CELLS_WITH_NUMBERS = 12  # along an edge
+REDUCTIONS = {"max": "the largest", "mean": "the mean", "sum": "the sum"}
+COLORBAR_LABELS = {
     "entropy": "entropy (nats)",
     "distance": "mean distance (tokens)",
     "first": "weight on the first token",
     "previous": "weight on the previous token",
-    "heavy": "share of the tenth of the keys that get most",
+    "heavy": "share of the 10% of keys that receive most",
     "duplicate": "weight on earlier copies of the token",
-    "induction": "weight on what came after earlier copies",
+    "induction": "weight on the tokens after earlier copies",
 }
 
 
 @dataclass(frozen=True)
 class Visible(Coarse):
-    """1 for cells in which some query sees some key, 0 for the others."""
+    """1 for cells in which a query attends to a key, 0 for fully masked cells."""
 
     reduce: str = "max"
     reads_scores: ClassVar[bool] = True
@@ -52,16 +62,33 @@ def heatmap(
     colorbar: bool = True,
     **imshow: Any,
 ) -> Any:
-    """The weights of one head as a picture, queries down and keys across; returns the Axes.
+    """Draw the weights of one head as an image, queries down and keys across.
 
-    Hidden cells are hatched. `tokens` name the keys, and the queries too where they are the same sequence;
-    `query_tokens` name the queries where they are another. Names are written where they fit, else positions; weights
-    are written into the cells of a small matrix, or as `numbers` says. Colours run from 0 to the largest weight drawn;
-    `vmax=1`, `norm="log"`, `cmap=` and whatever else `Axes.imshow` takes go through to it.
+    Masked cells are hatched, NaN is orange. Tokens are written if they fit, otherwise positions. Colours run from 0 to
+    the largest weight drawn.
 
-    Above `cells` tokens an axis is drawn as so many cells, each the largest of its weights, or their "mean" or "sum"
-    (`reduce`), and the labels say so. That is `A.coarsen`, one pass over the whole head: minutes at 131,072 tokens.
-    To be quicker read fewer rows: of `A.lazy[::256]` every 256th is drawn, at its own position, in seconds.
+    An axis with more than `cells` tokens is reduced to `cells` cells by `A.coarsen`, and the labels say so. This takes
+    one pass over the whole head: minutes at 131,072 tokens. To be faster, draw fewer rows: `A.lazy[::256]` draws every
+    256th row at its own position, in seconds.
+
+    Args:
+        A: Matrix of one head, `(q_len, kv_len)`.
+        tokens: Labels of the keys, `kv_len` strings, and of the queries if they are the same sequence.
+        query_tokens: Labels of the queries, `q_len` strings, if they are another sequence.
+        ax: Axes to draw on. Default: a new figure.
+        cells: Number of cells along an edge above which the matrix is reduced.
+        reduce: Reduction of the weights in a cell: "max", "mean" or "sum".
+        numbers: Whether to write the weights into the cells. Default: if there are at most 12 × 12 and they fit.
+        colorbar: Whether to draw a colour bar.
+        **imshow: Arguments of `Axes.imshow`, such as `vmax=1`, `norm="log"` or `cmap=`.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ArgumentError: If the matrix has several heads or is empty, if the number of tokens is wrong, or if `reduce` is
+            unknown.
+        ArgumentTypeError: If an argument has the wrong type.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
@@ -77,44 +104,46 @@ def heatmap(
       fill_value=1e+20)
     """
     check_axes(ax, "plot.heatmap")
-    check(A, "plot.heatmap")
+    check_one_head(A, "plot.heatmap")
     (q_len, kv_len), problem = A.shape[-2:], A._problem
     positions = problem.positions
     if tokens is not None and query_tokens is None and problem.frame.q_len == kv_len:
-        named(tokens, kv_len, "plot.heatmap", "tokens")
+        format_labels(tokens, kv_len, "plot.heatmap", "tokens")
         query_tokens = [tokens[i] for i in positions]
-    rows = named(query_tokens, q_len, "plot.heatmap", "query_tokens")
-    columns = named(tokens, kv_len, "plot.heatmap", "tokens")
-    if reduce not in REDUCED:  # of a small matrix, which is not reduced, too
+    rows = format_labels(query_tokens, q_len, "plot.heatmap", "query_tokens")
+    columns = format_labels(tokens, kv_len, "plot.heatmap", "tokens")
+    if reduce not in REDUCTIONS:  # also if the matrix is too small to be reduced
         raise ArgumentError(
             "plot.heatmap",
             received=f"reduce={reduce!r}",
             expected='"max", "mean" or "sum"',
-            hint="It says how the weights of one of the cells become one number.",
+            hint="The reduction combines the weights of a cell into one number.",
         )
-    shown = _weights(A, cells, reduce)
-    coarse = shown.shape != (q_len, kv_len)
+    weights = _compute_cells(A, cells, reduce)
+    coarse = weights.shape != (q_len, kv_len)
     if coarse:
         rows = columns = None
-    ax = axes(ax, *_size(shown.shape, (columns, rows)))
+    ax = ensure_axes(ax, *_figure_size(weights.shape, (columns, rows)))
 
-    how = {"cmap": COLOURS, "vmin": 0, "aspect": _aspect(q_len, kv_len)}
+    style = {"cmap": COLORMAP, "vmin": 0, "aspect": _choose_aspect(q_len, kv_len)}
     if "norm" in imshow:
-        del how["vmin"]  # a norm has its own ends
-    how["extent"] = (-0.5, kv_len - 0.5, q_len - 0.5, -0.5)
-    _paint(ax, shown, numbers, colorbar, _told(shown.shape, (q_len, kv_len), reduce), how | imshow)
-    label(ax.xaxis, columns, None, kv_len)
-    label(ax.yaxis, rows, positions.tolist(), q_len)
+        del style["vmin"]  # a norm has its own limits
+    style["extent"] = (-0.5, kv_len - 0.5, q_len - 0.5, -0.5)
+    title = _colorbar_label(weights.shape, (q_len, kv_len), reduce)
+    _draw_image(ax, weights, numbers, title if colorbar else None, style | imshow)
+    label_axis(ax.xaxis, columns, None, kv_len)
+    label_axis(ax.yaxis, rows, positions.tolist(), q_len)
     notes = ["key"]
     if coarse:
-        notes.append(f"{shown.shape[0]} × {shown.shape[1]} cells")
-    if shown.mask.any():
-        notes.append("hatched: hidden")
-    if np.isnan(shown.data[~shown.mask]).any():
+        notes.append(f"{weights.shape[0]} × {weights.shape[1]} cells")
+    if weights.mask.any():
+        notes.append("hatched: masked")
+    if np.isnan(weights.data[~weights.mask]).any():
         notes.append("orange: NaN")
-    whole = problem.frame.q_len
+    all_rows = problem.frame.q_len
     ax.set(
-        xlabel="; ".join(notes), ylabel="query" if q_len == whole else f"query; {q_len:,} of {whole:,} rows"
+        xlabel="; ".join(notes),
+        ylabel="query" if q_len == all_rows else f"query; {q_len:,} of {all_rows:,} rows",
     )
     return ax
 
@@ -129,137 +158,163 @@ def heads(
     colorbar: bool = True,
     **imshow: Any,
 ) -> Any:
-    """One measure of every head, layers down and heads across; returns the Axes.
+    """Draw one measure of every head as an image, layers down and heads across.
 
-    `seen` is what a watched model gave, or a table of it: `recording.heads(tokens)`, which takes one pass for each layer and
-    then serves for any of its columns, or `recording.find("it", "cat", tokens)`, whose column is "weight". A layer that ran
-    several times has a line for each call. Heads without a number are hatched. The rest is as in `heatmap`.
+    A layer that ran several times has one row for each call. Heads without a number are hatched.
 
+    Args:
+        recording: A recording from `regard.watch`, or a table of one. `recording.heads(tokens)` takes one pass for each
+            layer and can be drawn for each of its columns; `recording.find("it", "cat", tokens)` has the column
+            "weight".
+        measure: Column of the table to draw.
+        tokens: Tokens of the input, needed by the measures "duplicate" and "induction".
+        ax: Axes to draw on. Default: a new figure.
+        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 and they fit.
+        colorbar: Whether to draw a colour bar.
+        **imshow: Arguments of `Axes.imshow`, such as `vmax=1` or `cmap=`.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ArgumentError: If the table does not have this column.
+        ArgumentTypeError: If `recording` is neither a recording nor a table of heads, or `ax` is not an Axes.
+
+    >>> from regard.plot import heads
     >>> table = [{"layer": 0, "head": 0, "entropy": 1.5}, {"layer": 0, "head": 1, "entropy": 0.5}]
     >>> heads(table).images[0].get_array().tolist()
     [[1.5, 0.5]]
     """
     check_axes(ax, "plot.heads")
     table = list(recording.heads(tokens) if hasattr(recording, "heads") else recording)
-    if not table or not all(isinstance(each, Mapping) and {"layer", "head"} <= each.keys() for each in table):
+    if not table or not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in table):
         raise ArgumentTypeError(
             "plot.heads",
-            received=describe_argument(recording) if table else "nothing",
-            expected="what regard.watch gave, or a table with layer and head, such as recording.heads()",
-            hint="Run the model inside `with regard.watch(model) as recording:` and pass seen.",
+            received=describe_argument(recording) if table else "an empty table",
+            expected="a recording, or a table with the columns layer and head such as recording.heads()",
+            hint="Run the model inside `with regard.watch(model) as recording:` and pass recording.",
         )
-    if any(measure not in each for each in table):
-        known = [name for name, value in table[0].items() if isinstance(value, float)]
+    if any(measure not in row for row in table):
+        columns = [name for name, value in table[0].items() if isinstance(value, float)]
         raise ArgumentError(
             "plot.heads",
             received=f"measure={measure!r}",
-            expected=f"one of {', '.join(known)}",
-            hint="duplicate and induction need the tokens: plot.heads(recording, measure, tokens).",
+            expected=f"one of {', '.join(columns)}",
+            hint="The measures duplicate and induction need tokens: plot.heads(recording, measure, tokens).",
         )
-    lines = sorted({(each["layer"], each.get("call", 0)) for each in table})
-    drawn = np.full((len(lines), 1 + max(each["head"] for each in table)), np.nan)
-    for each in table:
-        drawn[lines.index((each["layer"], each.get("call", 0))), each["head"]] = each[measure]
-    shown = np.ma.masked_invalid(drawn)
-    several = any(call for _, call in lines)
-    names = [f"{layer}, call {call}" if several else f"{layer}" for layer, call in lines]
+    calls = sorted({(row["layer"], row.get("call", 0)) for row in table})
+    cells = np.full((len(calls), 1 + max(row["head"] for row in table)), np.nan)
+    for row in table:
+        cells[calls.index((row["layer"], row.get("call", 0))), row["head"]] = row[measure]
+    values = np.ma.masked_invalid(cells)
+    several = any(call for _, call in calls)
+    layer_labels = [f"{layer}, call {call}" if several else f"{layer}" for layer, call in calls]
+    head_labels = [str(head) for head in range(values.shape[1])]
 
-    numbered = [str(head) for head in range(shown.shape[1])]
-    ax = axes(ax, *_size(shown.shape, (numbered, names)))
-    how = {"cmap": COLOURS, "aspect": _aspect(*shown.shape)}
-    _paint(ax, shown, numbers, colorbar, UNITS.get(measure, literal(measure)), how | imshow)
-    label(ax.xaxis, numbered, None, len(numbered))
-    label(ax.yaxis, names, None, len(lines))
-    ax.set(xlabel="head; hatched: no number" if shown.mask.any() else "head", ylabel="layer")
+    ax = ensure_axes(ax, *_figure_size(values.shape, (head_labels, layer_labels)))
+    style = {"cmap": COLORMAP, "aspect": _choose_aspect(*values.shape)}
+    title = COLORBAR_LABELS.get(measure, format_label(measure))
+    _draw_image(ax, values, numbers, title if colorbar else None, style | imshow)
+    label_axis(ax.xaxis, head_labels, None, len(head_labels))
+    label_axis(ax.yaxis, layer_labels, None, len(calls))
+    ax.set(xlabel="head; hatched: no number" if values.mask.any() else "head", ylabel="layer")
     return ax
 
 
-def check(A: Any, operation: str) -> None:
-    """Refuse what is not one head of one matrix with something in it."""
+def check_one_head(A: Any, operation: str) -> None:
+    """Raise an error if `A` is not the matrix of one head with at least one query and one key."""
     if not isinstance(A, AttentionMatrix):
         raise ArgumentTypeError(
             operation,
             received=describe_argument(A),
             expected="an attention matrix",
-            hint="regard.attention(query, key) makes one; weights that are stored are drawn by ax.imshow(weights).",
+            hint="Create one with regard.attention(query, key). To draw stored weights, call ax.imshow(weights).",
         )
     A._check_one_head(operation, f"{operation}(A.lazy[{{}}])")
     if not min(A.shape):
         raise ArgumentError(
             operation,
             received=f"a matrix of shape {A.shape}",
-            expected="a query and a key at least",
+            expected="at least one query and one key",
             hint="There is nothing to draw.",
         )
 
 
-def _weights(A: AttentionMatrix, cells: int, reduce: str) -> Any:
-    """The weights or cells to be drawn, (rows, columns), as a masked array: what is hidden is masked."""
+def _compute_cells(A: AttentionMatrix, cells: int, reduce: str) -> Any:
+    """Compute the weights or their reductions to draw, `(rows, columns)`, as a NumPy masked array."""
     engine = A._problem.engine
     block = min(cells, A.shape[-2]), min(cells, A.shape[-1])
     with engine.detached():
         if block == A.shape[-2:]:
-            shown, hidden = A.to_dense(), A.scores[...] == -engine.xp.inf
+            weights, masked = A.to_dense(), A.scores[...] == -engine.xp.inf
         elif A.mask is None and not A._problem.score_mods:
-            shown = A.coarsen(block, reduce)
-            hidden = shown != shown
-            hidden[...] = False
+            weights = A.coarsen(block, reduce)
+            masked = engine.xp.zeros_like(weights, dtype=engine.xp.bool)
         else:
-            made = A.measure(shown=Coarse(block, reduce), recording=Visible(block))
-            shown, hidden = made.shown, made.recording == 0
-        both = [engine.to_numpy(each).reshape(block) for each in (shown, hidden)]
-    return np.ma.array(both[0], mask=both[1])
+            measured = A.measure(weights=Coarse(block, reduce), visible=Visible(block))
+            weights, masked = measured.weights, measured.visible == 0
+        arrays = [engine.to_numpy(array).reshape(block) for array in (weights, masked)]
+    return np.ma.array(arrays[0], mask=arrays[1])
 
 
-def _told(cells: tuple[int, int], lengths: tuple[int, int], reduce: str) -> str:
-    """What a colour stands for."""
+def _colorbar_label(cells: tuple[int, int], lengths: tuple[int, int], reduce: str) -> str:
+    """Describe the numbers that the colours stand for."""
     if cells == lengths:
         return "weight"
     sizes = [f"{n / cell:.4g}" for n, cell in zip(lengths, cells, strict=True)]
-    return f"weight, {REDUCED[reduce]} of {sizes[0]} × {sizes[1]}"
+    return f"weight, {REDUCTIONS[reduce]} of {sizes[0]} × {sizes[1]}"
 
 
-def _paint(ax: Any, shown: Any, numbers: bool | None, colorbar: bool, told: str, how: dict[str, Any]) -> None:
-    """The image, its colour bar, the hatching of what is masked, NaN in orange, and numbers in the cells."""
-    if shown.mask.any():
-        veil(ax)
-    image = ax.imshow(shown, **how)
-    broken = np.isnan(np.where(shown.mask, 0.0, shown.data))
-    if broken.any():
-        extent = how.get("extent")
-        flat = np.ma.array(broken, mask=~broken)
-        ax.imshow(flat, cmap=ListedColormap([ORANGE]), aspect=how["aspect"], extent=extent)
-    if colorbar:
+def _draw_image(
+    ax: Any, cells: Any, numbers: bool | None, colorbar_label: str | None, style: dict[str, Any]
+) -> None:
+    """Draw the image with its colour bar, hatch masked cells, paint NaN orange, and write numbers into the cells."""
+    if cells.mask.any():
+        hatch_background(ax)
+    image = ax.imshow(cells, **style)
+    is_nan = np.isnan(np.where(cells.mask, 0.0, cells.data))
+    if is_nan.any():
+        nan_cells = np.ma.array(is_nan, mask=~is_nan)
+        ax.imshow(
+            nan_cells, cmap=ListedColormap([ORANGE]), aspect=style["aspect"], extent=style.get("extent")
+        )
+    if colorbar_label is not None:
         bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
-        bar.set_label(told)
+        bar.set_label(colorbar_label)
         bar.outline.set_visible(False)
-    if numbers or (numbers is None and max(shown.shape) <= NUMBERED and _spacious(ax, shown.shape)):
-        for (i, j), number in np.ndenumerate(shown.data):
-            if not shown.mask[i, j]:
+    if numbers is None:
+        numbers = max(cells.shape) <= MAX_CELLS_WITH_NUMBERS and _fits_numbers(ax, cells.shape)
+    if numbers:
+        for (i, j), number in np.ndenumerate(cells.data):
+            if not cells.mask[i, j]:
                 dark = np.dot(image.cmap(image.norm(number))[:3], (0.3, 0.59, 0.11)) < 0.5
                 ax.text(
                     j, i, f"{number:.2f}", ha="center", va="center", fontsize=8, color="w" if dark else INK
                 )
 
 
-def _spacious(ax: Any, shape: tuple[int, int]) -> bool:
-    """Whether a cell has room for a number."""
+def _fits_numbers(ax: Any, shape: tuple[int, int]) -> bool:
+    """Tell whether a number fits into a cell."""
     box, dpi = ax.get_window_extent(), ax.get_figure(root=True).dpi
-    return bool(min(box.height / shape[0], box.width / shape[1]) / dpi >= SPACIOUS)
+    return bool(min(box.height / shape[0], box.width / shape[1]) / dpi >= MIN_CELL_WITH_NUMBER)
 
 
-def _aspect(rows: int, columns: int) -> str:
-    """Square cells, unless that would make a ribbon."""
+def _choose_aspect(rows: int, columns: int) -> str:
+    """Return "equal" for square cells, or "auto" if they would make a narrow ribbon."""
     return "equal" if max(rows, columns) <= 4 * min(rows, columns) else "auto"
 
 
-def _size(shape: tuple[int, int], names: tuple[list[str] | None, list[str] | None]) -> tuple[float, float]:
-    """Inches for a figure of so many rows and columns; one with names to read is larger."""
+def _figure_size(
+    shape: tuple[int, int], labels: tuple[list[str] | None, list[str] | None]
+) -> tuple[float, float]:
+    """Return width and height in inches for an image with these labels of columns and rows."""
     rows, columns = shape
-    across, down = (0.08 * min(12, max(map(len, each), default=0)) if each else 0.0 for each in names)
-    most = 11.0 if any(names) else 4.8
-    width, height = (min(most, max(3.2, 0.18 * n)) for n in (columns, rows))
-    if _aspect(rows, columns) == "equal":  # the longer side decides, so that no paper is left empty
+    column_space, row_space = (
+        0.08 * min(12, max(map(len, names), default=0)) if names else 0.0 for names in labels
+    )
+    limit = 11.0 if any(labels) else 4.8
+    width, height = (min(limit, max(3.2, 0.18 * count)) for count in (columns, rows))
+    if _choose_aspect(rows, columns) == "equal":  # the longer side decides, so that no space is left empty
         longest = max(width, height)
         width, height = longest * columns / max(shape), longest * rows / max(shape)
-    return width + down + 1.9, height + across + 0.7
+    return width + row_space + 1.9, height + column_space + 0.7

@@ -1,4 +1,4 @@
-"""Figures: what is drawn is what was computed, labels are literal, and the caller's Axes and figures are respected."""
+"""Figures: the drawn values are the computed ones, labels are literal, and the caller's Axes are used."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from regard import plot  # noqa: E402
+from regard.plot.axes import format_label  # noqa: E402
 
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
@@ -35,7 +36,7 @@ ROOT = Path(regard.__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def nothing_is_shown(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("plt.show() is the caller's"))
+    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("regard.plot called plt.show()"))
     yield
     plt.close("all")
 
@@ -47,7 +48,7 @@ def matrix(q_len: int, kv_len: int, *lead: int, **how: Any) -> regard.AttentionM
 
 
 def draw(ax: Any) -> None:
-    """Lay the figure out and go through all that is drawn; warnings are errors."""
+    """Lay the figure out and draw every artist; warnings are errors."""
     ax.get_figure(root=True).draw_without_rendering()
 
 
@@ -65,7 +66,7 @@ def texts(axis: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", [None, causal("lower_right"), sliding_window(3, align="upper_left")])
-def test_a_heatmap_draws_the_weights_and_hides_the_hidden(mask):
+def test_a_heatmap_draws_the_weights_and_hatches_the_masked(mask):
     A = matrix(7, 11, mask=mask)
     ax = plot.heatmap(A)
     found = ax.images[0].get_array()
@@ -75,7 +76,7 @@ def test_a_heatmap_draws_the_weights_and_hides_the_hidden(mask):
     assert list(ax.images[0].get_extent()) == [-0.5, 10.5, 6.5, -0.5]
     assert ax.images[0].get_clim() == (0, A.to_dense().max())
     assert (
-        ax.get_xlabel() == ("key" if mask is None else "key; hatched: hidden") and ax.get_ylabel() == "query"
+        ax.get_xlabel() == ("key" if mask is None else "key; hatched: masked") and ax.get_ylabel() == "query"
     )
     assert (ax.patch.get_hatch() is None) == (mask is None)
     draw(ax)
@@ -89,11 +90,11 @@ def test_a_bias_of_minus_infinity_is_hatched_too_and_nan_is_not():
     ax = plot.heatmap(regard.attention(query, np.eye(3), score_mod=regard.bias(bias)))
     equal(np.argwhere(ax.images[0].get_array().mask), [[0, 1], [0, 2], [2, 0], [2, 1], [2, 2]])
     equal(np.argwhere(~np.ma.getmaskarray(ax.images[1].get_array())), [[2, 0], [2, 1], [2, 2]])
-    assert ax.get_xlabel() == "key; hatched: hidden; orange: NaN"
+    assert ax.get_xlabel() == "key; hatched: masked; orange: NaN"
     draw(ax)
 
 
-def test_nothing_to_see_is_drawn_without_complaint():
+def test_a_fully_masked_matrix_is_drawn():
     ax = plot.heatmap(regard.attention(np.eye(3), np.eye(3), mask=regard.dense(np.zeros((3, 3), bool))))
     assert ax.images[0].get_array().mask.all()
     draw(ax)
@@ -115,7 +116,7 @@ def test_a_long_head_is_drawn_as_cells_and_says_so(reduce, engine):
     A = matrix(90, 70, mask=causal("lower_right") & sliding_window(20, align="lower_right"))
     if engine == "torch":
         torch = pytest.importorskip("torch")
-        arrays = (torch.tensor(each, requires_grad=True) for each in (A._spec.query, A._spec.key))
+        arrays = (torch.tensor(array, requires_grad=True) for array in (A._spec.query, A._spec.key))
         A = regard.attention(*arrays, mask=A.mask)
     ax = plot.heatmap(A, [f"t{j}" for j in range(70)], cells=32, reduce=reduce)
     found = ax.images[0].get_array()
@@ -125,7 +126,7 @@ def test_a_long_head_is_drawn_as_cells_and_says_so(reduce, engine):
     for i, j in np.ndindex(32, 32):
         rows, columns = np.arange(90) * 32 // 90 == i, np.arange(70) * 32 // 70 == j
         assert found.mask[i, j] == (not allowed[np.ix_(rows, columns)].any())
-    assert ax.get_xlabel() == "key; 32 × 32 cells; hatched: hidden"
+    assert ax.get_xlabel() == "key; 32 × 32 cells; hatched: masked"
     word = {"max": "the largest", "mean": "the mean", "sum": "the sum"}[reduce]
     assert ax.figure.axes[1].get_ylabel() == f"weight, {word} of 2.812 × 2.188"
     draw(ax)
@@ -133,7 +134,7 @@ def test_a_long_head_is_drawn_as_cells_and_says_so(reduce, engine):
 
 
 @pytest.mark.parametrize("mask", [None, causal()])
-def test_nan_in_cells_is_orange_and_not_hidden(mask):
+def test_nan_in_cells_is_orange_and_not_masked(mask):
     query = np.ones((60, 2))
     query[30:33] = np.nan  # a cell is three rows
     ax = plot.heatmap(regard.attention(query, np.ones((60, 2)), mask=mask), cells=20)
@@ -144,8 +145,8 @@ def test_nan_in_cells_is_orange_and_not_hidden(mask):
 
 
 @pytest.mark.parametrize("cells", [4, 40])
-def test_a_weight_of_zero_is_not_hidden(cells):
-    key = np.repeat([[1e4], [0.0]], 20, axis=0)  # what the last twenty get is too small for a float
+def test_a_weight_of_zero_is_not_masked(cells):
+    key = np.repeat([[1e4], [0.0]], 20, axis=0)  # the weights of the last twenty underflow
     A = regard.attention(np.ones((40, 1)), key, mask=causal("lower_right"))
     found = plot.heatmap(A, cells=cells).images[0].get_array()
     assert found[-1, -1] == 0 and not found.mask[-1].any() and found.mask[0, -1]
@@ -183,14 +184,14 @@ def test_tokens_are_shown_as_they_are(tokens, kind):
     with plt.rc_context({"svg.fonttype": "none"}):  # text stays text, to be read back
         for ax in (plot.heatmap(matrix(n, n), tokens), plot.row(matrix(n, n), 3, tokens)):
             page = saved(ax, kind)
-            shown = [plot._axes.literal(token) for token in tokens]
+            shown = [format_label(token) for token in tokens]
             assert texts(ax.yaxis) == shown
             for label in [*ax.yaxis.get_ticklabels(), *([ax.title] if ax.get_title() else [])]:
                 assert not label.get_parse_math() and not label.get_usetex()
-            assert all("\n" not in each for each in shown)
+            assert all("\n" not in label for label in shown)
             if kind == "svg":
                 assert b">$x$<" in page and rb">\frac{1}{2}<" in page and rb">\$y\$<" in page
-    assert [plot._axes.literal(token) for token in MATH] == [escape_unprintable(token) for token in MATH]
+    assert [format_label(token) for token in MATH] == [escape_unprintable(token) for token in MATH]
 
 
 def test_tokens_stay_literal_under_tex_settings():
@@ -210,7 +211,7 @@ def test_labels_are_written_where_they_fit():
     plot.heatmap(A, tokens, ax=small)
     draw(small)
     assert "token0" not in texts(small.xaxis) and "0" in texts(small.xaxis)
-    assert len(plot._axes.literal("x" * 10**6)) == 24
+    assert len(format_label("x" * 10**6)) == 24
 
 
 def test_another_sequence_of_queries_has_its_own_names():
@@ -221,10 +222,10 @@ def test_another_sequence_of_queries_has_its_own_names():
     assert texts(ax.xaxis) == ["a", "b", "c"] and {"0", "1"} <= set(texts(ax.yaxis))
 
 
-# -- Whose Axes, whose figure -----------------------------------------------------------------------------
+# -- Axes and figures -----------------------------------------------------------------------------
 
 
-def each_function() -> list[Any]:
+def plot_functions() -> list[Any]:
     A = matrix(6, 6)
     table = [{"layer": 0, "head": 0, "entropy": 0.5}, {"layer": 1, "head": 0, "entropy": 0.25}]
     every = [partial(plot.heatmap, A), partial(plot.row, A, 0), partial(plot.heads, table), plot.cost]
@@ -235,13 +236,13 @@ def each_function() -> list[Any]:
 def test_without_axes_each_makes_a_figure_of_its_own():
     plt.figure()
     before = plt.get_fignums()
-    made = [function() for function in each_function()]
+    made = [function() for function in plot_functions()]
     assert len({id(ax.figure) for ax in made}) == len(made) == len(plt.get_fignums()) - len(before)
     assert all(ax.figure.get_layout_engine() is not None for ax in made)
 
 
 def test_given_axes_are_drawn_on_and_no_figure_is_made():
-    for function in each_function():
+    for function in plot_functions():
         for parts in (Figure(layout="constrained"), Figure().subfigures(1, 2)[0]):
             ax = parts.subplots()
             assert function(ax=ax) is ax
@@ -249,7 +250,7 @@ def test_given_axes_are_drawn_on_and_no_figure_is_made():
     assert plt.get_fignums() == []
 
 
-def test_no_colour_bar_and_what_imshow_takes():
+def test_arguments_of_imshow_are_passed_on():
     ax = plot.heatmap(matrix(6, 6), colorbar=False, vmax=0.5, cmap="magma", origin="lower")
     assert len(ax.figure.axes) == 1 and ax.images[0].get_clim() == (0, 0.5)
     assert ax.images[0].get_cmap().name == "magma"
@@ -275,31 +276,31 @@ def test_no_colour_bar_and_what_imshow_takes():
             lambda: plot.heatmap(np.eye(3)),
             ArgumentTypeError,
             "plot.heatmap: received an array of float64 with shape (3, 3); expected an attention matrix. "
-            "regard.attention(query, key) makes one; weights that are stored are drawn by ax.imshow(weights).",
+            "Create one with regard.attention(query, key). To draw stored weights, call ax.imshow(weights).",
         ),
         (
             lambda: plot.heatmap(matrix(0, 3)),
             ArgumentError,
-            "plot.heatmap: received a matrix of shape (0, 3); expected a query and a key at least. "
+            "plot.heatmap: received a matrix of shape (0, 3); expected at least one query and one key. "
             "There is nothing to draw.",
         ),
         (
             lambda: plot.heatmap(matrix(3, 3), ["a"]),
             ArgumentError,
             "plot.heatmap: received 1 tokens; expected 3. "
-            "tokens name the keys, query_tokens the queries where those are another sequence.",
+            "Pass one token for each key. If the queries are another sequence, pass query_tokens too.",
         ),
         (
             lambda: plot.heatmap(matrix(3, 3), reduce="median"),
             ArgumentError,
             'plot.heatmap: received reduce=\'median\'; expected "max", "mean" or "sum". '
-            "It says how the weights of one of the cells become one number.",
+            "The reduction combines the weights of a cell into one number.",
         ),
         (
             lambda: plot.row(matrix(3, 3), 0, "abc"),
             ArgumentTypeError,
-            "plot.row: received tokens, str 'abc'; expected a sequence of texts. "
-            "Pass a list, as tokenizer.convert_ids_to_tokens(ids) returns it; list(text) are its letters.",
+            "plot.row: received tokens, str 'abc'; expected a sequence of strings. "
+            "Pass a list such as tokenizer.convert_ids_to_tokens(ids), or list(text) for characters.",
         ),
         (
             lambda: plot.row(matrix(3, 3), [0, 1]),
@@ -310,38 +311,39 @@ def test_no_colour_bar_and_what_imshow_takes():
         (
             lambda: plot.heatmap(matrix(3, 3), ax=Figure()),
             ArgumentTypeError,
-            "plot.heatmap: received ax, a Figure; expected one Axes of Matplotlib. "
-            "Take one: fig, ax = plt.subplots(); of several axes ax[0].",
+            "plot.heatmap: received ax, a Figure; expected a Matplotlib Axes. "
+            "Create one with fig, ax = plt.subplots(). If you have several axes, pass one of them: ax[0].",
         ),
         (
             lambda: plot.cost(ax=plt),
             ArgumentTypeError,
-            "plot.cost: received ax, a module; expected one Axes of Matplotlib. "
-            "Take one: fig, ax = plt.subplots(); of several axes ax[0].",
+            "plot.cost: received ax, a module; expected a Matplotlib Axes. "
+            "Create one with fig, ax = plt.subplots(). If you have several axes, pass one of them: ax[0].",
         ),
         (
             lambda: plot.heads([]),
             ArgumentTypeError,
-            "plot.heads: received nothing; expected what regard.watch gave, or a table with layer and head, such as "
-            "recording.heads(). Run the model inside `with regard.watch(model) as recording:` and pass seen.",
+            "plot.heads: received an empty table; expected a recording, or a table with the columns layer and head "
+            "such as recording.heads(). "
+            "Run the model inside `with regard.watch(model) as recording:` and pass recording.",
         ),
         (
             lambda: plot.heads([{"layer": 0, "head": 0, "entropy": 0.5, "first": 0.25}], "induction"),
             ArgumentError,
             "plot.heads: received measure='induction'; expected one of entropy, first. "
-            "duplicate and induction need the tokens: plot.heads(recording, measure, tokens).",
+            "The measures duplicate and induction need tokens: plot.heads(recording, measure, tokens).",
         ),
         (
             lambda: plot.cost([1, 2]),
             ArgumentTypeError,
-            "plot.cost: received a list; expected a table of costs or a profile. "
-            "regard.learn.cost_table([256, 512]) counts, regard.learn.profile([256, 512]) measures too.",
+            "plot.cost: received a list; expected a cost table or a profile. "
+            "Pass regard.learn.cost_table([256, 512]), or regard.learn.profile([256, 512]) to measure.",
         ),
         (
-            lambda: plot.cost(what="time"),
+            lambda: plot.cost(quantity="time"),
             ArgumentError,
-            'plot.cost: received what=\'time\' of a CostTable; expected "memory" or "work". '
-            'Time is measured: plot.cost(regard.learn.profile(), "time").',
+            'plot.cost: received quantity=\'time\' of a CostTable; expected "memory" or "work". '
+            'To draw the time, pass a profile: plot.cost(regard.learn.profile(), "time").',
         ),
     ],
 )
@@ -373,7 +375,7 @@ def test_a_row_is_a_bar_for_each_key():
     close(list(found.values()), [*A[2], 1 - A[2].sum()])
     assert list(found) == [*cat.tokens, "(sink)"] and ax.get_title() == f'query 2 "{cat.tokens[2]}"'
     values = [text.get_text() for text in ax.texts]
-    assert values[3:5] == ["hidden", "hidden"] and float(values[0]) == pytest.approx(A[2, 0], abs=1e-4)
+    assert values[3:5] == ["masked", "masked"] and float(values[0]) == pytest.approx(A[2, 0], abs=1e-4)
     top, bottom = ax.get_ylim()
     assert top > bottom, "the first key is at the top"
     close(list(bars(plot.row(A, -1, cat.tokens)).values())[:5], A[-1])
@@ -381,14 +383,14 @@ def test_a_row_is_a_bar_for_each_key():
 
 def test_a_long_row_is_its_top_keys_and_the_rest():
     A = matrix(3, 500, 1)
-    ax = plot.row(A, 1, [f"t{j}" for j in range(500)], most=7)
+    ax = plot.row(A, 1, [f"t{j}" for j in range(500)], max_bars=7)
     *top, (rest, weight) = bars(ax).items()
     weights = A[0, 1]
     keys = np.sort(np.argsort(-weights)[:7])
     assert [name for name, _ in top] == [f"t{j}  {j}" for j in keys]
     close([length for _, length in top], weights[keys])
     assert rest == "(493 other keys)" and weight == pytest.approx(1 - weights[keys].sum())
-    assert next(iter(bars(plot.row(A, 1, most=7)))) == f"key {keys[0]}"
+    assert next(iter(bars(plot.row(A, 1, max_bars=7)))) == f"key {keys[0]}"
 
 
 def test_a_row_of_nan_is_drawn():
@@ -428,8 +430,8 @@ def test_heads_of_a_watched_model():
     ax = plot.heads(recording, "distance")
     found = ax.images[0].get_array()
     assert found.shape == (2, 3) and not found.mask.any()
-    for each in table:
-        assert found[each["layer"], each["head"]] == each["distance"]
+    for row in table:
+        assert found[row["layer"], row["head"]] == row["distance"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("head", "layer")
     assert ax.figure.axes[1].get_ylabel() == "mean distance (tokens)"
     assert texts(ax.yaxis) == ["0", "1"] and texts(ax.xaxis) == ["0", "1", "2"]
@@ -476,19 +478,19 @@ def test_cost_draws_the_counted_formulas():
     draw(ax)
 
 
-def test_cost_draws_what_was_measured_and_its_exponent():
+def test_cost_draws_measurements_and_their_exponent():
     profile = learn.profile([32, 64, 128], repeats=1)
-    for what, field in (("time", "seconds"), ("memory", "peak_bytes")):
-        ax = plot.cost(profile, what)
-        told = f"n^{profile.exponents[field]:.2f}"
-        (points,) = (points for name, points in lines(ax).items() if told in name)
+    for quantity, field in (("time", "seconds"), ("memory", "peak_bytes")):
+        ax = plot.cost(profile, quantity)
+        exponent = f"n^{profile.exponents[field]:.2f}"
+        (points,) = (points for name, points in lines(ax).items() if exponent in name)
         close(points, [[row.cost.q_len, getattr(row, field)] for row in profile.rows])
         fit = np.log(ax.lines[-1].get_xydata())
         close(np.diff(fit[:, 1]) / np.diff(fit[:, 0]), profile.exponents[field])
         draw(ax)
 
 
-# -- Where matplotlib is not ------------------------------------------------------------------------------
+# -- Without matplotlib ------------------------------------------------------------------------------
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -497,9 +499,9 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_matplotlib_one_line_says_what_to_install():
-    told = run("sys.modules['matplotlib'] = None\nimport regard\nregard.plot")
-    assert told.returncode == 1
-    last = told.stderr.strip().splitlines()[-1]
+    run_result = run("sys.modules['matplotlib'] = None\nimport regard\nregard.plot")
+    assert run_result.returncode == 1
+    last = run_result.stderr.strip().splitlines()[-1]
     assert last == "ImportError: regard.plot: matplotlib is not installed. pip install 'regard[plot]'"
 
 
