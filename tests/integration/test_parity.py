@@ -14,7 +14,7 @@ import transformers
 
 import regard
 from regard.nn import MultiheadAttention, from_transformers
-from regard.nn.convert_transformers import KINDS
+from regard.nn.convert_transformers import MODULE_SPECS
 from regard.score_mods import alibi_slopes, relative_buckets
 from tests.parity import models
 from tests.parity import torch_module as own
@@ -44,7 +44,7 @@ def test_what_the_table_holds():
         type(models._model(s, torch.float32, torch.float32).get_submodule(s.at)).__name__
         for s in models.SUBJECTS
     }
-    assert known == KINDS.keys()
+    assert known == MODULE_SPECS.keys()
     assert len({s.model for s in models.SUBJECTS}) >= 8
     page = (ROOT / "docs" / "parity.md").read_text()
     listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d", page, re.MULTILINE)
@@ -210,9 +210,9 @@ def stretched():
 
 REFUSED = {
     "a Linear": (lambda: torch.nn.Linear(2, 2), "an attention module of transformers: BertAttention, Bloom"),
-    "queries and keys that are clipped": (clipped, "regard.attention"),
+    "clipped queries and keys": (clipped, "regard.attention"),
     "a query projection beside a fused one": (crossing, "regard.attention"),
-    "angles that change with the length": (stretched, "regard.attention"),
+    "rotary angles that change with the length": (stretched, "regard.attention"),
 }
 
 

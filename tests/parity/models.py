@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from regard.nn import KVCache, from_transformers
-from regard.nn.convert_transformers import _window
+from regard.nn.convert_transformers import read_window
 from regard.types import Array
 from tests.parity.compare import Answer, Comparison, Wide, largest_scores, numbers, scatter, sums
 
@@ -297,7 +297,9 @@ def _ours(subject: Subject, situation: Situation, given: torch.dtype, dtype: tor
     first = 0  # the token that a column counts from
     if situation.chunks:
         cache = (
-            layer.project_kv(key, padding=real) if subject.crosses else KVCache(window=_window(run.module))
+            layer.project_kv(key, padding=real)
+            if subject.crosses
+            else KVCache(window=read_window(run.module))
         )
         first = real.argmax(1)  # padding is not kept
     for start, stop in run.calls:

@@ -1,4 +1,6 @@
-"""Layers of PyTorch whose attention can be looked at: `layer(x, need_matrix=True)` gives the matrix beside the output.
+"""Torch layers with inspectable attention: `layer(x, need_matrix=True)` returns the output and the matrix.
+
+Entry point: `MultiheadAttention`. `regard.nn` needs torch; it imports `regard.core` and the packages below it.
 
 >>> import torch
 >>> from regard import causal
@@ -11,7 +13,7 @@
 from __future__ import annotations
 
 try:
-    import torch as _torch_is_there  # noqa: F401
+    import torch as _torch  # noqa: F401
 except ImportError as error:
     raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
 

@@ -1,4 +1,4 @@
-"""The keys and values that decoding has seen, kept so that a token costs what it adds."""
+"""The key-value cache: keys and values of past tokens, so that decoding computes only the new ones."""
 
 from __future__ import annotations
 
@@ -9,33 +9,41 @@ import torch
 
 from regard.errors import ArgumentError, format_shape
 from regard.masks import Mask, first, sliding_window
-from regard.nn.positional_masks import NOBODY, Places
+from regard.nn.positional_masks import NEVER_VISIBLE, TokenPositions
 from regard.types import IntArray
 
-Tensor = Any  # the types of torch are not followed
+Tensor = Any  # mypy does not follow torch's types
 
-# Tokens that a new cache has room for; when they are used up the room is doubled.
-ROOM = 64
+# Tokens that a new cache allocates space for. A full cache doubles its capacity.
+INITIAL_CAPACITY = 64
 
 
 class KVCache:
     """The keys and values of the tokens so far, for one layer: `layer(x, mask=causal(), cache=cache)`.
 
-    Batch entries may have different lengths; each counts its own tokens from 0. With a `window` only the last `window`
-    tokens and the `keep_first` first ones are seen, by the mask `sliding_window(window) | first(keep_first)` whatever
-    the chunks are, and what nobody will see again is dropped. Keys keep the positions that they came with.
+    Batch entries may have different lengths, and each counts its own tokens from 0. With a `window`, queries see the
+    last `window` tokens and the first `keep_first` ones. Whatever the chunks are, the mask is
+    `sliding_window(window) | first(keep_first)`, and tokens outside it are evicted. Keys keep their positions.
 
+    Args:
+        window: The number of most recent tokens that stay visible; None keeps every token.
+        keep_first: The number of first tokens that stay visible beside the window. Default 0.
+
+    Raises:
+        ArgumentError: If `window` is below 1, or `keep_first` is negative or given without a window.
+
+    >>> import torch
     >>> cache = KVCache(window=4, keep_first=1)
     >>> for _ in range(20):
     ...     _ = cache.append(torch.ones(2, 1, 1, 8), torch.ones(2, 1, 1, 8))  # (batch, kv_heads, n, head_dim)
     >>> cache
-    KVCache(20 tokens, 8 of them held, window=4, keep_first=1)
+    KVCache(20 tokens, 8 of them cached, window=4, keep_first=1)
     """
 
     def __init__(self, *, window: int | None = None, keep_first: int = 0) -> None:
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (window or 1, keep_first))
+        are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (window or 1, keep_first))
         if (
-            not whole
+            not are_integers
             or (window is not None and window < 1)
             or keep_first < 0
             or (keep_first and window is None)
@@ -47,19 +55,21 @@ class KVCache:
                 hint="KVCache() keeps every token; KVCache(window=512, keep_first=4) the last 512 and the first 4.",
             )
         self.window, self.keep_first = window, keep_first
-        self.mask: Mask | None = None  # what the window lets through, by position
+        self.mask: Mask | None = None  # the window as a mask of the whole sequence
         if window is not None:
             self.mask = sliding_window(window) | first(keep_first) if keep_first else sliding_window(window)
-        self._key: Tensor = None  # (batch, kv_heads, room, head_dim)
+        self._key: Tensor = None  # (batch, kv_heads, capacity, head_dim)
         self._value: Tensor = None
         self._lengths: IntArray = np.zeros(1, np.int64)
-        self._dropped: IntArray = np.zeros(1, np.int64)  # tokens after the first ones that are no longer held
-        self._alike = True  # whether all batch entries have the same two
-        self._lent = False  # whether a matrix looks at what is held, so that it must not be written over
+        self._evicted: IntArray = np.zeros(
+            1, np.int64
+        )  # evicted tokens of each entry, all after the first ones
+        self._is_uniform = True  # whether all batch entries have the same length and evictions
+        self._is_shared = False  # whether a matrix reads the buffers, so that they must not be overwritten
 
     @property
     def lengths(self) -> IntArray:
-        """How many tokens each batch entry has seen: (batch,)."""
+        """The number of tokens each batch entry has received, (batch,)."""
         return self._lengths.copy()
 
     def __len__(self) -> int:
@@ -67,134 +77,159 @@ class KVCache:
 
     @property
     def columns(self) -> int:
-        """How many tokens of the longest entry are held."""
-        return int((self._lengths - self._dropped).max(initial=0))
+        """The number of cached tokens of the longest batch entry."""
+        return int((self._lengths - self._evicted).max(initial=0))
 
     @property
     def key(self) -> Tensor:
-        """The keys held, (batch, kv_heads, columns, head_dim): a view, not a copy."""
+        """The cached keys, (batch, kv_heads, columns, head_dim); a view, not a copy."""
         return self._key[:, :, : self.columns]
 
     @property
     def value(self) -> Tensor:
-        """The values held, as the keys."""
+        """The cached values, (batch, kv_heads, columns, head_dim); a view, not a copy."""
         return self._value[:, :, : self.columns]
 
     @property
     def positions(self) -> IntArray:
-        """The position of each column: (batch, columns), or (1, columns) where all entries agree; −1 for none."""
-        lengths, dropped = (x[:1] if self._alike else x for x in (self._lengths, self._dropped))
+        """The position of each column: (batch, columns), or (1, columns) if all entries agree; −1 for no token."""
+        lengths, evicted = (x[:1] if self._is_uniform else x for x in (self._lengths, self._evicted))
         column = np.arange(self.columns)
-        position = column + np.where(column < self.keep_first, 0, dropped[:, None])
-        return np.where(position < lengths[:, None], position, NOBODY)
+        position = column + np.where(column < self.keep_first, 0, evicted[:, None])
+        return np.where(position < lengths[:, None], position, NEVER_VISIBLE)
 
-    def upcoming(self, count: int, real: Any = None) -> IntArray:
-        """The positions of the next `count` tokens: (batch, count), or (1, count) where all entries agree.
+    def next_positions(self, count: int, real: Any = None) -> IntArray:
+        """Return the positions that the next tokens will have.
 
-        `real` is (batch, count), True for tokens and False for padding.
+        Args:
+            count: The number of tokens.
+            real: Booleans (batch, count), True for tokens and False for padding. Default: all are tokens.
+
+        Returns:
+            Positions (batch, count), or (1, count) if all entries agree.
         """
         if real is None:
-            lengths = self._lengths[:1] if self._alike else self._lengths
+            lengths = self._lengths[:1] if self._is_uniform else self._lengths
             return lengths[:, None] + np.arange(count)
         counted: IntArray = np.maximum(np.cumsum(real, 1) - 1, 0)
         return self._lengths[:, None] + counted
 
     def append(self, key: Tensor, value: Tensor, real: Any = None) -> tuple[Tensor, Tensor]:
-        """The keys and values held, with the next n tokens: (batch, kv_heads, n, head_dim) each.
+        """Append tokens, and return all cached keys and values.
 
-        `real` is (batch, n), True for tokens; padding, on whichever side, is not kept.
+        Args:
+            key: Keys of the next tokens, (batch, kv_heads, n, head_dim).
+            value: Values of the next tokens, (batch, kv_heads, n, head_dim).
+            real: Booleans (batch, n), True for tokens. Padding, on either side, is not cached. Default: all tokens.
+
+        Returns:
+            The cached keys and values, (batch, kv_heads, columns, head_dim) each.
+
+        Raises:
+            ArgumentError: If shape, dtype or device differ from those of the cached tokens.
         """
         self._check(key, value, real)
-        self._drop()
+        self._evict()
         count = key.shape[2]
-        if self._alike and (real is None or np.all(real)):
+        if self._is_uniform and (real is None or np.all(real)):
             start = self.columns
-            self._make_room(start + count, key, value)
+            self._reserve(start + count, key, value)
             self._key[:, :, start : start + count] = key
             self._value[:, :, start : start + count] = value
             self._lengths = self._lengths + count
             return self.key, self.value
-        kept = np.ones((len(self._lengths), count), bool) if real is None else np.asarray(real)
-        held, came = self._lengths - self._dropped, kept.sum(1)
-        self._make_room(int((held + came).max(initial=0)), key, value)
-        entry, source = np.nonzero(kept)
-        target = held[entry] + (np.cumsum(kept, 1) - 1)[entry, source]
+        is_token = np.ones((len(self._lengths), count), bool) if real is None else np.asarray(real)
+        cached, added = self._lengths - self._evicted, is_token.sum(1)
+        self._reserve(int((cached + added).max(initial=0)), key, value)
+        entry, source = np.nonzero(is_token)
+        target = cached[entry] + (np.cumsum(is_token, 1) - 1)[entry, source]
         entry, source, target = (torch.tensor(x, device=key.device) for x in (entry, source, target))
         self._key[entry, :, target] = key[entry, :, source]
         self._value[entry, :, target] = value[entry, :, source]
-        self._settle(self._lengths + came, self._dropped)
+        self._set_lengths(self._lengths + added, self._evicted)
         return self.key, self.value
 
     def crop(self, length: Any) -> None:
-        """Forget the tokens from position `length` on, a number or one for each batch entry.
+        """Remove the tokens from position `length` on.
 
-        With a window a cache goes back only as far as what it holds allows.
+        A cache with a window can only be cropped as far as the tokens it still holds allow.
+
+        Args:
+            length: The number of tokens to keep; one number, or one for each batch entry, (batch,).
+
+        Raises:
+            ArgumentError: If `length` exceeds the tokens received, or needs tokens that have been evicted.
         """
         lengths = np.broadcast_to(np.asarray(length, np.int64), self._lengths.shape)
         if (lengths < 0).any() or (lengths > self._lengths).any():
             raise ArgumentError(
                 "KVCache.crop",
                 received=f"length {length}, after {self._lengths.tolist()} tokens",
-                expected="lengths from 0 to the tokens seen",
-                hint="crop(length) leaves the first `length` tokens.",
+                expected="lengths from 0 to the number of tokens received",
+                hint="crop(length) keeps the first `length` tokens.",
             )
-        least = np.where(self._dropped, self.keep_first + self._dropped + (self.window or 1) - 1, 0)
+        least = np.where(self._evicted, self.keep_first + self._evicted + (self.window or 1) - 1, 0)
         if (lengths < least).any():
             raise ArgumentError(
                 "KVCache.crop",
-                received=f"length {length}, where the window has dropped {self._dropped.tolist()} tokens",
+                received=f"length {length}, after the window has evicted {self._evicted.tolist()} tokens",
                 expected=f"{least.max()} or more",
-                hint="Give the cache a larger window and the layer's mask the smaller one, or read the prompt again.",
+                hint="Give the cache a larger window and the layer's mask the smaller one, or run the prompt again.",
             )
-        if self._lent:
-            self._key, self._value, self._lent = self._key.clone(), self._value.clone(), False
-        self._settle(lengths.copy(), self._dropped)
+        if self._is_shared:
+            self._key, self._value, self._is_shared = self._key.clone(), self._value.clone(), False
+        self._set_lengths(lengths.copy(), self._evicted)
 
-    def lend(self) -> None:
-        """Say that a matrix was made of what is held: it will not be written over."""
-        self._lent = True
+    def mark_shared(self) -> None:
+        """Declare that a matrix reads the cached tensors, so that `crop` copies them before they are overwritten."""
+        self._is_shared = True
 
-    def places(self, rows: IntArray, q_len: int | None = None) -> Places:
-        """Where these rows and what is held are in the sequence, or in a matrix of q_len rows."""
-        in_order = self._alike and not self._dropped.any()
-        shape = (len(self) if q_len is None else q_len, len(self))
-        return Places(rows, None if in_order else self.positions, shape)
+    def token_positions(self, rows: IntArray, q_len: int | None = None) -> TokenPositions:
+        """Return the positions of query rows and of the cached keys.
 
-    def _drop(self) -> None:
-        """Let go of what nobody will see, when it is as much as the window: so a token is moved once at most."""
+        Args:
+            rows: The position of each query, (batch or 1, queries).
+            q_len: The number of rows of the whole matrix. Default: the number of tokens received.
+        """
+        in_order = self._is_uniform and not self._evicted.any()
+        full_shape = (len(self) if q_len is None else q_len, len(self))
+        return TokenPositions(rows, None if in_order else self.positions, full_shape)
+
+    def _evict(self) -> None:
+        """Evict tokens outside the window once there are `window` of them, so that each token moves at most once."""
         if self.window is None or self._key is None:
             return
         kept = self.keep_first + self.window
         if self.columns < kept + self.window:
             return
-        away = np.maximum(self._lengths - self._dropped - kept, 0)
+        evicted = np.maximum(self._lengths - self._evicted - kept, 0)
         column = np.arange(kept)
-        source = torch.tensor(column + np.where(column < self.keep_first, 0, away[:, None]))
+        source = torch.tensor(column + np.where(column < self.keep_first, 0, evicted[:, None]))
         index = source.to(self._key.device)[:, None, :, None]
         for name in ("_key", "_value"):
-            held = getattr(self, name)
-            moved = held.gather(2, index.expand(len(held), held.shape[1], kept, held.shape[3]))
-            # New room, no larger than the window needs, whatever the prompt was; others may look at the old.
-            room = held.new_zeros((*held.shape[:2], kept + 2 * self.window, held.shape[3]))
-            room[:, :, :kept] = moved
-            setattr(self, name, room)
-        self._lent = False
-        self._settle(self._lengths, self._dropped + away)
+            cached = getattr(self, name)
+            moved = cached.gather(2, index.expand(len(cached), cached.shape[1], kept, cached.shape[3]))
+            # A new buffer, sized by the window and not by the prompt; matrices may still read the old one.
+            buffer = cached.new_zeros((*cached.shape[:2], kept + 2 * self.window, cached.shape[3]))
+            buffer[:, :, :kept] = moved
+            setattr(self, name, buffer)
+        self._is_shared = False
+        self._set_lengths(self._lengths, self._evicted + evicted)
 
-    def _make_room(self, columns: int, key: Tensor, value: Tensor) -> None:
-        """Room for so many columns: doubled when used up, so that copying adds up to no more than what is kept."""
+    def _reserve(self, columns: int, key: Tensor, value: Tensor) -> None:
+        """Reserve capacity for `columns` tokens; doubling keeps the total cost of copies linear in the tokens."""
         for name, new in (("_key", key), ("_value", value)):
-            held = getattr(self, name)
-            if held is None or held.shape[2] < columns:
-                size = max(columns, ROOM if held is None else 2 * held.shape[2])
-                # Zeros, not whatever was there: what is not finite would be looked at closely.
-                room = new.new_zeros((*new.shape[:2], size, new.shape[3]))
-                if held is not None:
-                    room[:, :, : held.shape[2]] = held
-                setattr(self, name, room)
-            elif torch.is_grad_enabled() and (new.requires_grad or held.requires_grad):
-                # Written over, what an earlier call kept for its gradient would be lost.
-                setattr(self, name, held.clone())
+            cached = getattr(self, name)
+            if cached is None or cached.shape[2] < columns:
+                capacity = max(columns, INITIAL_CAPACITY if cached is None else 2 * cached.shape[2])
+                # Zeros, not uninitialised memory: non-finite values would take a slower path.
+                buffer = new.new_zeros((*new.shape[:2], capacity, new.shape[3]))
+                if cached is not None:
+                    buffer[:, :, : cached.shape[2]] = cached
+                setattr(self, name, buffer)
+            elif torch.is_grad_enabled() and (new.requires_grad or cached.requires_grad):
+                # Writing in place would destroy what an earlier call saved for its backward pass.
+                setattr(self, name, cached.clone())
 
     def _check(self, key: Tensor, value: Tensor, real: Any) -> None:
         if real is not None and np.shape(real) != (key.shape[0], key.shape[2]):
@@ -202,33 +237,33 @@ class KVCache:
                 "KVCache.append",
                 received=f"real of shape {np.shape(real)}",
                 expected=format_shape(batch=key.shape[0], n=key.shape[2]),
-                hint="It says of each token of the key whether it is one, True, or padding.",
+                hint="One boolean for each token of the key: True for a token, False for padding.",
             )
         if self._key is None:
             batch = key.shape[0]
-            self._settle(*(np.zeros(batch, np.int64) for _ in range(2)))
+            self._set_lengths(*(np.zeros(batch, np.int64) for _ in range(2)))
             return
-        for name, held, new in (("key", self._key, key), ("value", self._value, value)):
-            same = held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3]
-            if not same or held.dtype != new.dtype or held.device != new.device:
+        for name, cached, new in (("key", self._key, key), ("value", self._value, value)):
+            same = cached.shape[:2] == new.shape[:2] and cached.shape[3] == new.shape[3]
+            if not same or cached.dtype != new.dtype or cached.device != new.device:
                 raise ArgumentError(
                     "KVCache.append",
-                    received=f"{name} {_told(new)}",
-                    expected=f"as what is held, {_told(held[:, :, : self.columns])}",
+                    received=f"{name} {_format_tensor(new)}",
+                    expected=f"a match for the cached tokens, {_format_tensor(cached[:, :, : self.columns])}",
                     hint="Each layer and each batch has a cache of its own: KVCache().",
                 )
 
-    def _settle(self, lengths: IntArray, dropped: IntArray) -> None:
-        self._lengths, self._dropped = lengths, dropped
-        self._alike = all(bool((x == x[:1]).all()) for x in (lengths, dropped))
+    def _set_lengths(self, lengths: IntArray, evicted: IntArray) -> None:
+        self._lengths, self._evicted = lengths, evicted
+        self._is_uniform = all(bool((x == x[:1]).all()) for x in (lengths, evicted))
 
     def __repr__(self) -> str:
-        tokens = len(self) if self._alike else self._lengths.tolist()
+        tokens = len(self) if self._is_uniform else self._lengths.tolist()
         window = "" if self.window is None else f", window={self.window}, keep_first={self.keep_first}"
-        held = "" if self.window is None else f", {self.columns} of them held"
-        return f"KVCache({tokens} tokens{held}{window})"
+        cached = "" if self.window is None else f", {self.columns} of them cached"
+        return f"KVCache({tokens} tokens{cached}{window})"
 
 
-def _told(x: Tensor) -> str:
+def _format_tensor(x: Tensor) -> str:
     axes = dict(zip(("batch", "kv_heads", "n", "head_dim"), x.shape, strict=True))
     return f"{format_shape(**axes)} {str(x.dtype).removeprefix('torch.')} on {x.device}"

@@ -1,4 +1,4 @@
-"""Attention kept out of a compiled graph. Imported while compiling only: the compiler takes a second to load."""
+"""Attention outside a compiled graph. Imported only while compiling, because the compiler takes a second to load."""
 
 from __future__ import annotations
 
@@ -9,5 +9,13 @@ import torch
 
 @torch.compiler.disable(reason="regard: masks and matrices are Python objects")  # type: ignore[untyped-decorator]
 def attend(layer: Any, *arguments: Any) -> Any:
-    """The layer's attention, run as it is between two graphs."""
+    """Run a layer's attention eagerly, between two graphs.
+
+    Args:
+        layer: The `MultiheadAttention`.
+        *arguments: The arguments of its `_attend`.
+
+    Returns:
+        The output and the matrix, as `_attend` returns them.
+    """
     return layer._attend(*arguments)

@@ -1,7 +1,7 @@
-"""Masks and score modifications of a sequence, asked of a part of it: rows and columns by their positions.
+"""Masks and score modifications of a whole sequence, evaluated for a part of it by token position.
 
-A cache holds some tokens of a sequence, and a call brings its next ones. What is said of the sequence (`causal()`,
-`alibi()`, a window) holds for the part; so a mask is asked at the positions of the part's rows and columns.
+A cache holds some tokens of a sequence, and a call adds the next ones. A mask or score modification of the sequence
+(`causal()`, `alibi()`, a window) must hold for that part, so it is evaluated at the positions of its rows and columns.
 """
 
 from __future__ import annotations
@@ -20,158 +20,191 @@ from regard.masks.base import AllOf, AnyOf, Not
 from regard.score_mods import Alibi, RelativeBias, ScoreMod, Softcap
 from regard.types import Array, IntArray, Namespace
 
-# Columns without a position: nobody sees the one, everybody the other.
-NOBODY, EVERYBODY = -1, -2
+# Positions of columns that stand for no token of the sequence.
+NEVER_VISIBLE, ALWAYS_VISIBLE = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Rows and columns of a part by their positions in the whole: (batch or 1, q_len) and (batch or 1, kv_len).
+class TokenPositions:
+    """Positions in the whole sequence of the rows and columns of a part.
 
-    `shape` is that of the whole, (q_len, kv_len); `some` is None where its columns are all there, in order.
+    Args:
+        query_positions: The position of each row, (batch or 1, q_len).
+        key_subset: The position of each column, (batch or 1, kv_len); None if all keys are present, in order.
+        full_shape: (q_len, kv_len) of the whole sequence.
     """
 
-    rows: IntArray
-    some: IntArray | None
-    shape: tuple[int, int]
+    query_positions: IntArray
+    key_subset: IntArray | None
+    full_shape: tuple[int, int]
 
     @cached_property
-    def columns(self) -> IntArray:
-        """The position of each column."""
-        return np.arange(self.shape[1])[None] if self.some is None else self.some
+    def key_positions(self) -> IntArray:
+        """The position of each column, (batch or 1, kv_len)."""
+        return np.arange(self.full_shape[1])[None] if self.key_subset is None else self.key_subset
 
-    def one_more(self) -> Places:
-        """With a last column that everybody sees."""
-        return replace(self, some=np.pad(self.columns, ((0, 0), (0, 1)), constant_values=EVERYBODY))
+    def append_visible_key(self) -> TokenPositions:
+        """Return the positions with one more column at the end, visible to every query."""
+        padded = np.pad(self.key_positions, ((0, 0), (0, 1)), constant_values=ALWAYS_VISIBLE)
+        return replace(self, key_subset=padded)
 
     @cached_property
-    def at_the_end(self) -> bool:
-        """Whether the columns are all of a sequence, and the rows its last tokens."""
-        if len(self.rows) > 1 or self.some is not None or self.shape[0] != self.shape[1]:
+    def is_suffix(self) -> bool:
+        """Whether the columns are a whole sequence and the rows its last tokens."""
+        if (
+            len(self.query_positions) > 1
+            or self.key_subset is not None
+            or self.full_shape[0] != self.full_shape[1]
+        ):
             return False
-        end = self.shape[1]
-        return bool((self.rows[0] == np.arange(end - self.rows.shape[1], end)).all())
+        end = self.full_shape[1]
+        return bool((self.query_positions[0] == np.arange(end - self.query_positions.shape[1], end)).all())
 
-    def mask(self, mask: Mask | None) -> Mask | None:
-        """The mask of the part."""
-        if self.at_the_end:
-            ended = None if mask is None else _ended(mask)
-            if ended is not None or mask is None:
-                return ended
-        return None if mask is None and (self.columns != NOBODY).all() else Placed(mask, self)
+    def restrict_mask(self, mask: Mask | None) -> Mask | None:
+        """Return the mask of the part, from the mask of the whole sequence."""
+        if self.is_suffix:
+            aligned = None if mask is None else _align_lower_right(mask)
+            if aligned is not None or mask is None:
+                return aligned
+        if mask is None and (self.key_positions != NEVER_VISIBLE).all():
+            return None
+        return PositionalMask(mask, self)
 
-    def score_mod(self, change: ScoreMod) -> ScoreMod:
-        """The score modification of the part."""
-        if isinstance(change, Softcap):
-            return change
-        if self.at_the_end and isinstance(change, Alibi | RelativeBias):
-            return replace(change, align="lower_right")
-        # Whether a fused kernel can take it along is told from the class.
-        adds = type(change).added is not ScoreMod.added
-        learnt = next((array for array in vars(change).values() if hasattr(array, "requires_grad")), None)
-        return (PlacedAdded if adds else PlacedChange)(change, self, learnt)
+    def restrict_score_mod(self, score_mod: ScoreMod) -> ScoreMod:
+        """Return the score modification of the part, from that of the whole sequence."""
+        if isinstance(score_mod, Softcap):
+            return score_mod
+        if self.is_suffix and isinstance(score_mod, Alibi | RelativeBias):
+            return replace(score_mod, align="lower_right")
+        # A fused kernel recognises an additive score modification by its class.
+        is_additive = type(score_mod).added is not ScoreMod.added
+        learned = next((array for array in vars(score_mod).values() if hasattr(array, "requires_grad")), None)
+        return (PositionalBias if is_additive else PositionalScoreMod)(score_mod, self, learned)
 
-    def whole(self, frame: Frame) -> Frame:
-        """The frame of the whole."""
-        return Frame(frame.leading_shape, *self.shape, frame.selection)
+    def full_frame(self, frame: Frame) -> Frame:
+        """Return the frame of the whole sequence, from the frame of the part."""
+        return Frame(frame.leading_shape, *self.full_shape, frame.selection)
 
-    def entries(
+    def iter_entries(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray
     ) -> Iterator[tuple[Any, Frame, IntArray, IntArray]]:
-        """For pairs of the same positions: which they are, their frame in the whole, and where rows and columns are."""
-        whole = self.whole(frame)
-        if len(self.rows) == len(self.columns) == 1:
-            yield slice(None), whole, self.rows[0, q_idx], self.columns[0, kv_idx]
+        """Group the (batch, head) pairs of a frame by batch entry.
+
+        Args:
+            frame: The frame of the part.
+            q_idx: Rows of the part, (rows,).
+            kv_idx: Columns of the part, (columns,).
+
+        Yields:
+            Indices of pairs with the same positions (`slice(None)` for all), their frame in the whole sequence, and
+            the positions of their rows and columns.
+        """
+        full = self.full_frame(frame)
+        if len(self.query_positions) == len(self.key_positions) == 1:
+            yield slice(None), full, self.query_positions[0, q_idx], self.key_positions[0, kv_idx]
             return
-        batch = max(len(self.rows), len(self.columns))
-        entry = frame.selected // (frame.leading_shape[-1] if len(frame.leading_shape) > 1 else 1)
-        for each in range(batch):
-            which = np.flatnonzero(entry == each)
-            if len(which):
-                rows, columns = (x[min(each, len(x) - 1)] for x in (self.rows, self.columns))
-                yield which, whole.select(which), rows[q_idx], columns[kv_idx]
+        batch = max(len(self.query_positions), len(self.key_positions))
+        entry_of_pair = frame.selected // (frame.leading_shape[-1] if len(frame.leading_shape) > 1 else 1)
+        for entry in range(batch):
+            pairs = np.flatnonzero(entry_of_pair == entry)
+            if len(pairs):
+                rows, columns = (
+                    x[min(entry, len(x) - 1)] for x in (self.query_positions, self.key_positions)
+                )
+                yield pairs, full.select(pairs), rows[q_idx], columns[kv_idx]
 
     def gather(
-        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, ask: Callable[..., Array]
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, evaluate: Callable[..., Array]
     ) -> Array:
-        """`(pairs or 1, rows, columns)` from what `ask(which, frame, rows, columns)` answers for each entry."""
+        """Evaluate a function for each batch entry and join the results.
+
+        Args:
+            frame: The frame of the part.
+            q_idx: Rows of the part, (rows,).
+            kv_idx: Columns of the part, (columns,).
+            xp: The array namespace of the results.
+            evaluate: Called as `evaluate(pairs, frame, rows, columns)` with what `iter_entries` yields.
+
+        Returns:
+            An array (pairs or 1, rows, columns).
+        """
         found = []
-        for which, whole, rows, columns in self.entries(frame, q_idx, kv_idx):
-            answer = ask(which, whole, rows, columns)
-            if isinstance(which, slice):
-                return answer
-            found.append(xp.broadcast_to(answer, (len(which), len(q_idx), len(kv_idx))))
+        for pairs, full, rows, columns in self.iter_entries(frame, q_idx, kv_idx):
+            values = evaluate(pairs, full, rows, columns)
+            if isinstance(pairs, slice):
+                return values
+            found.append(xp.broadcast_to(values, (len(pairs), len(q_idx), len(kv_idx))))
         return xp.concat(found) if found else xp.empty((0, len(q_idx), len(kv_idx)))
 
 
-def _ended(mask: Mask) -> Mask | None:
-    """The mask of the last rows, without asking by position, where it is made of kinds that know how."""
+def _align_lower_right(mask: Mask) -> Mask | None:
+    """Return the mask of the last rows without positions; None if one of its atoms does not support that."""
     if isinstance(mask, Band):
         return replace(mask, align="lower_right")
     if isinstance(mask, Keys):
         return mask
     if isinstance(mask, Not):
-        inner = _ended(mask.mask)
+        inner = _align_lower_right(mask.mask)
         return None if inner is None else ~inner
     if isinstance(mask, AllOf | AnyOf):
-        parts = [_ended(part) for part in mask.parts]
+        parts = [_align_lower_right(part) for part in mask.parts]
         return None if None in parts else type(mask)(tuple(part for part in parts if part is not None))
     return None
 
 
 @dataclass(frozen=True, eq=False)
-class Placed(Mask):
-    """A mask of a sequence, for a part of it."""
+class PositionalMask(Mask):
+    """A mask of a sequence, evaluated for a part of it."""
 
     mask: Mask | None
-    places: Places
+    positions: TokenPositions
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        def ask(which: Any, whole: Frame, rows: IntArray, columns: IntArray) -> Array:
-            there = xp.asarray(columns >= 0)[None, None, :]
+        def evaluate(pairs: Any, full: Frame, rows: IntArray, columns: IntArray) -> Array:
+            visible = xp.asarray(columns >= 0)[None, None, :]
             if self.mask is not None:
-                there = there & self.mask.allows(whole, rows, np.maximum(columns, 0), xp)
-            there = there | xp.asarray(columns == EVERYBODY)[None, None, :]
-            return xp.broadcast_to(there, (there.shape[0], len(rows), len(columns)))
+                visible = visible & self.mask.allows(full, rows, np.maximum(columns, 0), xp)
+            visible = visible | xp.asarray(columns == ALWAYS_VISIBLE)[None, None, :]
+            return xp.broadcast_to(visible, (visible.shape[0], len(rows), len(columns)))
 
-        return self.places.gather(frame, q_idx, kv_idx, xp, ask)
+        return self.positions.gather(frame, q_idx, kv_idx, xp, evaluate)
 
     def check(self, frame: Frame) -> None:
         if self.mask is not None:
-            self.mask.check(self.places.whole(frame))
+            self.mask.check(self.positions.full_frame(frame))
 
     def __repr__(self) -> str:
         return f"{'every key' if self.mask is None else self.mask} by position"
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedChange(ScoreMod):
-    """A score modification of a sequence, for a part of it."""
+class PositionalScoreMod(ScoreMod):
+    """A score modification of a sequence, evaluated for a part of it."""
 
-    change: ScoreMod
-    places: Places
-    array: Any  # what may be learnt of it, for those who look for gradients
+    score_mod: ScoreMod
+    positions: TokenPositions
+    array: Any  # its learned tensor, where gradient checks look for one
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        def ask(which: Any, whole: Frame, rows: IntArray, columns: IntArray) -> Array:
-            changed = self.change.apply(scores[which], whole, rows, np.maximum(columns, 0), xp)
-            return xp.where(xp.asarray(columns >= 0), changed, scores[which])
+        def evaluate(pairs: Any, full: Frame, rows: IntArray, columns: IntArray) -> Array:
+            changed = self.score_mod.apply(scores[pairs], full, rows, np.maximum(columns, 0), xp)
+            return xp.where(xp.asarray(columns >= 0), changed, scores[pairs])
 
-        return self.places.gather(frame, q_idx, kv_idx, xp, ask)
+        return self.positions.gather(frame, q_idx, kv_idx, xp, evaluate)
 
     def check(self, frame: Frame) -> None:
-        self.change.check(self.places.whole(frame))
+        self.score_mod.check(self.positions.full_frame(frame))
 
     def __repr__(self) -> str:
-        return f"{self.change} by position"
+        return f"{self.score_mod} by position"
 
 
-class PlacedAdded(PlacedChange):
-    """One that adds and does no more."""
+class PositionalBias(PositionalScoreMod):
+    """A positional score modification that only adds to the scores."""
 
     def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
-        def ask(which: Any, whole: Frame, rows: IntArray, columns: IntArray) -> Array:
-            added = self.change.added(whole, rows, np.maximum(columns, 0), xp, dtype)
+        def evaluate(pairs: Any, full: Frame, rows: IntArray, columns: IntArray) -> Array:
+            added = self.score_mod.added(full, rows, np.maximum(columns, 0), xp, dtype)
             return xp.where(xp.asarray(columns >= 0), added, 0.0)
 
-        return self.places.gather(frame, q_idx, kv_idx, xp, ask)
+        return self.positions.gather(frame, q_idx, kv_idx, xp, evaluate)

@@ -1,4 +1,4 @@
-"""Rotary positions as a module: the tables are made once, and turned with at the speed of two products."""
+"""Rotary embedding as a module: the tables are computed once, and a rotation costs two products."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ from torch import nn
 from regard.errors import ArgumentError, describe_argument
 from regard.positions import RopeLayout, check_rope_layout, rope_frequencies, rope_tables, rotate
 
-Tensor = Any  # the types of torch are not followed
+Tensor = Any  # mypy does not follow torch's types
 
 
 class Rope(nn.Module):  # type: ignore[misc]
-    """Queries or keys turned by their positions, as `regard.rope` does, with the tables kept.
+    """Rotation of queries or keys by their positions, as `regard.rope` does it, with cached tables.
 
-    `layout` as in `regard.rope`. Models that stretch their angles give the `frequencies` themselves, (pairs,): the
-    angle of each pair from one position to the next. Fewer than head_dim / 2 of them leave the last entries of a head
-    as they are. What is turned is multiplied by `factor` (YaRN's attention factor). Tables are computed in float64 and
-    kept in float32 at least, whatever the module is cast to: positions beyond 256 do not fit into bfloat16.
+    Tables are computed in float64 and stored in at least float32, even if the module is cast to a narrower dtype:
+    bfloat16 cannot represent positions beyond 256.
 
+    Args:
+        head_dim: The width of one head, an even number.
+        layout: Which entries form a pair, `"half"` or `"interleaved"`, as in `regard.rope`.
+        base: The base of the frequencies. Default 10,000.
+        frequencies: The angle of each pair from one position to the next, (pairs,), for models that scale their
+            angles. With fewer than head_dim / 2 of them, the last entries of a head stay as they are. Default:
+            base^(−2i/head_dim).
+        factor: The factor of the rotated entries (YaRN's attention factor). Default 1.
+
+    Raises:
+        ArgumentError: If `head_dim` is odd, `layout` is unknown, or there are more frequencies than pairs.
+
+    >>> import torch
     >>> Rope(2, layout="half")(torch.tensor([[[1.0, 0.0], [1.0, 0.0]]]))
     tensor([[[1.0000, 0.0000],
              [0.5403, 0.8415]]])
@@ -51,22 +62,30 @@ class Rope(nn.Module):  # type: ignore[misc]
                 "Rope",
                 received=f"head_dim {head_dim} and frequencies of shape {angles.shape}",
                 expected="an even head_dim, and at most one frequency for each pair of entries",
-                hint="Entries are turned in pairs: head_dim / 2 frequencies turn a whole head.",
+                hint="Entries are rotated in pairs: head_dim / 2 frequencies rotate a whole head.",
             )
         self.head_dim, self.layout, self.factor = head_dim, layout, factor
         self.frequencies = angles
-        # Found again from the frequencies, so a checkpoint does not carry them.
+        # Recomputed from the frequencies, so a checkpoint does not need them.
         self.register_buffer("cos", torch.empty(0, 2 * len(angles)), persistent=False)
         self.register_buffer("sin", torch.empty(0, 2 * len(angles)), persistent=False)
 
     def forward(self, x: Tensor, positions: Any = None) -> Tensor:
-        """x (batch, heads, n, head_dim), turned.
+        """Rotate queries or keys.
 
-        `positions` is where the first token stands, or (n,) or (batch, n) positions; left out, they count from 0.
+        Args:
+            x: (batch, heads, n, head_dim).
+            positions: The position of the first token, or the positions of all, (n,) or (batch, n). Default: 0.
+
+        Returns:
+            The rotated x, with its shape and dtype.
+
+        Raises:
+            ArgumentError: If positions are negative, not integers, or not one for each token.
         """
         start = 0 if positions is None else positions
         if isinstance(start, int):
-            self._reach(start + x.shape[-2], x)
+            self._extend_tables(start + x.shape[-2], x)
             cos, sin = self.cos[start : start + x.shape[-2]], self.sin[start : start + x.shape[-2]]
         else:
             at = torch.as_tensor(positions, device=x.device)
@@ -78,32 +97,29 @@ class Rope(nn.Module):  # type: ignore[misc]
                     "Rope",
                     received=f"positions as {describe_argument(at)}"
                     + (", some below 0" if (at < 0).any() else ""),
-                    expected=f"whole numbers from 0, of shape ({x.shape[-2]},) or ({len(x)}, {x.shape[-2]})",
-                    hint="One position for each token; a number is where the first one stands.",
+                    expected=f"integers from 0, of shape ({x.shape[-2]},) or ({len(x)}, {x.shape[-2]})",
+                    hint="Pass one position for each token, or the position of the first token as a number.",
                 )
-            self._reach(int(at.max()) + 1 if at.numel() else 0, x)
+            self._extend_tables(int(at.max()) + 1 if at.numel() else 0, x)
             cos, sin = self.cos[at], self.sin[at]  # (batch, n, pairs · 2)
             if at.ndim > 1:
-                cos, sin = cos[:, None], sin[:, None]  # the same for every head
+                cos, sin = cos[:, None], sin[:, None]  # broadcast over heads
         width = cos.shape[-1]
         if width == x.shape[-1]:
             return rotate(x.to(cos.dtype), cos, sin, self.layout).to(x.dtype)
-        turned = rotate(x[..., :width].to(cos.dtype), cos, sin, self.layout).to(x.dtype)
-        return torch.cat([turned, x[..., width:]], -1)
+        rotated = rotate(x[..., :width].to(cos.dtype), cos, sin, self.layout).to(x.dtype)
+        return torch.cat([rotated, x[..., width:]], -1)
 
-    def _reach(self, length: int, x: Tensor) -> None:
-        """Tables of at least this length, as wide as x, on its device."""
+    def _extend_tables(self, length: int, x: Tensor) -> None:
+        """Extend the tables to at least `length` positions, in at least the dtype of x, on its device."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if len(self.cos) >= length and self.cos.dtype == dtype and self.cos.device == x.device:
             return
         length = max(length, 2 * len(self.cos)) if len(self.cos) < length else len(self.cos)
-        made = rope_tables(np.arange(length), self.frequencies, self.layout)
-        self.cos, self.sin = (torch.tensor(self.factor * t, dtype=dtype, device=x.device) for t in made)
+        tables = rope_tables(np.arange(length), self.frequencies, self.layout)
+        self.cos, self.sin = (torch.tensor(self.factor * t, dtype=dtype, device=x.device) for t in tables)
 
     def extra_repr(self) -> str:
-        turned = (
-            ""
-            if 2 * len(self.frequencies) == self.head_dim
-            else f", {2 * len(self.frequencies)} of them turned"
-        )
-        return f"head_dim {self.head_dim}{turned}, {self.layout}"
+        rotated = 2 * len(self.frequencies)
+        partial = "" if rotated == self.head_dim else f", {rotated} of them rotated"
+        return f"head_dim {self.head_dim}{partial}, {self.layout}"

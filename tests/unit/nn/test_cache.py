@@ -1,4 +1,4 @@
-"""The cache: decoding in any chunks is the uncached pass, under the error rule, and a token costs what it adds."""
+"""The cache: decoding in any chunks equals the uncached pass under the error rule, and a token costs O(1)."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def layer(**options) -> MultiheadAttention:
 PLAIN, ROTARY = layer(sink="learned"), layer(rope="half")
 
 
-def hold(found, made, x, **arguments):
-    """The cached output against the uncached one in float64, no farther from it than twice the one in float32."""
+def check_output(found, made, x, **arguments):
+    """Compare the cached output with the uncached one in float64: at most twice the error of float32."""
     right = copy.deepcopy(made).double()(x.double(), **arguments)
     size = float(right.abs().max())
     assert_matches(found, right, made(x, **arguments), dtype="float32", magnitude=max(size, 1.0))
@@ -77,13 +77,13 @@ def chunkings(total: int):
     made=st.sampled_from([PLAIN, ROTARY]),
     mods=st.sampled_from([(), (alibi(),), (softcap(1.0), alibi())]),
 )
-def test_18_any_chunking_is_the_uncached_pass(sizes, window, keep, made, mods):
+def test_18_any_chunking_equals_the_uncached_pass(sizes, window, keep, made, mods):
     x, mask = draw(2, TOKENS, EMBED), causal()
     if window is not None:
         mask = causal() & (sliding_window(window) | first(keep))
     cache = KVCache() if window is None else KVCache(window=window, keep_first=keep)
     found = in_chunks(made, x, sizes, cache, mask=causal(), score_mod=mods)
-    hold(found, made, x, mask=mask, score_mod=mods)
+    check_output(found, made, x, mask=mask, score_mod=mods)
     assert len(cache) == TOKENS and cache.lengths.tolist() == [TOKENS] * 2
     if window is not None:
         assert cache.columns <= keep + 2 * window + max(sizes)
@@ -111,7 +111,7 @@ def test_18_prompts_of_different_lengths(lengths, side, sizes, window, keep, mad
     more = in_chunks(made, rest, sizes, cache, mask=causal(), score_mod=mods)
     for i, n in enumerate(lengths):
         row = torch.cat([out[i][torch.tensor(real[i])], more[i]])
-        hold(row[None], made, x[i : i + 1, : n + sum(sizes)], mask=mask, score_mod=mods)
+        check_output(row[None], made, x[i : i + 1, : n + sum(sizes)], mask=mask, score_mod=mods)
     assert cache.lengths.tolist() == [n + sum(sizes) for n in lengths]
 
 
@@ -121,7 +121,7 @@ def test_18_prompts_of_different_lengths(lengths, side, sizes, window, keep, mad
     window=st.none() | st.integers(1, 6),
     made=st.sampled_from([PLAIN, ROTARY]),
 )
-def test_18_rewinding(data, window, made):
+def test_18_cropping(data, window, made):
     # Tokens are read, forgotten and read again; what was read last is what counts.
     x, noise = draw(2, TOKENS, EMBED), draw(2, TOKENS, EMBED, seed=5)
     cache = KVCache(window=window, keep_first=2 if window else 0)
@@ -140,10 +140,10 @@ def test_18_rewinding(data, window, made):
             assert len(cache) == at
         step = data.draw(st.integers(1, 5))
         found[:, at : at + step] = made(x[:, at : at + step], mask=causal(), cache=cache)
-    hold(found, made, x, mask=mask)
+    check_output(found, made, x, mask=mask)
 
 
-def test_rewinding_rows_by_themselves():
+def test_cropping_batch_entries_separately():
     x, cache = draw(2, TOKENS, EMBED), KVCache()
     ROTARY(torch.cat([x[:, :4], x[:, 10:14]], 1), mask=causal(), cache=cache)
     cache.crop([4, 2])
@@ -199,7 +199,7 @@ SAID = {
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("name", SAID)
-def test_what_is_said_of_the_sequence_holds_for_its_chunks(name, ragged):
+def test_masks_and_score_mods_of_the_sequence_apply_to_its_chunks(name, ragged):
     arguments, whole = SAID[name]
     x, cache = draw(2, n, EMBED), KVCache()
     right, B = PLAIN(x, need_matrix=True, **arguments)
@@ -235,7 +235,7 @@ def test_one_token_needs_no_mask():
     assert A.kernel.endswith("no mask") and A.shape == (1, 4, 1, 200)
 
 
-def test_without_a_batch_and_with_one_more_key():
+def test_unbatched_input_with_bias_kv():
     made, x = layer(bias_kv=True, rope="interleaved"), draw(1, TOKENS, EMBED)
     right, B = made(x, mask=causal(), need_matrix=True)
     cache = KVCache()
@@ -245,7 +245,7 @@ def test_without_a_batch_and_with_one_more_key():
     torch.testing.assert_close(A.to_dense(), B[0, :, start:], atol=2e-6, rtol=1e-5)
 
 
-def test_gradients_reach_back_through_the_cache():
+def test_gradients_flow_through_the_cache():
     made, x = layer(rope="half").requires_grad_().double(), draw(2, 9, EMBED).double()
     table = draw(8, 4, seed=3).double()
 
@@ -268,7 +268,7 @@ def test_gradients_reach_back_through_the_cache():
             torch.testing.assert_close(mine, theirs)
 
 
-def test_a_call_that_was_refused_leaves_the_cache_as_it_was():
+def test_a_rejected_call_leaves_the_cache_unchanged():
     x = draw(2, TOKENS, EMBED)
     for cache in (KVCache(), KVCache(window=3, keep_first=1)):
         ROTARY(x[:, :12], mask=causal(), cache=cache)
@@ -281,10 +281,10 @@ def test_a_call_that_was_refused_leaves_the_cache_as_it_was():
         torch.testing.assert_close(found, ROTARY(x, mask=mask)[:, 12:], atol=2e-6, rtol=1e-5)
 
 
-# -- What it costs --------------------------------------------------------------------------------------------
+# -- Cost ----------------------------------------------------------------------------------------------------
 
 
-def test_a_token_moves_nothing_but_itself():
+def test_appending_a_token_copies_only_that_token():
     key = torch.ones(2, 1, 1, 4)
     cache, places = KVCache(), set()
     for i in range(256):
@@ -296,7 +296,7 @@ def test_a_token_moves_nothing_but_itself():
     assert torch.equal(cache.value[0, 0, :, 3], -torch.arange(256.0))
 
 
-def test_a_window_bounds_the_memory_and_moves_a_token_once():
+def test_a_window_bounds_memory_and_moves_each_token_once():
     key, moves = torch.ones(1, 1, 1, 4), 0
     cache = KVCache(window=16, keep_first=3)
     cache.append(torch.ones(1, 1, 1000, 4), torch.ones(1, 1, 1000, 4))
@@ -312,7 +312,7 @@ def test_a_window_bounds_the_memory_and_moves_a_token_once():
     assert cache.key[0, 0, -16:, 0].tolist() == list(range(1484, 1500))
 
 
-def test_a_matrix_that_was_handed_out_does_not_change():
+def test_a_returned_matrix_does_not_change():
     for window in (None, 2):
         x, cache = draw(1, 30, EMBED), KVCache(window=window)
         _, A = ROTARY(x[:, :5], mask=causal(), cache=cache, need_matrix=True)
@@ -323,7 +323,7 @@ def test_a_matrix_that_was_handed_out_does_not_change():
         assert torch.equal(A.to_dense(), before)
 
 
-# -- Refusals -------------------------------------------------------------------------------------------------
+# -- Errors ---------------------------------------------------------------------------------------------------
 
 
 def filled(**options) -> KVCache:
@@ -333,23 +333,23 @@ def filled(**options) -> KVCache:
     return cache
 
 
-REFUSED = {
+INVALID = {
     "window of nothing": (lambda: KVCache(window=0), r"window=0.*1 token or more.*KVCache\(\) keeps every"),
     "a part of a token": (lambda: KVCache(window=2.5), "window=2.5"),
     "first without window": (lambda: KVCache(keep_first=4), "keep_first=4.*beside it"),
-    "crop forward": (lambda: filled().crop(41), r"length 41, after \[40, 40\] tokens.*leaves the first"),
-    "crop below": (lambda: filled().crop([3, -1]), "from 0 to the tokens seen"),
-    "crop past what is held": (
+    "crop forward": (lambda: filled().crop(41), r"length 41, after \[40, 40\] tokens.*keeps the first"),
+    "crop below": (lambda: filled().crop([3, -1]), "from 0 to the number of tokens received"),
+    "crop into evicted tokens": (
         lambda: filled(window=4).crop(20),
-        "dropped .* tokens.*or more.*larger window",
+        "evicted .* tokens.*or more.*larger window",
     ),
     "another batch": (
         lambda: filled().append(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
-        r"batch 3, kv_heads 1.*held, \(batch 2, kv_heads 1, n 40, head_dim 4\).*cache of its own",
+        r"batch 3, kv_heads 1.*cached tokens, \(batch 2, kv_heads 1, n 40, head_dim 4\).*cache of its own",
     ),
     "padding of another length": (
         lambda: filled().append(*torch.ones(2, 2, 1, 3, 4), real=np.ones((2, 2), bool)),
-        r"real of shape \(2, 2\).*\(batch 2, n 3\).*or padding",
+        r"real of shape \(2, 2\).*\(batch 2, n 3\).*for padding",
     ),
     "another dtype": (
         lambda: filled().append(torch.ones(2, 1, 1, 4).double(), torch.ones(2, 1, 1, 4)),
@@ -358,13 +358,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_told_with_its_cure(name):
-    wrong, words = REFUSED[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_raise_an_error_with_a_hint(name):
+    wrong, words = INVALID[name]
     with pytest.raises(regard.ArgumentError, match=words):
         wrong()
 
 
-def test_a_cache_is_shown_in_a_line():
+def test_repr_fits_one_line():
     assert repr(KVCache()) == "KVCache(0 tokens)"
-    assert repr(filled(window=4)) == "KVCache(40 tokens, 8 of them held, window=4, keep_first=0)"
+    assert repr(filled(window=4)) == "KVCache(40 tokens, 8 of them cached, window=4, keep_first=0)"

@@ -1,4 +1,4 @@
-"""Layers: held against the formula written out, their gradients, and what torch does to modules."""
+"""Layers: compared with the formula in NumPy, their gradients, and compile, autocast, state_dict, casts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiheadAttention:
-    """A layer none of whose parameters is 0."""
+    """A layer without zero parameters."""
     made = MultiheadAttention(*sizes, dtype=dtype, **options)
     for seed, parameter in enumerate(made.parameters()):
         values = draw(*parameter.shape, seed=seed, dtype=dtype) * (parameter.shape[-1] ** -0.5)
@@ -102,7 +102,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_layer_is_the_formula(name, masked):
+def test_the_layer_equals_the_formula(name, masked):
     made, x = layer(24, 6 if "head_dim" not in LAYERS[name] else 4, **LAYERS[name]), draw(3, 11, 24, seed=50)
     mask = causal() & (sliding_window(5) | first(2)) if masked else None
     allowed = mask.to_dense(11, 11) if masked else None
@@ -130,7 +130,7 @@ def test_cross_attention(wide):
         assert torch.equal(made(query, key), made(query, key, key))
 
 
-def test_score_modifications_and_masks_are_those_of_attention():
+def test_score_mods_and_masks_equal_those_of_attention():
     made, x = layer(16, 4), draw(2, 9, 16, seed=7)
     table = draw(8, 4, seed=8).numpy()
     mods = [alibi(), relative_bias(table, bidirectional=True), softcap(2.0)]
@@ -142,7 +142,7 @@ def test_score_modifications_and_masks_are_those_of_attention():
     assert torch.equal(made(x, score_mod=alibi()), made(x, score_mod=[alibi()]))
 
 
-def test_queries_and_keys_are_normed_before_they_are_turned():
+def test_queries_and_keys_are_normed_before_rotation():
     made, x = layer(16, 2, rope="half", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
     made.q_norm.weight.data.uniform_(0.5, 2.0)
     A = made(x, need_matrix=True)[1]
@@ -151,7 +151,7 @@ def test_queries_and_keys_are_normed_before_they_are_turned():
     torch.testing.assert_close(A.to_dense(), (q @ k.mT * 8**-0.5).softmax(-1))
 
 
-def test_without_a_batch():
+def test_unbatched_input():
     made, x = layer(24, 4, num_kv_heads=2, rope="half", sink="learned"), draw(3, 11, 24)
     outputs, A = made(x, mask=causal(), need_matrix=True)
     for i in range(3):
@@ -164,7 +164,7 @@ def test_without_a_batch():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_hides_keys_and_is_not_counted(side):
+def test_padding_is_masked_and_not_counted(side):
     made, x, lengths = layer(24, 4, rope="interleaved"), draw(3, 9, 24), [9, 4, 6]
     padded = torch.full_like(x, 1e4)
     for i, n in enumerate(lengths):
@@ -175,7 +175,7 @@ def test_padding_hides_keys_and_is_not_counted(side):
         torch.testing.assert_close(found, made(x[i, :n], mask=causal()), atol=1e-5, rtol=1e-5)
 
 
-def test_padding_between_tokens_is_not_counted_either():
+def test_padding_between_tokens_is_not_counted():
     # Turned positions are relative, so padding at an end moves nothing; a hole would.
     made, x = layer(24, 4, rope="interleaved"), draw(2, 9, 24)
     real = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 0, 1]]).bool()
@@ -185,7 +185,7 @@ def test_padding_between_tokens_is_not_counted_either():
         torch.testing.assert_close(output[i, real[i]], right, atol=1e-5, rtol=1e-5)
 
 
-def test_remembered_keys_are_projected_once():
+def test_project_kv_projects_keys_once():
     made, query, memory = layer(24, 4, num_kv_heads=2, kdim=7, vdim=7), draw(3, 5, 24), draw(3, 9, 7, seed=1)
     lengths = padding([9, 4, 1])
     kept = made.project_kv(memory, padding=lengths)
@@ -224,7 +224,7 @@ def test_the_matrix_costs_nothing_in_the_forward_pass(monkeypatch):
     assert len(calls) == 2
 
 
-def test_dropped_weights_only_while_training():
+def test_dropout_only_while_training():
     made, x = layer(24, 4, num_kv_heads=2, dropout=0.5), draw(3, 11, 24)
     still = copy.deepcopy(made).eval()
     expected, same = still(x, mask=causal(), need_matrix=True)
@@ -268,7 +268,7 @@ def test_gradients_of_everything(name):
     assert torch.autograd.gradcheck(run, (x, *parameters))
 
 
-def test_gradients_where_weights_are_dropped():
+def test_gradients_with_dropout():
     made = layer(4, 2, dtype=torch.float64, dropout=0.3, sink="learned")
 
     def run(x, sink):
@@ -279,7 +279,7 @@ def test_gradients_where_weights_are_dropped():
     assert torch.autograd.gradcheck(run, (x, made.sink))
 
 
-# -- What torch does to modules -------------------------------------------------------------------------------
+# -- compile, autocast, state_dict, casts ----------------------------------------------------------------------------
 
 
 def compiled(made: MultiheadAttention, backend: str) -> None:
@@ -342,7 +342,7 @@ def test_under_autocast():
 
 
 @pytest.mark.parametrize("options", [{}, LAYERS["all of it"], {"bias_kv": True, "sink": 0.0, "rope": "half"}])
-def test_a_state_dict_goes_round(options):
+def test_state_dict_round_trip(options):
     made, x = layer(24, 4, **options), draw(2, 7, 24)
     output = made(x, mask=causal())
     state = made.state_dict()
@@ -370,7 +370,7 @@ def test_moved_and_cast():
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_19_rope_turns_tensors_as_arrays(layout):
+def test_19_rope_rotates_tensors_as_arrays(layout):
     x, at = draw(2, 3, 5, 8, dtype=torch.float64), np.array([0, 7, 1000, 131_071, 2])
     right = rope(x.numpy(), at, layout=layout)
     np.testing.assert_allclose(right, turned(x.numpy(), at, layout, 1e4 ** (-np.arange(4) / 4)), atol=1e-12)
@@ -388,7 +388,7 @@ def test_19_rope_turns_tensors_as_arrays(layout):
     assert torch.autograd.gradcheck(lambda y: module(y, at), y)
 
 
-def test_rope_tables_grow_and_serve_every_way_of_saying_positions():
+def test_rope_tables_grow_and_accept_every_form_of_positions():
     module, x = Rope(8, layout="half"), draw(2, 3, 5, 8)
     whole = rope(draw(2, 3, 5, 8), np.arange(40, 45), layout="half")
     for at in (40, np.arange(40, 45), torch.arange(40, 45), torch.arange(40, 45).expand(2, 5)):
@@ -399,7 +399,7 @@ def test_rope_tables_grow_and_serve_every_way_of_saying_positions():
     assert 45 <= len(module.cos) <= 90 and not module.state_dict()
 
 
-def test_rope_of_some_entries_stretched():
+def test_partial_rope_with_custom_frequencies():
     x, angles = draw(2, 3, 5, 8), np.array([0.5, 0.02])
     found = Rope(8, layout="interleaved", frequencies=torch.tensor(angles), factor=1.5)(x)
     right = turned(x[..., :4].double().numpy(), np.arange(5), "interleaved", angles) * 1.5
@@ -407,17 +407,20 @@ def test_rope_of_some_entries_stretched():
     assert torch.equal(found[..., 4:], x[..., 4:])
 
 
-# -- Refusals -------------------------------------------------------------------------------------------------
+# -- Errors ---------------------------------------------------------------------------------------------------
 
 x = torch.zeros(2, 5, 24)
-REFUSED = {
-    "heads that do not divide": (lambda: MultiheadAttention(24, 5), "num_heads 5.*divides.*say head_dim"),
+INVALID = {
+    "heads that do not divide": (lambda: MultiheadAttention(24, 5), "num_heads 5.*divides.*pass head_dim"),
     "grouping that does not divide": (
         lambda: MultiheadAttention(24, 4, num_kv_heads=3),
-        "num_kv_heads 3.*multiple of kv_heads.*in a row",
+        "num_kv_heads 3.*multiple of num_kv_heads.*in a row",
     ),
     "no heads": (lambda: MultiheadAttention(24, 0), "num_heads 0.*above 0"),
-    "all dropped": (lambda: MultiheadAttention(24, 4, dropout=1.0), "dropout=1.0.*share.*0.0 leaves all"),
+    "all dropped": (
+        lambda: MultiheadAttention(24, 4, dropout=1.0),
+        "dropout=1.0.*probability.*0.0 drops none",
+    ),
     "layout": (
         lambda: MultiheadAttention(24, 4, rope="halves"),
         "layout='halves'.*half.*interleaved.*rotate_half",
@@ -427,10 +430,13 @@ REFUSED = {
         lambda: MultiheadAttention(24, 4, rope=Rope(8, layout="half")),
         r"rope of head_dim 8.*the layer's.*Rope\(6, layout='half'\)",
     ),
-    "sinks of no kind": (lambda: MultiheadAttention(24, 4, sink=True), "sink=True.*learned.*fixed for all"),
+    "sinks of no kind": (
+        lambda: MultiheadAttention(24, 4, sink=True),
+        "sink=True.*learned.*fixed for all heads",
+    ),
     "positions below 0": (
         lambda: layer(24, 4, rope="half")(x, positions=torch.arange(-1, 4)),
-        r"some below 0; expected whole numbers from 0, of shape \(5,\) or \(2, 5\)",
+        r"some below 0; expected integers from 0, of shape \(5,\) or \(2, 5\)",
     ),
     "too few positions": (
         lambda: layer(24, 4, rope="half")(x, positions=[[1, 2]]),
@@ -464,13 +470,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_told_with_its_cure(name):
-    wrong, words = REFUSED[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_raise_an_error_with_a_hint(name):
+    wrong, words = INVALID[name]
     with pytest.raises(regard.RegardError, match=words):
         wrong()
 
 
-def test_the_room_has_a_public_face():
+def test_public_names_are_sorted_and_documented():
     assert regard.nn.__all__ == sorted(regard.nn.__all__)
     assert all(getattr(regard.nn, name).__doc__ for name in regard.nn.__all__)

@@ -22,7 +22,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def module(seed: int = 0, **options) -> nn.MultiheadAttention:
-    """One whose parameters are all drawn: torch starts its biases at 0."""
+    """A module with random parameters: torch initialises biases with 0."""
     made = nn.MultiheadAttention(EMBED, HEADS, **options)
     with torch.no_grad():
         for i, parameter in enumerate(made.parameters()):
@@ -37,7 +37,7 @@ def hold(actual, definition, naive, what):
 
 
 def compare(theirs, query, key, value, **masks):
-    """Ours against theirs in float64, no farther from it than twice theirs in float32."""
+    """Compare ours with theirs in float64: at most twice the error of theirs in float32."""
     ours = MultiheadAttention.from_torch(theirs)
     output, A = ours(query, key, value, need_matrix=True, **torch_masks(HEADS, **masks))
     flip = (lambda x: x) if theirs.batch_first or query.ndim == 2 else (lambda x: x.transpose(0, 1))
@@ -69,7 +69,7 @@ OPTIONS = list(
 
 
 @pytest.mark.parametrize(("bias", "bias_kv", "zero", "wide"), OPTIONS)
-def test_every_way_to_make_one(bias, bias_kv, zero, wide):
+def test_every_constructor_option(bias, bias_kv, zero, wide):
     theirs = module(
         bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, batch_first=bias, dropout=0.3, **wide
     ).eval()
@@ -117,7 +117,7 @@ def test_every_mask(name, batch_first, extra):
     compare(theirs, query, key, value, **MASKS[name])
 
 
-def test_masks_without_a_batch():
+def test_masks_of_unbatched_input():
     theirs = module().eval()
     query, key, value = draw(Q_LEN, EMBED, seed=1), *draw(2, KV_LEN, EMBED, seed=2)
     compare(theirs, query, key, value, attn_mask=draw(HEADS, Q_LEN, KV_LEN))
@@ -138,7 +138,7 @@ def test_is_causal():
     assert A.kernel == "torch: flash on CPU, causal"
 
 
-def test_the_same_weights_are_dropped():
+def test_dropout_drops_the_same_weights():
     theirs = module(batch_first=True, dropout=0.4).train()
     ours, x = MultiheadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
     assert ours.training and ours.dropout == 0.4
@@ -150,7 +150,7 @@ def test_the_same_weights_are_dropped():
     assert (weights == 0).any() and not (A.to_dense() == 0).any()  # theirs shows the weights after
 
 
-def test_a_row_that_sees_nothing_is_zeros_and_nan_there():
+def test_an_empty_row_is_zeros_here_and_nan_in_torch():
     theirs = module(batch_first=True).eval()
     x, hidden = draw(BATCH, Q_LEN, EMBED), torch.zeros(Q_LEN, Q_LEN, dtype=torch.bool)
     hidden[2] = True
@@ -162,11 +162,11 @@ def test_a_row_that_sees_nothing_is_zeros_and_nan_there():
     assert (A[:, :, 2] == 0).all()
 
 
-# -- There and back -------------------------------------------------------------------------------------------
+# -- Round trip -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bias", "bias_kv", "zero", "wide"), OPTIONS)
-def test_there_and_back(bias, bias_kv, zero, wide):
+def test_round_trip(bias, bias_kv, zero, wide):
     theirs = module(bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, dropout=0.2, **wide)
     ours = MultiheadAttention.from_torch(theirs)
     back = ours.to_torch(batch_first=theirs.batch_first)
@@ -180,34 +180,34 @@ def test_there_and_back(bias, bias_kv, zero, wide):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtype_and_mode_come_along(dtype):
+def test_dtype_and_training_mode_are_kept(dtype):
     ours = MultiheadAttention.from_torch(module(add_bias_kv=True).to(dtype).eval())
     assert {p.dtype for p in ours.parameters()} == {dtype} and not ours.training
     assert ours.to_torch().bias_k.dtype == dtype
 
 
-WITHOUT_A_PLACE = {
+UNSUPPORTED = {
     "grouped heads": {"num_kv_heads": 2},
     "a head_dim": {"head_dim": 8},
     "rope": {"rope": "half"},
-    "a norm of queries": {"qk_norm": nn.RMSNorm},
-    "a scale of its own": {"scale": 1.0},
+    "norms of queries": {"qk_norm": nn.RMSNorm},
+    "a custom scale": {"scale": 1.0},
     "a sink that is not fixed at 0": {"sink": "learned"},
     "a sink that is not fixed": {"sink": 1.0},
     "a bias for some": {"out_bias": False},
 }
 
 
-@pytest.mark.parametrize("words", WITHOUT_A_PLACE)
-def test_what_torch_has_no_place_for_is_refused(words):
-    made = MultiheadAttention(EMBED, HEADS, **WITHOUT_A_PLACE[words])
+@pytest.mark.parametrize("words", UNSUPPORTED)
+def test_features_that_torch_lacks_are_rejected(words):
+    made = MultiheadAttention(EMBED, HEADS, **UNSUPPORTED[words])
     with pytest.raises(
         regard.ArgumentError, match=f"to_torch: received a layer with {words}.*Keep the layer"
     ):
         made.to_torch()
 
 
-def test_other_modules_are_refused():
+def test_other_modules_are_rejected():
     with pytest.raises(
         regard.ArgumentTypeError,
         match=r"from_torch: received a Linear; .*q_proj, k_proj, v_proj and out_proj",
