@@ -79,8 +79,8 @@ class Bare(Model):
         return {"weights": "", "tokenizer": ""}
 
     def measure(self, text: str) -> dict[str, Any]:
-        read = self.opened.read(text, self.max_tokens)
-        self.opened.run(read)
+        read = self.opened.encode(text, self.max_tokens)
+        self.opened.forward(read)
         return {**self.rows, "tokens": len(read)}
 
 

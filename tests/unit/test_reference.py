@@ -38,7 +38,7 @@ BAD_OPENING = re.compile(
 # Public functions and classes without an example of their own, and why.
 WITHOUT_EXAMPLE: dict[str, str] = {
     "regard.models.LoadedModel": "returned by regard.models.load",
-    "regard.models.Text": "returned by LoadedModel.encode",
+    "regard.models.EncodedText": "returned by LoadedModel.encode",
     "regard.survey.run": "starts processes that run a model over files; see tests/unit/survey/test_survey.py",
     "regard.survey.open": "reads the files of a survey",
     "regard.survey.Survey": "describes the files of a survey",

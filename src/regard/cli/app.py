@@ -49,7 +49,7 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-    stored = "stored"
+    auto = "auto"
 
 
 class Engine(StrEnum):

@@ -14,7 +14,7 @@ from regard.cli.explain_commands import check_place, written
 from regard.cli.files import text_of
 from regard.cli.output import NUMBER, Out, styled
 from regard.errors import ArgumentError
-from regard.models.loading import LoadedModel, Text, load
+from regard.models import EncodedText, LoadedModel, load
 from regard.render.text import escape_unprintable
 
 SHOWN = 20
@@ -54,7 +54,7 @@ class Ran:
     """A model that has read a text under the lens."""
 
     opened: LoadedModel
-    text: Text
+    text: EncodedText
     recording: Any
     record: dict[str, Any]
 
@@ -134,26 +134,26 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
     words = text_of(asked.text, asked.file, command)
     with out.busy(f"Opening {Path(asked.model).name}"):
         opened = load(asked.model, trust_remote_code=asked.trust, dtype=asked.dtype)
-        text = opened.read(words, asked.max_tokens)
-    about = opened.about
+        text = opened.encode(words, asked.max_tokens)
+    about = opened.info
     for note in opened.notes:
         out.note(note)
-    if len(text) < text.whole:
+    if len(text) < text.full_length:
         limit = "--max-tokens" if len(text) == asked.max_tokens else "as many as the model has positions for"
-        out.note(f"The text has {text.whole:,} tokens; the first {len(text):,} are read, {limit}.")
+        out.note(f"The text has {text.full_length:,} tokens; the first {len(text):,} are read, {limit}.")
     from regard.errors import NotCapturedError
     from regard.lens.watch import watch
 
     watching = watch(opened.model, layers=asked.layers or None)
     start = time.perf_counter()
-    steps = opened.step_count(text)
+    steps = opened.num_chunks(text)
     recording: Any = None
     try:
         with watching as recording:
             # Of one step the layers that have run are counted, of several the steps.
             total, done = (steps, None) if steps > 1 else (_layers(opened), lambda: len(recording))
             with out.busy(f"Reading {len(text):,} tokens", total, done) as step:
-                for _ in opened.steps(text):
+                for _ in opened.forward_chunks(text):
                     step()
     except NotCapturedError:
         # The doctor tells it as a finding, among the others.
@@ -163,7 +163,7 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
     calls = [call for name in recording for call in recording.calls(name)]
     count = sum(call.shape[-3] for call in calls)
     stored = (
-        f" (stored as {about['stored']})" if about.get("stored", about["dtype"]) != about["dtype"] else ""
+        f" (stored as {about['stored_dtype']})" if about.get("stored_dtype", about["dtype"]) != about["dtype"] else ""
     )
     out.aside(
         styled(
@@ -174,7 +174,7 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
         )
     )  # fmt: skip
     record: dict[str, Any] = {"model": {"name": opened.name, **about}, "notes": list(opened.notes)}
-    record |= {"tokens": len(text), "text_tokens": text.whole, "layers": len(recording), "seconds": seconds}
+    record |= {"tokens": len(text), "text_tokens": text.full_length, "layers": len(recording), "seconds": seconds}
     return Ran(opened, text, recording, record)
 
 

@@ -65,7 +65,7 @@ def run(
 ) -> Survey:
     """A model's heads measured over a corpus, as Parquet in the directory `out`; see `regard.survey.open`.
 
-    `model` is a folder, a name on the hub, `module:function`, or what `regard.models.loading.load` returned; `corpus` a
+    `model` is a folder, a name on the hub, `module:function`, or what `regard.models.load` returned; `corpus` a
     file, a directory or a pattern of text files, JSON lines or Parquet, whose field `text` is read, and `label` if the
     documents have names. A document is read up to `max_tokens` tokens. `measures` are some of "entropy", "distance",
     "first", "heavy", "copies"; all by default.

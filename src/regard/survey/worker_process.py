@@ -67,7 +67,7 @@ class Model:
     def __init__(self, task: Task) -> None:
         import torch
 
-        from regard.models.loading import load
+        from regard.models import load
 
         torch.set_num_threads(task.threads)
         if isinstance(task.model, str):
@@ -96,7 +96,7 @@ class Model:
         from regard.lens.watch import watch
         from regard.survey.head_stats import profile
 
-        read = self.opened.read(text, self.task.max_tokens)
+        read = self.opened.encode(text, self.task.max_tokens)
         tokens, copies = [read.ids[0].tolist()], {}  # type: ignore[var-annotated]
         if self.task.device is not None:
             read = replace(read, ids=read.ids.to(self.task.device))
@@ -111,7 +111,7 @@ class Model:
             return {}
 
         with watch(self.opened.model, keep="measures", measures=keep):
-            self.opened.run(read)
+            self.opened.forward(read)
         counts = [len(next(iter(columns.values()))) for _, _, columns in layers]
         rows: dict[str, Any] = {
             "layer": np.repeat(np.arange(len(layers), dtype=np.int16), counts),
@@ -126,7 +126,7 @@ class Model:
                 name for count, (name, _, _) in zip(counts, layers, strict=True) for _ in range(count)
             ],
             "tokens": len(read),
-            "cut": read.whole > len(read),
+            "cut": read.full_length > len(read),
         }
         for name in layers[0][2]:
             rows[name] = np.concatenate([columns[name] for _, _, columns in layers]).astype(np.float32)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from regard.errors import RegardError
-from regard.models.loading import named_function as load
+from regard.models.function_loading import import_function as load
 from regard.testing.conformance.presets import READY
 from regard.testing.conformance.runner import SIZES, conformance
 

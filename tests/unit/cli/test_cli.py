@@ -230,7 +230,7 @@ TEXT = ("--text", "abc")
         (["heads", INDUCTION, *TEXT, "--csv", "--json"], "received --csv and --json"),
         (["heads", INDUCTION, *TEXT, "--layers", "nobody"], "received layers with 'nobody'"),
         (["heads", INDUCTION, "--text", "é"], "received a token with the id 195; expected ids below 128"),
-        (["doctor", "./nowhere", *TEXT], "regard doctor: received './nowhere', where nothing is"),
+        (["doctor", "./nowhere", *TEXT], "regard doctor: received './nowhere', which does not exist"),
         (["look", "pickled", *TEXT], "with pytorch_model.bin and no *.safetensors"),
         (["profile", "--mask", "windw:3"], "received --mask windw:3 for 2,048 queries"),
         (["profile", "--mask", "window:0"], "expected none, causal, window:N"),
@@ -412,7 +412,7 @@ def test_a_folder_is_read_and_what_is_cut_is_told(run, tmp_path):
         err
         == "note: The text has 100 tokens; the first 64 are read, as many as the model has positions for.\n"
     )
-    assert record["model"]["name"] == str(path) and record["model"]["stored"] == "float32"
+    assert record["model"]["name"] == str(path) and record["model"]["stored_dtype"] == "float32"
     _, err = run("heads", path, "-t", "x" * 100, "--max-tokens", "10")
     assert "the first 10 are read, --max-tokens." in err
     assert f"{path}: LlamaForCausalLM, " in err  # a name is no markup

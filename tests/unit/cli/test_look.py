@@ -46,9 +46,9 @@ def test_look_writes_the_page_of_the_library(tmp_path, capsys):
 PEAK = """
 import sys
 from pathlib import Path
-from regard.models import loading as _models
+from regard.models import loaded_model
 from regard.cli import main
-_models.LONG, _models.STEP = 256, 256  # the steps of long texts, at lengths a test has time for
+loaded_model.CHUNK_ABOVE, loaded_model.CHUNK_SIZE = 256, 256  # the steps of long texts, at lengths a test has time for
 code = main(sys.argv[1:])
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0], file=sys.stderr)
 sys.exit(code)

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import regard
 from examples.induction import encode, load
 from regard.lens.watch import watch
-from regard.models.loading import LoadedModel
+from regard.models import LoadedModel
 from regard.survey import SurveyError
 from regard.survey.corpus import Corpus, Shard, lines
 from regard.survey.head_stats import Offsets, profile
