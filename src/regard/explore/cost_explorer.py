@@ -13,10 +13,10 @@ from regard.learn.cost import cost_table
 from regard.learn.examples import three_by_three
 from regard.learn.loops import Counts, attention_by_loops
 from regard.learn.multiply_adds import multiplications
-from regard.learn.tables import in_bytes
 from regard.learn.validation import Bools, Floats
 from regard.masks import Mask
 from regard.pages.html import Page, page
+from regard.render.table import format_bytes
 
 MOST_MULTIPLICATIONS = 1000  # keeps the page below 300 kB, and the reader awake
 DOUBLINGS = 10
@@ -132,7 +132,7 @@ def _lengths(shortest: int, head_dim: int, value_dim: int) -> list[list[str]]:
             f"{row.q_len:,}",
             f"{row.entries:,}",
             f"× {row.entries / last:g}" if last else "",
-            in_bytes(row.bytes),
+            format_bytes(row.bytes),
             f"{row.multiply_adds:,}",
         ]
         for row, last in zip(table.rows, before, strict=True)

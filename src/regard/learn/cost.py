@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.learn.attention import scaled_dot_product_attention
-from regard.learn.tables import in_bytes, in_seconds, set_out
 from regard.learn.validation import Floats, as_count, as_counts
+from regard.render.table import format_bytes, format_seconds, format_table
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class CostTable:
                 f"{cost.q_len:,}",
                 f"{cost.entries:,}",
                 f"× {cost.entries / last:g}" if last else "",
-                in_bytes(cost.bytes),
+                format_bytes(cost.bytes),
                 f"{cost.multiply_adds:,}",
             ]
             for cost, last in zip(self.rows, before, strict=True)
         ]
-        return set_out(["length", "entries", "growth", "memory", "multiply-adds"], table)
+        return format_table(table, ["length", "entries", "growth", "memory", "multiply-adds"])
 
 
 def cost_table(
@@ -101,9 +101,9 @@ def cost_table(
 
     >>> print(cost_table([256, 512, 1024]))
     length    entries  growth   memory  multiply-adds
-       256     65,536          256 KiB      8,388,608
-       512    262,144     × 4    1 MiB     33,554,432
-     1,024  1,048,576     × 4    4 MiB    134,217,728
+       256     65,536           262 kB      8,388,608
+       512    262,144     × 4  1.05 MB     33,554,432
+     1,024  1,048,576     × 4  4.19 MB    134,217,728
     """
     sizes = as_counts("cost_table", "lengths", lengths, least=1)
     d_k = as_count("cost_table", "d_k", d_k, least=1)
@@ -161,15 +161,15 @@ class Profile:
             [
                 f"{row.cost.q_len:,}",
                 f"{row.cost.entries:,}",
-                in_bytes(row.cost.bytes),
+                format_bytes(row.cost.bytes),
                 f"{row.cost.multiply_adds:,}",
-                in_seconds(row.seconds),
-                in_bytes(row.peak_bytes),
+                format_seconds(row.seconds),
+                format_bytes(row.peak_bytes),
             ]
             for row in self.rows
         ]
         table.append(["grows as", *(f"n^{exponent:.2f}" for exponent in self.exponents.values())])
-        return set_out(["length", "entries", "matrix", "multiply-adds", "time", "peak memory"], table)
+        return format_table(table, ["length", "entries", "matrix", "multiply-adds", "time", "peak memory"])
 
 
 def profile(
@@ -305,11 +305,11 @@ class ModelTable:
             [
                 name,
                 *(f"{x:,}" for x in (m.layers, m.heads, m.length, m.entries)),
-                in_bytes(m.entries * self.itemsize),
+                format_bytes(m.entries * self.itemsize),
             ]
             for name, m in self.models.items()
         ]
-        return set_out(["model", "layers", "heads", "length", "weights", "memory"], table)
+        return format_table(table, ["model", "layers", "heads", "length", "weights", "memory"])
 
 
 def model_table(
@@ -318,10 +318,10 @@ def model_table(
     """The weights of one sequence through each model, and what they would take if they were stored.
 
     >>> print(model_table())
-          model  layers  heads  length         weights     memory
-          GPT-3      96     96   2,048  38,654,705,664    144 GiB
-    LLaMA-2-70B      80     64   4,096  85,899,345,920    320 GiB
-      ViT-Large      24     16     197      14,902,656  56.85 MiB
-     AlphaFold2      48      8     500      96,000,000  366.2 MiB
+          model  layers  heads  length         weights   memory
+          GPT-3      96     96   2,048  38,654,705,664   155 GB
+    LLaMA-2-70B      80     64   4,096  85,899,345,920   344 GB
+      ViT-Large      24     16     197      14,902,656  59.6 MB
+     AlphaFold2      48      8     500      96,000,000   384 MB
     """
     return ModelTable(dict(models), np.dtype(dtype).itemsize)

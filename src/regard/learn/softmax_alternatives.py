@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.errors import ArgumentError
-from regard.learn.tables import set_out
 from regard.learn.validation import Bools, Floats, as_floats, as_mask, as_number
+from regard.render.table import format_table
 
 
 def softmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None, temperature: float = 1.0) -> Floats:
@@ -199,7 +199,7 @@ class RivalTable:
             ]
             for name, row in self.shares.items()
         ]
-        return set_out(["score", *keys, "sum", "+1 moves", "×2 moves"], rows)
+        return format_table(rows, ["score", *keys, "sum", "+1 moves", "×2 moves"])
 
 
 def compare_rivals(scores: npt.ArrayLike) -> RivalTable:

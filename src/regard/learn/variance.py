@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.learn.softmax_alternatives import softmax, softmax_jacobian
-from regard.learn.tables import set_out
 from regard.learn.validation import Floats, as_count, as_counts, as_floats, as_number
+from regard.render.table import format_table
 
 
 def unit_vectors(vectors: npt.ArrayLike) -> Floats:
@@ -130,7 +130,7 @@ class VarianceExperiment:
             for row in self.rows
         ]
         title = f"{self.samples} queries against {self.keys} keys each, {drawn}"
-        return f"{title}\n{set_out([*headings, 'gradient', '/ √d_k'], table)}"
+        return f"{title}\n{format_table(table, [*headings, 'gradient', '/ √d_k'])}"
 
 
 def variance_experiment(

@@ -9,8 +9,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.learn.cost import Cost, CostTable, Profile, cost_table
-from regard.learn.tables import in_bytes, in_seconds
 from regard.plot.axes import BLUE, DARK, ORANGE, SOFT, check_axes, ensure_axes
+from regard.render.table import format_bytes, format_seconds
 
 LENGTHS = tuple(2**n for n in range(7, 18))  # 128 … 131,072
 
@@ -74,7 +74,7 @@ def cost(costs: CostTable | Profile | None = None, quantity: str = "memory", *, 
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
     ax.yaxis.set_major_locator(LogLocator(2 if quantity == "memory" else 10, numticks=9))
     if quantity != "work":
-        format_amount = in_bytes if quantity == "memory" else in_seconds
+        format_amount = format_bytes if quantity == "memory" else format_seconds
         ax.yaxis.set_major_formatter(FuncFormatter(lambda amount, _: format_amount(amount)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     first = counted[0]

@@ -10,7 +10,7 @@ from regard.render.text import escape_unprintable
 
 Alignment = Literal["left", "right"]
 
-BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def format_table(
@@ -86,22 +86,22 @@ def format_cell(value: object) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes in binary units, to four digits.
+    """Return a number of bytes in decimal units, to three digits.
 
-    >>> format_bytes(12), format_bytes(1024), format_bytes(67_108_864), format_bytes(1.5 * 2**60)
-    ('12 B', '1 KiB', '64 MiB', '1536 PiB')
+    >>> format_bytes(12), format_bytes(1500), format_bytes(67_108_864), format_bytes(999_600)
+    ('12 B', '1.5 kB', '67.1 MB', '1 MB')
 
     Args:
         count: Number of bytes.
 
     Returns:
-        The number and its unit: B, KiB, MiB, GiB, TiB or PiB.
+        The number and its unit: B, kB, MB, GB, TB, PB or EB.
     """
     power = 0
-    while abs(count) >= 1023.5 and power < len(BYTE_UNITS) - 1:  # 1023.5 rounds up
-        count /= 1024
+    while count >= 999.5 and power < len(BYTE_UNITS) - 1:  # 999.5 is printed as 1000
+        count /= 1000
         power += 1
-    return f"{count:.4g} {BYTE_UNITS[power]}"
+    return f"{count:.3g} {BYTE_UNITS[power]}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -62,16 +62,17 @@ def test_values_in_cells(value, text):
     ("count", "text"),
     [
         (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1500, "1.465 KiB"),
-        (1024**2 - 1, "1 MiB"),
-        (2.5 * 1024**3, "2.5 GiB"),
-        (3 * 1024**4, "3 TiB"),
-        (2**60, "1024 PiB"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1024, "1.02 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (2.5e9, "2.5 GB"),
+        (3e12, "3 TB"),
+        (1.5e18, "1.5 EB"),
     ],
 )
-def test_bytes_are_in_binary_units(count, text):
+def test_bytes_are_in_decimal_units(count, text):
     assert format_bytes(count) == text
 
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import Example, cat
 from regard.learn.family.by_hand import ByHand, explain
 from regard.learn.family.variant import Variant
-from regard.learn.tables import set_out
 from regard.learn.validation import Floats
+from regard.render.table import format_table
 from regard.render.text import format_vector
 
 WIDTH = 100
@@ -171,11 +169,7 @@ class FamilyTable:
 
     def __str__(self) -> str:
         headings, *body = self._cells()
-        widths = [max(len(row[i]) for row in (headings, *body)) for i in range(len(headings))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (headings, *body)
-        )
+        return format_table(body, headings, align="left")
 
     __repr__ = __str__
 
@@ -193,12 +187,12 @@ class FamilyTable:
 
 def _grid(m: Mechanism, matrix: Floats) -> str:
     rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.looking, matrix, strict=True)]
-    return set_out(["", *m.given.tokens], rows)
+    return format_table(rows, ["", *m.given.tokens])
 
 
 def _output_grid(m: Mechanism, output: Floats) -> str:
     rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.looking, output, strict=True)]
-    return set_out(["", *map(str, np.arange(output.shape[-1]))], rows)
+    return format_table(rows, ["", *map(str, range(output.shape[-1]))])
 
 
 def _wrapped(text: str, first: str = "", rest: str | None = None) -> Sequence[str]:
