@@ -36,9 +36,9 @@ class AdditiveAttention:
     """
 
     def __init__(self, d_q: int, d_k: int, hidden_dim: int, *, seed: int = 0) -> None:
-        self.d_q = as_count("AdditiveAttention", "d_q", d_q, least=1)
-        self.d_k = as_count("AdditiveAttention", "d_k", d_k, least=1)
-        self.hidden_dim = as_count("AdditiveAttention", "hidden_dim", hidden_dim, least=1)
+        self.d_q = as_count("AdditiveAttention", "d_q", d_q, minimum=1)
+        self.d_k = as_count("AdditiveAttention", "d_k", d_k, minimum=1)
+        self.hidden_dim = as_count("AdditiveAttention", "hidden_dim", hidden_dim, minimum=1)
         rng = np.random.default_rng(seed)
         # One over the number of terms, as a variance, keeps a sum of products about as large as its factors.
         self.W_Q: Floats = rng.normal(scale=self.d_q**-0.5, size=(self.d_q, self.hidden_dim))

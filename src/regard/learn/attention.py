@@ -39,7 +39,7 @@ class ScaledDotProductAttention:
     """
 
     def __init__(self, d_k: int) -> None:
-        self.d_k = as_count("ScaledDotProductAttention", "d_k", d_k, least=1)
+        self.d_k = as_count("ScaledDotProductAttention", "d_k", d_k, minimum=1)
 
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
@@ -70,8 +70,8 @@ class ScaledDotProductAttention:
         >>> ScaledDotProductAttention(d_k=2).compute_scores([[3, 1]], [[1.5, 0.5], [1, 4]])
         array([[5., 7.]])
         """
-        Q = self._vectors("Q", Q, "q_len")
-        K = self._vectors("K", K, "kv_len")
+        Q = self._check_vectors("Q", Q, "q_len")
+        K = self._check_vectors("K", K, "kv_len")
         check_leading_axes("compute_scores", "Q", Q, "K", K)
         # 0 · inf is no news here: the key may be one that a mask is about to hide.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -148,11 +148,11 @@ class ScaledDotProductAttention:
         """
         from regard.core.attention import attention
 
-        Q, K = self._vectors("Q", Q, "q_len"), self._vectors("K", K, "kv_len")
+        Q, K = self._check_vectors("Q", Q, "q_len"), self._check_vectors("K", K, "kv_len")
         V = as_floats("explain", "V", V, "kv_len", "d_v")
         return attention(Q, K).explain(query_idx, value=V, tokens=tokens)
 
-    def _vectors(self, name: str, array: npt.ArrayLike, length: str) -> Floats:
+    def _check_vectors(self, name: str, array: npt.ArrayLike, length: str) -> Floats:
         vectors = as_floats("ScaledDotProductAttention", name, array, length, "d_k")
         if vectors.shape[-1] != self.d_k:
             raise ArgumentError(

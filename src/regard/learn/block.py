@@ -52,7 +52,7 @@ class LayerNorm:
     """
 
     def __init__(self, embed_dim: int, *, eps: float = 1e-5) -> None:
-        self.embed_dim = as_count("LayerNorm", "embed_dim", embed_dim, least=1)
+        self.embed_dim = as_count("LayerNorm", "embed_dim", embed_dim, minimum=1)
         self.eps = as_number("LayerNorm", "eps", eps, "It keeps equal numbers from dividing 0 by 0.")
         self.gain: Floats = np.ones(self.embed_dim)
         self.bias: Floats = np.zeros(self.embed_dim)
@@ -87,8 +87,8 @@ class FeedForward:
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "relu", seed: int = 0) -> None:
-        self.embed_dim = as_count("FeedForward", "embed_dim", embed_dim, least=1)
-        self.hidden_dim = as_count("FeedForward", "hidden_dim", hidden_dim, least=1)
+        self.embed_dim = as_count("FeedForward", "embed_dim", embed_dim, minimum=1)
+        self.hidden_dim = as_count("FeedForward", "hidden_dim", hidden_dim, minimum=1)
         self.activation = as_choice("FeedForward", "activation", activation, ACTIVATIONS)
         # A stream of its own: with the same seed, the attention of a block draws other numbers.
         rng = np.random.default_rng([seed, 1])

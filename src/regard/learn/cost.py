@@ -105,9 +105,9 @@ def cost_table(
        512    262,144     × 4  1.05 MB     33,554,432
      1,024  1,048,576     × 4  4.19 MB    134,217,728
     """
-    sizes = as_counts("cost_table", "lengths", lengths, least=1)
-    d_k = as_count("cost_table", "d_k", d_k, least=1)
-    d_v = d_k if d_v is None else as_count("cost_table", "d_v", d_v, least=1)
+    sizes = as_counts("cost_table", "lengths", lengths, minimum=1)
+    d_k = as_count("cost_table", "d_k", d_k, minimum=1)
+    d_v = d_k if d_v is None else as_count("cost_table", "d_v", d_v, minimum=1)
     itemsize = np.dtype(dtype).itemsize
     return CostTable(tuple(Cost(n, n, d_k, d_v, itemsize) for n in sizes))
 
@@ -193,7 +193,7 @@ def profile(
     >>> found.rows[2].peak_bytes >= found.rows[2].cost.bytes  # this attention stores the whole matrix
     True
     """
-    sizes = as_counts("profile", "lengths", lengths, least=1)
+    sizes = as_counts("profile", "lengths", lengths, minimum=1)
     if len(sizes) < 2:
         raise ArgumentError(
             "profile",
@@ -208,7 +208,7 @@ def profile(
             expected="a function attend(Q, K, V)",
             hint="Leave it out to measure scaled_dot_product_attention.",
         )
-    repeats = as_count("profile", "repeats", repeats, least=1)
+    repeats = as_count("profile", "repeats", repeats, minimum=1)
     costs = cost_table(sizes, d_k=d_k, d_v=d_v, dtype=np.float64).rows
 
     rng = np.random.default_rng(seed)

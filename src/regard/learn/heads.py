@@ -28,8 +28,8 @@ class MultiHeadAttention:
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, seed: int = 0) -> None:
-        self.embed_dim = as_count("MultiHeadAttention", "embed_dim", embed_dim, least=1)
-        self.num_heads = as_count("MultiHeadAttention", "num_heads", num_heads, least=1)
+        self.embed_dim = as_count("MultiHeadAttention", "embed_dim", embed_dim, minimum=1)
+        self.num_heads = as_count("MultiHeadAttention", "num_heads", num_heads, minimum=1)
         if self.embed_dim % self.num_heads:
             fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
             wider = embed_dim + num_heads - embed_dim % num_heads

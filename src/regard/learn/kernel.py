@@ -42,7 +42,7 @@ def gaussian_kernel(Q: Floats, K: Floats, width: float | None = None) -> Floats:
     """
     width = Q.shape[-1] ** 0.25 if width is None else width
     width = as_number(
-        "gaussian_kernel", "width", width, "It is a distance between vectors; try 1.", above=True
+        "gaussian_kernel", "width", width, "It is a distance between vectors; try 1.", positive=True
     )
     distances = np.linalg.norm(Q[..., :, None, :] - K[..., None, :, :], axis=-1)
     nearness: Floats = np.exp(-((distances / width) ** 2) / 2)

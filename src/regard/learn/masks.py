@@ -17,7 +17,7 @@ def create_causal_mask(seq_len: int) -> Bools:
            [1, 1, 0],
            [1, 1, 1]])
     """
-    positions = np.arange(as_count("create_causal_mask", "seq_len", seq_len, least=0))
+    positions = np.arange(as_count("create_causal_mask", "seq_len", seq_len, minimum=0))
     return positions[None, :] <= positions[:, None]
 
 
@@ -31,7 +31,7 @@ def create_padding_mask(lengths: npt.ArrayLike, max_length: int) -> Bools:
     array([[1, 1, 0, 0],
            [1, 1, 1, 0]])
     """
-    max_length = as_count("create_padding_mask", "max_length", max_length, least=0)
+    max_length = as_count("create_padding_mask", "max_length", max_length, minimum=0)
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size > 0):
         raise ArgumentTypeError(

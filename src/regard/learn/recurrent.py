@@ -28,8 +28,8 @@ class Recurrence:
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, seed: int = 0) -> None:
-        self.embed_dim = as_count("Recurrence", "embed_dim", embed_dim, least=1)
-        self.hidden_dim = as_count("Recurrence", "hidden_dim", hidden_dim, least=1)
+        self.embed_dim = as_count("Recurrence", "embed_dim", embed_dim, minimum=1)
+        self.hidden_dim = as_count("Recurrence", "hidden_dim", hidden_dim, minimum=1)
         rng = np.random.default_rng(seed)
         self.U: Floats = rng.normal(scale=self.embed_dim**-0.5, size=(self.embed_dim, self.hidden_dim))
         self.W: Floats = rng.normal(scale=self.hidden_dim**-0.5, size=(self.hidden_dim, self.hidden_dim))

@@ -38,9 +38,9 @@ def as_floats(operation: str, name: str, array: npt.ArrayLike, *last: str) -> Fl
     return floats
 
 
-def as_count(operation: str, name: str, number: int, least: int) -> int:
-    """The number as an int of at least `least`."""
-    wanted = f"{name} as a whole number of at least {least}"
+def as_count(operation: str, name: str, number: int, minimum: int) -> int:
+    """The number as an int of at least `minimum`."""
+    wanted = f"{name} as a whole number of at least {minimum}"
     try:
         count = operator.index(number)
     except TypeError:
@@ -50,22 +50,22 @@ def as_count(operation: str, name: str, number: int, least: int) -> int:
             expected=wanted,
             hint=f"Pass int({name}).",
         ) from None
-    if count < least:
+    if count < minimum:
         raise ArgumentError(
             operation, received=f"{name} {count}", expected=wanted, hint="Take it from the shape of an array."
         )
     return count
 
 
-def as_number(operation: str, name: str, number: float, hint: str, *, above: bool = False) -> float:
+def as_number(operation: str, name: str, number: float, hint: str, *, positive: bool = False) -> float:
     """The number as a float that is not negative, nor NaN; with `above`, not zero either."""
-    wanted = f"{name} as a number {'above' if above else 'of at least'} 0"
+    wanted = f"{name} as a number {'above' if positive else 'of at least'} 0"
     if isinstance(number, bool | str) or not isinstance(number, SupportsFloat):
         raise ArgumentTypeError(
             operation, received=f"{name}, {describe_argument(number)}", expected=wanted, hint=hint
         )
     real = float(number)
-    if not (real > 0 if above else real >= 0):
+    if not (real > 0 if positive else real >= 0):
         raise ArgumentError(operation, received=f"{name} {real:g}", expected=wanted, hint=hint)
     return real
 
@@ -83,10 +83,10 @@ def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) ->
     return choice
 
 
-def as_counts(operation: str, name: str, numbers: Iterable[int] | int, least: int) -> tuple[int, ...]:
-    """The numbers, or the one, as ints of at least `least`, each larger than the one before it."""
+def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: int) -> tuple[int, ...]:
+    """The numbers, or the one, as ints of at least `minimum`, each larger than the one before it."""
     given = list(numbers) if isinstance(numbers, Iterable) else [numbers]
-    counts = tuple(as_count(operation, name, number, least) for number in given)
+    counts = tuple(as_count(operation, name, number, minimum) for number in given)
     if not counts or any(a >= b for a, b in pairwise(counts)):
         raise ArgumentError(
             operation,

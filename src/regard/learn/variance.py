@@ -155,11 +155,11 @@ def variance_experiment(
     >>> found.rows[1].unscaled.largest_weight > 0.9 > 0.5 > found.rows[1].scaled.largest_weight
     True
     """
-    sizes = as_counts("variance_experiment", "d_k", d_k, least=1)
-    keys = as_count("variance_experiment", "keys", keys, least=1)
-    samples = as_count("variance_experiment", "samples", samples, least=1)
+    sizes = as_counts("variance_experiment", "d_k", d_k, minimum=1)
+    keys = as_count("variance_experiment", "keys", keys, minimum=1)
+    samples = as_count("variance_experiment", "samples", samples, minimum=1)
     hint = "It is the standard deviation of the entries; 1 is the usual one."
-    sigma = as_number("variance_experiment", "sigma", sigma, hint, above=True)
+    sigma = as_number("variance_experiment", "sigma", sigma, hint, positive=True)
 
     rng = np.random.default_rng(seed)
     rows = []

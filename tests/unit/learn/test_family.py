@@ -112,7 +112,7 @@ LIBRARY: dict[str, Callable[..., tuple[Any, Any]]] = {
 
 @every_mechanism
 def test_a_mechanism_is_the_librarys_on_the_example(mechanism):
-    (output, weights), given = mechanism.run(), mechanism.given
+    (output, weights), given = mechanism.run(), mechanism.example
     expected = LIBRARY[mechanism.name](given.Q, given.K, given.V)
     close(output, expected[0])
     close(weights, expected[1])
@@ -122,9 +122,9 @@ def test_a_mechanism_is_the_librarys_on_the_example(mechanism):
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 7), (1, 11)])
 def test_a_mechanism_is_the_librarys_on_other_numbers(mechanism, q_len, kv_len):
     # The last query stands at the last key, as regard has it with align="lower_right".
-    columns = mechanism.given.K.shape[-1]
+    columns = mechanism.example.K.shape[-1]
     Q, K, V = draw(q_len, 4), draw(kv_len, columns, seed=1), draw(kv_len, columns, seed=2)
-    output, weights = mechanism.make()(Q, K, V)
+    output, weights = mechanism.build()(Q, K, V)
     expected = LIBRARY[mechanism.name](Q, K, V)
     close(output, expected[0])
     close(weights, expected[1])
@@ -132,13 +132,13 @@ def test_a_mechanism_is_the_librarys_on_other_numbers(mechanism, q_len, kv_len):
 
 @every_mechanism
 def test_a_mechanism_takes_a_batch_and_a_mask(mechanism):
-    columns = mechanism.given.K.shape[-1]
+    columns = mechanism.example.K.shape[-1]
     Q, K, V = draw(2, 3, 5, 4), draw(2, 3, 5, columns, seed=1), draw(2, 3, 5, columns, seed=2)
     mask = np.random.default_rng(3).random((5, 5)) < 0.6
-    output, weights = mechanism.make()(Q, K, V, mask=mask)
+    output, weights = mechanism.build()(Q, K, V, mask=mask)
     assert not weights[..., ~mask].any()
     for b, h in np.ndindex(2, 3):
-        alone = mechanism.make()(Q[b, h], K[b, h], V[b, h], mask)
+        alone = mechanism.build()(Q[b, h], K[b, h], V[b, h], mask)
         close(output[b, h], alone[0])
         close(weights[b, h], alone[1])
 
@@ -149,10 +149,10 @@ MASKING = ["causal", "sliding_window", "block_sparse", "kv_cache"]
 @pytest.mark.parametrize("name", MASKING)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_what_is_hidden_cannot_matter(name, poison):
-    clean = NAMED[name].make()(cat.Q, cat.K, cat.V)
+    clean = NAMED[name].build()(cat.Q, cat.K, cat.V)
     V, K = cat.V.copy(), cat.K.copy()
     V[3], K[3] = poison, poison
-    output, weights = NAMED[name].make()(cat.Q, K, V)
+    output, weights = NAMED[name].build()(cat.Q, K, V)
     blind = clean[1][:, 3] == 0
     assert blind.any()
     close(output[blind], clean[0][blind])
@@ -196,7 +196,7 @@ def test_any_tile_gives_the_plain_numbers(q_len, kv_len, tile, seed, masked):
     Q, K, V = 4 * draw(q_len, 3, seed=seed), draw(kv_len, 3, seed=seed + 1), draw(kv_len, 2, seed=seed + 2)
     mask = np.random.default_rng(seed).random((q_len, kv_len)) < 0.4 if masked else None
     plain = ScaledDotProductAttention(d_k=3)(Q, K, V, mask)
-    tiled = family.Flash(d_k=3, tile=tile)(Q, K, V, mask)
+    tiled = family.Flash(d_k=3, tile_size=tile)(Q, K, V, mask)
     close(tiled[0], plain[0])
     close(tiled[1], plain[1])
 
@@ -207,7 +207,7 @@ def test_tiles_of_large_scores_neither_overflow_nor_leak(tile):
     V = np.where(np.arange(5)[:, None] == 1, np.nan, cat.V)
     mask = np.arange(5) != 1  # the largest score of row 0, and a value that is none
     plain = ScaledDotProductAttention(d_k=4)(cat.Q, K, V, mask)
-    tiled = family.Flash(d_k=4, tile=tile)(cat.Q, K, V, mask)
+    tiled = family.Flash(d_k=4, tile_size=tile)(cat.Q, K, V, mask)
     close(tiled[0], plain[0])
     close(tiled[1], plain[1])
 
@@ -240,11 +240,11 @@ def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
 def test_linear_attention_needs_no_table():
     attention = family.Linear(d_k=3)
     Q, K, V = draw(2, 7, 3), draw(2, 11, 3, seed=1), draw(2, 11, 5, seed=2)
-    close(attention.read(Q, attention.state(K, V)), attention(Q, K, V)[0])
+    close(attention.compute_output_from_state(Q, attention.compute_state(K, V)), attention(Q, K, V)[0])
     # States add up: the keys may come in parts.
-    parts = [attention.state(K[:, part], V[:, part]) for part in (slice(4), slice(4, None))]
+    parts = [attention.compute_state(K[:, part], V[:, part]) for part in (slice(4), slice(4, None))]
     whole = (parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
-    close(attention.read(Q, whole), attention(Q, K, V)[0])
+    close(attention.compute_output_from_state(Q, whole), attention(Q, K, V)[0])
 
 
 # -- What the words say ------------------------------------------------------------------------------------
@@ -254,25 +254,25 @@ def test_linear_attention_needs_no_table():
 @given(st.integers(2, 9).map(lambda n: 4 * n), st.integers(10, 200))
 def test_buckets_are_the_librarys(size, max_distance):
     away = np.arange(-300, 301)
-    ours = family.RelativeBias(d_k=1, table=np.zeros(size), max_distance=max_distance).buckets(away)
+    ours = family.RelativeBias(d_k=1, table=np.zeros(size), max_distance=max_distance).compute_buckets(away)
     theirs = relative_buckets(away, buckets=size, max_distance=max_distance, bidirectional=True)
     assert (ours == theirs).all()
 
 
 def test_two_and_three_steps_share_a_bucket():
-    buckets = NAMED["relative_bias"].make().buckets(np.arange(-4, 5))
+    buckets = NAMED["relative_bias"].build().compute_buckets(np.arange(-4, 5))
     assert buckets.tolist() == [3, 2, 2, 1, 0, 5, 6, 6, 7]
 
 
 def test_rotary_scores_know_the_distance_only():
-    rotary = NAMED["rotary"].make()
+    rotary = NAMED["rotary"].build()
     Q, K = np.tile(cat.Q[1], (5, 1)), np.tile(cat.K[4], (5, 1))
     scores = rotary.compute_scores(Q, K)
     for offset in range(-4, 5):
         along = np.diagonal(scores, offset)
         close(along, np.full_like(along, along[0]))
     assert len(np.unique(scores.round(9))) > 1
-    close(np.linalg.norm(rotary.turn(cat.K), axis=-1), np.linalg.norm(cat.K, axis=-1))
+    close(np.linalg.norm(rotary.rotate(cat.K), axis=-1), np.linalg.norm(cat.K, axis=-1))
 
 
 def test_the_settings_are_told_truly():
@@ -281,23 +281,23 @@ def test_the_settings_are_told_truly():
     assert (np.ptp(NAMED["linear"].run()[1], axis=-1) < np.ptp(plain, axis=-1)).all()
     assert (NAMED["block_sparse"].run()[1][4] > 0).all()
     assert (NAMED["block_sparse"].run()[1][:, 4] > 0).all()
-    largest = plain.argmax(axis=-1) // NAMED["flash"].options["tile"]
+    largest = plain.argmax(axis=-1) // NAMED["flash"].options["tile_size"]
     assert (largest[0], largest[3]) == (0, 1)
     assert alibi_slopes(8).max() == NAMED["alibi"].options["slope"]
     # Where row 0 sees itself alone another row is worked out too.
     for mechanism in family.MECHANISMS:
         alone = np.count_nonzero(np.atleast_3d(mechanism.run()[1])[0]) == 1
-        assert mechanism.rows[0] == 0
-        assert len(mechanism.rows) == 2 or not alone
+        assert mechanism.worked_rows[0] == 0
+        assert len(mechanism.worked_rows) == 2 or not alone
 
 
 def test_pooled_heads_are_means_of_groups():
     Q, K, V = draw(5, 6), draw(5, 6, seed=1), draw(5, 6, seed=2)
-    close(family.pooled(K, 3, 3), K)
-    close(family.pooled(K, 3, 1), (K[:, :2] + K[:, 2:4] + K[:, 4:]) / 3)
+    close(family.mean_pool_heads(K, 3, 3), K)
+    close(family.mean_pool_heads(K, 3, 1), (K[:, :2] + K[:, 2:4] + K[:, 4:]) / 3)
     same = np.tile(K[:, :2], 3)
     many = family.MultiHead(d_k=2, num_heads=3)(Q, same, np.tile(V[:, :2], 3))
-    one = family.MultiQuery(d_k=2, num_heads=3)(Q, family.pooled(same, 3, 1), V[:, :2])
+    one = family.MultiQuery(d_k=2, num_heads=3)(Q, family.mean_pool_heads(same, 3, 1), V[:, :2])
     close(one[0], many[0])
     close(one[1], many[1])
 
@@ -309,8 +309,8 @@ def test_the_words_are_there_and_the_sources_dated(mechanism):
         assert len(words) > 40
     assert mechanism.formula
     assert mechanism.latex.count("{") == mechanism.latex.count("}")
-    assert mechanism.used
-    for use in mechanism.used:
+    assert mechanism.uses
+    for use in mechanism.uses:
         assert re.search(r"\b20(1[7-9]|2\d)\b", use.source)
         assert "arXiv" not in use.source or re.search(r"arXiv \d{4}\.\d{5}$", use.source)
 
@@ -401,8 +401,8 @@ def holds(left: str, right: str) -> bool:
 
 @every_mechanism
 def test_every_line_by_hand_can_be_worked_out_again(mechanism):
-    for row in range(len(mechanism.looking)):
-        text = str(mechanism.by_hand(row))
+    for row in range(len(mechanism.query_tokens)):
+        text = str(mechanism.explain(row))
         found = list(equations(text))
         assert len(found) >= 5
         for name, left, right in found:
@@ -412,8 +412,8 @@ def test_every_line_by_hand_can_be_worked_out_again(mechanism):
 @every_mechanism
 def test_by_hand_ends_in_the_numbers_of_the_run(mechanism):
     output, weights = mechanism.run()
-    for row in range(len(mechanism.looking)):
-        steps = mechanism.by_hand(row)
+    for row in range(len(mechanism.query_tokens)):
+        steps = mechanism.explain(row)
         close(steps.weights, weights[..., row, :])
         close(steps.output, output[row])
         found = list(equations(str(steps)))
@@ -431,10 +431,10 @@ def test_by_hand_ends_in_the_numbers_of_the_run(mechanism):
 
 @every_mechanism
 def test_by_hand_begins_with_the_inputs_and_goes_on_with_what_it_found(mechanism):
-    text = str(mechanism.by_hand(0))
+    text = str(mechanism.explain(0))
     if mechanism.name not in ("rotary", "linear"):  # these turn and map before they compare
-        heads = getattr(mechanism.make(), "heads", lambda *qkv: [x[None] for x in qkv])
-        Q, K, _ = heads(mechanism.given.Q, mechanism.given.K, mechanism.given.V)
+        split = getattr(mechanism.build(), "split_inputs", lambda *qkv: [x[None] for x in qkv])
+        Q, K, _ = split(mechanism.example.Q, mechanism.example.K, mechanism.example.V)
         for q, k in zip(Q[:, 0], K, strict=True):
             terms = " + ".join(f"{format_number(a)}·{format_factor(b)}" for a, b in zip(q, k[0], strict=True))
             assert f"{terms} = {format_number(q @ k[0])}" in text
@@ -464,7 +464,7 @@ def test_explain_agrees_with_the_matrix(name):
     }[name]
     A = regard.attention(cat.Q[None], cat.K[None], **options)
     for row in range(5):
-        ours = NAMED[name].make().explain(cat.Q, cat.K, cat.V, cat.tokens, row)
+        ours = NAMED[name].build().explain(cat.Q, cat.K, cat.V, cat.tokens, row)
         theirs = A.lazy[0].explain(row, value=cat.V, tokens=cat.tokens)
         close(ours.weights, theirs.weights)
         close(ours.output, theirs.output)
@@ -472,11 +472,13 @@ def test_explain_agrees_with_the_matrix(name):
 
 def test_a_query_that_sees_nothing_says_so():
     steps = family.Causal(d_k=1).explain(draw(3, 1), draw(2, 1), draw(2, 1), ["a", "b"], 0)
-    assert "sees nothing" in str(steps)
+    assert "visible keys: none" in str(steps)
     assert "Every key is masked for this query: its weights are zeros." in str(steps)
     assert not steps.weights.any()
     assert not steps.output.any()
-    assert "sees nothing" in str(family.Cached(d_k=1).explain(draw(3, 1), draw(2, 1), draw(2, 1), "ab", 0))
+    assert "visible keys: none" in str(
+        family.Cached(d_k=1).explain(draw(3, 1), draw(2, 1), draw(2, 1), "ab", 0)
+    )
 
 
 # -- As it prints ------------------------------------------------------------------------------------------
@@ -489,11 +491,11 @@ def test_a_page_has_everything(mechanism):
     assert repr(page) == text
     assert text.startswith(f"{family.MECHANISMS.index(mechanism) + 1}. {mechanism.title}\n")
     words = " ".join(text.split())
-    for part in (mechanism.problem, mechanism.setting, mechanism.call, *map(str, mechanism.used)):
+    for part in (mechanism.problem, mechanism.setting, mechanism.call, *map(str, mechanism.uses)):
         assert " ".join(part.split()) in words
     for line in mechanism.formula.split("\n"):
         assert f"    {line}" in text
-    for steps in page.by_hand:
+    for steps in page.worked_rows:
         assert str(steps) in text
         assert str(steps) in markdown
     assert f"$$\n{mechanism.latex}\n$$" in markdown
@@ -507,7 +509,7 @@ def test_a_page_has_everything(mechanism):
 
 
 def test_a_row_can_be_asked_for():
-    (steps,) = family.show("causal", row=2).by_hand
+    (steps,) = family.show("causal", row=2).worked_rows
     assert steps.title == 'Query 2 "sat" by hand'
     assert steps._repr_markdown_() == f"```text\n{steps}\n```\n"
     assert repr(steps) == str(steps)
@@ -533,11 +535,11 @@ def test_the_code_that_is_shown_gives_the_numbers(mechanism):
     assert len(mechanism.code.split("\n")) <= 75
     for unwanted in ("ArrayLike", "Floats", "raise", ">>>"):
         assert unwanted not in mechanism.code or mechanism.name == "scaled_dot_product"
-    names = dict(vars(__import__(mechanism.kind.__module__, fromlist=["_"])))
+    names = dict(vars(__import__(mechanism.attention_class.__module__, fromlist=["_"])))
     exec(mechanism.code, names)
-    kind = names[mechanism.kind.__name__]
-    assert kind is not mechanism.kind
-    output, weights = mechanism.attend(kind(**mechanism.options), mechanism.given)
+    shown_class = names[mechanism.attention_class.__name__]
+    assert shown_class is not mechanism.attention_class
+    output, weights = mechanism.run_example(shown_class(**mechanism.options), mechanism.example)
     close(output, mechanism.run()[0])
     close(weights, mechanism.run()[1])
 
@@ -551,10 +553,10 @@ def test_the_formula_can_be_set(mechanism):
 
 @every_mechanism
 def test_a_class_has_the_shape_of_the_first(mechanism):
-    assert issubclass(mechanism.kind, ScaledDotProductAttention)
+    assert issubclass(mechanism.attention_class, ScaledDotProductAttention)
     for step in ("compute_scores", "scale_scores", "compute_weights", "compute_output", "forward", "explain"):
-        assert callable(getattr(mechanism.kind, step))
-    attention, given = mechanism.make(), mechanism.given
+        assert callable(getattr(mechanism.attention_class, step))
+    attention, given = mechanism.build(), mechanism.example
     steps = attention.explain(given.Q, given.K, given.V, given.tokens, 0)
     close(steps.output, mechanism.run()[0][0])
 
@@ -576,16 +578,16 @@ def test_all_is_sorted_and_true():
         (lambda: family.MultiHead(d_k=1, num_heads=2)(cat.Q, cat.K, cat.V), "since d_k is 1"),
         (
             lambda: family.GroupedQuery(d_k=1, num_heads=4, num_kv_heads=3),
-            "Take num_kv_heads from [1, 2, 4].",
+            "Choose num_kv_heads from [1, 2, 4].",
         ),
         (lambda: family.SlidingWindow(d_k=1, size=0), "size as a whole number of at least 1"),
-        (lambda: family.BlockSparse(d_k=1, block=2, everywhere=[-1]), "everywhere"),
+        (lambda: family.BlockSparse(d_k=1, block_size=2, global_tokens=[-1]), "global_tokens"),
         (lambda: family.Rotary(d_k=3), "an even d_k"),
         (lambda: family.RelativeBias(d_k=1, table=np.zeros(6), max_distance=9), "4, 8, 12, … buckets"),
         (lambda: family.RelativeBias(d_k=1, table=np.zeros(8), max_distance=2), "above a fourth of them"),
         (lambda: family.ALiBi(d_k=1, slope=-1.0), "slope as a number of at least 0"),
         (lambda: family.Softcap(d_k=1, cap=0.0), "cap as a number above 0"),
-        (lambda: family.Flash(d_k=1, tile=0), "tile as a whole number of at least 1"),
+        (lambda: family.Flash(d_k=1, tile_size=0), "tile_size as a whole number of at least 1"),
         (lambda: family.Causal(d_k=4)(cat.Q, cat.K, cat.V, mask=np.ones((5, 4), bool)), "broadcasts"),
         (lambda: family.Causal(d_k=4).explain(cat.Q, cat.K, cat.V, "ab", 0), "a token for each key"),
         (lambda: family.Causal(d_k=4).explain(cat.Q, cat.K, cat.V, cat.tokens, 5), "query_idx from 0 to 4"),

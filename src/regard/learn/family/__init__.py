@@ -1,12 +1,12 @@
-"""The family on one example: fifteen kinds of attention, each run on the five tokens of the first chapter.
+"""Fifteen kinds of attention on one example, so that every difference comes from the mechanism.
 
-Every member is a class of the same shape as `ScaledDotProductAttention` and overrides only what it changes, so that
-its source is the difference. `show` prints one with every number of row 0, `table` all of them side by side.
+Each is a subclass of `ScaledDotProductAttention` that overrides only what it changes. `show` prints one mechanism with
+every number of a row, `table` all of them side by side. Imports from `regard.learn` and below.
 
 >>> from regard.learn import family
 >>> family.show("causal").weights[1].round(4)
 array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
->>> print(family.show("flash").by_hand[0].steps[0])
+>>> print(family.show("flash").worked_rows[0].steps[0])
 1. Compare the query [1, 0, 1, 0] with each key
    The  1·0 + 0·1 + 1·0 + 0·1 = 0
    cat  1·1 + 0·0 + 1·1 + 0·0 = 2
@@ -17,11 +17,11 @@ array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
 
 from __future__ import annotations
 
-from regard.learn.family.by_hand import ByHand, Step
+from regard.learn.family import worked_variants as _worked_variants  # noqa: F401 - registers the steps by hand
 from regard.learn.family.catalog import MECHANISMS
-from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, pooled
+from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, mean_pool_heads
 from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
-from regard.learn.family.mechanism import FamilyTable, Mechanism, Page, Use
+from regard.learn.family.mechanism import FamilyTable, Mechanism, MechanismPage, PublishedUse
 from regard.learn.family.scores import (
     ALiBi,
     Biased,
@@ -31,8 +31,9 @@ from regard.learn.family.scores import (
     SinkAndSoftcap,
     Softcap,
 )
-from regard.learn.family.streaming import Cached, Flash, Linear, Tile
+from regard.learn.family.streaming import Cached, Flash, Linear, TileState
 from regard.learn.family.variant import Variant
+from regard.learn.family.worked_row import WorkedRow, WorkedStep
 from regard.learn.validation import as_choice
 from regard.validation import check_count
 
@@ -40,7 +41,6 @@ __all__ = [
     "ALiBi",
     "Biased",
     "BlockSparse",
-    "ByHand",
     "Cached",
     "Causal",
     "Cross",
@@ -51,57 +51,68 @@ __all__ = [
     "MECHANISMS",
     "Masked",
     "Mechanism",
+    "MechanismPage",
     "MultiHead",
     "MultiQuery",
-    "Page",
+    "PublishedUse",
     "RelativeBias",
     "Rotary",
     "Sink",
     "SinkAndSoftcap",
     "SlidingWindow",
     "Softcap",
-    "Step",
-    "Tile",
-    "Use",
+    "TileState",
     "Variant",
-    "pooled",
+    "WorkedRow",
+    "WorkedStep",
+    "mean_pool_heads",
     "show",
     "table",
 ]
 
 
-def show(name: str, row: int | None = None) -> Page:
-    """One mechanism with its numbers; `print` it to read it. Row 0 is worked out by hand, or the row asked for.
+def show(name: str, row: int | None = None) -> MechanismPage:
+    """Show one mechanism with its numbers.
+
+    Args:
+        name: The name of the mechanism, such as "causal"; the `name` of each entry of `MECHANISMS`.
+        row: The query to work out by hand, counted from 0. The default is row 0, and another one where row 0 shows
+            too little.
+
+    Returns:
+        A page with the description, the worked rows, the output and the weights; `print` it to read it.
+
+    Raises:
+        ArgumentError: If there is no such mechanism or no such row.
 
     >>> page = show("rotary", row=2)
-    >>> page.by_hand[0].weights.round(4)
+    >>> page.worked_rows[0].weights.round(4)
     array([0.2273, 0.2165, 0.3428, 0.1032, 0.1102])
-    >>> page.mechanism.used[0].source
+    >>> page.mechanism.uses[0].source
     'Su et al. 2021, arXiv 2104.09864'
     """
     names = [mechanism.name for mechanism in MECHANISMS]
-    number = names.index(as_choice("family.show", "name", name, names))
-    mechanism = MECHANISMS[number]
-    rows = mechanism.rows
+    index = names.index(as_choice("family.show", "name", name, names))
+    mechanism = MECHANISMS[index]
+    rows = mechanism.worked_rows
     if row is not None:
-        most = len(mechanism.looking) - 1
-        rows = (check_count(row, 0, most, "family.show", "row", "", "It counts the queries from 0."),)
+        last = len(mechanism.query_tokens) - 1
+        rows = (check_count(row, 0, last, "family.show", "row", "", "It counts the queries from 0."),)
     output, weights = mechanism.run()
-    return Page(number + 1, mechanism, tuple(map(mechanism.by_hand, rows)), weights, output)
+    return MechanismPage(index + 1, mechanism, tuple(map(mechanism.explain, rows)), output, weights)
 
 
 def table() -> FamilyTable:
-    """All fifteen side by side: what each changes, the shape of its weights, and the output of row 0.
+    """Tabulate all fifteen mechanisms: what each changes, the shape of its weights, and the output of row 0.
+
+    Returns:
+        A table that prints itself.
 
     >>> print(str(table()).split(chr(10))[3])
     3   Causal  ...  5×5  [1, 0, 0, 0]
     """
-    runs = [mechanism.run() for mechanism in MECHANISMS]
-    return FamilyTable(
-        tuple(
-            (number, mechanism, weights.shape, output[0])
-            for number, (mechanism, (output, weights)) in enumerate(
-                zip(MECHANISMS, runs, strict=True), start=1
-            )
-        )
-    )
+    rows = []
+    for number, mechanism in enumerate(MECHANISMS, start=1):
+        output, weights = mechanism.run()
+        rows.append((number, mechanism, weights.shape, output[0]))
+    return FamilyTable(tuple(rows))

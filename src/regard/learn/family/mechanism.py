@@ -1,53 +1,67 @@
-"""A mechanism as data, and the records that print: one of them with its numbers, or all in a table."""
+"""A mechanism as data, and the records that print it: one mechanism with its numbers, or all of them in a table."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import Example, cat
-from regard.learn.family.by_hand import ByHand, explain
 from regard.learn.family.variant import Variant
+from regard.learn.family.worked_row import WorkedRow, explain
 from regard.learn.validation import Floats
 from regard.render.table import format_table
 from regard.render.text import format_vector
 
 WIDTH = 100
-Run = tuple[Floats, Floats]
+OutputAndWeights = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True)
-class Use:
-    """A published model or system, what it does there, and where that is written.
+class PublishedUse:
+    """A published model or system that uses a mechanism, and the source that says so.
 
     >>> from regard.learn import family
-    >>> print(family.show("alibi").mechanism.used[0])
+    >>> print(family.show("alibi").mechanism.uses[0])
     Proposed (Press et al. 2021, arXiv 2108.12409)
     """
 
-    where: str
+    description: str
     source: str
 
     def __str__(self) -> str:
-        return f"{self.where} ({self.source})"
+        return f"{self.description} ({self.source})"
 
 
-def at_once(attention: ScaledDotProductAttention, given: Example) -> Run:
-    """All queries in one call."""
-    return attention(given.Q, given.K, given.V)
+def run_in_one_call(attention: ScaledDotProductAttention, example: Example) -> OutputAndWeights:
+    """Run all queries of an example in one call."""
+    return attention(example.Q, example.K, example.V)
 
 
 @dataclass(frozen=True, eq=False)
 class Mechanism:
-    """One member of the family: the words, the formula, the class and the example it is run on.
+    """One kind of attention as data: its description, its formula, its class and the example it runs on.
 
-    `kind(**options)` is the class as it is run; `given` has the inputs, `looking` a token for each query. `rows` are
-    those worked out by hand: row 0, and one more where row 0 has little to tell; `also` are helpers to be listed.
+    Attributes:
+        name: The name that `family.show` takes.
+        title: The name in headings and tables.
+        problem: The problem it solves.
+        changes: What it changes, in a few words.
+        formula: The formula as text.
+        latex: The formula in LaTeX.
+        setting: How the example is set up.
+        uses: Published models that use it.
+        attention_class: The class.
+        options: The arguments of the class in the example.
+        example: The inputs.
+        query_tokens: A token for each query.
+        worked_rows: Rows to work out by hand: row 0, and another one if row 0 shows too little.
+        base_classes: Base classes to list with the class.
+        run_example: A function that runs an instance of the class on the example.
 
     >>> from regard.learn import family
     >>> output, weights = family.MECHANISMS[2].run()
@@ -62,42 +76,61 @@ class Mechanism:
     formula: str
     latex: str
     setting: str
-    used: tuple[Use, ...]
-    kind: type[ScaledDotProductAttention]
+    uses: tuple[PublishedUse, ...]
+    attention_class: type[ScaledDotProductAttention]
     options: Mapping[str, Any]
-    given: Example = cat
-    looking: tuple[str, ...] = cat.tokens
-    rows: tuple[int, ...] = (0,)
-    also: tuple[type[Variant], ...] = ()
-    attend: Callable[[Any, Example], Run] = field(default=at_once, repr=False)
+    example: Example = cat
+    query_tokens: tuple[str, ...] = cat.tokens
+    worked_rows: tuple[int, ...] = (0,)
+    base_classes: tuple[type[Variant], ...] = ()
+    run_example: Callable[[Any, Example], OutputAndWeights] = field(default=run_in_one_call, repr=False)
 
-    def make(self) -> ScaledDotProductAttention:
-        """The class, made as the example needs it."""
-        return self.kind(**self.options)
+    def build(self) -> ScaledDotProductAttention:
+        """Build an instance of the class with the options of the example."""
+        return self.attention_class(**self.options)
 
-    def run(self) -> Run:
-        """Return the output (q_len, d_v) and the weights (…, q_len, kv_len) on the example."""
-        return self.attend(self.make(), self.given)
+    def run(self) -> OutputAndWeights:
+        """Run the mechanism on its example.
 
-    def by_hand(self, row: int = 0) -> ByHand:
-        """One row with every number."""
-        given = self.given
-        return explain(self.make(), given.Q, given.K, given.V, given.tokens, row)
+        Returns:
+            The output (q_len, d_v) and the weights (…, q_len, kv_len).
+        """
+        return self.run_example(self.build(), self.example)
+
+    def explain(self, row: int = 0) -> WorkedRow:
+        """Work out one row of the example by hand.
+
+        Args:
+            row: The query to work out, counted from 0.
+
+        Returns:
+            The steps, the output and the weights of that row.
+        """
+        example = self.example
+        return explain(self.build(), example.Q, example.K, example.V, example.tokens, row)
 
     @property
     def call(self) -> str:
-        """How it is made, as text: Causal(d_k=4)."""
-        return f"{self.kind.__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+        """The constructor call of the example as text, such as Causal(d_k=4)."""
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.attention_class.__name__}({arguments})"
 
     @property
     def code(self) -> str:
-        """The class as it is written, without types and refusals, and the helper it is made of, if there is one."""
-        return "\n\n\n".join(map(_source, (*self.also, self.kind)))
+        """The source of the class and of its base classes, without types and validation."""
+        return "\n\n\n".join(map(_format_source, (*self.base_classes, self.attention_class)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Page:
-    """A mechanism with its numbers: rows `by_hand`, all `weights` and the whole `output`; `print` it to read it.
+class MechanismPage:
+    """A mechanism with its numbers: rows worked by hand, the whole output and all weights; `print` it to read it.
+
+    Attributes:
+        number: The number of the mechanism in the book, counted from 1.
+        mechanism: The mechanism.
+        worked_rows: The rows worked by hand.
+        output: The output (q_len, d_v).
+        weights: The weights (…, q_len, kv_len).
 
     >>> from regard.learn import family
     >>> family.show("causal").weights.shape
@@ -106,29 +139,29 @@ class Page:
 
     number: int
     mechanism: Mechanism
-    by_hand: tuple[ByHand, ...]
-    weights: Floats
+    worked_rows: tuple[WorkedRow, ...]
     output: Floats
+    weights: Floats
 
     def __str__(self) -> str:
         m = self.mechanism
-        used = [line for use in m.used for line in _wrapped(str(use), "  ", "    ")]
+        uses = [line for use in m.uses for line in _wrap(str(use), "  ", "    ")]
         return "\n".join(
             [
                 f"{self.number}. {m.title}",
                 "",
-                *_wrapped(m.problem),
+                *_wrap(m.problem),
                 "",
                 *(f"    {line}" for line in m.formula.split("\n")),
                 "",
-                *_wrapped(f"Here: {m.call}. {m.setting}"),
-                *(f"\n{steps}" for steps in self.by_hand),
+                *_wrap(f"Here: {m.call}. {m.setting}"),
+                *(f"\n{row}" for row in self.worked_rows),
                 "",
-                *(f"{name}\n{_grid(m, matrix)}\n" for name, matrix in self._weights()),
-                f"Output\n{_output_grid(m, self.output)}",
+                *(f"{name}\n{_format_weights(m, matrix)}\n" for name, matrix in self._weight_matrices()),
+                f"Output\n{_format_output(m, self.output)}",
                 "",
                 "Used in",
-                *used,
+                *uses,
                 "",
                 textwrap.indent(m.code, "    "),
             ]
@@ -138,19 +171,21 @@ class Page:
 
     def _repr_markdown_(self) -> str:
         m = self.mechanism
-        by_hand = "\n\n".join(str(steps) for steps in self.by_hand)
-        grids = "\n\n".join(f"{name}\n{_grid(m, matrix)}" for name, matrix in self._weights())
-        used = "\n".join(f"- {use}" for use in m.used)
+        worked_rows = "\n\n".join(str(row) for row in self.worked_rows)
+        weights = "\n\n".join(
+            f"{name}\n{_format_weights(m, matrix)}" for name, matrix in self._weight_matrices()
+        )
+        uses = "\n".join(f"- {use}" for use in m.uses)
         return (
             f"{m.problem}\n\n$$\n{m.latex}\n$$\n\n"
             f"Here: `{m.call}`. {m.setting}\n\n"
-            f"```text\n{by_hand}\n```\n\n"
-            f"```text\n{grids}\n\nOutput\n{_output_grid(m, self.output)}\n```\n\n"
-            f"Used in\n\n{used}\n\n"
+            f"```text\n{worked_rows}\n```\n\n"
+            f"```text\n{weights}\n\nOutput\n{_format_output(m, self.output)}\n```\n\n"
+            f"Used in\n\n{uses}\n\n"
             f"```python\n{m.code}\n```\n"
         )
 
-    def _weights(self) -> list[tuple[str, Floats]]:
+    def _weight_matrices(self) -> list[tuple[str, Floats]]:
         if self.weights.ndim == 2:
             return [("Weights", self.weights)]
         return [(f"Weights of head {h}", head) for h, head in enumerate(self.weights)]
@@ -158,7 +193,7 @@ class Page:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FamilyTable:
-    """All mechanisms side by side: `rows` of number, name, what changes, shape of the weights, output of row 0.
+    """All mechanisms in a table; `rows` hold the number, the mechanism, the shape of its weights and output row 0.
 
     >>> from regard.learn import family
     >>> len(family.table().rows)
@@ -180,52 +215,61 @@ class FamilyTable:
     def _cells(self) -> list[list[str]]:
         headings = ["", "mechanism", "what changes", "weights", "output of row 0"]
         return [headings] + [
-            [f"{n}", m.title, m.changes, "×".join(map(str, shape)), format_vector(output)]
-            for n, m, shape, output in self.rows
+            [
+                f"{number}",
+                mechanism.title,
+                mechanism.changes,
+                "×".join(map(str, shape)),
+                format_vector(output),
+            ]
+            for number, mechanism, shape, output in self.rows
         ]
 
 
-def _grid(m: Mechanism, matrix: Floats) -> str:
-    rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.looking, matrix, strict=True)]
-    return format_table(rows, ["", *m.given.tokens])
+def _format_weights(m: Mechanism, weights: Floats) -> str:
+    return _format_matrix(m, weights, m.example.tokens)
 
 
-def _output_grid(m: Mechanism, output: Floats) -> str:
-    rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.looking, output, strict=True)]
-    return format_table(rows, ["", *map(str, range(output.shape[-1]))])
+def _format_output(m: Mechanism, output: Floats) -> str:
+    return _format_matrix(m, output, tuple(map(str, range(output.shape[-1]))))
 
 
-def _wrapped(text: str, first: str = "", rest: str | None = None) -> Sequence[str]:
+def _format_matrix(m: Mechanism, matrix: Floats, headings: tuple[str, ...]) -> str:
+    rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.query_tokens, matrix, strict=True)]
+    return format_table(rows, ["", *headings])
+
+
+def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
     rest = first if rest is None else rest
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def _source(kind: type) -> str:
-    """The text of a class as a learner would write it: no types, no refusals, one sentence of docstring."""
-    text = inspect.getsource(kind)
+def _format_source(attention_class: type) -> str:
+    """Format a class as a learner would write it: no types, no validation errors, one sentence of docstring."""
+    text = inspect.getsource(attention_class)
     lines = text.split("\n")
     (tree,) = ast.parse(text).body
-    # From the end, so that the numbers of the lines before stay true.
+    # Edit from the end, so that the line numbers before the edit stay valid.
     for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0), reverse=True):
         if isinstance(node, ast.AnnAssign):
             line = lines[node.lineno - 1].encode()  # ast counts bytes
             start, end = node.target.end_col_offset, node.annotation.end_col_offset
             lines[node.lineno - 1] = (line[:start] + line[end:]).decode()
-        elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
             del lines[node.lineno - 1 : node.end_lineno]
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            told, first = ast.get_docstring(node), node.body[0]
-            if told is not None:
-                sentence = told.split("\n\n")[0]
+            docstring, first = ast.get_docstring(node), node.body[0]
+            if docstring is not None:
+                sentence = docstring.split("\n\n")[0]
                 lines[first.lineno - 1 : first.end_lineno] = [f'    """{sentence}"""'] if node is tree else []
             if isinstance(node, ast.FunctionDef) and node.returns is not None:
                 end = node.returns.end_lineno
-                lines[node.lineno - 1 : end] = [_header(node)]
+                lines[node.lineno - 1 : end] = [_format_signature(node)]
     return "\n".join(lines).rstrip()
 
 
-def _header(function: ast.FunctionDef) -> str:
-    """The line that begins a method, without types."""
+def _format_signature(function: ast.FunctionDef) -> str:
+    """Format the first line of a method, without types."""
     for arg in function.args.args:
         arg.annotation = None
     function.returns, function.body = None, [ast.Pass()]

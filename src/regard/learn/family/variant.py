@@ -1,22 +1,22 @@
-"""What the members of the family have in common: one ancestor, one notion of distance, one way to take a mask."""
+"""The base class of the variants, and two helpers they share: relative positions and a broadcast mask."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.family.worked_row import WorkedRow, explain
 from regard.learn.validation import Bools, Floats, as_floats, as_mask, check_leading_axes
-
-if TYPE_CHECKING:
-    from regard.learn.family.by_hand import ByHand
 
 
 class Variant(ScaledDotProductAttention):
-    """The first chapter's class, except that `explain` follows the steps that a subclass changes.
+    """Scaled dot-product attention whose `explain` also shows the steps that a subclass changes.
+
+    Args:
+        d_k: Number of entries in each query and key.
 
     >>> print(Variant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"], query_idx=0).steps[0])
     1. Compare the query [1] with each key
@@ -26,31 +26,55 @@ class Variant(ScaledDotProductAttention):
     def __call__(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> tuple[Floats, Floats]:
-        return self.forward(Q, K, V, mask)  # the subclass's own
+        return self.forward(Q, K, V, mask)  # the subclass's forward
 
-    def explain(  # type: ignore[override]  # the steps differ from member to member, so the record is a freer one
+    def explain(  # type: ignore[override]  # steps differ between variants, so the record is a different one
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, tokens: Sequence[str], query_idx: int
-    ) -> ByHand:
-        """One query by hand: every number on the way to its `weights` and its `output`; `print` it to read it."""
-        from regard.learn.family.by_hand import explain
+    ) -> WorkedRow:
+        """Work out one query by hand, with every number on the way to its output and its weights.
 
+        Args:
+            Q: Queries (q_len, d_k).
+            K: Keys (kv_len, d_k).
+            V: Values (kv_len, d_v).
+            tokens: A name for each key.
+            query_idx: The row of Q to work out, counted from 0.
+
+        Returns:
+            The steps, the output and the weights of that row; `print` it to read it.
+        """
         return explain(self, Q, K, V, tokens, query_idx)
 
 
-def ahead(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
-    """How far each key lies ahead of each query, (q_len, kv_len); the last query stands at the last key.
+def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
+    """Compute the position of each key minus that of each query; the last query is aligned with the last key.
 
-    >>> ahead(2, 3)
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys.
+
+    Returns:
+        Differences (q_len, kv_len), negative where the key comes before the query.
+
+    >>> relative_positions(2, 3)
     array([[-1,  0,  1],
            [-2, -1,  0]])
     """
     return np.arange(kv_len)[None, :] - np.arange(kv_len - q_len, kv_len)[:, None]
 
 
-def mask_for(Q: npt.ArrayLike, K: npt.ArrayLike, mask: npt.ArrayLike | None) -> Bools:
-    """The mask in the shape of the scores of Q and K, all True where there is none.
+def broadcast_mask(Q: npt.ArrayLike, K: npt.ArrayLike, mask: npt.ArrayLike | None) -> Bools:
+    """Broadcast a mask to the shape of the scores; without a mask, every key is visible.
 
-    >>> mask_for([[1], [2]], [[3], [4]], mask=[True, False])
+    Args:
+        Q: Queries (…, q_len, d_k).
+        K: Keys (…, kv_len, d_k).
+        mask: Boolean, True = attend, or None.
+
+    Returns:
+        A boolean array (…, q_len, kv_len).
+
+    >>> broadcast_mask([[1], [2]], [[3], [4]], mask=[True, False])
     array([[ True, False],
            [ True, False]])
     """

@@ -1,0 +1,224 @@
+"""One query worked out by hand: every number of a run, written so that a reader can check each line.
+
+`work_out` has the four steps of `ScaledDotProductAttention`. If a variant changes a step, `worked_variants`
+registers a function for its class.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import numpy as np
+import numpy.typing as npt
+
+from regard.errors import ArgumentError
+from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.validation import Floats, as_floats
+from regard.render.table import format_table
+from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
+from regard.validation import check_count
+
+WIDTH = 88  # what a page of the site shows without scrolling
+
+
+@dataclass(frozen=True)
+class WorkedStep:
+    """One step of a computation by hand: a title and its lines, most of them equations.
+
+    >>> from regard.learn import family
+    >>> print(family.show("causal").worked_rows[0].steps[0])
+    1. Compare the query [1, 0, 1, 0] with each key
+       The  1·0 + 0·1 + 1·0 + 0·1 = 0
+       cat  1·1 + 0·0 + 1·1 + 0·0 = 2
+       sat  1·1 + 0·1 + 1·0 + 0·0 = 1
+       on   1·0 + 0·0 + 1·1 + 0·1 = 1
+       mat  1·1 + 0·0 + 1·0.5 + 0·0.5 = 1.5
+    """
+
+    title: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *self.lines])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WorkedRow:
+    """One query worked out by hand: the `steps` to read, and the `output` (d_v,) and `weights` (…, kv_len) they end in.
+
+    >>> from regard.learn import family
+    >>> row = family.show("causal").worked_rows[0]
+    >>> len(row.steps), row.weights.round(4)
+    (4, array([1., 0., 0., 0., 0.]))
+    """
+
+    title: str
+    steps: tuple[WorkedStep, ...]
+    output: Floats
+    weights: Floats
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *map(str, self.steps)])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        return f"```text\n{self}\n```\n"
+
+
+@dataclass(frozen=True, eq=False)
+class RowInputs:
+    """The inputs of one head, a token for each key, and the `row` of Q to work out."""
+
+    Q: Floats
+    K: Floats
+    V: Floats
+    tokens: Sequence[str]
+    row: int
+
+    @property
+    def position(self) -> int:
+        """The position of the query among the keys; the last query is aligned with the last key."""
+        return self.row + len(self.K) - len(self.Q)
+
+
+def explain(
+    attention: ScaledDotProductAttention,
+    Q: npt.ArrayLike,
+    K: npt.ArrayLike,
+    V: npt.ArrayLike,
+    tokens: Sequence[str],
+    query_idx: int,
+) -> WorkedRow:
+    """Work out one row of an attention class by hand.
+
+    Args:
+        attention: The attention class instance to explain.
+        Q: Queries (q_len, d_k).
+        K: Keys (kv_len, d_k).
+        V: Values (kv_len, d_v).
+        tokens: A name for each key.
+        query_idx: The row of Q to work out, counted from 0.
+
+    Returns:
+        The steps, the output (d_v,) and the weights (…, kv_len) of that row.
+
+    Raises:
+        ArgumentError: If the shapes do not fit together, or the row does not exist.
+    """
+    Q, K = as_floats("explain", "Q", Q, "q_len", "d_k"), as_floats("explain", "K", K, "kv_len", "d_k")
+    V = as_floats("explain", "V", V, "kv_len", "d_v")
+    if {Q.ndim, K.ndim, V.ndim} != {2} or not len(tokens) == len(K) == len(V) > 0:
+        raise ArgumentError(
+            "explain",
+            received=f"Q of shape {Q.shape}, K {K.shape}, V {V.shape} and {len(tokens)} tokens",
+            expected="one sequence: Q (q_len, d_k), K (kv_len, d_k), V (kv_len, d_v), a token for each key",
+            hint="Select one sequence of the batch, with at least one key. Each token names a key.",
+        )
+    hint = "It counts the queries from 0."
+    query_idx = check_count(query_idx, 0, len(Q) - 1, "explain", "query_idx", "", hint)
+    names = [escape_unprintable(str(token)) for token in tokens]
+    name = f' "{names[query_idx]}"' if len(Q) == len(K) else ""
+    steps, output, weights = work_out(attention, RowInputs(Q, K, V, names, query_idx))
+    return WorkedRow(f"Query {query_idx}{name} by hand", tuple(steps), output, weights)
+
+
+StepsOutputWeights = tuple[list[WorkedStep], Floats, Floats]
+
+
+@singledispatch
+def work_out(attention: ScaledDotProductAttention, inputs: RowInputs) -> StepsOutputWeights:
+    """Work out one row by the four steps: the steps, the output (d_v,) and the weights (…, kv_len)."""
+    row = inputs.row
+    output, weights = attention.forward(inputs.Q, inputs.K, inputs.V)
+    raw = attention.compute_scores(inputs.Q, inputs.K)
+    steps, query, key = explain_preparation(attention, inputs)
+    scaling, scores = explain_scaling(attention, raw, inputs)
+    steps += [
+        explain_comparison(query, key, raw[row], inputs.tokens),
+        scaling,
+        explain_normalisation(attention, scores, weights[row]),
+        explain_aggregation(weights[row], inputs.V, output[row]),
+    ]
+    return steps, output[row], weights[row]
+
+
+@singledispatch
+def explain_preparation(
+    attention: ScaledDotProductAttention, inputs: RowInputs
+) -> tuple[list[WorkedStep], Floats, Floats]:
+    """Explain the steps before the comparison, none by default: the steps, the query (d_k,), the keys (kv_len, d_k)."""
+    return [], inputs.Q[inputs.row], inputs.K
+
+
+def explain_comparison(query: Floats, key: Floats, scores: Floats, tokens: Sequence[str]) -> WorkedStep:
+    """Explain step 1: the dot product of the query with each key."""
+    sums = [
+        join_terms(f"{format_number(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True))
+        for row in key
+    ]
+    lines = [
+        [token, f"{terms} = {format_number(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)
+    ]
+    return WorkedStep(f"1. Compare the query {format_vector(query)} with each key", format_lines(lines))
+
+
+@singledispatch
+def explain_scaling(
+    attention: ScaledDotProductAttention, raw: Floats, inputs: RowInputs
+) -> tuple[WorkedStep, Floats]:
+    """Explain step 2: what happens to the row's scores before the softmax, and the scores (kv_len,) after it."""
+    scores = ScaledDotProductAttention.scale_scores(attention, raw)[inputs.row]
+    lines = format_equation(f"{format_vector(raw[inputs.row])} / √{attention.d_k}", format_vector(scores))
+    return WorkedStep(f"2. Scale by √{attention.d_k}", tuple(lines)), scores
+
+
+@singledispatch
+def explain_normalisation(
+    attention: ScaledDotProductAttention, scores: Floats, weights: Floats
+) -> WorkedStep:
+    """Explain step 3: the softmax of the scores, with the largest score of the row subtracted first."""
+    title, shift = "3. Normalise: exponentials, divided by their sum", scores.max(initial=-np.inf)
+    if shift == -np.inf:
+        return WorkedStep(title, ("   Every key is masked for this query: its weights are zeros.",))
+    exponentials = np.exp(scores - shift)
+    lines = format_equation(
+        f"exp({format_vector(scores)} − {format_number(shift)})", format_vector(exponentials)
+    )
+    terms = [format_number(x) for x in exponentials if x > 0]
+    lines += format_equation(join_terms(terms), format_number(exponentials.sum()), "sum  ")
+    quotient = f"{format_vector(exponentials)} / {format_number(exponentials.sum())}"
+    return WorkedStep(title, (*lines, *format_equation(quotient, format_vector(weights), "weights  ")))
+
+
+def explain_aggregation(weights: Floats, value: Floats, output: Floats) -> WorkedStep:
+    """Explain step 4: the sum of the values times their weights, without the weights that are 0."""
+    terms = [f"{format_number(w)}·{format_vector(v)}" for w, v in zip(weights, value, strict=True) if w != 0]
+    left = join_terms(terms) if terms else f"0·{format_vector(output)}"
+    lines = format_equation(left, format_vector(output), "output  ")
+    return WorkedStep("4. Aggregate: the sum of weight · value", tuple(lines))
+
+
+def format_lines(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Format rows of cells as indented lines, with the columns aligned to the left."""
+    return tuple(format_table(rows, align="left", indent="   ").split("\n"))
+
+
+def join_terms(terms: Iterable[str]) -> str:
+    """Join the terms of a sum with plus signs; an empty sum is 0."""
+    return " + ".join(terms) or "0"
+
+
+def format_equation(left: str, right: str, name: str = "") -> list[str]:
+    """Format `name  left = right` as indented lines; a long equation is broken before a plus or an equals sign."""
+    text = f"{name}{left} = {right}"
+    # Protect every space but those before + and =, so that vectors stay on one line.
+    glued = text.replace(" + ", "\x00+ ").replace(" = ", "\x00= ").replace(" ", "\x01").replace("\x00", " ")
+    lines = textwrap.wrap(
+        glued, WIDTH, initial_indent="   ", subsequent_indent="     ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace("\x01", " ") for line in lines]
