@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from regard.tiling import use_tile_sizes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,18 +81,10 @@ def show(browser, tmp_path):
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles and blocks so small that short sequences meet many."""
-    from regard.core import tiling
-    from regard.engines import torch_fused as _torch_fused
-    from regard.masks import atoms as _atoms
-    from regard.masks import base as _base
-
-    monkeypatch.setattr(tiling, "TILE_ROWS", 3)
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", 4)
-    monkeypatch.setattr(_torch_fused, "TESTED_ROWS", 4)
-    for module in (_base, _atoms):
-        monkeypatch.setattr(module, "STEP", 3)
+def small() -> Iterator[None]:
+    """Tiles and blocks so small that short sequences are split into many."""
+    with use_tile_sizes(rows=3, columns=4, mask_rows=3, mask_tile_rows=4):
+        yield
 
 
 @pytest.fixture(scope="session")

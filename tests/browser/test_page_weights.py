@@ -32,6 +32,7 @@ from regard.masks import intervals as _runs
 from regard.pages import html, parts
 from regard.pages.payload import carried
 from regard.score_mods import ScoreMod
+from regard.tiling import use_tile_sizes
 
 ROWS, KEYS, WIDTH = 37, 41, 6
 LOWER = {"align": "lower_right"}
@@ -130,11 +131,10 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("block", [4, 512])
-def test_runs_are_the_mask(mask, block, monkeypatch):
-    monkeypatch.setattr(_runs, "ROWS", block)
-    monkeypatch.setattr(_runs, "COLUMNS", block + 1)
+def test_runs_are_the_mask(mask, block):
     frame, rows = Frame((), ROWS, KEYS), np.arange(ROWS)[::-2].copy()
-    found = _runs.runs(mask, frame, rows, "page")
+    with use_tile_sizes(rows=block, columns=block + 1):
+        found = _runs.runs(mask, frame, rows, "page")
     built = np.zeros((len(rows), KEYS), bool)
     for i in range(len(rows)):
         own = found.edges[found.offsets[i] : found.offsets[i + 1]]
@@ -145,8 +145,8 @@ def test_runs_are_the_mask(mask, block, monkeypatch):
     np.testing.assert_array_equal(built, whole[rows])
 
 
-def test_a_mask_of_too_many_pieces_is_refused(monkeypatch):
-    monkeypatch.setattr(_runs, "MOST", 100)
+@use_tile_sizes(intervals=100)
+def test_a_mask_of_too_many_pieces_is_refused():
     A = attention(normal(40, 2), normal(40, 2), mask=dense(drawn((40, 40), 0.5)))
     with pytest.raises(
         TooLargeError, match=r"page: received a mask with more than 100 runs .* A.lazy\[..., rows, :\]"

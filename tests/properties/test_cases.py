@@ -9,32 +9,33 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from regard.core import tiling
-from regard.engines import torch_fused as _torch_fused
-from regard.masks import atoms as _atoms
-from regard.masks import base as _base
 from regard.testing import ENGINES, Case, check, count_table, draw, empty_cells, fill
+from regard.tiling import use_tile_sizes
 
 TILE = 16
 
 
-def set_tiles(case: Case) -> None:
-    """Tiles so small that every length meets several, and none so many that they only repeat each other."""
+def small_tiles(case: Case) -> dict[str, int]:
+    """Tiles so small that every length is split into several, but not into so many that they only repeat."""
     rows = 4 * TILE if case.q_len == 257 else TILE
-    tiling.TILE_ROWS, tiling.TILE_COLUMNS = rows, 2 * TILE
-    _base.STEP = _atoms.STEP = rows
-    _torch_fused.TESTED_ROWS, _torch_fused.JOINED_COLUMNS = rows + 8, 3 * TILE
+    return {
+        "rows": rows,
+        "columns": 2 * TILE,
+        "mask_rows": rows,
+        "mask_tile_rows": rows + 8,
+        "joined_columns": 3 * TILE,
+    }
 
 
 def run_chunk(cases: list[Case]) -> list[str]:
-    """The failures of some cases."""
+    """Check some cases and return the failures."""
     torch.set_num_threads(1)
     failures = []
     for case in cases:
-        set_tiles(case)
         inputs = fill(case, TILE)
         assert inputs is not None
-        failures += check(case, inputs, ENGINES)
+        with use_tile_sizes(**small_tiles(case)):
+            failures += check(case, inputs, ENGINES)
     return failures
 
 
@@ -61,15 +62,6 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_few_cases_quickly(seed: int, monkeypatch) -> None:
-    # set_tiles changes these for its whole process; here they are put back.
-    for module, *names in (
-        (tiling, "TILE_ROWS", "TILE_COLUMNS"),
-        (_base, "STEP"),
-        (_atoms, "STEP"),
-        (_torch_fused, "TESTED_ROWS", "JOINED_COLUMNS"),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(module, name))
+def test_a_few_cases_quickly(seed: int) -> None:
     cases = [case for case, possible in draw(150, seed, TILE) if possible]
     assert run_chunk(cases) == []

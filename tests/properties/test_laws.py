@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
 from regard import reference
-from regard.core import tiling
 from regard.masks.atoms import Band, Dense, Document, Keys
 from regard.measures import MaxWeight, Sum
 from regard.testing import FACTORS, Case, epsilon, fill
 from regard.testing.cases.generate import ATOMS, build_mask
+from regard.tiling import TileSizes, use_tile_sizes
 
 # The same examples in every run; a failure prints a line that reproduces it.
 settings.register_profile("laws", max_examples=80, deadline=None, derandomize=True, print_blob=True)
@@ -64,18 +62,9 @@ def parts_of(*results: Any) -> Any:
     return zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True)
 
 
-@contextlib.contextmanager
-def tiles(rows: int, columns: int, tile: int, keep: int) -> Iterator[None]:
-    """Other tile sizes; a fixture would not be undone between two examples."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, size in {
-            "TILE_ROWS": rows,
-            "TILE_COLUMNS": columns,
-            "TILE_ENTRIES": tile,
-            "CACHED_SCORES": keep,
-        }.items():
-            patch.setattr(tiling, name, size)
-        yield
+def tiles(rows: int, columns: int, entries: int, cached_scores: int) -> AbstractContextManager[TileSizes]:
+    """Use other tile sizes; a fixture would not be undone between two examples."""
+    return use_tile_sizes(rows=rows, columns=columns, entries=entries, cached_scores=cached_scores)
 
 
 SIDES = st.sampled_from([3, 4, 7, 8, 16, 31])

@@ -15,25 +15,20 @@ import pytest
 
 import regard
 from regard import Coarse, Distance, Entropy, Mass, Received, Spread, TopK, attention, reference
-from regard.core import tiling
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import MaxWeight, Sum
 from regard.score_mods import alibi, bias, relative_bias
 from regard.testing import Inputs, check
+from regard.tiling import use_tile_sizes
 
 ROWS, COLUMNS = 8, 16
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Tiles so small that a few dozen tokens meet many of them."""
-    for name, size in (
-        ("TILE_ROWS", ROWS),
-        ("TILE_COLUMNS", COLUMNS),
-        ("TILE_ENTRIES", 2 * ROWS * COLUMNS),
-        ("CACHED_SCORES", 700),
-    ):
-        monkeypatch.setattr(tiling, name, size)
+def small_tiles():
+    """Tiles so small that a few dozen tokens are split into many of them."""
+    with use_tile_sizes(rows=ROWS, columns=COLUMNS, entries=2 * ROWS * COLUMNS, cached_scores=700):
+        yield
 
 
 def draw(seed: int, q_len: int, kv_len: int, head_dim: int = 3, value_dim: int = 5, lead=()):

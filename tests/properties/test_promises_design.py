@@ -20,22 +20,22 @@ from regard import (
     attention,
     reference,
 )
-from regard.core import tiling
 from regard.core.problem import Problem
 from regard.masks import Mask, causal, dense, first, padding, sliding_window
 from regard.measures import MaxWeight, Sum, Top
 from regard.score_mods import alibi, bias, softcap
+from regard.tiling import use_tile_sizes
 
 ROWS, COLUMNS = 8, 16
 N = 2 * COLUMNS + 3
-SIZES = {"TILE_ROWS": ROWS, "TILE_COLUMNS": COLUMNS, "TILE_ENTRIES": 2 * ROWS * COLUMNS, "CACHED_SCORES": 700}
+SIZES = {"rows": ROWS, "columns": COLUMNS, "entries": 2 * ROWS * COLUMNS, "cached_scores": 700}
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles so small that a few dozen tokens meet many of them."""
-    for name, size in SIZES.items():
-        monkeypatch.setattr(tiling, name, size)
+def small_tiles():
+    """Tiles so small that a few dozen tokens are split into many of them."""
+    with use_tile_sizes(**SIZES):
+        yield
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 import regard
 from regard import attention
-from regard.core import tiling
 from regard.core.problem import Problem
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
+from regard.tiling import use_tile_sizes
 
 ATOMS = {
     "causal()": causal(),
@@ -96,10 +96,9 @@ def test_a_block_is_told_empty_full_or_partial(mask, state):
     assert tuple(mask.block(*block, shape=(29, 29)) for block in blocks) == state
 
 
+@use_tile_sizes(rows=8, columns=16)
 def test_empty_blocks_are_skipped(monkeypatch):
-    rows, columns, n = 8, 16, 256
-    monkeypatch.setattr(tiling, "TILE_ROWS", rows)
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", columns)
+    rows, n = 8, 256
     computed, scores = [], Problem.scores
     monkeypatch.setattr(Problem, "scores", lambda *a, **b: computed.append(1) or scores(*a, **b))
     query = np.random.default_rng(22).normal(size=(n, 3))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from regard.core import tiling
 from regard.core.problem import Problem
 from regard.engines import Engine
+from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 # A block of keys: its columns, and whether the mask allows all of it.
@@ -116,22 +116,23 @@ def run_block_loop(
     """
     if not measures and known is not None:
         return [], known
+    sizes = tile_sizes()
     arrays = [getattr(measure, "array", None) for measure in measures]
     if measures and problem.engine.requires_grad(problem, *arrays):
-        bands = list(tiling.split_rows(problem.shape[1]))
+        bands = list(sizes.split_rows(problem.shape[1]))
         return problem.engine.differentiate(problem, measures, bands), known
     parts = []
     with problem.engine.quiet(), problem.engine.detached():
-        for pairs in tiling.split_pairs(problem.shape):
+        for pairs in sizes.split_pairs(problem.shape):
             stats = None if known is None else known.select(pairs)
-            parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats))
+            parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats, sizes))
     concat = problem.engine.xp.concat
     results = [_concat_results([part[0][i] for part in parts], concat) for i in range(len(measures))]
     return results, known or SoftmaxStats(*(concat([part[1][i] for part in parts]) for i in range(2)))
 
 
 def _run_pairs(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
+    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, sizes: TileSizes
 ) -> tuple[list[Any], SoftmaxStats]:
     """Run measures over pairs whose tiles fit into memory together."""
     engine, xp = problem.engine, problem.engine.xp
@@ -149,11 +150,11 @@ def _run_pairs(
     if from_lse:
         key = engine.take(problem.key, problem.key_index, np.arange(problem.shape[2]), problem.dtype)
     computed: list[SoftmaxStats] = []
-    for band in tiling.split_rows(problem.shape[1]):
-        blocks = problem.live_blocks(band)
+    for band in sizes.split_rows(problem.shape[1]):
+        blocks = problem.live_blocks(band, sizes.columns)
         cached_scores: list[Any] = [None] * len(blocks)
         if known is None:
-            stats, cached_scores = _run_first_pass(problem, band, blocks)
+            stats, cached_scores = _run_first_pass(problem, band, blocks, sizes.cached_scores)
             computed.append(stats)
         else:
             stats = known.select((slice(None), band))
@@ -184,15 +185,15 @@ def _run_pairs(
 
 
 def _run_first_pass(
-    problem: Problem, band: IntArray, blocks: Sequence[Block]
+    problem: Problem, band: IntArray, blocks: Sequence[Block], max_cached: int
 ) -> tuple[SoftmaxStats, list[Any]]:
-    """Compute the statistics of a band, and the scores of each block if they are few enough to be cached."""
+    """Compute the statistics of a band, and the scores of each block if there are at most `max_cached` of them."""
     stats, scores_of_blocks = init_online_softmax(problem, len(band)), []
     num_scores = len(band) * problem.shape[0] * sum(len(columns) for columns, _ in blocks)
     for columns, full in blocks:
         scores = problem.scores(band, columns, full)
         stats = update_online_softmax(stats, scores, problem.engine)
-        scores_of_blocks.append(scores if num_scores <= tiling.CACHED_SCORES else None)
+        scores_of_blocks.append(scores if num_scores <= max_cached else None)
     return stats, scores_of_blocks
 
 
@@ -200,17 +201,18 @@ def compute_entries(problem: Problem, columns: IntArray, stats: SoftmaxStats | N
     """Compute the weights at some columns, (pairs, rows, len(columns)); the scores if `stats` is None."""
     engine, xp = problem.engine, problem.engine.xp
     pairs, rows, _ = problem.shape
+    sizes = tile_sizes()
     result = xp.empty((pairs, rows, len(columns)), dtype=problem.dtype)
     with engine.quiet():
-        for group in tiling.split_pairs((pairs, rows, len(columns))):
+        for group in sizes.split_pairs((pairs, rows, len(columns))):
             part = problem.select_pairs(group)
-            for band in tiling.split_rows(rows):
-                for start in range(0, len(columns), tiling.TILE_COLUMNS):
-                    block = columns[start : start + tiling.TILE_COLUMNS]
+            for band in sizes.split_rows(rows):
+                for start in range(0, len(columns), sizes.columns):
+                    block = columns[start : start + sizes.columns]
                     tile = part.scores(band, block)
                     if stats is not None:
                         tile = normalise(tile, stats.select(group).select((slice(None), band)), engine)
-                    result[group[:, None], band, start : start + tiling.TILE_COLUMNS] = tile
+                    result[group[:, None], band, start : start + sizes.columns] = tile
     return result
 
 

@@ -14,15 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from regard.core import tiling
 from regard.core.problem import Problem
 from regard.engines import Engine
 from regard.frame import Frame, take_block
 from regard.score_mods import ScoreMod
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
-# Queries and keys of a chunk: a tile of its square is multiplied out where the mask cuts through it.
-CHUNK = 256
 # Features of a query are brought near 1 where the largest is farther from it than this, either way.
 FAR = 2.0**32
 
@@ -205,7 +203,7 @@ class LinearProblem(Problem):
     @property
     def _chunk(self) -> int:
         """As many keys as features at least, so that the sums of chunks take no more memory than the keys."""
-        return max(CHUNK, int(self.key.shape[-1]))
+        return max(tile_sizes().linear_chunk, int(self.key.shape[-1]))
 
     def _chunks(self) -> list[IntArray]:
         """The keys of each chunk."""
@@ -216,7 +214,7 @@ class LinearProblem(Problem):
         heads = max(self.frame.leading_shape[-1] if self.frame.leading_shape else 1, 1)
         ragged = self.mask is not None and self.mask.ragged
         entry = self.frame.selected // heads if ragged else np.zeros_like(self.frame.selected)
-        size = max(1, tiling.TILE_ENTRIES // self._chunk**2)
+        size = max(1, tile_sizes().entries // self._chunk**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
             for start in range(0, len(pairs), size):
                 part = self.select_pairs(pairs[start : start + size])

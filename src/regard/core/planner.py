@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core import tiling
 from regard.core.block_loop import SoftmaxStats, run_block_loop
 from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray
 
 # Columns that ride on a fused call for less than a pass over the tiles would cost.
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
             what = [*outputs, *([f"{', '.join(riders)} as columns of the value"] if riders else []), "lse"]
             lines.append(f"{problem.product_name} ({problem.kernel}): {'; '.join(what)}")
         if self.passed:
-            rows = f"tiles of {tiling.TILE_ROWS} × {tiling.TILE_COLUMNS}"
+            rows = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
             lse = (
                 "weights from the lse"
                 if self.calls or known

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core import tiling
 from regard.core.broadcasting import broadcast_index, num_pairs
 from regard.engines import Engine
 from regard.frame import Frame, is_contiguous
@@ -212,16 +211,16 @@ class Problem:
             cache[same_diagonal] = self.engine.xp.astype(allowed, self.dtype)
         return cache[same_diagonal]
 
-    def live_blocks(self, rows: IntArray) -> list[tuple[IntArray, bool]]:
-        """List the blocks of keys that the mask does not leave empty for a band of rows.
+    def live_blocks(self, rows: IntArray, width: int) -> list[tuple[IntArray, bool]]:
+        """List the blocks of `width` keys that the mask does not leave empty for a band of rows.
 
         Returns:
             For each block its columns, and whether the mask allows all of it.
         """
-        kv_lo = np.arange(0, self.frame.kv_len, tiling.TILE_COLUMNS)
+        kv_lo = np.arange(0, self.frame.kv_len, width)
         if not len(kv_lo) or not len(rows):
             return []
-        kv_hi = np.minimum(kv_lo + tiling.TILE_COLUMNS, self.frame.kv_len)
+        kv_hi = np.minimum(kv_lo + width, self.frame.kv_len)
         may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
         if self.mask is not None:
             q_idx = self.positions[rows]

@@ -22,6 +22,7 @@ from regard.frame import EXACT_ROWS_LIMIT, Frame, is_contiguous
 from regard.masks import Mask
 from regard.masks.atoms import Band
 from regard.score_mods import ScoreMod
+from regard.tiling import TileSizes, tile_sizes
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
@@ -47,18 +48,15 @@ class Rows(NamedTuple):
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # With fewer keys the kernel returns zeros for a row whose scores are all NaN.
 FEW_KEYS = 64
-# Rows of a band where some piece is tested: its mask tile is rows × kv_len at most.
-TESTED_ROWS = 512
-# Columns up to which adjoining pieces of a band are joined into one call.
-JOINED_COLUMNS = 2048
 
 
 def plan(frame: Frame, mask: Mask | None, q_range: range, biased: bool) -> list[Rows]:
     """Bands of rows of a matrix, q_idx in `q_range`, and what to call for each."""
+    sizes = tile_sizes()
     every = range(frame.kv_len)
     if mask is None and not biased:
         return [Rows(q_range, (Piece(every, False, False),))]
-    row_cuts = np.arange(0, frame.q_len, TESTED_ROWS)
+    row_cuts = np.arange(0, frame.q_len, sizes.mask_tile_rows)
     column_cuts = np.array([0])
     if mask is not None:
         cuts = mask.cuts(frame)
@@ -72,23 +70,25 @@ def plan(frame: Frame, mask: Mask | None, q_range: range, biased: bool) -> list[
             corner for edge in edges for corner in (start + edge, stop + edge) if 0 < corner < frame.kv_len
         ]
         columns = np.union1d(column_cuts, np.array(corners, np.int64)) if corners else column_cuts
-        band = _band(frame, mask, range(start, stop), columns, biased)
-        if len(band.rows) > TESTED_ROWS and any(piece.tested for piece in band.pieces):
-            steps = range(start, stop, TESTED_ROWS)
-            parts = [range(r, min(r + TESTED_ROWS, stop)) for r in steps]
-            bands += [_band(frame, mask, part, column_cuts, biased) for part in parts]
+        band = _band(frame, mask, range(start, stop), columns, biased, sizes)
+        if len(band.rows) > sizes.mask_tile_rows and any(piece.tested for piece in band.pieces):
+            steps = range(start, stop, sizes.mask_tile_rows)
+            parts = [range(r, min(r + sizes.mask_tile_rows, stop)) for r in steps]
+            bands += [_band(frame, mask, part, column_cuts, biased, sizes) for part in parts]
         else:
             bands.append(band)
     return bands
 
 
-def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: bool) -> Rows:
+def _band(
+    frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: bool, sizes: TileSizes
+) -> Rows:
     stops = np.append(cuts[1:], frame.kv_len)
     may, must = np.ones(len(cuts), bool), np.ones(len(cuts), bool)
     if mask is not None:
         may, must = mask.bounds(frame, rows.start, rows.stop, cuts, stops)
     live = np.flatnonzero(may)
-    if _joins(live, must, cuts, stops, len(rows)):
+    if _joins(live, must, cuts, stops, len(rows), sizes):
         return Rows(rows, (Piece(range(int(cuts[live[0]]), int(stops[live[-1]])), False, True),))
     pieces: list[Piece] = []
     for i in live:
@@ -109,11 +109,11 @@ def _band(frame: Frame, mask: Mask | None, rows: range, cuts: IntArray, biased: 
     return Rows(rows, tuple(pieces))
 
 
-def _joins(live: IntArray, must: Any, cuts: IntArray, stops: IntArray, rows: int) -> bool:
+def _joins(live: IntArray, must: Any, cuts: IntArray, stops: IntArray, rows: int, sizes: TileSizes) -> bool:
     """Whether small adjoining blocks become one that is tested: a call costs more than the test that it saves."""
-    if len(live) < 2 or rows > TESTED_ROWS or must[live].all() or not is_contiguous(live):
+    if len(live) < 2 or rows > sizes.mask_tile_rows or must[live].all() or not is_contiguous(live):
         return False
-    return bool(stops[live[-1]] - cuts[live[0]] <= JOINED_COLUMNS)
+    return bool(stops[live[-1]] - cuts[live[0]] <= sizes.joined_columns)
 
 
 class Call(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from regard.tiling import tile_sizes
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
@@ -30,13 +31,14 @@ def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArra
     ]
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
     states = [measure.init(problem.shape, xp) for measure in bound]
+    width = tile_sizes().columns  # the backward pass must meet the same tiles
 
     def of_band(band: IntArray) -> list[Any]:
         with problem.engine.quiet():
             return in_band(band)
 
     def in_band(band: IntArray) -> list[Any]:
-        blocks = problem.live_blocks(band)
+        blocks = problem.live_blocks(band, width)
         tiles = [problem.scores(band, columns, full) for columns, full in blocks]
         found = [measure.init(problem.shape, xp) for measure in bound]
         shares = [problem.unnormalised_weights(band, columns, full) for columns, full in blocks]

@@ -9,7 +9,8 @@ import numpy as np
 
 from regard.errors import ArgumentError
 from regard.frame import Frame, check_matrix_shape, take_block
-from regard.masks.base import STEP, Bounds, Cuts, Mask
+from regard.masks.base import Bounds, Cuts, Mask
+from regard.tiling import tile_sizes
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import as_array
 
@@ -108,7 +109,7 @@ class Band(Mask):
             return super().cuts(frame)
         edge = int(np.min(high))  # the highest column of row r is r + edge
         rows = (
-            np.arange(max(0, -edge), frame.q_len, STEP)
+            np.arange(max(0, -edge), frame.q_len, tile_sizes().mask_rows)
             if self.left is not None
             else np.array([max(0, -edge)])
         )

@@ -9,6 +9,7 @@ import numpy as np
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.frame import Frame
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 
@@ -27,10 +28,6 @@ class Cuts(NamedTuple):
 
     rows: IntArray
     columns: IntArray
-
-
-# How many rows and columns a block of a mask without larger structure has.
-STEP = 256
 
 
 class Mask:
@@ -67,7 +64,7 @@ class Mask:
 
     def cuts(self, frame: Frame) -> Cuts:
         """Where to cut rows and columns so that most blocks are full, empty or causal; any cuts are right."""
-        return Cuts(np.arange(0, frame.q_len, STEP), np.array([0]))
+        return Cuts(np.arange(0, frame.q_len, tile_sizes().mask_rows), np.array([0]))
 
     def diagonal(self, frame: Frame) -> int | None:
         """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""

@@ -10,10 +10,8 @@ import numpy as np
 from regard.errors import TooLargeError
 from regard.frame import Frame
 from regard.masks.base import Mask
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
-
-# Rows and columns of a block that is tested, and how many runs are no longer few.
-ROWS, COLUMNS, MOST = 512, 512, 1 << 22
 
 
 class Runs(NamedTuple):
@@ -40,12 +38,13 @@ def runs(
     """
     if mask is None:
         return Runs(np.arange(len(q_idx) + 1), np.tile(np.array([0, frame.kv_len]), (len(q_idx), 1)))
+    sizes = tile_sizes()
     counts: list[IntArray] = []
     edges: list[IntArray] = []
     total = 0
-    for start in range(0, len(q_idx), ROWS):
-        band = q_idx[start : start + ROWS]
-        changes = list(_changes(mask, frame, band, xp, to_numpy))
+    for start in range(0, len(q_idx), sizes.rows):
+        band = q_idx[start : start + sizes.rows]
+        changes = list(_changes(mask, frame, band, sizes.columns, xp, to_numpy))
         rows = np.concatenate([np.zeros(0, np.int64), *(row for row, _ in changes)])
         places = np.concatenate([np.zeros(0, np.int64), *(place for _, place in changes)])
         order = np.lexsort((places, rows))
@@ -54,10 +53,10 @@ def runs(
         )  # a row that begins to see ends it, at the last key at the latest
         counts.append(np.bincount(rows, minlength=len(band)) // 2)
         total += len(edges[-1])
-        if total > MOST:
+        if total > sizes.intervals:
             raise TooLargeError(
                 operation,
-                received=f"a mask with more than {MOST:,} runs of keys, {mask}",
+                received=f"a mask with more than {sizes.intervals:,} runs of keys, {mask}",
                 expected="rows that see a few runs of keys each",
                 hint="Take some rows, A.lazy[..., rows, :], or a mask with larger pieces.",
             )
@@ -66,11 +65,11 @@ def runs(
 
 
 def _changes(
-    mask: Mask, frame: Frame, q_idx: IntArray, xp: Namespace, to_numpy: Callable[[Array], Any]
+    mask: Mask, frame: Frame, q_idx: IntArray, width: int, xp: Namespace, to_numpy: Callable[[Array], Any]
 ) -> Iterator[tuple[IntArray, IntArray]]:
     """Rows of a band and the keys at which what they see begins or ends."""
-    kv_lo = np.arange(0, frame.kv_len, COLUMNS)
-    kv_hi = np.minimum(kv_lo + COLUMNS, frame.kv_len)
+    kv_lo = np.arange(0, frame.kv_len, width)
+    kv_hi = np.minimum(kv_lo + width, frame.kv_len)
     may, must = mask.bounds(frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi)
     partial = may & ~must
     before: Array = np.zeros(len(q_idx), bool)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from regard.engines import Engine, engine_of
 from regard.measures.base import Measure, span
+from regard.tiling import tile_sizes
 from regard.types import Array
 from regard.validation import check_count
 
@@ -89,8 +90,8 @@ class TopK(Measure):
 
     k: int
     engine: Engine | None = None
+    most: int = 0
     reads_scores: ClassVar[bool] = False
-    WAITING: ClassVar[int] = 4096
 
     def bind(self, problem: Problem) -> Measure:
         kv_len = problem.shape[2]
@@ -103,7 +104,7 @@ class TopK(Measure):
             f" for kv_len {kv_len}",
             "Ask for at most as many keys as there are.",
         )
-        return replace(self, engine=problem.engine)
+        return replace(self, engine=problem.engine, most=tile_sizes().topk_columns)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Found:
         kept = (*shape[:2], self.k)
@@ -113,11 +114,11 @@ class TopK(Measure):
         rows, width = span(q_idx), len(kv_idx)
         # Tiles of the same rows wait for each other: one search among many columns is cheaper than many searches.
         start = sum(len(tile.kv_idx) for tile in state.waiting)
-        if state.waiting and (state.waiting[0].rows != rows or start + width > self.WAITING):
+        if state.waiting and (state.waiting[0].rows != rows or start + width > self.most):
             self._search(state, xp)
             start = 0
         if not state.room or state.room[0].shape[1] < len(q_idx) or state.room[0].shape[2] < start + width:
-            room = xp.empty((len(weights), len(q_idx), max(self.WAITING, width)), dtype=weights.dtype)
+            room = xp.empty((len(weights), len(q_idx), max(self.most, width)), dtype=weights.dtype)
             state.room[:] = [room]
         state.room[0][:, : len(q_idx), start : start + width] = weights
         state.waiting.append(Waiting(rows, kv_idx))

@@ -26,6 +26,7 @@ from regard import (
 from regard.core import linear as _linear
 from regard.masks import causal, dense, document, first, padding, sliding_window
 from regard.testing import assert_matches, epsilon
+from regard.tiling import use_tile_sizes
 from tests.helpers.linear_cases import HEADS, MASKS, SOME, D, N, V, draw
 
 torch = pytest.importorskip("torch")
@@ -35,9 +36,10 @@ MAPS = {"elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))), "relu
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch, small):
+def small_chunks(small):
     """Chunks so small that a few dozen tokens meet many of them; features would make them larger."""
-    monkeypatch.setattr(_linear, "CHUNK", 4)
+    with use_tile_sizes(linear_chunk=4):
+        yield
 
 
 def dense_mask(mask, *shape):
@@ -121,8 +123,7 @@ def test_any_lengths_alignment_and_chunks_give_the_definition(data):
         )
     )
     query, key, value = draw(3, q_len, kv_len)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_linear, "CHUNK", data.draw(st.integers(1, 11)))
+    with use_tile_sizes(linear_chunk=data.draw(st.integers(1, 11))):
         agree(linear_attention(query, key, mask=mask), query, key, value, dense_mask(mask, q_len, kv_len))
 
 

@@ -15,15 +15,17 @@ from regard import Entropy, Position, attention, linear_attention
 from regard.core import linear as _linear
 from regard.feature_maps import elu, random_features, relu
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
+from regard.tiling import use_tile_sizes
 from tests.helpers.linear_cases import MASKS, SOME, D, N, draw
 
 # -- Gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch, small):
+def small_chunks(small):
     """Chunks so small that a few dozen tokens meet many of them; features would make them larger."""
-    monkeypatch.setattr(_linear, "CHUNK", 4)
+    with use_tile_sizes(linear_chunk=4):
+        yield
 
 
 def learnt(*arrays):
@@ -104,9 +106,9 @@ def test_an_empty_row_has_no_gradient():
     assert all(bool(x.grad.isfinite().all()) for x in (query, key, value))
 
 
+@use_tile_sizes(linear_chunk=16)
 @pytest.mark.parametrize("mask", [causal(), "half"], ids=str)
-def test_what_is_kept_for_a_gradient_grows_with_the_length(mask, monkeypatch):
-    monkeypatch.setattr(_linear, "CHUNK", 16)
+def test_what_is_kept_for_a_gradient_grows_with_the_length(mask):
 
     def kept(n):
         sizes = {}
@@ -189,9 +191,9 @@ def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
     )
 
 
+@use_tile_sizes(linear_chunk=128)
 @pytest.mark.parametrize("mask", [None, causal()], ids=str)
-def test_time_grows_with_the_length(mask, monkeypatch):
-    monkeypatch.setattr(_linear, "CHUNK", 128)
+def test_time_grows_with_the_length(mask):
     rng = np.random.default_rng(20)
 
     def seconds(n):
@@ -207,9 +209,9 @@ def test_time_grows_with_the_length(mask, monkeypatch):
     )  # eight times; n² would be 64
 
 
+@use_tile_sizes(linear_chunk=256)
 @pytest.mark.parametrize("mask", [None, causal()], ids=str)
-def test_memory_at_65536_tokens_is_a_few_times_that_of_the_inputs(mask, monkeypatch):
-    monkeypatch.setattr(_linear, "CHUNK", 256)
+def test_memory_at_65536_tokens_is_a_few_times_that_of_the_inputs(mask):
     n, width = 65536, 16
     query, key, value = np.random.default_rng(21).normal(size=(3, n, width)).astype(np.float32)
     tracemalloc.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 import regard
 from regard import causal, first, padding, reference
-from regard.core import tiling
 from regard.engines.numpy import NumpyEngine
 from regard.testing.cases.generate import numpy_dtype
+from regard.tiling import use_tile_sizes
 
 HEAD_DIM, VALUE_DIM, Q_LEN, KV_LEN = 5, 19, 11, 13
 close = np.testing.assert_allclose
@@ -34,10 +35,10 @@ def matrix(lead: Any = (), **arguments: Any) -> regard.AttentionMatrix:
 
 
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles() -> Iterator[None]:
     """Tiles of 4 × 4, and all scores of a band kept between its two readings."""
-    for name, size in {"TILE_ROWS": 4, "TILE_COLUMNS": 4}.items():
-        monkeypatch.setattr(tiling, name, size)
+    with use_tile_sizes(rows=4, columns=4):
+        yield
 
 
 @pytest.fixture
@@ -210,8 +211,8 @@ def test_many_measures_share_one_pass(tiles: None, counted: list[Any]) -> None:
     assert len(counted) == 2 * 3 * 4
 
 
-def test_a_product_keeps_the_lse(tiles: None, counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "CACHED_SCORES", 0)  # scores are computed for each of the two readings
+@use_tile_sizes(rows=4, columns=4, cached_scores=0)  # scores are computed for each of the two readings
+def test_a_product_keeps_the_lse(counted: list[Any]) -> None:
     query, key, value = arrays()
     asks = [
         lambda A: A.entropy(),

@@ -28,9 +28,9 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.core import tiling
 from regard.engines import torch_kernels as _torch_kernels
 from regard.measures import MaxWeight, Sum
+from regard.tiling import use_tile_sizes
 
 MASKS: dict[str, Any] = {
     "none": None,
@@ -104,12 +104,8 @@ FROM_LSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", FROM_LSE)
-def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, size in {"TILE_ROWS": 6, "TILE_COLUMNS": 6, "TILE_ENTRIES": 108}.items():
-        monkeypatch.setattr(tiling, name, size)
-    monkeypatch.setattr(TopK, "WAITING", 20)
+@use_tile_sizes(rows=6, columns=6, entries=108, topk_columns=20)
+def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str) -> None:
     query, key, value = tensors()
     A = attention(query, key, scale=0.4, **FROM_LSE[case])
     _ = A @ value

@@ -10,9 +10,9 @@ import pytest
 
 import regard
 from regard import ArgumentTypeError, engines
-from regard.core import tiling
 from regard.engines import ArrayEngine, register
 from regard.testing import check, draw, fill
+from regard.tiling import use_tile_sizes
 
 
 class Far:
@@ -151,14 +151,11 @@ def far(monkeypatch):
     register(FarEngine())
 
 
-def test_the_cases_hold_on_an_engine_from_outside(monkeypatch):
+def test_the_cases_hold_on_an_engine_from_outside():
     pytest.importorskip("ml_dtypes")
-    monkeypatch.setattr(
-        tiling, "TILE_ROWS", 64
-    )  # as small as the matrices of the cases, which then have several tiles
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", 32)
     cases = [case for case, possible in draw(60, seed=7, tile=16) if possible]
-    failures = [failure for case in cases for failure in check(case, fill(case, 16), ["far"])]
+    with use_tile_sizes(rows=64, columns=32):  # so small that the matrices of the cases have several tiles
+        failures = [failure for case in cases for failure in check(case, fill(case, 16), ["far"])]
     assert failures == []
     assert len(cases) == 60
 

@@ -32,6 +32,7 @@ from regard import (
 )
 from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
+from regard.tiling import tile_sizes
 from tests.helpers.tensors import draw
 
 
@@ -98,7 +99,7 @@ def test_a_mask_is_lowered_to_calls_that_never_see_n_by_n(name, monkeypatch):
         A @ value, F.scaled_dot_product_attention(query, key, value, attn_mask=allowed), atol=2e-6, rtol=1e-5
     )
     assert words in A.kernel
-    assert max(tiles, default=0) <= fused.TESTED_ROWS < 1100
+    assert max(tiles, default=0) <= tile_sizes().mask_tile_rows < 1100
 
 
 def test_one_query_against_a_cache_needs_no_mask():

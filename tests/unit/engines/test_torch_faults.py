@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,18 +16,18 @@ from regard import alibi, attention, bias, causal, dense, first, padding, slidin
 from regard.engines import engine_of
 from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
-from regard.masks import atoms as _atoms
-from regard.masks import base as _base
 from regard.testing import Case, check, fill
+from regard.tiling import tile_sizes, use_tile_sizes
 from tests.helpers import tensors
 
 draw = partial(tensors.draw, dtype=torch.float64)
 
 
 @pytest.fixture
-def small(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And small pieces are not joined."""
-    monkeypatch.setattr(fused, "JOINED_COLUMNS", 1)
+def small(small: None) -> Iterator[None]:
+    """And small blocks are not joined."""
+    with use_tile_sizes(joined_columns=1):
+        yield
 
 
 # -- Calls of the kernel --------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ def test_a_mask_tile_has_few_rows_even_where_the_mask_has_no_cuts(monkeypatch):
     # The future alone: no kernel takes it as a causal block, and all of it is tested.
     attention(query, key, mask=~causal()) @ value
     attention(query, key, score_mod=alibi()) @ value
-    assert sum(rows) == 1200 + 1200 and max(rows) <= fused.TESTED_ROWS
+    assert sum(rows) == 1200 + 1200 and max(rows) <= tile_sizes().mask_tile_rows
 
 
 def test_rows_from_the_middle_of_a_causal_matrix_need_no_mask_tile(monkeypatch):
@@ -228,17 +229,14 @@ def test_tensors_of_another_device_are_refused():
         attention(query, key) @ value.to("meta")
 
 
-def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from(monkeypatch):
+def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from():
     case = Case(
         dtype="float32", mask="window & padding", q_len=33, kv_len=257, head_dim=8, value_dim="head_dim",
         heads="three", layout="reversed", values="denormal", change="scale 0", seed=504502169,
     )  # fmt: skip
-    monkeypatch.setattr(fused, "TESTED_ROWS", 24)
-    monkeypatch.setattr(fused, "JOINED_COLUMNS", 48)
-    for module in (_base, _atoms):
-        monkeypatch.setattr(module, "STEP", 16)
     inputs = fill(case, 16)
-    assert inputs is not None and check(case, inputs, ["torch fused"]) == []
+    with use_tile_sizes(mask_rows=16, mask_tile_rows=24, joined_columns=48):
+        assert inputs is not None and check(case, inputs, ["torch fused"]) == []
 
 
 # -- What comes after the kernel ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError  # noqa: E402
 from regard.lens import Table  # noqa: E402
+from regard.tiling import use_tile_sizes  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,12 +95,10 @@ def test_every_measure_is_its_definition(make, side, small_tiles):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles that cut these short sequences several times."""
-    from regard.core import tiling
-
-    monkeypatch.setattr(tiling, "TILE_ROWS", 8)
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", 8)
+def small_tiles():
+    """Tiles that split these short sequences several times."""
+    with use_tile_sizes(rows=8, columns=8):
+        yield
 
 
 class Made(torch.nn.Module):

@@ -21,7 +21,7 @@ from regard import (
     reference,
     sliding_window,
 )
-from regard.core import tiling
+from regard.tiling import use_tile_sizes
 
 UL, LR = "upper_left", "lower_right"
 
@@ -302,9 +302,8 @@ class Odd(Mask):
         return xp.asarray((ahead % 2 == 1) | (ahead == 0))[None]
 
 
-def test_a_mask_of_ones_own_needs_only_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "TILE_ROWS", 5)
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", 3)
+@use_tile_sizes(rows=5, columns=3)
+def test_a_mask_of_ones_own_needs_only_allows() -> None:
     mask, n = Odd(), 19
     odd = np.array([[(j - i) % 2 == 1 or i == j for j in range(n)] for i in range(n)])
     assert mask.block(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
@@ -317,9 +316,8 @@ def test_a_mask_of_ones_own_needs_only_allows(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(A.to_dense(), expected.weights, atol=1e-13)
 
 
-def test_empty_blocks_are_skipped_and_full_ones_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "TILE_ROWS", 4)
-    monkeypatch.setattr(tiling, "TILE_COLUMNS", 4)
+@use_tile_sizes(rows=4, columns=4)
+def test_empty_blocks_are_skipped_and_full_ones_not_asked_about() -> None:
     asked = Odd()
     regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() & asked).sum()
     assert sorted(asked.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(0, q + 1, 4)]

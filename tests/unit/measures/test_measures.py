@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from regard import (
     causal,
     first,
 )
-from regard.core import tiling
 from regard.measures import MaxWeight, Sum, Top, name_of
+from regard.tiling import use_tile_sizes
 
 HEADS, HEAD_DIM = 3, 5
 close = np.testing.assert_allclose
@@ -31,10 +32,10 @@ equal = np.testing.assert_array_equal
 
 
 @pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles() -> Iterator[None]:
     """Small tiles, no length a multiple of them."""
-    for name, size in {"TILE_ROWS": 4, "TILE_COLUMNS": 6, "TILE_ENTRIES": 30}.items():
-        monkeypatch.setattr(tiling, name, size)
+    with use_tile_sizes(rows=4, columns=6, entries=30):
+        yield
 
 
 def matrix(
@@ -113,13 +114,11 @@ def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) ->
 
 
 @pytest.mark.parametrize("waiting", [6, 18, 4096])
-def test_the_largest_are_the_same_in_whatever_order_tiles_come(
-    waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TopK, "WAITING", waiting)
+def test_the_largest_are_the_same_in_whatever_order_tiles_come(waiting: int) -> None:
     W = np.full((1, 5, 18), 0.01)
     W[0, 1:, 12:] = 0.1  # in rows after the first all that matters comes from the last tile
-    measure = TopK(3).bind(matrix(5, 18)._problem)
+    with use_tile_sizes(topk_columns=waiting):
+        measure = TopK(3).bind(matrix(5, 18)._problem)
     expected = np.argsort(-W, axis=-1, kind="stable")[..., :3]
     for order in ([0, 6, 12], [12, 6, 0], [12, 0, 6], [6, 0, 12]):
         state = measure.init(W.shape, np)
@@ -133,10 +132,8 @@ def test_the_largest_are_the_same_in_whatever_order_tiles_come(
         equal(top.values, np.take_along_axis(W, expected, -1))
 
 
-def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(TopK, "WAITING", 6)
+@use_tile_sizes(topk_columns=6)
+def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing() -> None:
     query, key = np.ones((4, 2)), np.ones((17, 2))
     query[3] = np.nan
     seen = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)

@@ -1,0 +1,125 @@
+"""Tile sizes: how large the blocks are that a matrix, a mask or a product is split into.
+
+Results do not depend on them beyond rounding; time and memory do. `tile_sizes()` returns the current ones and
+`use_tile_sizes` changes them for a block of code. Code that splits something reads them once per pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from regard.types import IntArray
+from regard.validation import check_count
+
+__all__ = ["TileSizes", "tile_sizes", "use_tile_sizes"]
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Sizes of the blocks that work is split into; the defaults keep a tile in the cores' caches.
+
+    Args:
+        rows: Rows (queries) of a tile of the block loop.
+        columns: Columns (keys) of a tile of the block loop.
+        entries: Entries of a tile over all the (batch, head) pairs that are computed together.
+        cached_scores: Scores of a band up to which they are cached between the two passes, not recomputed.
+        mask_rows: Rows at which a mask without larger structure is split.
+        mask_tile_rows: Rows of a band of a fused call that needs a mask tile; the tile is rows × kv_len at most.
+        joined_columns: Columns up to which adjoining blocks of a band are joined into one fused call.
+        linear_chunk: Queries and keys of a chunk of linear attention.
+        topk_columns: Columns that top-k collects before it searches them.
+        intervals: Most intervals of keys that a mask may be converted to.
+
+    Raises:
+        ArgumentError: If a size is not a whole number above 0 (`cached_scores` may be 0).
+
+    >>> TileSizes().rows, TileSizes(rows=64).rows
+    (512, 64)
+    """
+
+    rows: int = 512
+    columns: int = 512
+    entries: int = 1 << 19
+    cached_scores: int = 1 << 22
+    mask_rows: int = 256
+    mask_tile_rows: int = 512
+    joined_columns: int = 2048
+    linear_chunk: int = 256
+    topk_columns: int = 4096
+    intervals: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size, least = getattr(self, field.name), 0 if field.name == "cached_scores" else 1
+            check_count(
+                size, least, 1 << 62, "TileSizes", field.name, "", "Sizes count rows, columns or entries."
+            )
+
+    def split_rows(self, count: int) -> Iterator[IntArray]:
+        """Split `count` rows into bands of at most `rows` each, in order.
+
+        Args:
+            count: Number of rows.
+
+        Returns:
+            The row indices of each band.
+        """
+        for start in range(0, count, self.rows):
+            yield np.arange(start, min(start + self.rows, count))
+
+    def split_pairs(self, shape: tuple[int, int, int]) -> Iterator[IntArray]:
+        """Split the (batch, head) pairs of a matrix into groups whose tiles have at most `entries` entries.
+
+        Args:
+            shape: Shape of the matrix, (pairs, rows, columns).
+
+        Returns:
+            The pair indices of each group; one empty group if there are no pairs.
+        """
+        pairs, rows, columns = shape
+        size = max(1, self.entries // max(1, min(rows, self.rows) * min(columns, self.columns)))
+        for start in range(0, max(pairs, 1), size):
+            yield np.arange(start, min(start + size, pairs))
+
+
+_DEFAULT = TileSizes()
+_CURRENT: ContextVar[TileSizes] = ContextVar("tile_sizes", default=_DEFAULT)
+
+
+def tile_sizes() -> TileSizes:
+    """Return the tile sizes that are in effect for this thread or task.
+
+    >>> tile_sizes().columns
+    512
+    """
+    return _CURRENT.get()
+
+
+@contextmanager
+def use_tile_sizes(**changes: int) -> Iterator[TileSizes]:
+    """Change some tile sizes inside a `with` block, for this thread or task only.
+
+    Args:
+        **changes: Fields of `TileSizes` and their new values; the others stay as they are.
+
+    Yields:
+        The tile sizes inside the block.
+
+    Raises:
+        ArgumentError: If a size is not a whole number above 0.
+        TypeError: If `TileSizes` has no field of that name.
+
+    >>> with use_tile_sizes(rows=128, columns=256):
+    ...     tile_sizes().rows, tile_sizes().columns
+    (128, 256)
+    """
+    token = _CURRENT.set(replace(_CURRENT.get(), **changes))
+    try:
+        yield _CURRENT.get()
+    finally:
+        _CURRENT.reset(token)
