@@ -9,12 +9,13 @@ from typing import Any
 from rich.text import Text
 
 from regard.cli.files import matrices, one_head
-from regard.cli.output import NUMBER, Out, size, styled
+from regard.cli.output import NUMBER, Out, styled
 from regard.core.attention import attention
 from regard.errors import ArgumentError
 from regard.learn.examples import cat
 from regard.masks import causal as causal_mask
 from regard.pages.html import Page
+from regard.render.table import format_bytes
 
 FIELDS = (
     *(
@@ -93,7 +94,7 @@ def written(out: Out, page: Page, output: Path, show: bool, record: dict[str, An
     page.save(output)
     bytes_written = output.stat().st_size
     out.record(record | {"title": page.title, "page": str(output), "bytes": bytes_written})
-    out.say(styled((page.title, "bold"), f": {output}, ", (size(bytes_written), NUMBER)))
+    out.say(styled((page.title, "bold"), f": {output}, ", (format_bytes(bytes_written), NUMBER)))
     if show:
         import webbrowser
 

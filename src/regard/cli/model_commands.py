@@ -163,7 +163,9 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
     calls = [call for name in recording for call in recording.calls(name)]
     count = sum(call.shape[-3] for call in calls)
     stored = (
-        f" (stored as {about['stored_dtype']})" if about.get("stored_dtype", about["dtype"]) != about["dtype"] else ""
+        f" (stored as {about['stored_dtype']})"
+        if about.get("stored_dtype", about["dtype"]) != about["dtype"]
+        else ""
     )
     out.aside(
         styled(
@@ -174,7 +176,12 @@ def _run(out: Out, asked: Asked, command: str) -> Ran:
         )
     )  # fmt: skip
     record: dict[str, Any] = {"model": {"name": opened.name, **about}, "notes": list(opened.notes)}
-    record |= {"tokens": len(text), "text_tokens": text.full_length, "layers": len(recording), "seconds": seconds}
+    record |= {
+        "tokens": len(text),
+        "text_tokens": text.full_length,
+        "layers": len(recording),
+        "seconds": seconds,
+    }
     return Ran(opened, text, recording, record)
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from regard.render.table import format_cell
 from regard.render.text import escape_unprintable
 
 NUMBER = "cyan"
@@ -65,7 +66,7 @@ class Out:
                 overflow="fold",
             )
         for row in rows:
-            made.add_row(*(Text(cell(each)) for each in row))
+            made.add_row(*(Text(format_cell(value)) for value in row))
         console = console_of()
         if console.is_terminal:
             console.print(made)
@@ -158,23 +159,6 @@ def fail(command: str, words: str) -> None:
     )
 
 
-def cell(value: Any) -> str:
-    r"""A value as a table shows it.
-
-    >>> cell(0.25), cell(math.nan), cell(123456), cell("a\n")
-    ('0.250', '–', '123,456', 'a\\n')
-    """
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "–"
-        return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else escape_unprintable(str(value))
-    )
-
-
 def plain(thing: Any) -> Any:
     """What JSON can hold: NaN becomes null, an infinity the text that Python's float and JavaScript's Number read.
 
@@ -190,15 +174,3 @@ def plain(thing: Any) -> Any:
     if isinstance(thing, float) and not math.isfinite(thing):
         return None if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
     return thing if isinstance(thing, bool | int | float | str | None) else str(thing)
-
-
-def size(count: float) -> str:
-    """Bytes in a reader's unit.
-
-    >>> size(999), size(1500), size(2.5e9)
-    ('999 bytes', '1.5 kB', '2.5 GB')
-    """
-    if count < 1000:
-        return f"{count:.0f} bytes"
-    power = min(4, int(math.log10(count * 1.0005) / 3))  # 999.6 kB are 1 MB
-    return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.cli.output import NUMBER, Out, styled
-from regard.cli.output import size as in_bytes
 from regard.core.attention import attention
 from regard.errors import ArgumentError
 from regard.learn.cost import fitted_exponent
 from regard.masks import Mask, causal, document, padding, sliding_window
 from regard.measures import Coarse, Distance, Entropy, Received
+from regard.render.table import format_bytes, format_seconds
 
 # Beyond this the ways that store weights or a mask are not tried: they hold a few of their size at once.
 STORED_BYTES = 1 << 29
@@ -219,7 +219,8 @@ def _said(size: Size, facts: dict[str, Any], rows: list[dict[str, Any]]) -> list
     said, found = [], {row["way"]: row for row in rows}
     if BARE not in found:
         return [
-            f"As a tensor the mask alone would take {in_bytes(size.q_len * size.kv_len)}; the bare call was not tried."
+            f"As a tensor the mask alone would take {format_bytes(size.q_len * size.kv_len)}; "
+            "the bare call was not tried."
         ]
     bare, ours = found[BARE], found[OURS]
     if "math" in bare["kernel"]:
@@ -290,7 +291,7 @@ def _print(out: Out, size: Size, record: dict[str, Any], machine: dict[str, Any]
     rest = f", {size.dtype}, mask {size.mask}; torch {machine['torch']}, {threads}"
     out.say(styled((shape, "bold"), rest))
     out.say(
-        f"If it were stored, the matrix would take {in_bytes(record['matrix_bytes'])}; "
+        f"If it were stored, the matrix would take {format_bytes(record['matrix_bytes'])}; "
         f"{record['seen']:.1%} of its pairs are seen."
     )
     out.say()
@@ -301,10 +302,10 @@ def _print(out: Out, size: Size, record: dict[str, Any], machine: dict[str, Any]
         rows.append(
             [
                 row["way"],
-                _seconds(row["median_seconds"]),
-                f"{_seconds(low)} … {_seconds(high)}",
+                format_seconds(row["median_seconds"]),
+                f"{format_seconds(low)} … {format_seconds(high)}",
                 f"{row['median_seconds'] / first:.2f}×",
-                "–" if row["peak_bytes"] is None else in_bytes(row["peak_bytes"]),
+                "–" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
             ]
         )
         kernels.append([row["way"], row["kernel"]])
@@ -316,9 +317,3 @@ def _print(out: Out, size: Size, record: dict[str, Any], machine: dict[str, Any]
         out.say()
         out.say(line)
     out.say()
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, SupportsIndex, overload
 
+from regard.render.table import Alignment, format_cell, format_table
+
 PRINTED_ROWS = 20
 
 
@@ -101,34 +103,20 @@ class Table(list[dict[str, Any]]):
         if not self:
             return "(no rows)"
         shown = self[:PRINTED_ROWS]
-        lines = [self.columns, *([_format_value(value) for value in row.values()] for row in shown)]
-        is_text = [isinstance(value, str) for value in self[0].values()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(
-                cell.ljust(width) if left else cell.rjust(width)
-                for cell, width, left in zip(line, widths, is_text, strict=True)
-            ).rstrip()
-            for line in lines
-        ]
+        align: list[Alignment] = ["left" if isinstance(value, str) else "right" for value in self[0].values()]
+        text = format_table(
+            [list(map(format_cell, row.values())) for row in shown], self.columns, align=align
+        )
         more = len(self) - len(shown)
-        return "\n".join([*text, *([f"… and {more:,} more rows"] if more else [])])
+        return f"{text}\n… and {more:,} more rows" if more else text
 
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
         if not self:
             return notebook.render_table("(no rows)", [], [], [])
-        rows = ([_format_value(value) for value in row.values()] for row in self[: notebook.MAX_ROWS])
+        rows = ([format_cell(value) for value in row.values()] for row in self[: notebook.MAX_ROWS])
         is_text = [isinstance(value, str) for value in self[0].values()]
         more = len(self) - notebook.MAX_ROWS
         closing = f"… and {more:,} more rows" if more > 0 else ""
         return notebook.render_table("", self.columns, rows, is_text, closing)
-
-
-def _format_value(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    if value != value:
-        return "–"
-    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"

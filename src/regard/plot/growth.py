@@ -68,11 +68,11 @@ def cost(costs: CostTable | Profile | None = None, quantity: str = "memory", *, 
         ax.plot(lengths, measured, "o", color=ORANGE, label=f"{title}, measured: n^{exponent:.2f}")
         ax.plot(lengths, _fit_line(lengths, measured, exponent), color=ORANGE, linewidth=1)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2 if quantity == "memory" else 10)
+    ax.set_yscale("log")
     inches = ax.get_window_extent().width / ax.get_figure(root=True).dpi
     ax.xaxis.set_major_locator(LogLocator(2, numticks=max(3, int(1.4 * inches))))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
-    ax.yaxis.set_major_locator(LogLocator(2 if quantity == "memory" else 10, numticks=9))
+    ax.yaxis.set_major_locator(LogLocator(10, numticks=9))
     if quantity != "work":
         format_amount = format_bytes if quantity == "memory" else format_seconds
         ax.yaxis.set_major_formatter(FuncFormatter(lambda amount, _: format_amount(amount)))
