@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.engines import Engine, engine_of
+from regard.engines import Engine, find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.types import Array
 from regard.validation import check_count
@@ -35,7 +35,7 @@ def elu(x: Array) -> Array:
     >>> elu(np.array([-1.0, 0.0, 2.0])).round(4)
     array([0.3679, 1.    , 3.    ])
     """
-    xp = engine_of("elu", x=x).xp
+    xp = find_engine("elu", x=x).xp
     zero = xp.asarray(0.0, dtype=x.dtype)
     return xp.maximum(x, zero) + xp.exp(xp.minimum(x, zero))  # at 0 each half has half the gradient
 
@@ -46,7 +46,7 @@ def relu(x: Array) -> Array:
     >>> relu(np.array([-1.0, 0.0, 2.0]))
     array([0., 0., 2.])
     """
-    return engine_of("relu", x=x).xp.clip(x, 0.0, None)
+    return find_engine("relu", x=x).xp.clip(x, 0.0, None)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RandomFeatures:
     seed: int
 
     def __call__(self, x: Array) -> Array:
-        xp = engine_of("random_features", x=x).xp
+        xp = find_engine("random_features", x=x).xp
         x = x / float(x.shape[-1]) ** 0.25
         directions = xp.asarray(_directions(x.shape[-1], self.count, self.seed), dtype=x.dtype)
         half = xp.sum(x * x, axis=-1)[..., None] / 2
@@ -142,10 +142,10 @@ def settle(feature_map: Any) -> tuple[FeatureMap, str]:
 
 def features_of(array: Array, feature_map: FeatureMap, called: str, engine: Engine, name: str) -> Array:
     """The features (…, length, features) of a query or a key, checked: as many as there are tokens, none negative."""
-    with engine.quiet():
+    with engine.suppress_warnings():
         made = feature_map(array)
-        owner = engine_of("linear_attention", **{f"the features of {name}": made})
-        made = owner.floats(made, "linear_attention", f"the features of {name}")
+        owner = find_engine("linear_attention", **{f"the features of {name}": made})
+        made = owner.as_float(made, "linear_attention", f"the features of {name}")
         if owner.name != engine.name or tuple(made.shape[:-1]) != tuple(array.shape[:-1]):
             raise ArgumentError(
                 "linear_attention",

@@ -55,7 +55,7 @@ class Looking:
         self._check_one_head("explain", f"A.lazy[{{}}].explain({q_idx})")
         row = self._asked_row("explain", q_idx)
         if value is not None:
-            value = self._problem.engine.floats(value, "explain", "value")
+            value = self._problem.engine.as_float(value, "explain", "value")
             if value.shape[-2:-1] != (self.shape[-1],) or num_pairs(value) != 1:
                 raise ArgumentError(
                     "explain",
@@ -138,9 +138,7 @@ class Looking:
             closing = f"This is [{at}], the first of {heads:,} heads; A.lazy[{at}] is it alone."
         sample = self._sample() if math.prod(self.shape) else None
         if sample is None and math.prod(self.shape):
-            closing = (
-                "Its rows are too long to show here: A[row] reads one, A.coarsen(512) makes a picture."
-            )
+            closing = "Its rows are too long to show here: A[row] reads one, A.coarsen(512) makes a picture."
         return notebook.render_matrix(self._about(), sample, closing)
 
     def _sample(self) -> Any:
@@ -155,7 +153,7 @@ class Looking:
             return None
         rows = np.linspace(0, q_len - 1, most).round().astype(int)
         engine = self._problem.engine
-        with engine.detached():
+        with engine.no_grad():
             part = self.lazy[(*[0] * (self.ndim - 2), rows)]
             weights, scores = (engine.to_numpy(x) for x in (part.to_dense(), part.scores[...]))
         columns = kv_len if small else min(SIDE, kv_len)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from regard.core.broadcasting import leading_shape, resolve_scale
 from regard.core.matrix import AttentionMatrix
 from regard.core.problem import Spec
-from regard.engines import engine_of
+from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
@@ -47,12 +47,12 @@ def attention(
     array([[0.59888791, 1.        ],
            [0.59888791, 1.20333628]])
     """
-    engine = engine_of("attention", query=query, key=key)
-    query, key = engine.floats(query, "attention", "query"), engine.floats(key, "attention", "key")
+    engine = find_engine("attention", query=query, key=key)
+    query, key = engine.as_float(query, "attention", "query"), engine.as_float(key, "attention", "key")
     lead, groups = leading_shape(query, key, enable_gqa)
     score_mods = as_score_mods(score_mod)
     if sink is not None:
-        sink = engine.floats(sink, "attention", "sink")
+        sink = engine.as_float(sink, "attention", "sink")
     scale = resolve_scale(scale, query.shape[-1])
     spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
     if mask is not None or score_mods or sink is not None:
@@ -92,8 +92,8 @@ def linear_attention(
     from regard.feature_maps import features_of, settle
 
     operation = "linear_attention"
-    engine = engine_of(operation, query=query, key=key)
-    query, key = engine.floats(query, operation, "query"), engine.floats(key, operation, "key")
+    engine = find_engine(operation, query=query, key=key)
+    query, key = engine.as_float(query, operation, "query"), engine.as_float(key, operation, "key")
     lead, groups = leading_shape(query, key, enable_gqa, operation)
     function, called = settle(feature_map)
     dtype = engine.working_dtype(query, key)

@@ -74,7 +74,7 @@ def update_online_softmax(stats: SoftmaxStats, scores: Array, engine: Engine) ->
     assert stats.sum is not None
     largest = xp.maximum(stats.max, xp.max(scores, axis=-1))
     shift = make_finite(largest, xp)
-    tile_sum = xp.sum(engine.exponentials(scores, shift[..., None]), axis=-1)
+    tile_sum = xp.sum(engine.exponentiate(scores, shift[..., None]), axis=-1)
     return SoftmaxStats(largest, stats.sum * xp.exp(stats.max - shift) + tile_sum)
 
 
@@ -86,7 +86,7 @@ def make_finite(largest: Array, xp: Namespace) -> Array:
 def normalise(scores: Array, stats: SoftmaxStats, engine: Engine) -> Array:
     """Compute exp(scores − max) / sum, zero where masked and in rows without live keys."""
     xp = engine.xp
-    weights = engine.exponentials(scores, make_finite(stats.max, xp)[..., None])
+    weights = engine.exponentiate(scores, make_finite(stats.max, xp)[..., None])
     if stats.sum is None:
         return weights
     total = xp.where(stats.sum == 0, 1.0, stats.sum)
@@ -122,7 +122,7 @@ def run_block_loop(
         bands = list(sizes.split_rows(problem.shape[1]))
         return problem.engine.differentiate(problem, measures, bands), known
     parts = []
-    with problem.engine.quiet(), problem.engine.detached():
+    with problem.engine.suppress_warnings(), problem.engine.no_grad():
         for pairs in sizes.split_pairs(problem.shape):
             stats = None if known is None else known.select(pairs)
             parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats, sizes))
@@ -166,7 +166,7 @@ def _run_pairs(
             kv_idx, logs = positions[columns[0] : columns[-1] + 1], None
             if from_lse:
                 allowed = None if full else problem.mask_tile(band, columns, mask_cache)
-                logs, weights = engine.weights(
+                logs, weights = engine.compute_weights(
                     query, key[:, columns[0] : columns[-1] + 1], lse, allowed, buffers
                 )
             else:
@@ -203,7 +203,7 @@ def compute_entries(problem: Problem, columns: IntArray, stats: SoftmaxStats | N
     pairs, rows, _ = problem.shape
     sizes = tile_sizes()
     result = xp.empty((pairs, rows, len(columns)), dtype=problem.dtype)
-    with engine.quiet():
+    with engine.suppress_warnings():
         for group in sizes.split_pairs((pairs, rows, len(columns))):
             part = problem.select_pairs(group)
             for band in sizes.split_rows(rows):

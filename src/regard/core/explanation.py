@@ -104,7 +104,7 @@ def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[st
     every, only = np.arange(kv_len), np.array([row])
     query = engine.take(problem.query, problem.query_index, only, problem.dtype)[0, 0]
     key = engine.take(problem.key, problem.key_index, every, problem.dtype)[0]
-    with engine.quiet(), engine.detached():
+    with engine.suppress_warnings(), engine.no_grad():
         raw = key @ query
         scores = problem.scores(only, every)
         stats = init_online_softmax(problem, 1)

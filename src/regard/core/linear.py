@@ -58,7 +58,7 @@ def rescale_features(features: Array, engine: Engine) -> tuple[Array, Array | No
     if not features.shape[-1] or not features.shape[-2]:
         return features, None
     xp = engine.xp
-    with engine.detached():
+    with engine.no_grad():
         largest = xp.max(features, axis=-1)[..., None]
         far = ((largest < 1 / FAR) | (largest > FAR)) & (largest > 0) & xp.isfinite(largest)
         if not bool(xp.any(far)):
@@ -133,7 +133,7 @@ class LinearProblem(Problem):
         dtype = engine.working_dtype(self.query, self.key, value)
         if not self.can_fuse:
             return None
-        with engine.quiet():
+        with engine.suppress_warnings():
             ones = xp.full((*value.shape[:-1], 1), 1.0, dtype=dtype)
             value = xp.concat([engine.cast(value, dtype), ones], axis=-1)
             groups = list(self._groups())
@@ -149,7 +149,7 @@ class LinearProblem(Problem):
             # NaN or inf in what was touched shows here; then the block loop sees to it who may see it.
             if not all(bool(xp.isfinite(xp.sum(each))) for each in (output, total)):
                 return None
-            with engine.detached():
+            with engine.no_grad():
                 lse = xp.log(total) + self._log.offsets(self.frame, self.positions)
                 lse = engine.cast(lse, self.dtype)[..., 0]
         return output, lse, self._ran(bands)
@@ -175,7 +175,7 @@ class LinearProblem(Problem):
                 key = engine.take(self.key, self.key_index, chunks[i], dtype)
                 seen = engine.take(value, value_index, chunks[i], dtype)
                 tile = partial(self._multiplied_out, (band.rows, chunks[i], kept))
-                part = part + engine.again(tile, query, key, seen)
+                part = part + engine.checkpoint(tile, query, key, seen)
             found.append(part)
         return xp.concat(found, axis=1)
 

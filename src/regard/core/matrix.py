@@ -211,7 +211,7 @@ class AttentionMatrix(Reductions, Looking):
         """The output, (…, heads, q_len, value_dim), for a value (…, kv_heads, kv_len, value_dim) or (kv_len,)."""
         spec = self._spec
         if spec.query is not None and spec.sink is None and not spec.score_mods:
-            plain = spec.engine.quick_product(spec.query, spec.key, value, spec.mask, spec.scale)
+            plain = spec.engine.try_fast_product(spec.query, spec.key, value, spec.mask, spec.scale)
             if plain is not None:
                 return self._keep(*plain)
         return self._product(value, "A @ value", transposed=False)
@@ -225,7 +225,7 @@ class AttentionMatrix(Reductions, Looking):
         return output
 
     def __rmatmul__(self, x: Any) -> Array:
-        x = self._problem.engine.floats(x, "x @ A", "x")
+        x = self._problem.engine.as_float(x, "x @ A", "x")
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     @property
@@ -241,7 +241,7 @@ class AttentionMatrix(Reductions, Looking):
     def _canonical(self, array: Any, operation: str, *, transposed: bool) -> tuple[Array, IntArray, bool]:
         """An array as (own pairs, length, width), which of its pairs serves each pair, and whether it is a vector."""
         name = "x" if transposed else "value"
-        array = self._problem.engine.floats(array, operation, name)
+        array = self._problem.engine.as_float(array, operation, name)
         as_vector = array.ndim == 1
         if as_vector:
             array = array[:, None]
@@ -296,7 +296,7 @@ class AttentionMatrix(Reductions, Looking):
             return engine.cast(self.measure(lse=LogSumExp()).lse, self._problem.dtype)
         if self._fused_lse is not None:
             return self._fused_lse.reshape(self.shape[:-1])
-        with engine.quiet():
+        with engine.suppress_warnings():
             return self._lead_first(engine.cast(self._known().lse(engine.xp), self._problem.dtype))
 
     def measure(self, *measures: Measure, **named: Measure) -> Any:
@@ -393,7 +393,7 @@ class AttentionMatrix(Reductions, Looking):
 
     def _if_known(self) -> SoftmaxStats | None:
         if self._rows is None and self._fused_lse is not None and not self._rough:
-            with self._problem.engine.detached():
+            with self._problem.engine.no_grad():
                 self._rows = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
         return self._rows
 

@@ -91,7 +91,7 @@ def execute(
             for each in plan.called.values()
         ]
         value, of = _side_by_side(parts or [problem.placeholder_value], xp)
-        with engine.quiet(), engine.detached():
+        with engine.suppress_warnings(), engine.no_grad():
             product = problem.product(value, of)
             if product is None:
                 return None

@@ -113,12 +113,12 @@ class Problem:
     @property
     def can_fuse(self) -> bool:
         """Whether `product` may be called."""
-        return self.engine.fuses(self)
+        return self.engine.can_fuse(self)
 
     @property
     def kernel(self) -> str:
         """Name of the kernel that `A @ value` runs."""
-        return self.engine.kernel(self)
+        return self.engine.kernel_name(self)
 
     @property
     def fallback_kernel(self) -> str:
@@ -129,7 +129,7 @@ class Problem:
 
     def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
         """Compute output, lse and kernel name without the block loop; None if the block loop must do it."""
-        return self.engine.product(self, value, value_index)
+        return self.engine.fused_product(self, value, value_index)
 
     @property
     def placeholder_value(self) -> tuple[Array, IntArray]:
@@ -184,7 +184,7 @@ class Problem:
         engine, xp = self.engine, self.engine.xp
         query = engine.take(self.query, self.query_index, rows, self.dtype)
         key = engine.take(self.key, self.key_index, columns, self.dtype)
-        scores = engine.scores(query, key, self.scale)
+        scores = engine.compute_scores(query, key, self.scale)
         if len(scores) != self.shape[0]:
             scores = xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
         q_idx = self.positions[rows]

@@ -10,7 +10,7 @@ import numpy as np
 
 from regard.core.block_loop import make_finite
 from regard.core.problem import Problem
-from regard.engines import engine_of
+from regard.engines import find_engine
 from regard.errors import ArgumentError, describe_argument
 from regard.measures import Measure, span
 from regard.types import Array, IntArray
@@ -129,7 +129,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     True
     """
     if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
-        engine = engine_of("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+        engine = find_engine("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
         shapes = [tuple(np.shape(each)) for part in parts for each in part]
     else:
         shapes = []
@@ -141,7 +141,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
             hint="Give (A @ value, A.lse) of each shard of the keys, for the same queries.",
         )
     xp = engine.xp
-    with engine.quiet():
+    with engine.suppress_warnings():
         shift = parts[0][1]
         for _, lse in parts[1:]:
             shift = xp.maximum(shift, lse)

@@ -17,15 +17,15 @@ from regard.engines.numpy import NumpyEngine
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.types import Array, IntArray, Namespace
 
-__all__ = ["ArrayEngine", "Engine", "engine_of", "register", "registered"]
+__all__ = ["ArrayEngine", "Engine", "find_engine", "get_engine", "register"]
 
 
 class Engine(Protocol):
     """What the block loop asks of an array library. Shapes: g pairs of (batch, head), r rows, c columns.
 
     >>> import numpy as np
-    >>> engine = engine_of("here", query=np.ones(2))
-    >>> engine.scores(np.ones((1, 2, 4)), np.ones((1, 3, 4)), scale=0.5)
+    >>> engine = find_engine("here", query=np.ones(2))
+    >>> engine.compute_scores(np.ones((1, 2, 4)), np.ones((1, 3, 4)), scale=0.5)
     array([[[2., 2., 2.],
             [2., 2., 2.]]])
     """
@@ -37,13 +37,15 @@ class Engine(Protocol):
     def owns(self, array: Any) -> bool:
         """Whether the array is this library's."""
 
-    def kernel(self, problem: Any) -> str:
+    def kernel_name(self, problem: Any) -> str:
         """What runs for `A @ value`."""
 
-    def fuses(self, problem: Any) -> bool:
+    def can_fuse(self, problem: Any) -> bool:
         """Whether a fused kernel may be called."""
 
-    def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+    def fused_product(
+        self, problem: Any, value: Array, value_of: IntArray
+    ) -> tuple[Array, Array, str] | None:
         """Output, lse and what ran, from a fused kernel; None where the block loop must do it."""
 
     def needs_exact_rows(self, problem: Any) -> bool:
@@ -55,10 +57,10 @@ class Engine(Protocol):
     def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
         """The results of measures, with gradients."""
 
-    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
         """function(*arrays), for a gradient computed again on the way back rather than kept."""
 
-    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
+    def try_fast_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         """Output and lse of the plainest call, without settling anything; None where it is not so plain."""
 
     @property
@@ -66,14 +68,14 @@ class Engine(Protocol):
         """The array API namespace that masks, score modifications and measures compute with."""
 
     @property
-    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         """A context in which NaN and inf pass without a warning, and no dtype is lowered."""
 
     @property
-    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """A context without gradients: the loop writes into its states."""
 
-    def floats(self, array: Any, operation: str, name: str) -> Array:
+    def as_float(self, array: Any, operation: str, name: str) -> Array:
         """The array as floating point numbers of this engine, or a refusal that names it."""
 
     def working_dtype(self, *arrays: Array) -> Any:
@@ -85,24 +87,24 @@ class Engine(Protocol):
     def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
         """`(g, len(positions), dim)` of an array `(own, length, dim)`; `(1, …)` where all leads are the same."""
 
-    def scores(self, query: Array, key: Array, scale: float) -> Array:
+    def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         """scale · query keyᵀ: `(g, r, c)`."""
 
-    def weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
+    def compute_weights(
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, buffers: list[Array]
     ) -> tuple[Array, Array]:
-        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `room` is to use again.
+        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `buffers` is to use again.
 
         Asked only where the shift is the lse of a fused kernel.
         """
 
-    def exponentials(self, scores: Array, shift: Array) -> Array:
+    def exponentiate(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
 
-    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+    def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         """The "sum" or "max" of each of the runs, of these sizes, that an axis is cut into."""
 
-    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+    def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row and their columns, in any order: NaN above all, of equals (not 0) the first."""
 
     def to_numpy(self, array: Array) -> Any:
@@ -151,7 +153,7 @@ def register(engine: Engine) -> None:
     _REGISTERED[engine.name] = engine
 
 
-def registered(name: str) -> Engine:
+def get_engine(name: str) -> Engine:
     """The engine that was registered by a name.
 
     >>> import numpy as np
@@ -160,13 +162,13 @@ def registered(name: str) -> Engine:
     ...     def owns(self, array):
     ...         return False
     >>> register(Other())
-    >>> registered("other").kernel(None)
+    >>> get_engine("other").kernel_name(None)
     'other: streaming tiles'
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
     raise ArgumentTypeError(
-        "engines.registered",
+        "engines.get_engine",
         received=f"the name {name!r}",
         expected=f"one of {', '.join(map(repr, _REGISTERED))}"
         if _REGISTERED
@@ -175,11 +177,11 @@ def registered(name: str) -> Engine:
     )
 
 
-def engine_of(operation: str, **arrays: Any) -> Engine:
+def find_engine(operation: str, **arrays: Any) -> Engine:
     """The engine that all these arrays belong to.
 
     >>> import numpy as np
-    >>> engine_of("here", query=np.ones(2)).name
+    >>> find_engine("here", query=np.ones(2)).name
     'numpy'
     """
     torch = sys.modules.get("torch")

@@ -25,7 +25,7 @@ class ArrayEngine:
     >>> import numpy as np
     >>> class Mine(ArrayEngine):
     ...     name, xp = "mine", np
-    >>> Mine().scores(np.ones((1, 1, 4)), np.ones((1, 2, 4)), scale=0.5)
+    >>> Mine().compute_scores(np.ones((1, 1, 4)), np.ones((1, 2, 4)), scale=0.5)
     array([[[2., 2.]]])
     """
 
@@ -41,35 +41,37 @@ class ArrayEngine:
         raise TypeError(f"{type(self).__name__} must define to_numpy(array)")
 
     @property
-    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         """A context in which NaN and inf pass without a warning."""
         return lambda: np.errstate(all="ignore")  # for a library that NumPy works for, too
 
     @property
-    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """A context without gradients: there are none."""
         return nullcontext
 
     # Neither fused kernels nor gradients
 
-    def kernel(self, problem: Any) -> str:
+    def kernel_name(self, problem: Any) -> str:
         """What runs for `A @ value`: the block loop."""
         return f"{self.name}: streaming tiles"
 
-    def fuses(self, problem: Any) -> bool:
+    def can_fuse(self, problem: Any) -> bool:
         """Whether a fused kernel may be called: there is none, unless a subclass has one."""
         return False
 
-    def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+    def fused_product(
+        self, problem: Any, value: Array, value_of: IntArray
+    ) -> tuple[Array, Array, str] | None:
         """None: the block loop does it. A subclass may give output, lse and what ran."""
         return None
 
-    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
+    def try_fast_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         """None: there is no shorter way."""
         return None
 
-    def weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
+    def compute_weights(
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, buffers: list[Array]
     ) -> tuple[Array, Array]:
         """A refusal: it is asked only where the lse of a fused kernel is known."""
         raise TypeError(f"{self.name} has no kernel whose lse could be used")
@@ -77,7 +79,7 @@ class ArrayEngine:
     def needs_exact_rows(self, problem: Any) -> bool:
         """Whether weights must not be recomputed from the lse of another computation."""
         xp = self.xp
-        with self.quiet():
+        with self.suppress_warnings():
             squares = [
                 xp.sum(self.cast(x, problem.dtype) ** 2, axis=-1) for x in (problem.query, problem.key)
             ]
@@ -92,13 +94,13 @@ class ArrayEngine:
         """A refusal: there are no gradients."""
         raise TypeError(f"{self.name} has no gradients")
 
-    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
         """function(*arrays)."""
         return function(*arrays)
 
     # Arrays
 
-    def floats(self, array: Any, operation: str, name: str) -> Array:
+    def as_float(self, array: Any, operation: str, name: str) -> Array:
         """The array as floating point numbers of this library, or a refusal that names it."""
         array = array if self.owns(array) else self.xp.asarray(as_array(array, operation, name))
         if self.xp.isdtype(array.dtype, "integral"):
@@ -133,15 +135,15 @@ class ArrayEngine:
         run = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
         return self.cast(array[:, run], dtype)
 
-    def scores(self, query: Array, key: Array, scale: float) -> Array:
+    def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         """scale · query keyᵀ: `(g, r, c)`."""
         return query @ key.swapaxes(-1, -2) * scale
 
-    def exponentials(self, scores: Array, shift: Array) -> Array:
+    def exponentiate(self, scores: Array, shift: Array) -> Array:
         """exp(scores − shift), a shift for each row; the scores are left as they are."""
         return self.xp.exp(scores - shift)
 
-    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+    def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         """The "sum" or "max" of each of the runs, of these sizes, that an axis is cut into."""
         fold = self.xp.max if reduce == "max" else self.xp.sum
         stops = np.cumsum(sizes).tolist()
@@ -149,7 +151,7 @@ class ArrayEngine:
         rest = (slice(None),) * (-1 - axis)
         return self.xp.stack([fold(array[(..., run, *rest)], axis=axis) for run in runs], axis=axis)
 
-    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+    def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row and their columns, largest first: NaN above all, of equals the first."""
         xp = self.xp
         ranked = xp.where(xp.isnan(weights), xp.inf, weights)

@@ -23,7 +23,7 @@ class NumpyEngine(ArrayEngine):
         """Whether the array is NumPy's, or plain numbers that NumPy takes."""
         return isinstance(array, np.ndarray | list | tuple | int | float | np.generic)
 
-    def floats(self, array: Any, operation: str, name: str) -> Array:
+    def as_float(self, array: Any, operation: str, name: str) -> Array:
         array = as_array(array, operation, name)
         if array.dtype.kind in "iu":
             return array.astype(np.float64)
@@ -51,20 +51,20 @@ class NumpyEngine(ArrayEngine):
             taken = array[leads[:, None], positions]
         return taken.astype(dtype, copy=False)
 
-    def scores(self, query: Array, key: Array, scale: float) -> Array:
+    def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         scores = query @ key.swapaxes(-1, -2)
         scores *= scale
         return scores
 
-    def exponentials(self, scores: Array, shift: Array) -> Array:
+    def exponentiate(self, scores: Array, shift: Array) -> Array:
         shifted = scores - shift
         return np.exp(shifted, out=shifted)
 
-    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+    def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
 
-    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+    def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)
         least = np.partition(ranked, -k, axis=-1)[..., -k, None]
         above, level = ranked > least, ranked == least

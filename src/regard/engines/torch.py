@@ -69,14 +69,16 @@ class TorchEngine:
     def owns(self, array: Any) -> bool:
         return isinstance(array, torch.Tensor) and array.device == self.device
 
-    def kernel(self, problem: Any) -> str:
+    def kernel_name(self, problem: Any) -> str:
         kernel, why_not = fused.usable(problem)
         return f"torch: streaming tiles ({why_not})" if kernel is None else f"torch: {kernel.name}"
 
-    def fuses(self, problem: Any) -> bool:
+    def can_fuse(self, problem: Any) -> bool:
         return fused.usable(problem)[0] is not None
 
-    def product(self, problem: Any, value: Array, value_of: IntArray) -> tuple[Array, Array, str] | None:
+    def fused_product(
+        self, problem: Any, value: Array, value_of: IntArray
+    ) -> tuple[Array, Array, str] | None:
         return fused.product(problem, value, value_of)
 
     def needs_exact_rows(self, problem: Any) -> bool:
@@ -91,27 +93,27 @@ class TorchEngine:
 
         return differentiate(problem, measures, bands)
 
-    def again(self, function: Callable[..., Array], *arrays: Array) -> Array:
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
         if not any(map(fused.is_learnt, arrays)):
             return function(*arrays)
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
 
-    def quick_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
+    def try_fast_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
         return fused.quick(query, key, value, mask, scale)
 
     @property
-    def quiet(self) -> Callable[[], AbstractContextManager[Any]]:
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         # Autocast would lower the scores to half precision.
         return lambda: torch.autocast(self.device.type, enabled=False)
 
     @property
-    def detached(self) -> Callable[[], AbstractContextManager[Any]]:
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
         return context
 
-    def floats(self, array: Any, operation: str, name: str) -> Array:
+    def as_float(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
             array = torch.as_tensor(as_array(array, operation, name))
         if array.is_floating_point():
@@ -160,27 +162,27 @@ class TorchEngine:
             array = array[:, torch.tensor(positions, device=self.device)]
         return array.to(dtype)
 
-    def scores(self, query: Array, key: Array, scale: float) -> Array:
+    def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         return (query @ key.mT).mul_(scale)
 
-    def weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, room: list[Array]
+    def compute_weights(
+        self, query: Array, key: Array, shift: Array, allowed: Array | None, buffers: list[Array]
     ) -> tuple[Array, Array]:
         shape = (len(shift), query.shape[1], key.shape[1])
         size = math.prod(shape)
-        if not room or len(room[0]) < size:
-            room[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
-        logs, weights = (each[:size].view(shape) for each in room)
+        if not buffers or len(buffers[0]) < size:
+            buffers[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
+        logs, weights = (each[:size].view(shape) for each in buffers)
         torch.bmm(query.expand(len(shift), -1, -1), key.expand(len(shift), -1, -1).mT, out=logs)
         # The exponential of what overflows, or becomes subnormal, is many times slower.
         logs.sub_(shift).clamp_(math.log(torch.finfo(logs.dtype).tiny), None if allowed is None else 0.0)
         torch.exp(logs, out=weights)
         return logs, weights if allowed is None else weights.mul_(allowed)
 
-    def exponentials(self, scores: Array, shift: Array) -> Array:
+    def exponentiate(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()
 
-    def segments(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+    def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         take = torch.amax if reduce == "max" else torch.sum
         if min(sizes) == max(sizes):
             return take(array.unflatten(axis, (len(sizes), sizes[0])), dim=axis)
@@ -193,7 +195,7 @@ class TorchEngine:
             return torch.stack([run.sum(axis) for run in array.split(sizes, axis)], axis)
         return sums
 
-    def largest(self, weights: Array, k: int) -> tuple[Array, Array]:
+    def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         length = weights.shape[-1]
         size = 1 << max(0, round(math.log2(length / k) / 2))
         groups = -(-length // size)

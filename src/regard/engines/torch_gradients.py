@@ -34,7 +34,7 @@ def differentiate(problem: Any, measures: Sequence[Any], bands: Sequence[IntArra
     width = tile_sizes().columns  # the backward pass must meet the same tiles
 
     def of_band(band: IntArray) -> list[Any]:
-        with problem.engine.quiet():
+        with problem.engine.suppress_warnings():
             return in_band(band)
 
     def in_band(band: IntArray) -> list[Any]:

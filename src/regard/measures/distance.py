@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from regard.engines import engine_of
+from regard.engines import find_engine
 from regard.measures.base import Measure, for_all, name_of, span
 from regard.types import Align, Array, IntArray
 
@@ -110,7 +110,7 @@ class Spread(Distance):
         return state
 
     def finish(self, state: Array) -> Array:
-        xp = engine_of("finish", state=state).xp
+        xp = find_engine("finish", state=state).xp
         total, first, second = (state[..., i] for i in range(3))
         safe = xp.where(total == 0, 1.0, total)
         variance = second / safe - (first / safe) ** 2

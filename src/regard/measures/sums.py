@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from regard.engines import engine_of
+from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
 from regard.measures.base import Measure, for_all, span
@@ -201,14 +201,14 @@ class Coarse(Measure):
         for axis, indices, block in zip((-2, -1), (q_idx, kv_idx), self._blocks, strict=True):
             at = span(indices)
             cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], block)
-            weights = self.problem.engine.segments(weights, sizes, axis, how)
+            weights = self.problem.engine.segment_reduce(weights, sizes, axis, how)
             where.append(cells)
         part = state[tuple(where)]
         part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if how == "max" else part + weights
         return state
 
     def merge(self, a: Array, b: Array) -> Array:
-        return engine_of("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
+        return find_engine("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
 
     def finish(self, state: Array) -> Array:
         if self.reduce != "mean":

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from regard.engines import Engine, engine_of
+from regard.engines import Engine, find_engine
 from regard.measures.base import Measure, span
 from regard.tiling import tile_sizes
 from regard.types import Array
@@ -59,7 +59,7 @@ class MaxWeight(Measure):
         # Zeros carry index 0 from the start, as in the dense matrix, where hidden keys are zeros too.
         tie = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
         take = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tie & (b.indices < a.indices))
-        where = engine_of("merge", values=a.values).xp.where
+        where = find_engine("merge", values=a.values).xp.where
         return Top(*(where(take, y, x) for x, y in zip(a, b, strict=True)))
 
 
@@ -143,7 +143,7 @@ class TopK(Measure):
             where = better if xp.count_nonzero(better) * 2 < math.prod(better.shape) else ...
         weights = weights[where]
         if len(kv_idx) > self.k:
-            weights, columns = self.engine.largest(weights, self.k)
+            weights, columns = self.engine.topk(weights, self.k)
             columns = kv_idx[columns]
         else:
             columns = xp.broadcast_to(kv_idx, weights.shape)
@@ -154,11 +154,11 @@ class TopK(Measure):
     def merge(self, a: Found, b: Found) -> Found:
         for state in (a, b):
             if state.waiting:
-                self._search(state, engine_of("merge", values=state.top.values).xp)
+                self._search(state, find_engine("merge", values=state.top.values).xp)
         return Found(self._together(a.top, b.top), [], [])
 
     def _together(self, a: Top, b: Top) -> Top:
-        xp = engine_of("merge", values=a.values).xp
+        xp = find_engine("merge", values=a.values).xp
         indices = xp.concat([a.indices, b.indices], axis=-1)
         values = xp.concat([xp.astype(x.values, a.values.dtype) for x in (a, b)], axis=-1)
         # By index, then by value: both sorts are stable, so equal weights stay in the order of their keys.
@@ -171,7 +171,7 @@ class TopK(Measure):
 
     def finish(self, state: Found) -> Top:
         """Zeros, hidden keys among them, tie: they get the lowest indices that no larger weight has."""
-        xp = engine_of("finish", values=state.top.values).xp
+        xp = find_engine("finish", values=state.top.values).xp
         if state.waiting:
             self._search(state, xp)
         top = state.top

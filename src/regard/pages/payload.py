@@ -96,7 +96,7 @@ def carried(matrix: Any, operation: str) -> Carried:
             hint="Its weights can be had from A[rows], and its picture from A.coarsen(512).",
         )
     engine = problem.engine
-    with engine.quiet(), engine.detached():
+    with engine.suppress_warnings(), engine.no_grad():
         masks, mask_of = _masks(problem, operation)
         seen = [masks[i] for i in mask_of]
         live = [np.diff(each.offsets) > 0 for each in seen]

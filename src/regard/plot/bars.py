@@ -63,7 +63,7 @@ def row(
     problem, kv_len = A._problem, A.shape[-1]
     at = A._asked_row("plot.row", q_idx)
     labels = format_labels(tokens, kv_len, "plot.row", "tokens")
-    with problem.engine.detached():
+    with problem.engine.no_grad():
         weights, scores = (
             problem.engine.to_numpy(matrix[..., at, :]).reshape(kv_len).astype(float)
             for matrix in (A, A.scores)

@@ -244,7 +244,7 @@ def _compute_cells(A: AttentionMatrix, cells: int, reduce: str) -> Any:
     """Compute the weights or their reductions to draw, `(rows, columns)`, as a NumPy masked array."""
     engine = A._problem.engine
     block = min(cells, A.shape[-2]), min(cells, A.shape[-1])
-    with engine.detached():
+    with engine.no_grad():
         if block == A.shape[-2:]:
             weights, masked = A.to_dense(), A.scores[...] == -engine.xp.inf
         elif A.mask is None and not A._problem.score_mods:

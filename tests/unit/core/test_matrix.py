@@ -45,14 +45,14 @@ def tiles() -> Iterator[None]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of every tile of scores that is computed."""
     seen: list[tuple[int, ...]] = []
-    compute = NumpyEngine.scores
+    compute = NumpyEngine.compute_scores
 
     def scores(self: Any, query: Any, key: Any, scale: float) -> Any:
         tile = compute(self, query, key, scale)
         seen.append(tile.shape)
         return tile
 
-    monkeypatch.setattr(NumpyEngine, "scores", scores)
+    monkeypatch.setattr(NumpyEngine, "compute_scores", scores)
     return seen
 
 

@@ -92,14 +92,14 @@ def matrix(q_len: int, kv_len: int, *lead: int, seed: int = 0, **how: Any) -> re
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The entries of every tile of scores that is computed."""
     recording: list[int] = []
-    compute = NumpyEngine.scores
+    compute = NumpyEngine.compute_scores
 
     def scores(self: Any, query: Any, key: Any, scale: float) -> Any:
         tile = compute(self, query, key, scale)
         recording.append(tile.size)
         return tile
 
-    monkeypatch.setattr(NumpyEngine, "scores", scores)
+    monkeypatch.setattr(NumpyEngine, "compute_scores", scores)
     return recording
 
 

@@ -13,7 +13,7 @@ import torch
 
 import regard
 from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap
-from regard.engines import engine_of
+from regard.engines import find_engine
 from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
 from regard.testing import Case, check, fill
@@ -280,8 +280,8 @@ def test_the_largest_of_many_ties_are_those_of_numpy(length, k):
     drawn = np.random.default_rng(length)
     few = drawn.integers(0, 4, (40, length)) / 4 * (drawn.random((40, length)) < 4 / length)
     for weights in (drawn.integers(0, 40, (40, length)) / 40, few, np.zeros((2, length))):
-        values, columns = engine_of("test", x=torch.zeros(1)).largest(torch.tensor(weights), k)
-        expected, first_ones = engine_of("test", x=weights).largest(weights, k)
+        values, columns = find_engine("test", x=torch.zeros(1)).topk(torch.tensor(weights), k)
+        expected, first_ones = find_engine("test", x=weights).topk(weights, k)
         assert ((columns >= 0) & (columns < length)).all()
         np.testing.assert_array_equal(np.sort(values.numpy()), np.sort(expected))
         for of_row, places, row in zip(columns.numpy(), first_ones, weights, strict=True):
@@ -297,7 +297,7 @@ def test_runs_of_any_sizes_are_those_of_numpy(sizes, axis, reduce):
     runs = np.split(array, np.cumsum(sizes)[:-1], axis)
     expected = np.stack([getattr(run, reduce)(axis) for run in runs], axis)
     for given in (array, torch.tensor(array)):
-        found = engine_of("test", x=given).segments(given, sizes, axis, reduce)
+        found = find_engine("test", x=given).segment_reduce(given, sizes, axis, reduce)
         np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 

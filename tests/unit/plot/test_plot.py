@@ -402,14 +402,14 @@ def test_a_row_of_nan_is_drawn():
 
 def test_a_row_of_a_million_keys_reads_no_other(monkeypatch):
     read: list[int] = []
-    compute = NumpyEngine.scores
+    compute = NumpyEngine.compute_scores
 
     def scores(self: Any, query: Any, key: Any, scale: float) -> Any:
         tile = compute(self, query, key, scale)
         read.append(tile.size)
         return tile
 
-    monkeypatch.setattr(NumpyEngine, "scores", scores)
+    monkeypatch.setattr(NumpyEngine, "compute_scores", scores)
     n = 1_000_000
     key = np.linspace(0, 1, 2 * n, dtype=np.float32).reshape(n, 2)
     found = bars(plot.row(regard.attention(key, key, mask=causal()), n - 1))

@@ -10,7 +10,7 @@ import numpy as np
 
 from regard import reference
 from regard.core.attention import attention
-from regard.engines import engine_of, registered
+from regard.engines import find_engine, get_engine
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing.cases.generate import Case, Inputs, seen_keys
@@ -45,7 +45,7 @@ def _to_engine(array: Any, engine: str) -> Any:
     if engine == "numpy" or not isinstance(array, np.ndarray):
         return array
     if engine not in ENGINES:
-        return registered(engine).floats(array, "check", "array")
+        return get_engine(engine).as_float(array, "check", "array")
     import torch
 
     if any(stride < 0 for stride in array.strides):
@@ -178,7 +178,7 @@ def from_engine(array: Any) -> Any:
     """The numbers as NumPy's; bfloat16, which it does not have, as float32."""
     if type(array).__module__.startswith("torch"):
         return array.detach().float().numpy() if array.itemsize < 4 else array.detach().numpy()
-    return engine_of("check", result=array).to_numpy(array)
+    return find_engine("check", result=array).to_numpy(array)
 
 
 def _define_measures(exact: Any, naive: Any, drift: Any, block: int, working: Any) -> dict[str, Target]:
