@@ -37,7 +37,7 @@ ONE = [
     # scale forgotten, and carried on to the end
     (
         {"scores": S, "scaled": S, "weights": soft(S), "output": soft(S) @ cat.V},
-        "scaled: The scale is forgotten",
+        "scaled: The scale is missing",
     ),
     (
         {"scores": S, "scaled": [0.25, 0.5, 0.5, 0.25, 0.375]},
@@ -61,7 +61,7 @@ ONE = [
         {"scores": S, "scaled": H, "weights": W, "output": W},
         "output: These are the weights; the output is weights @ V",
     ),
-    ({"scores": S, "scaled": H, "weights": W, "output": W[:4]}, 'The value of "mat" is left out'),
+    ({"scores": S, "scaled": H, "weights": W, "output": W[:4]}, 'The value of "mat" is missing'),
     ({"scores": S, "scaled": H, "weights": [0.2, 0.3, 0.3, 0.2, 0.2]}, "rounded too coarsely"),
 ]
 
@@ -70,10 +70,10 @@ TWO = [
     ({"weights": soft(SCORES[0] * 2)}, "You multiplied by √d_k"),
     ({"weights": soft(SCORES[1])}, 'the weights of "cat"'),
     ({"weights": SCORES[0] / SCORES[0].sum()}, "without taking exponentials"),
-    ({"weights": soft(SCORES[0]), "sharper": 0.7375}, "sharper: Upside down"),
+    ({"weights": soft(SCORES[0]), "sharper": 0.7375}, "sharper: The ratio is inverted"),
     ({"weights": soft(SCORES[0]), "sharper": 0.106}, "the difference of the two"),
     ({"sharper": 1.356, "spread": 512}, "spread: That is the variance"),
-    ({"spread": 0.0442}, "the factor of the scale"),
+    ({"spread": 0.0442}, "the scale factor"),
     ({"spread": 22.63, "ratio": 22.63}, "take exp of it"),
     ({"spread": 22.63, "ratio": math.exp(23)}, "Keep more digits"),
 ]
@@ -87,18 +87,18 @@ THREE = [
     ({**SELF, "most": [0, 1, 2]}, "most: Look at row t2"),
     ({**SELF, "most": [1, 2, 2]}, "You count from 1"),
     ({**SELF, "most": ["t0", "t1", "t0"]}, "down the columns"),
-    ({**SELF, "weights": soft([8, 10, 8])}, "weights: The scale is forgotten"),
+    ({**SELF, "weights": soft([8, 10, 8])}, "weights: The scale is missing"),
     ({**SELF, "weights": A3[:, 2]}, "the column of t2"),
     ({**SELF, "weights": A3}, "the whole table"),
     ({**SELF, "change": "a"}, "how sharp a row is, not which key wins"),
-    ({**SELF, "change": "c"}, "a causal mask does not hide it"),
+    ({**SELF, "change": "c"}, "a causal mask does not mask it"),
 ]
 
 OW = [0.1065, 0.7870, 0.1065]
 THIRD = [1 / 3] * 3
 FOUR = [
-    ({"weights": [0, 1, 0], "output": [0, 6]}, "exp(0) is 1, not 0: they still get a share"),
-    ({"weights": soft([0, 4, 0])}, "The scale is forgotten"),
+    ({"weights": [0, 1, 0], "output": [0, 6]}, "exp(0) is 1, not 0: each still gets a share"),
+    ({"weights": soft([0, 4, 0])}, "The scale is missing"),
     ({"weights": soft([0, 1, 0])}, "You divided by d_k"),
     ({"weights": [0, 4, 0]}, "These are the scores: take their softmax"),
     ({"weights": [0.0963, 0.7112, 0.0963]}, "there are three keys"),
@@ -120,10 +120,10 @@ FIVE = [
     ({"variance": 5184, "scale": 72}, "That is the divisor"),
     (
         {"variance": lambda d_k, sigma2: d_k * sigma2**2, "scale": lambda d_k, sigma2: 1 / (d_k * sigma2)},
-        "without its root",
+        "The root of d_k is missing",
     ),
     ({"scale": 1 / 72, "keys_only": 1 / 72}, "now the queries have variance 1"),
-    ({"variance": lambda d_k, sigma2: 5184}, "is a size written into the function?"),
+    ({"variance": lambda d_k, sigma2: 5184}, "is a size hard-coded in the function?"),
 ]
 
 C = np.tril(np.ones((5, 5), bool))
@@ -136,7 +136,7 @@ SIX = [
     ({"causal": np.where(C, 0, -np.inf)}, "the mask to add to the scores"),
     ({"causal": C, "padding": ~P}, "padding: The masks are inverted"),
     ({"causal": C, "padding": P[:, 0, 0]}, "real[:, None, None, :]"),
-    ({"causal": C, "padding": P.swapaxes(-1, -2)}, "hides the padded queries"),
+    ({"causal": C, "padding": P.swapaxes(-1, -2)}, "masks the padded queries"),
     ({"causal": C, "padding": P, "both": C | P}, "That is | (or)"),
     (
         {"causal": C, "padding": lambda lengths, n: np.arange(n) <= np.array(lengths)[:, None, None, None]},
@@ -149,20 +149,20 @@ SPLIT = XS.reshape(3, 8, 64).swapaxes(0, 1)
 SEVEN = [
     ({"split": XS.reshape(8, 3, 64)}, "a reshape moves nothing in memory"),
     ({"split": lambda x, num_heads: x.reshape(num_heads, len(x), -1)}, "a reshape moves nothing in memory"),
-    ({"split": XS.reshape(3, 8, 64)}, "exchange the first two axes"),
+    ({"split": XS.reshape(3, 8, 64)}, "swap the first two axes"),
     ({"split": XS.reshape(3, 64, 8).transpose(2, 0, 1)}, "every 8th to the same head"),
     ({"split": XS.reshape(3, 64, 8).swapaxes(0, 1)}, "8 heads of 64, not 64 heads of 8"),
     (
         {"split": lambda x, num_heads: x.reshape(3, 8, 64).swapaxes(0, 1)},
         "split(an array of float64 with shape (5, 12), 3) raised",
     ),
-    ({"split": SPLIT, "merge": SPLIT.reshape(3, 512)}, "merge: You reshaped straight"),
+    ({"split": SPLIT, "merge": SPLIT.reshape(3, 512)}, "merge: You reshaped directly"),
     (
         {"split": SPLIT, "merge": np.concatenate(list(SPLIT[::-1]), axis=-1)},
         "concatenated in the wrong order",
     ),
     ({"split": SPLIT, "merge": np.concatenate(list(SPLIT), axis=0)}, "stacked below each other"),
-    ({"split": SPLIT, "merge": lambda split: split.sum(axis=0)}, "added up"),
+    ({"split": SPLIT, "merge": lambda split: split.sum(axis=0)}, "summed"),
 ]
 
 
@@ -255,18 +255,18 @@ def test_there_are_ten_wrong_answers_or_more_for_each():
 @pytest.mark.parametrize(("n", "answer", "words"), WRONG)
 def test_a_wrong_answer_meets_the_hint_that_fits(n, answer, words):
     result = check(n, answer)
-    assert not result.right
+    assert not result.correct
     assert words in result.hint
     assert "not yet" in str(result)
 
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_each_known_mistake_meets_its_own_hint_and_is_wrong(n):
-    mistakes, whole = EXERCISES[n - 1].mistakes(), right(n)
+    mistakes, whole = EXERCISES[n - 1].list_mistakes(), right(n)
     assert len(mistakes) >= 10
     for mistake in mistakes:
         result = check(n, {**whole, **mistake.answer})
-        assert not result.right, mistake.hint
+        assert not result.correct, mistake.hint
         assert mistake.hint in result.hint
 
 

@@ -91,7 +91,7 @@ RIGHT = [
 @pytest.mark.parametrize(("n", "answer"), RIGHT)
 def test_a_right_answer_passes(n, answer):
     result = check(n, answer)
-    assert result.right, result.message
+    assert result.correct, result.message
     assert result.hint == ""
     assert "right" in str(result)
 
@@ -99,9 +99,9 @@ def test_a_right_answer_passes(n, answer):
 def test_tensors_are_read_as_arrays():
     torch = pytest.importorskip("torch")
     tensors = {name: torch.tensor(x, requires_grad=True) for name, x in STEPS.items()}
-    assert check(1, tensors).right
+    assert check(1, tensors).correct
     masks = {name: torch.from_numpy(x.copy()) for name, x in called(6).items()}
-    assert check(6, masks).right
+    assert check(6, masks).correct
     assert "inverted" in check(6, {"causal": ~masks["causal"]}).hint
 
 
@@ -110,18 +110,18 @@ def test_tensors_are_read_as_arrays():
 
 def test_some_parts_are_checked_so_far():
     result = check(1, {"scores": S, "scaled": H})
-    assert not result.right
+    assert not result.correct
     assert "Right so far: scores, scaled." in result.message
-    assert result.hint.startswith("Still to come is weights")
+    assert result.hint.startswith("Still missing is weights")
 
 
 @pytest.mark.parametrize("n", NUMBERS)
 def test_dots_stand_for_what_is_still_to_come(n):
     first, *others = [part.name for part in EXERCISES[n - 1].parts]
-    assert check(n, dict.fromkeys([first, *others], ...)).hint.startswith(f"Still to come is {first}")
+    assert check(n, dict.fromkeys([first, *others], ...)).hint.startswith(f"Still missing is {first}")
     result = check(n, {**dict.fromkeys(others, ...), first: right(n)[first]})
     assert f"Right so far: {first}." in result.message
-    assert result.hint.startswith(f"Still to come is {others[0]}")
+    assert result.hint.startswith(f"Still missing is {others[0]}")
 
 
 @pytest.mark.parametrize("n", [5, 6, 7, 8])
@@ -137,7 +137,7 @@ def test_a_function_with_an_empty_body_is_told_to_return(n):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(W, "Right so far: weights."), (cat.Q @ cat.K[2], 'the column of "sat"'), ([1, 2], "Its shape is (2,)")],
+    [(W, "Right so far: weights."), (cat.Q @ cat.K[2], 'the column of "sat"'), ([1, 2], "got (2,)")],
 )
 def test_a_value_without_a_name_is_the_part_that_it_fits(value, words):
     assert words in check(1, value).message
@@ -164,7 +164,7 @@ def test_nonsense_is_answered_not_raised(n):
         named = {part.name: nonsense for part in EXERCISES[n - 1].parts}
         for answer in (nonsense, named):
             result = check(n, answer)
-            assert not result.right
+            assert not result.correct
             assert result.hint
 
 
@@ -184,7 +184,7 @@ def test_a_task_says_what_is_asked(n):
     for face in (str(task), repr(task), task._repr_markdown_()):
         assert f"Exercise {n}." in face
         for part in EXERCISES[n - 1].parts:
-            assert part.name in face and part.form.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
+            assert part.name in face and part.format.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
     assert max(map(len, str(task).splitlines())) <= 100
 
 
@@ -222,11 +222,11 @@ def test_the_face_is_what_it_says():
 
 def test_what_is_given_may_be_written_into():
     show(4).given["K"][:] = 0
-    assert show(4).given["K"].any() and check(4, right(4)).right
+    assert show(4).given["K"].any() and check(4, right(4)).correct
 
     def split(x, num_heads):
         x *= 0
         return x
 
-    assert not check(7, {"split": split}).right
-    assert check(7, right(7)).right
+    assert not check(7, {"split": split}).correct
+    assert check(7, right(7)).correct

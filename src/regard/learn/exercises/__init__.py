@@ -1,4 +1,6 @@
-"""The exercises of the book, 1 to 8: `show` the task, `check` an answer, read the `solution`.
+"""The eight exercises of the book: `show` the task, `check` an answer, print the `solution`.
+
+Imports from `regard.learn` and below, and `regard.testing` to check attention functions.
 
 >>> from regard.learn import exercises
 >>> print(exercises.check(5, {"variance": 64 * 81, "scale": 1 / 8}))
@@ -12,17 +14,17 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from regard.learn.exercises.checker import judge
-from regard.learn.exercises.exercise import Exercise, Result, Solution, Task, wrapped
+from regard.learn.exercises.checker import check_answer
+from regard.learn.exercises.exercise import CheckResult, Exercise, ExerciseTask, Solution, wrap
 from regard.learn.exercises.four_steps import FOUR_STEPS
 from regard.learn.exercises.heads import SPLIT_HEADS
 from regard.learn.exercises.keys import KEYS_EQUAL_QUERIES, ORTHOGONAL_KEYS
 from regard.learn.exercises.masks import MASKS
 from regard.learn.exercises.scale import VARIANCE, WITHOUT_SCALING
-from regard.learn.exercises.write_attention import WRITE_IT
+from regard.learn.exercises.write_attention import WRITE_ATTENTION
 from regard.validation import check_count
 
-__all__ = ["Result", "Solution", "Task", "check", "show", "solution"]
+__all__ = ["CheckResult", "ExerciseTask", "Solution", "check", "show", "solution"]
 
 EXERCISES: tuple[Exercise, ...] = (
     FOUR_STEPS,
@@ -32,12 +34,21 @@ EXERCISES: tuple[Exercise, ...] = (
     VARIANCE,
     MASKS,
     SPLIT_HEADS,
-    WRITE_IT,
+    WRITE_ATTENTION,
 )
 
 
-def show(n: int) -> Task:
-    """The task of exercise `n`: what is given, and what to answer in which form; `print` it to read it.
+def show(n: int) -> ExerciseTask:
+    """Show the task of an exercise.
+
+    Args:
+        n: The number of the exercise, from 1 to 8.
+
+    Returns:
+        The text, the inputs in `given`, and the format of each part of the answer; `print` it to read it.
+
+    Raises:
+        ArgumentError: If there is no such exercise.
 
     >>> task = show(4)
     >>> task.title
@@ -45,35 +56,53 @@ def show(n: int) -> Task:
     >>> task.given["query"]
     array([0., 2., 0., 0.])
     """
-    exercise = _exercise("show", n)
-    asked = tuple((part.name, part.asks, part.form) for part in exercise.parts)
-    return Task(exercise.title, exercise.task, deepcopy(exercise.given), asked)  # theirs to write into
+    exercise = _get_exercise("show", n)
+    parts = tuple((part.name, part.question, part.format) for part in exercise.parts)
+    return ExerciseTask(
+        exercise.title, exercise.task, deepcopy(exercise.given), parts
+    )  # the caller may modify it
 
 
-def check(n: int, answer: Any) -> Result:
-    """Whether an answer to exercise `n` is `right`, and if not the `hint` that fits the mistake.
+def check(n: int, answer: Any) -> CheckResult:
+    """Check an answer, and give a hint that fits the mistake.
 
-    The answer is a dict of the parts that `show` names; some of them will do, to have them checked so far,
-    and `...` stands for one that is still to come.
+    Args:
+        n: The number of the exercise, from 1 to 8.
+        answer: A dict of the parts that `show` names. Parts may be left out, or be `...`, to check the others first.
+
+    Returns:
+        Whether the answer is `correct`, the `hint`, and the whole `message`; `print` it to read it.
+
+    Raises:
+        ArgumentError: If there is no such exercise. A wrong answer of any kind does not raise.
 
     >>> check(3, {"itself": True}).hint
     'itself: Look at row t2: with itself it scores 8, with t1 10. A longer key can win.'
     """
-    return judge(_exercise("check", n), answer)
+    return check_answer(_get_exercise("check", n), answer)
 
 
 def solution(n: int) -> Solution:
-    """The solution of exercise `n` with every number worked out now, and `code` that runs.
+    """Return the worked solution of an exercise, with every number computed now.
 
-    >>> found = {}
-    >>> exec(solution(2).code, found)
-    >>> check(2, found["answer"]).right
+    Args:
+        n: The number of the exercise, from 1 to 8.
+
+    Returns:
+        The explanation as `text`, and `code` that runs; `print` it to read it.
+
+    Raises:
+        ArgumentError: If there is no such exercise.
+
+    >>> names = {}
+    >>> exec(solution(2).code, names)
+    >>> check(2, names["answer"]).correct
     True
     """
-    exercise = _exercise("solution", n)
-    return Solution(exercise.title, "\n".join(wrapped(exercise.explain())), exercise.code)
+    exercise = _get_exercise("solution", n)
+    return Solution(exercise.title, "\n".join(wrap(exercise.explain())), exercise.code)
 
 
-def _exercise(operation: str, n: int) -> Exercise:
+def _get_exercise(operation: str, n: int) -> Exercise:
     hint = "exercises.show(1) is the first."
     return EXERCISES[check_count(n, 1, len(EXERCISES), f"exercises.{operation}", "n", "", hint) - 1]

@@ -1,4 +1,4 @@
-"""Kinds of answers: how each is read, when two are the same, and what can be said of one that nobody foresaw."""
+"""Types of answers: how each is parsed and compared, and what to say about one that is wrong."""
 
 from __future__ import annotations
 
@@ -14,254 +14,257 @@ from regard.errors import describe_argument
 from regard.render.text import format_number
 
 
-class Unreadable(Exception):
-    """An answer of another kind or form than was asked; its text is for the learner."""
+class InvalidAnswerError(Exception):
+    """An answer of the wrong type or format; the message is for the learner."""
 
 
-class Kind(Protocol):
-    """What the checker asks of a kind."""
+class AnswerType(Protocol):
+    """The interface that the checker uses."""
 
     @property
-    def form(self) -> str:
-        """What is taken, in words."""
+    def format(self) -> str:
+        """The accepted format, in words."""
 
-    def read(self, value: Any) -> Any:
-        """The answer in one form, however it was given; raises Unreadable."""
+    def parse(self, value: Any) -> Any:
+        """Convert an answer to a canonical form; raise InvalidAnswerError if that is not possible."""
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        """Whether an answer that was read is the wanted one."""
+    def matches(self, answer: Any, expected: Any) -> bool:
+        """Return whether a parsed answer is the expected one."""
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
-        """Mistakes that people make with any answer of this kind: a hint, and what would have come."""
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        """Yield mistakes that are common with this type: a hint, and the answer the mistake leads to."""
 
-    def off(self, given: Any, wanted: Any) -> str:
-        """What to say of a wrong answer that no known mistake explains."""
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        """Describe a wrong answer that no known mistake explains."""
 
 
-def as_table(value: Any) -> Any:
-    """A NumPy array of numbers or booleans, from lists, arrays or tensors."""
+def parse_array(value: Any) -> Any:
+    """Convert lists, arrays or tensors of numbers or booleans to a NumPy array."""
     if callable(value):
-        raise Unreadable("a function came where values are asked: give what it returns.")
+        raise InvalidAnswerError("Expected values, got a function: pass what it returns.")
     try:
-        if hasattr(value, "detach"):  # a tensor; NumPy reads it once it is off its graph and its device
+        if hasattr(value, "detach"):  # a tensor that may require grad or be on another device
             value = value.detach().cpu()
-        table = np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
-        raise Unreadable("its rows have different lengths.") from None
+        raise InvalidAnswerError("Its rows have different lengths.") from None
     except Exception:  # a foreign array type may raise anything
-        raise Unreadable(f"{describe_argument(value)} cannot be read as numbers.") from None
-    if table.dtype.kind not in "biuf":
-        raise Unreadable(f"numbers are asked, and {describe_argument(value)} came.")
-    return table
+        raise InvalidAnswerError(f"Expected numbers, got {describe_argument(value)}.") from None
+    if array.dtype.kind not in "biuf":
+        raise InvalidAnswerError(f"Expected numbers, got {describe_argument(value)}.")
+    return array
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """An array or a number, to about three digits; axes of one are no matter where they hold nothing apart."""
+class NumericAnswer:
+    """A number or an array of numbers, correct to about three digits; axes of length one are ignored."""
 
     shape: str = ""
     atol: float = 6e-4
     rtol: float = 6e-4
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         return f"numbers of shape {self.shape}" if self.shape else "a number"
 
-    def read(self, value: Any) -> Any:
-        table = as_table(value)
-        if table.dtype == bool:
-            raise Unreadable("numbers are asked, and True or False came.")
-        return table.astype(np.float64)
+    def parse(self, value: Any) -> Any:
+        array = parse_array(value)
+        if array.dtype == bool:
+            raise InvalidAnswerError("Expected numbers, got True or False.")
+        return array.astype(np.float64)
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        wanted = np.asarray(wanted, dtype=np.float64)
-        if np.squeeze(given).shape != np.squeeze(wanted).shape:
+    def matches(self, answer: Any, expected: Any) -> bool:
+        answer, expected = np.squeeze(answer), np.squeeze(np.asarray(expected, dtype=np.float64))
+        if answer.shape != expected.shape:
             return False
-        given, wanted = np.squeeze(given), np.squeeze(wanted)
-        return bool(np.allclose(given, wanted, atol=self.atol, rtol=self.rtol, equal_nan=True))
+        return bool(np.allclose(answer, expected, atol=self.atol, rtol=self.rtol, equal_nan=True))
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
-        wanted = np.asarray(wanted, dtype=np.float64)
-        for rounded in (wanted.round(digits) for digits in (2, 1, 0)):
-            if rounded.any():  # what is rounded away altogether was hardly rounded
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        expected = np.asarray(expected, dtype=np.float64)
+        for rounded in (expected.round(digits) for digits in (2, 1, 0)):
+            if rounded.any():  # all zeros would match many other mistakes
                 yield "That is right, but rounded too coarsely: keep three digits or more.", rounded
-        yield "These are percentages: give shares of 1, so divide by 100.", 100 * wanted
-        yield "The sign is turned round.", -wanted
-        if wanted.ndim >= 2:
-            yield "That is transposed: rows and columns are exchanged.", wanted.swapaxes(-1, -2)
-        elif wanted.ndim == 1:
-            yield "The numbers are right, their order is turned round.", wanted[::-1]
-        if not (wanted == 0).any():
-            yield "That is one divided by what is asked.", 1 / wanted
+        yield "These are percentages: give shares of 1, so divide by 100.", 100 * expected
+        yield "The sign is wrong.", -expected
+        if expected.ndim >= 2:
+            yield "That is transposed: rows and columns are swapped.", expected.swapaxes(-1, -2)
+        elif expected.ndim == 1:
+            yield "The numbers are right, but in reverse order.", expected[::-1]
+        if not (expected == 0).any():
+            yield "That is the reciprocal: one divided by the right answer.", 1 / expected
 
-    def off(self, given: Any, wanted: Any) -> str:
-        wanted = np.asarray(wanted, dtype=np.float64)
-        if np.squeeze(given).shape != np.squeeze(wanted).shape:
-            return f"Its shape is {given.shape}, and {wanted.shape} is asked."
-        if wanted.size == 1:
-            return f"{format_number(given.item())} is too {'large' if given.item() > wanted.item() else 'small'}."
-        given, wanted = given.reshape(wanted.shape), wanted
-        wrong = np.argwhere(~np.isclose(given, wanted, atol=self.atol, rtol=self.rtol))
-        place = tuple(int(i) for i in wrong[0])
-        where = ", ".join(map(str, place))
-        count = "one entry is" if len(wrong) == 1 else f"{len(wrong)} of {wanted.size} entries are"
-        return f"{count} off, the first at [{where}], where {format_number(given[place])} came."
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        expected = np.asarray(expected, dtype=np.float64)
+        if np.squeeze(answer).shape != np.squeeze(expected).shape:
+            return f"Expected shape {expected.shape}, got {answer.shape}."
+        if expected.size == 1:
+            return f"{format_number(answer.item())} is too {'large' if answer.item() > expected.item() else 'small'}."
+        answer = answer.reshape(expected.shape)
+        wrong = np.argwhere(~np.isclose(answer, expected, atol=self.atol, rtol=self.rtol))
+        position = tuple(int(i) for i in wrong[0])
+        index = ", ".join(map(str, position))
+        count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {expected.size} entries are"
+        return f"{count} wrong, the first at [{index}], where you have {format_number(answer[position])}."
 
 
 @dataclass(frozen=True)
-class Table:
-    """A boolean mask, True = attend, of exactly this shape: its axes of one say what it is repeated over."""
+class MaskAnswer:
+    """A boolean mask, True = attend, of exactly this shape: its axes of length one show what it broadcasts over."""
 
     shape: str
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         return f"a boolean mask of shape {self.shape}"
 
-    def read(self, value: Any) -> Any:
-        return as_table(value)
+    def parse(self, value: Any) -> Any:
+        return parse_array(value)
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        wanted = np.asarray(wanted)
-        return bool(given.dtype.kind == wanted.dtype.kind and np.array_equal(given, wanted))
+    def matches(self, answer: Any, expected: Any) -> bool:
+        expected = np.asarray(expected)
+        return bool(answer.dtype.kind == expected.dtype.kind and np.array_equal(answer, expected))
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
-        yield "The polarity is inverted: here True means attend, False means hidden.", ~wanted
-        for whole in (wanted.astype(int), wanted.astype(float)):
-            yield "The ones are in the right places; make it boolean with .astype(bool).", whole
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield "The polarity is inverted: here True means attend, False means masked.", ~expected
+        for numbers in (expected.astype(int), expected.astype(float)):
+            yield "The ones are in the right places; make it boolean with .astype(bool).", numbers
         for low in (-np.inf, -1e9):
-            added = np.where(wanted, 0.0, low)
-            yield "That is the mask to add to the scores; asked is the boolean one, True = attend.", added
-        yield "Inverted, and not boolean: write the condition under which a key is seen.", 1 - wanted
-        yield "That is transposed: rows are queries, columns are keys.", wanted.swapaxes(-1, -2)
+            additive = np.where(expected, 0.0, low)
+            yield "That is the mask to add to the scores; give the boolean one, True = attend.", additive
+        yield (
+            "Inverted, and not boolean: write the condition under which a query attends to a key.",
+            1 - expected,
+        )
+        yield "That is transposed: rows are queries, columns are keys.", expected.swapaxes(-1, -2)
 
-    def off(self, given: Any, wanted: Any) -> str:
-        if given.shape != wanted.shape:
-            return f"Its shape is {given.shape}, and {wanted.shape} is asked."
-        if given.dtype != bool:
-            return "A boolean mask is asked, True = attend; make it of a comparison, such as kv_idx <= q_idx."
-        place = tuple(int(i) for i in np.argwhere(given != wanted)[0])
-        where = ", ".join(map(str, place))
-        return f"The first entry that is off is [{where}]: should this query see that key?"
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        if answer.shape != expected.shape:
+            return f"Expected shape {expected.shape}, got {answer.shape}."
+        if answer.dtype != bool:
+            return (
+                "Expected a boolean mask, True = attend. Build it from a comparison, such as kv_idx <= q_idx."
+            )
+        position = tuple(int(i) for i in np.argwhere(answer != expected)[0])
+        index = ", ".join(map(str, position))
+        return f"The first wrong entry is [{index}]: may this query attend to that key?"
 
 
 @dataclass(frozen=True)
-class Word:
+class ChoiceAnswer:
     """One of a few words; True and False stand for yes and no."""
 
-    words: tuple[str, ...]
+    choices: tuple[str, ...]
 
     @property
-    def form(self) -> str:
-        return " or ".join(f'"{word}"' for word in self.words) + (
-            ", or True or False" if "yes" in self.words else ""
-        )
+    def format(self) -> str:
+        words = " or ".join(f'"{choice}"' for choice in self.choices)
+        return words + (", or True or False" if "yes" in self.choices else "")
 
-    def read(self, value: Any) -> Any:
+    def parse(self, value: Any) -> Any:
         if isinstance(value, bool | np.bool_):
             value = "yes" if value else "no"
-        word = value.strip().lower() if isinstance(value, str) else None
-        if word not in self.words:
-            raise Unreadable(f"{describe_argument(value)} came.")
-        return word
+        choice = value.strip().lower() if isinstance(value, str) else None
+        if choice not in self.choices:
+            raise InvalidAnswerError(f"Got {describe_argument(value)}.")
+        return choice
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        return bool(given == wanted)
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return bool(answer == expected)
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
         yield from ()
 
-    def off(self, given: Any, wanted: Any) -> str:
-        return f'It is not "{given}".'
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        return f'It is not "{answer}".'
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenAnswer:
     """A token for each row, by name or by index from 0."""
 
-    names: tuple[str, ...]
+    tokens: tuple[str, ...]
 
     @property
-    def form(self) -> str:
-        return f"{len(self.names)} tokens, by name or by index from 0"
+    def format(self) -> str:
+        return f"{len(self.tokens)} tokens, by name or by index from 0"
 
-    def read(self, value: Any) -> Any:
+    def parse(self, value: Any) -> Any:
         if isinstance(value, Sequence) and not isinstance(value, str):
-            value = [self.names.index(x) if x in self.names else x for x in value]
-        table = as_table(value)
-        if table.dtype.kind == "b" or not np.isfinite(table).all() or (table != np.round(table)).any():
-            raise Unreadable("only names or whole numbers name a token.")
-        return table.astype(int)
+            value = [self.tokens.index(x) if x in self.tokens else x for x in value]
+        array = parse_array(value)
+        if array.dtype.kind == "b" or not np.isfinite(array).all() or (array != np.round(array)).any():
+            raise InvalidAnswerError("Expected names of tokens or whole numbers.")
+        return array.astype(int)
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        return np.array_equal(given, wanted)
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return np.array_equal(answer, expected)
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
-        yield "You count from 1; the first token is 0.", np.asarray(wanted) + 1
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield "You count from 1; the first token is 0.", np.asarray(expected) + 1
 
-    def off(self, given: Any, wanted: Any) -> str:
-        if given.shape != np.shape(wanted):
-            return f"One token for each of the {len(wanted)} rows is asked; {given.size} came."
-        row = int(np.argmax(given != wanted))
-        return f'Look at row "{self.names[row]}" again: which of its weights is the largest?'
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        if answer.shape != np.shape(expected):
+            return f"Expected one token for each of the {len(expected)} rows, got {answer.size}."
+        row = int(np.argmax(answer != expected))
+        return f'Look at row "{self.tokens[row]}" again: which of its weights is the largest?'
 
 
 @dataclass(frozen=True)
-class Conforms:
-    """An attention function, read by what the conformance kit finds in it."""
+class AttentionFunctionAnswer:
+    """An attention function, tested by the conformance kit."""
 
     layout: str
     heads: bool
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         return "a function (query, key, value, " + ("num_heads, " if self.heads else "") + "mask=None)"
 
-    def read(self, value: Any) -> Any:
+    def parse(self, value: Any) -> Any:
         from regard.testing import conformance
 
         if not callable(value):
-            raise Unreadable(
-                f"{describe_argument(value)} came: pass the function itself, without calling it."
+            raise InvalidAnswerError(
+                f"Got {describe_argument(value)}: pass the function itself, without calling it."
             )
         try:
             names = list(inspect.signature(value).parameters)
-        except (TypeError, ValueError):  # built-ins have none
+        except (TypeError, ValueError):  # some built-ins have no signature
             names = []
         if self.heads != ("num_heads" in names) or "mask" not in names:
-            raise Unreadable(f"it takes ({', '.join(names)}).")
+            raise InvalidAnswerError(f"Its arguments are ({', '.join(names)}).")
         if _returns_nothing(value, self.heads):
-            raise Unreadable("it returns nothing yet: end the function with return.")
-        # Lists are what loops naturally return. Sizes of zero and half precision are another lesson.
+            raise InvalidAnswerError("It returns nothing yet: end the function with return.")
+        # Loops naturally return lists. Sizes of zero and half precision are not part of the exercise.
         return conformance(
-            _from_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),
+            _convert_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),
             heads_argument="num_heads" if self.heads else None, without=("no query, key or batch",),
         )  # fmt: skip
 
-    def same(self, given: Any, wanted: Any) -> bool:
-        return bool(given.ok)
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return bool(answer.ok)
 
-    def slips(self, wanted: Any) -> Iterator[tuple[str, Any]]:
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
         yield from ()
 
-    def off(self, given: Any, wanted: Any) -> str:
-        first, *others = given.findings
-        named = [f.words for f in others if f.name != "unknown"]
-        more = "\nAlso: " + "; ".join(named) + "." if named else ""
-        return f"{replace(first, meant='')}{more}"  # a learner has nothing to describe to the kit
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        first, *others = answer.findings
+        known = [finding.words for finding in others if finding.name != "unknown"]
+        more = "\nAlso: " + "; ".join(known) + "." if known else ""
+        return f"{replace(first, meant='')}{more}"  # a learner has no convention to describe to the kit
 
 
 def _returns_nothing(fn: Callable[..., Any], heads: bool) -> bool:
     one = np.ones((1, 1))
     try:
         returned = fn(one, one, one, **({"num_heads": 1} if heads else {}))
-    except Exception:  # the kit has more to say about that
+    except Exception:  # the kit reports it with more detail
         return False
     return returned is None or returned is ...
 
 
-def _from_lists(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with nested lists among what it returns made arrays."""
+def _convert_lists(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that nested lists it returns become arrays."""
 
     @functools.wraps(fn)
     def attention(*args: Any, **options: Any) -> Any:

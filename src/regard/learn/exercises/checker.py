@@ -1,4 +1,4 @@
-"""One checker for every exercise: read the answer, find the first part that is off, and the mistake behind it."""
+"""The checker of all exercises: parse the answer, find the first wrong part, and the mistake that explains it."""
 
 from __future__ import annotations
 
@@ -6,120 +6,139 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from regard.errors import describe_argument
-from regard.learn.exercises.answer_types import Unreadable
-from regard.learn.exercises.exercise import Exercise, Mistake, Part, Result, called_with, wrapped
+from regard.learn.exercises.answer_types import InvalidAnswerError
+from regard.learn.exercises.exercise import (
+    CheckResult,
+    Exercise,
+    ExercisePart,
+    Mistake,
+    format_arguments,
+    wrap,
+)
 
-Read = dict[str, list[Any]]
+ParsedAnswer = dict[str, list[Any]]  # by part: one value for each call
 
 
-def judge(exercise: Exercise, answer: Any) -> Result:
-    """What is to be said of an answer."""
-    right = exercise.solve()
+def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
+    """Check an answer, and choose the hint that fits the first wrong part."""
+    expected = exercise.solve()
     try:
-        read = _read(exercise, answer, right)
-    except Unreadable as refusal:
-        return _told(exercise, str(refusal), [])
-    parts = [part for part in exercise.parts if part.name in read]
-    fine = [part for part in parts if part.same(read[part.name], right[part.name])]
-    wrong = [part for part in parts if part not in fine]
+        parsed = _parse_answer(exercise, answer, expected)
+    except InvalidAnswerError as error:
+        return _report_problem(exercise, str(error), [])
+    parts = [part for part in exercise.parts if part.name in parsed]
+    correct = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
+    wrong = [part for part in parts if part not in correct]
     if wrong:
         first = wrong[0]
-        known = _likeliest(exercise, first, read, right)
-        hint = known if known else _unforeseen(first, read[first.name], right[first.name])
-        return _told(exercise, f"{first.name}: {hint}", fine)
-    missing = [part for part in exercise.parts if part.name not in read]
+        hint = _find_hint(exercise, first, parsed, expected)
+        hint = hint or _describe_difference(first, parsed[first.name], expected[first.name])
+        return _report_problem(exercise, f"{first.name}: {hint}", correct)
+    missing = [part for part in exercise.parts if part.name not in parsed]
     if missing:
         part = missing[0]
-        return _told(exercise, f"Still to come is {part.name}: {part.asks} [{part.form}]", fine)
-    return Result(True, "", f"{exercise.title}: right. exercises.solution shows one way to it.")
+        hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
+        return _report_problem(exercise, hint, correct)
+    return CheckResult(True, "", f"{exercise.title}: right. exercises.solution shows one way to solve it.")
 
 
-def _read(exercise: Exercise, answer: Any, right: Mapping[str, Any]) -> Read:
-    """The parts that were given, read; a tuple has all of them in order, anything else is one of them.
+def _parse_answer(exercise: Exercise, answer: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
+    """Parse the parts of an answer.
 
-    A part that is ... is still to come.
+    A dict names its parts, a tuple has all parts in order, and any other value is one part. A part that is `...` is
+    skipped.
     """
     parts = {part.name: part for part in exercise.parts}
     if isinstance(answer, tuple) and len(answer) == len(parts) > 1:
         answer = dict(zip(parts, answer, strict=True))
     if not isinstance(answer, Mapping):
-        return _one(exercise, answer, right)
+        return _parse_unnamed_value(exercise, answer, expected)
     unknown = [name for name in answer if name not in parts]
     if unknown or not answer:
-        came = f"there is no {unknown[0]!r}" if unknown else "the dict is empty"
-        raise Unreadable(f"{came}; the parts are {', '.join(parts)}.")
-    read: Read = {}
+        problem = f"There is no part {unknown[0]!r}" if unknown else "The dict is empty"
+        raise InvalidAnswerError(f"{problem}. The parts are {', '.join(parts)}.")
+    parsed: ParsedAnswer = {}
     for name, part in parts.items():
         if answer.get(name, ...) is not ...:
             try:
-                read[name] = part.read(answer[name])
-            except Unreadable as refusal:
-                raise Unreadable(f"{name}: {refusal} [{part.form}]") from None
-    return read
+                parsed[name] = part.parse(answer[name])
+            except InvalidAnswerError as error:
+                raise InvalidAnswerError(f"{name}: {error} [{part.format}]") from None
+    return parsed
 
 
-def _one(exercise: Exercise, value: Any, right: Mapping[str, Any]) -> Read:
-    """A value without a name as the part it is right for, else as one that a mistake leads to, else the first."""
-    readable: Read = {}
-    refusals: list[str] = []
+def _parse_unnamed_value(exercise: Exercise, value: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
+    """Parse a value as the part it is correct for, else as a part with a mistake that explains it, else the first."""
+    parsed: ParsedAnswer = {}
+    problems: list[str] = []
     for part in exercise.parts:
         try:
-            readable[part.name] = part.read(value)
-        except Unreadable as refusal:
-            refusals.append(f"As {part.name}: {refusal} [{part.form}]")
-    if not readable:
+            parsed[part.name] = part.parse(value)
+        except InvalidAnswerError as error:
+            problems.append(f"As {part.name}: {error} [{part.format}]")
+    if not parsed:
         names = ", ".join(part.name for part in exercise.parts)
-        raise Unreadable(f"{describe_argument(value)} came; asked is a dict with {names}. {refusals[0]}")
-    parts = [part for part in exercise.parts if part.name in readable]
-    fits = [part for part in parts if part.same(readable[part.name], right[part.name])]
-    fits += [part for part in parts if _likeliest(exercise, part, {part.name: readable[part.name]}, right)]
-    name = (fits or parts)[0].name
-    return {name: readable[name]}
+        raise InvalidAnswerError(
+            f"Expected a dict with {names}, got {describe_argument(value)}. {problems[0]}"
+        )
+    parts = [part for part in exercise.parts if part.name in parsed]
+    candidates = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
+    candidates += [
+        part for part in parts if _find_hint(exercise, part, {part.name: parsed[part.name]}, expected)
+    ]
+    name = (candidates or parts)[0].name
+    return {name: parsed[name]}
 
 
-def _likeliest(exercise: Exercise, first: Part, read: Read, right: Mapping[str, Any]) -> str:
-    """The hint of the mistake that makes the first wrong part what it is, and speaks best for all that came."""
+def _find_hint(
+    exercise: Exercise, first_wrong: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
+) -> str:
+    """Find the hint of the mistake that explains the first wrong part, and most of the other parts; "" if none does."""
 
-    def speaks(mistake: Mistake) -> int:
-        """How many parts came as the mistake has them, less those that came otherwise."""
-        told = [part for part in exercise.parts if part.name in read and part.name in mistake.answer]
-        return sum(1 if _makes(mistake, part, read) else -1 for part in told)
+    def score(mistake: Mistake) -> int:
+        """Count the parts that the mistake explains, minus those it predicts wrongly."""
+        parts = [part for part in exercise.parts if part.name in parsed and part.name in mistake.answer]
+        return sum(1 if _explains(mistake, part, parsed) else -1 for part in parts)
 
-    made = [m for m in exercise.mistakes() if _makes(m, first, read)]
-    made = made or [m for m in _slips(first, read, right) if _makes(m, first, read)]
-    # max takes the first of equals, so mistakes stand in the order in which they are to be believed.
-    best = max(made, key=speaks, default=None)
+    candidates = [m for m in exercise.list_mistakes() if _explains(m, first_wrong, parsed)]
+    if not candidates:
+        common = _iter_common_mistakes(first_wrong, parsed, expected)
+        candidates = [m for m in common if _explains(m, first_wrong, parsed)]
+    # max returns the first of equals, so an exercise lists its more likely mistakes first.
+    best = max(candidates, key=score, default=None)
     return best.hint if best else ""
 
 
-def _makes(mistake: Mistake, part: Part, read: Read) -> bool:
-    return part.name in mistake.answer and part.same(read[part.name], mistake.answer[part.name])
+def _explains(mistake: Mistake, part: ExercisePart, parsed: ParsedAnswer) -> bool:
+    return part.name in mistake.answer and part.matches(parsed[part.name], mistake.answer[part.name])
 
 
-def _slips(part: Part, read: Read, right: Mapping[str, Any]) -> Iterator[Mistake]:
-    """The mistakes of its kind at the first call; none where that one is right."""
-    wanted = part.wanted(right[part.name])[0]
-    if not part.kind.same(read[part.name][0], wanted):
-        for hint, value in part.kind.slips(wanted):
+def _iter_common_mistakes(
+    part: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
+) -> Iterator[Mistake]:
+    """Yield the common mistakes of the answer type at the first call, or none if the first call is correct."""
+    first_expected = part.evaluate(expected[part.name])[0]
+    if not part.answer_type.matches(parsed[part.name][0], first_expected):
+        for hint, value in part.answer_type.iter_common_mistakes(first_expected):
             yield Mistake(hint, {part.name: value})
 
 
-def _unforeseen(part: Part, read: list[Any], right: Any) -> str:
-    """What can be said without a name for the mistake."""
-    wanted = part.wanted(right)
-    off = [
-        n
-        for n, (given, want) in enumerate(zip(read, wanted, strict=False))
-        if not part.kind.same(given, want)
-    ]
-    words = part.kind.off(read[off[0]], wanted[off[0]])
-    if off[0] == 0:
-        return words
-    first, other = (called_with(part.calls[n]) for n in (0, off[0]))
-    return f"Right for ({first}), not for ({other}): is a size written into the function? {words}"
+def _describe_difference(part: ExercisePart, parsed: list[Any], expected: Any) -> str:
+    """Describe a wrong answer that no known mistake explains."""
+    expected_values = part.evaluate(expected)
+    wrong = next(
+        i
+        for i, pair in enumerate(zip(parsed, expected_values, strict=False))
+        if not part.answer_type.matches(*pair)
+    )
+    difference = part.answer_type.describe_difference(parsed[wrong], expected_values[wrong])
+    if wrong == 0:
+        return difference
+    first, other = (format_arguments(part.calls[i]) for i in (0, wrong))
+    return f"Right for ({first}), not for ({other}): is a size hard-coded in the function? {difference}"
 
 
-def _told(exercise: Exercise, hint: str, fine: list[Part]) -> Result:
-    so_far = f"Right so far: {', '.join(part.name for part in fine)}." if fine else ""
-    lines = [f"{exercise.title}: not yet.", so_far, *wrapped(hint)]
-    return Result(False, hint, "\n".join(line for line in lines if line))
+def _report_problem(exercise: Exercise, hint: str, correct: list[ExercisePart]) -> CheckResult:
+    so_far = f"Right so far: {', '.join(part.name for part in correct)}." if correct else ""
+    lines = [f"{exercise.title}: not yet.", so_far, *wrap(hint)]
+    return CheckResult(False, hint, "\n".join(line for line in lines if line))

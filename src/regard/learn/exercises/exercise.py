@@ -1,4 +1,4 @@
-"""An exercise as data: the task, what is asked in parts, the right answer, and the mistakes that people make."""
+"""An exercise as data: the task, its parts, the correct answer, and the mistakes that learners make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from regard.errors import describe_argument
-from regard.learn.exercises.answer_types import Kind, Unreadable
+from regard.learn.exercises.answer_types import AnswerType, InvalidAnswerError
 from regard.render.text import format_number
 
 Answer = Mapping[str, Any]
@@ -21,54 +21,55 @@ WIDTH = 88
 
 
 @dataclass(frozen=True)
-class Part:
-    """One thing that is asked: its name, what it is, of which kind; and, where a function will do, its calls.
+class ExercisePart:
+    """One part of an answer: its name, the question, the type of the answer, and the calls if it may be a function.
 
-    A function is asked every call. Anything else is taken for what the first call should return.
+    A function is tested with every call. Any other value is compared with the result of the first call.
     """
 
     name: str
-    asks: str
-    kind: Kind
+    question: str
+    answer_type: AnswerType
     arguments: str = ""
     calls: tuple[tuple[Any, ...], ...] = ()
 
-    def read(self, value: Any) -> list[Any]:
-        """What was answered to each call, as its kind reads it; Unreadable says what is the matter."""
+    def parse(self, value: Any) -> list[Any]:
+        """Parse an answer: one value for each call; raise InvalidAnswerError if it has the wrong format."""
         if not self.calls or not callable(value):
-            return [self.kind.read(value)]
-        read = []
+            return [self.answer_type.parse(value)]
+        parsed = []
         for args in self.calls:
-            call = f"{self.name}({called_with(args)})"
+            call = f"{self.name}({format_arguments(args)})"
             try:
-                returned = value(*deepcopy(args))  # a function may write into what it gets
-            except Exception as error:  # a learner's function may raise anything; it is news, not a crash
-                raise Unreadable(f"{call} raised {type(error).__name__}: {error}") from None
+                returned = value(*deepcopy(args))  # the function may modify its arguments
+            except Exception as error:  # a learner's function may raise anything
+                raise InvalidAnswerError(f"{call} raised {type(error).__name__}: {error}") from None
             if returned is None or returned is ...:
-                raise Unreadable(f"{call} returned nothing yet: end the function with return.")
+                raise InvalidAnswerError(f"{call} returned nothing yet: end the function with return.")
             try:
-                read.append(self.kind.read(returned))
-            except Unreadable as refusal:
-                raise Unreadable(f"{call} returned something else: {refusal}") from None
-        return read
+                parsed.append(self.answer_type.parse(returned))
+            except InvalidAnswerError as error:
+                raise InvalidAnswerError(f"Wrong type returned by {call}. {error}") from None
+        return parsed
 
-    def wanted(self, value: Any) -> list[Any]:
-        """What one of our own answers, right or wrong, comes to at each call."""
+    def evaluate(self, value: Any) -> list[Any]:
+        """Evaluate an answer of the exercise's author, correct or mistaken, at each call."""
         return [value(*args) for args in self.calls] if self.calls and callable(value) else [value]
 
-    def same(self, read: Sequence[Any], value: Any) -> bool:
-        """Whether what was read agrees with one of our own answers, at every call they share."""
-        return all(map(self.kind.same, read, self.wanted(value)))
+    def matches(self, parsed: Sequence[Any], value: Any) -> bool:
+        """Return whether a parsed answer agrees with an answer of the author at every call that both have."""
+        return all(map(self.answer_type.matches, parsed, self.evaluate(value)))
 
     @property
-    def form(self) -> str:
-        """What is taken, in words."""
-        return f"{self.kind.form}, or a function ({self.arguments})" if self.calls else self.kind.form
+    def format(self) -> str:
+        """The accepted format, in words."""
+        form = self.answer_type.format
+        return f"{form}, or a function ({self.arguments})" if self.calls else form
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A hypothesis: what the parts would be if this had gone wrong, and the hint for whom it did."""
+    """A known mistake: the answers it leads to, by part, and the hint to give."""
 
     hint: str
     answer: Answer
@@ -76,28 +77,40 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Everything about one exercise; `check` needs no more than this."""
+    """Everything about one exercise; the checker needs nothing else.
+
+    Attributes:
+        title: Its number and name.
+        task: The text of the task.
+        given: The inputs, by name.
+        parts: The parts of the answer, in order.
+        solve: A function that returns the correct answer, and whose source is the worked solution.
+        list_mistakes: A function that returns the known mistakes, the more likely ones first.
+        explain: A function that returns the explanation, with every number computed.
+        imports: The imports that `solve` needs.
+        helpers: Functions that `solve` calls; they are printed with it.
+    """
 
     title: str
     task: str
     given: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[ExercisePart, ...]
     solve: Callable[[], dict[str, Any]]
-    mistakes: Callable[[], Sequence[Mistake]]
+    list_mistakes: Callable[[], Sequence[Mistake]]
     explain: Callable[[], str]
     imports: str = "import numpy as np"
-    helpers: tuple[Callable[..., Any], ...] = ()  # functions that `solve` calls, shown with it
+    helpers: tuple[Callable[..., Any], ...] = ()
 
     @property
     def code(self) -> str:
-        """The solution as it runs: its last line sets `answer`."""
-        functions = [_source(function) for function in (*self.helpers, self.solve)]
+        """The solution as code that runs; its last line sets `answer`."""
+        functions = [_format_source(function) for function in (*self.helpers, self.solve)]
         return "\n\n\n".join([self.imports, *functions, f"answer = {self.solve.__name__}()"])
 
 
 @dataclass(frozen=True, repr=False)
-class Task:
-    """The task of an exercise; `given` are the arrays themselves, to work with.
+class ExerciseTask:
+    """The task of an exercise; `given` holds the input arrays, `parts` the name, question and format of each part.
 
     >>> from regard.learn import exercises
     >>> exercises.show(4).given["query"]
@@ -107,31 +120,31 @@ class Task:
     title: str
     text: str
     given: Mapping[str, Any]
-    asked: tuple[tuple[str, str, str], ...] = field(repr=False)
+    parts: tuple[tuple[str, str, str], ...] = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [self.title, "", *wrapped(self.text)]
+        lines = [self.title, "", *wrap(self.text)]
         if self.given:
-            lines += ["", "Given", *(line for item in self.given.items() for line in _shown(*item))]
+            lines += ["", "Given", *(line for item in self.given.items() for line in _format_input(*item))]
         lines += ["", "Answer with a dict:"]
-        for name, asks, form in self.asked:
-            lines += wrapped(f'"{name}"  {asks}  [{form}]', "    ", "  ")
+        for name, question, form in self.parts:
+            lines += wrap(f'"{name}"  {question}  [{form}]', "    ", "  ")
         return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        given = "\n".join(line for item in self.given.items() for line in _shown(*item, indent=""))
-        asked = "\n".join(f"- `{name}`: {asks} *({form})*" for name, asks, form in self.asked)
+        given = "\n".join(line for item in self.given.items() for line in _format_input(*item, indent=""))
+        parts = "\n".join(f"- `{name}`: {question} *({form})*" for name, question, form in self.parts)
         block = f"\n\n```text\n{given}\n```" if given else ""
-        number = self.title.partition(". ")[0]  # no heading: it may stand under any
-        text = self.text.replace("\n", "  \n")  # line ends stay
-        return f"**{number}.** {text}{block}\n\nAnswer with a dict:\n\n{asked}\n"
+        number = self.title.partition(". ")[0]  # bold text, not a heading: the page decides about headings
+        text = self.text.replace("\n", "  \n")  # keep the line breaks
+        return f"**{number}.** {text}{block}\n\nAnswer with a dict:\n\n{parts}\n"
 
 
 @dataclass(frozen=True, repr=False)
 class Solution:
-    """A solution to read, and its `code`, which runs and leaves the answer in `answer`.
+    """A worked solution: `text` to read, and `code` that runs and leaves the answer in `answer`.
 
     >>> from regard.learn import exercises
     >>> exercises.solution(2).title
@@ -152,15 +165,15 @@ class Solution:
 
 
 @dataclass(frozen=True, repr=False)
-class Result:
-    """What `check` has to say: whether the answer is `right`, the `hint` that fits, and the whole `message`.
+class CheckResult:
+    """The result of `check`: whether the answer is `correct`, the `hint` that fits, and the whole `message`.
 
     >>> from regard.learn import exercises
-    >>> exercises.check(3, {"itself": True}).right
+    >>> exercises.check(3, {"itself": True}).correct
     False
     """
 
-    right: bool
+    correct: bool
     hint: str
     message: str
 
@@ -170,14 +183,23 @@ class Result:
     __repr__ = __str__
 
 
-def _source(function: Callable[..., Any]) -> str:
-    """The text of a function as a learner would write it, without types."""
+def _format_source(function: Callable[..., Any]) -> str:
+    """Format a function as a learner would write it, without types."""
     text = inspect.getsource(function).replace(": Any = ", "=").replace(": Any", "")
     return re.sub(r" -> .+(?=:\n)", "", text).rstrip()
 
 
-def wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:
-    """The text in lines; line ends that are there already stay."""
+def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
+    """Wrap text to lines of at most WIDTH characters, and keep its own line breaks.
+
+    Args:
+        text: The text.
+        indent: Indent of the lines.
+        first: Indent of the first line of each paragraph; `indent` by default.
+
+    Returns:
+        The lines.
+    """
     return [
         line
         for paragraph in text.split("\n")
@@ -188,15 +210,15 @@ def wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:
     ]  # fmt: skip
 
 
-def called_with(args: Sequence[Any]) -> str:
-    """Arguments in a few words, large arrays by their shape."""
+def format_arguments(args: Sequence[Any]) -> str:
+    """Format the arguments of a call, with large arrays described by their shape."""
     return ", ".join(
         describe_argument(arg) if np.size(arg) > 8 else str(np.asarray(arg).tolist()) for arg in args
     )
 
 
-def _shown(name: str, value: Any, indent: str = "  ") -> list[str]:
-    """A given thing as lines: numbers and words as they are, tables row by row, large ones by their shape."""
+def _format_input(name: str, value: Any, indent: str = "  ") -> list[str]:
+    """Format an input as lines: small arrays row by row, large ones by their shape, other values as they are."""
     if not isinstance(value, np.ndarray):
         return [f"{indent}{name} = {value}"]
     if value.size > 40:

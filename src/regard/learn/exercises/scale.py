@@ -1,4 +1,4 @@
-"""Exercises 2 and 5: what the scale is for, and what it is for entries of another variance."""
+"""Exercises 2 and 5: why scores are scaled, and the scale for entries of another variance."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from regard.learn.examples import cat
-from regard.learn.exercises.answer_types import Numbers
-from regard.learn.exercises.exercise import Exercise, Mistake, Part
+from regard.learn.exercises.answer_types import NumericAnswer
+from regard.learn.exercises.exercise import Exercise, ExercisePart, Mistake
 from regard.learn.exercises.four_steps import softmax
 from regard.render.text import format_number, format_vector
 
 # -- 2. Without scaling -------------------------------------------------------------------------------------
 
 WIDE = 512
-ROUNDED = "Keep more digits of the spread: its exponential multiplies what you round away."
+ROUNDED = "Keep more digits of the spread: the exponential amplifies the rounding error."
 
 
-def without_scaling() -> dict[str, Any]:
-    """The row of "The", and what to expect at d_k = 512."""
+def solve_without_scaling() -> dict[str, Any]:
+    """Compute the row of "The", and the spread at d_k = 512."""
     scores = cat.K @ cat.Q[0]  # the query of "The"
     weights = np.exp(scores) / np.exp(scores).sum()
     scaled = np.exp(scores / np.sqrt(4)) / np.exp(scores / np.sqrt(4)).sum()
@@ -33,7 +33,7 @@ def without_scaling() -> dict[str, Any]:
     }
 
 
-def _unscaled_mistakes() -> list[Mistake]:
+def _list_unscaled_mistakes() -> list[Mistake]:
     scores = cat.K @ cat.Q[0]
     plain, scaled = softmax(scores), softmax(scores / 2)
     spread = math.sqrt(WIDE)
@@ -43,7 +43,7 @@ def _unscaled_mistakes() -> list[Mistake]:
     ]
     return [
         Mistake(
-            "That is with scaling; leave the division by √d_k out.",
+            "That is with scaling; leave out the division by √d_k.",
             {"weights": scaled, "sharper": 1.0, "spread": 1.0, "ratio": math.e},
         ),
         Mistake(
@@ -57,51 +57,51 @@ def _unscaled_mistakes() -> list[Mistake]:
         ),
         Mistake("These are the exponentials; divide them by their sum.", {"weights": np.exp(scores)}),
         Mistake(
-            "That is the column: every query against the key of the token. Take its query against every key.",
+            "That is the column: every query against the key of the token. Use its query against every key.",
             {"weights": softmax(cat.Q @ cat.K[0])},
         ),
         *others,
         Mistake(
-            "Upside down: divide the largest weight without scaling by the one with scaling.",
+            "The ratio is inverted: divide the largest weight without scaling by the one with scaling.",
             {"sharper": scaled.max() / plain.max()},
         ),
         Mistake(
-            "That is the difference of the two; how many times larger is asked.",
+            "That is the difference of the two; give the ratio, how many times larger it is.",
             {"sharper": plain.max() - scaled.max()},
         ),
         Mistake(
-            "That is how much it gained; how many times larger is one more.",
+            "That is the relative increase; how many times larger is one more.",
             {"sharper": plain.max() / scaled.max() - 1},
         ),
         Mistake(
             "Those are the smallest weights; compare the largest.", {"sharper": plain.min() / scaled.min()}
         ),
         Mistake(
-            "That is the ratio of the scores; softmax does not pass it on as it is. Compare the weights.",
+            "That is the ratio of the scores; the softmax changes it. Compare the weights.",
             {"sharper": 2.0},
         ),
         Mistake(
             "That is the largest weight itself; divide it by the one with scaling.", {"sharper": plain.max()}
         ),
         Mistake(
-            "That is the variance; the spread asked for is the standard deviation, its square root.",
+            "That is the variance; the spread is the standard deviation, its square root.",
             {"spread": float(WIDE), "ratio": _exp(WIDE)},
         ),
-        Mistake("That is the factor of the scale; the spread is its inverse.", {"spread": 1 / spread}),
+        Mistake("That is the scale factor; the spread is its inverse.", {"spread": 1 / spread}),
         Mistake(
             "That is for d_k = 4, as in the example; here d_k is 512.", {"spread": 2.0, "ratio": math.exp(2)}
         ),
         Mistake(
-            "A product of two entries of variance 1 has variance 1: the variance is 512, not more.",
+            "A product of two entries of variance 1 has variance 1, so the variance of the score is 512.",
             {"spread": math.sqrt(2 * WIDE), "ratio": math.exp(math.sqrt(2 * WIDE))},
         ),
         Mistake(
-            "That is the distance of the scores; weights are made of exponentials, so take exp of it.",
+            "That is the difference of the scores; the weights are exponentials, so take exp of it.",
             {"ratio": spread},
         ),
-        Mistake("That is the share of the larger of the two; asked is larger ÷ smaller.", {"ratio": 1.0}),
-        Mistake("That is smaller ÷ larger; turn it round.", {"ratio": math.exp(-spread)}),
-        Mistake("softmax is made with e, not with 2.", {"ratio": 2**spread}),
+        Mistake("That is the share of the larger one; give larger ÷ smaller.", {"ratio": 1.0}),
+        Mistake("That is smaller ÷ larger; invert it.", {"ratio": math.exp(-spread)}),
+        Mistake("Softmax uses powers of e, not of 2.", {"ratio": 2**spread}),
         *(Mistake(ROUNDED, {"ratio": math.exp(round(spread, digits))}) for digits in (1, 0)),
     ]
 
@@ -111,42 +111,46 @@ def _exp(x: float) -> float:
 
 
 def _explain_unscaled() -> str:
-    answer, scores = without_scaling(), cat.K @ cat.Q[0]
+    answer, scores = solve_without_scaling(), cat.K @ cat.Q[0]
     scaled = softmax(scores / 2)
     return (
         f'The scores of "The" are {format_vector(scores)}.\n'
         f"Their softmax as they are:      {format_vector(answer['weights'])}\n"
         f"… and after dividing by √4 = 2: {format_vector(scaled)}\n"
         f"The largest grows from {format_number(scaled.max())} to {format_number(answer['weights'].max())}, "
-        f"{format_number(answer['sharper'])} times as much. That is mild, since d_k is only 4.\n"
+        f"{format_number(answer['sharper'])} times as much. That is a small change, since d_k is only 4.\n"
         f"At d_k = {WIDE} a score is a sum of {WIDE} products of variance 1: variance {WIDE}, "
         f"spread √{WIDE} = {format_number(answer['spread'])}.\n"
-        f"Two keys that far apart get weights in the ratio exp({format_number(answer['spread'])}) = "
+        f"Two keys whose scores differ by that much get weights in the ratio exp({format_number(answer['spread'])}) = "
         f"{format_number(answer['ratio'])}: one key takes all.\n"
-        f"Divided by √{WIDE}, the same two scores are 1 apart, and the ratio is e = {format_number(math.e)}."
+        f"Divided by √{WIDE}, the same two scores differ by 1, and the ratio is e = {format_number(math.e)}."
     )
 
 
 WITHOUT_SCALING = Exercise(
     title="Exercise 2. Without scaling",
-    task='How much sharper does attention get when nobody divides by √d_k? First for "The" in the five tokens '
-    "(d_k = 4), then at d_k = 512, for queries and keys whose entries are independent, of mean 0 and variance 1.",
+    task='How much sharper are the weights without the division by √d_k? Start with "The" in the five tokens '
+    "(d_k = 4), then take d_k = 512, for queries and keys with independent entries of mean 0 and variance 1.",
     given={"tokens": cat.tokens, "query of The": cat.Q[0], "K": cat.K},
     parts=(
-        Part("weights", 'the weights of "The" without scaling', Numbers("(5,)")),
-        Part(
-            "sharper", "its largest weight without scaling, divided by its largest weight with it", Numbers()
+        ExercisePart("weights", 'the weights of "The" without scaling', NumericAnswer("(5,)")),
+        ExercisePart(
+            "sharper",
+            "its largest weight without scaling, divided by its largest weight with it",
+            NumericAnswer(),
         ),
-        Part("spread", "the standard deviation of an unscaled score at d_k = 512", Numbers(rtol=2e-3)),
-        Part(
+        ExercisePart(
+            "spread", "the standard deviation of an unscaled score at d_k = 512", NumericAnswer(rtol=2e-3)
+        ),
+        ExercisePart(
             "ratio",
-            "two keys, their unscaled scores one such standard deviation apart: how many times larger is the "
+            "two keys whose unscaled scores differ by one such standard deviation: how many times larger is the "
             "larger weight?",
-            Numbers(rtol=0.01),
+            NumericAnswer(rtol=0.01),
         ),
     ),
-    solve=without_scaling,
-    mistakes=_unscaled_mistakes,
+    solve=solve_without_scaling,
+    list_mistakes=_list_unscaled_mistakes,
     explain=_explain_unscaled,
     imports="import numpy as np\nfrom regard.learn import cat",
 )
@@ -156,8 +160,8 @@ WITHOUT_SCALING = Exercise(
 CALLS = ((64, 9), (16, 0.25))
 
 
-def scale_for_variance() -> dict[str, Any]:
-    """Each as a function of d_k and σ²."""
+def solve_variance() -> dict[str, Any]:
+    """Return each part as a function of d_k and σ²."""
     return {
         "variance": lambda d_k, sigma2: d_k * sigma2 * sigma2,  # d_k products, each of variance σ² · σ²
         "scale": lambda d_k, sigma2: 1 / np.sqrt(d_k * sigma2 * sigma2),  # = 1 / (√d_k · σ²)
@@ -165,11 +169,11 @@ def scale_for_variance() -> dict[str, Any]:
     }
 
 
-def _variance_mistakes() -> list[Mistake]:
+def _list_variance_mistakes() -> list[Mistake]:
     usual = "That is the scale for entries of variance 1; with σ² the scores spread more."
     return [
         Mistake(
-            "Both factors of each product spread: its variance is σ² · σ², not σ².",
+            "Both factors of each product vary: its variance is σ² · σ², not σ².",
             {
                 "variance": lambda d_k, s2: d_k * s2,
                 "scale": lambda d_k, s2: 1 / np.sqrt(d_k * s2),
@@ -182,7 +186,7 @@ def _variance_mistakes() -> list[Mistake]:
         ),
         Mistake("That is for variance 1: the entries have σ².", {"variance": lambda d_k, s2: d_k}),
         Mistake(
-            "σ⁴ is the square of σ², and it is σ² that is given: take its second power, not its fourth.",
+            "You are given σ², and σ⁴ is its square: use its second power, not its fourth.",
             {
                 "variance": lambda d_k, s2: d_k * s2**4,
                 "scale": lambda d_k, s2: 1 / np.sqrt(d_k * s2**4),
@@ -212,19 +216,19 @@ def _variance_mistakes() -> list[Mistake]:
             {"scale": lambda d_k, s2: 1 / (d_k * s2**2), "keys_only": lambda d_k, s2: 1 / (d_k * s2)},
         ),
         Mistake(
-            "That is the divisor; the factor that the scores are multiplied by is one over it.",
+            "That is the divisor; the factor to multiply the scores by is one over it.",
             {"scale": lambda d_k, s2: np.sqrt(d_k) * s2, "keys_only": lambda d_k, s2: np.sqrt(d_k * s2)},
         ),
         Mistake(
-            "d_k stands there without its root: √(d_k · σ⁴) = √d_k · σ².",
+            "The root of d_k is missing: √(d_k · σ⁴) = √d_k · σ².",
             {"scale": lambda d_k, s2: 1 / (d_k * s2), "keys_only": lambda d_k, s2: 1 / (d_k * np.sqrt(s2))},
         ),
         Mistake(
-            "σ⁴ stands there without its root: √(d_k · σ⁴) = √d_k · σ².",
+            "The root of σ⁴ is missing: √(d_k · σ⁴) = √d_k · σ².",
             {"scale": lambda d_k, s2: 1 / (np.sqrt(d_k) * s2**2)},
         ),
         Mistake(
-            "The entries spread more, so the factor must be smaller: divide by σ², do not multiply.",
+            "The scores spread more, so the factor must be smaller: divide by σ², do not multiply.",
             {"scale": lambda d_k, s2: s2 / np.sqrt(d_k), "keys_only": lambda d_k, s2: np.sqrt(s2 / d_k)},
         ),
         Mistake(
@@ -235,7 +239,7 @@ def _variance_mistakes() -> list[Mistake]:
 
 
 def _explain_variance() -> str:
-    (d_k, sigma2), answer = CALLS[0], scale_for_variance()
+    (d_k, sigma2), answer = CALLS[0], solve_variance()
     rng = np.random.default_rng(0)
     query, key = rng.normal(scale=math.sqrt(sigma2), size=(2, 20_000, d_k))
     scores = (query * key).sum(axis=-1)
@@ -244,31 +248,33 @@ def _explain_variance() -> str:
         "A score is a sum of d_k products. Each product of two independent entries of mean 0 has variance σ² · σ²,\n"
         f"and variances of independent terms add up: d_k · σ⁴ = {d_k} · {format_number(sigma2)}² = "
         f"{format_number(variance)}.\n"
-        "To bring it back to 1, divide by the standard deviation, √d_k · σ²:\n"
+        "To make it 1, divide by the standard deviation, √d_k · σ²:\n"
         f"the factor is 1 / (√{d_k} · {format_number(sigma2)}) = {format_number(scale)}.\n"
-        "With variance 1 on the side of the queries, a product has variance σ², and the factor is 1 / (√d_k · σ):\n"
+        "If the queries have variance 1, a product has variance σ², and the factor is 1 / (√d_k · σ):\n"
         f"{format_number(answer['keys_only'](d_k, sigma2))}.\n"
-        f"Tried on {len(scores):,} random pairs: the variance of the scores is {format_number(scores.var().round())}, "
-        f"after scaling {format_number((scores * scale).var().round(2))}."
+        f"Measured on {len(scores):,} random pairs: the variance of the scores is "
+        f"{format_number(scores.var().round())}, after scaling {format_number((scores * scale).var().round(2))}."
     )
 
 
-def _part(name: str, asks: str) -> Part:
-    return Part(name, asks, Numbers(atol=0.0, rtol=5e-3), "d_k, sigma2", CALLS)
+def _make_part(name: str, question: str) -> ExercisePart:
+    return ExercisePart(name, question, NumericAnswer(atol=0.0, rtol=5e-3), "d_k, sigma2", CALLS)
 
 
 VARIANCE = Exercise(
     title="Exercise 5. The scale for variance σ²",
-    task="1/√d_k keeps the variance of the scores at 1 where the entries of queries and keys are independent, of "
+    task="1/√d_k keeps the variance of the scores at 1 if the entries of queries and keys are independent, with "
     "mean 0 and variance 1. Let their variance be σ² instead. Answer for d_k = 64 and σ² = 9, or with functions "
     "of d_k and σ².",
     given={"d_k": CALLS[0][0], "sigma2": CALLS[0][1]},
     parts=(
-        _part("variance", "the variance of a score q·k before scaling"),
-        _part("scale", "the factor by which to multiply the scores so that it is 1"),
-        _part("keys_only", "the same factor where only the keys have variance σ² and the queries have 1"),
+        _make_part("variance", "the variance of a score q·k before scaling"),
+        _make_part("scale", "the factor to multiply the scores by, so that their variance is 1"),
+        _make_part(
+            "keys_only", "the same factor if only the keys have variance σ² and the queries have variance 1"
+        ),
     ),
-    solve=scale_for_variance,
-    mistakes=_variance_mistakes,
+    solve=solve_variance,
+    list_mistakes=_list_variance_mistakes,
     explain=_explain_variance,
 )
