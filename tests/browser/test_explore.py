@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.pipeline_explorer import MOST_NUMBERS
+from regard.explore.pipeline_explorer import MAX_NUMBERS
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, pace, table
@@ -192,8 +192,8 @@ def test_pipeline_fits_a_phone(show, scheme):
 # -- Heatmap ----------------------------------------------------------------------------------------------
 
 
-def told(tab) -> dict[str, str]:
-    """What the page says of the chosen cell."""
+def shown_computation(tab) -> dict[str, str]:
+    """The texts about the chosen cell."""
     return tab.locator("#cell").evaluate("""(cell) => {
       const text = (what) => [...cell.querySelectorAll(what)].map((node) => node.textContent);
       const names = ["pair", "weight", ...text("dt")];
@@ -230,7 +230,10 @@ def test_heatmap_by_pointer(show):
         steps = regard.attention(cat.Q, cat.K, mask=mask).explain(i)
         for j in range(5):
             point_at(tab, i, j, 5, top=28, within=0.9 if (i + j) % 2 else 0.1)  # near the edges
-            assert told(tab) == {"pair": f"{cat.tokens[i]} → {cat.tokens[j]}", **computation(steps, j)}
+            assert shown_computation(tab) == {
+                "pair": f"{cat.tokens[i]} → {cat.tokens[j]}",
+                **computation(steps, j),
+            }
 
 
 def test_heatmap_by_keyboard_and_as_a_table(show):
@@ -309,7 +312,7 @@ def test_heatmap_of_512_by_512(show):
     assert tab.locator("table").count() == 0
     for i, j in [(0, 0), (511, 511), (511, 0), (300, 41), (41, 300)]:
         point_at(tab, i, j, 512, top=0)
-        assert told(tab) == {"pair": f"query {i} → key {j}", **computation(A.explain(i), j)}
+        assert shown_computation(tab) == {"pair": f"query {i} → key {j}", **computation(A.explain(i), j)}
     moved = """() => {
       const canvas = document.getElementById("picture"), start = performance.now();
       for (let i = 0; i < 60; i++) {
@@ -378,5 +381,5 @@ def test_heatmap_refuses():
 
 def test_the_largest_pipeline_stays_below_300_kb():
     x = np.random.default_rng(0).normal(size=(13, 48))
-    assert 13 * (13 * (6 + 48) + 2 * 48) + 13 * 2 * 48 > 0.95 * MOST_NUMBERS
+    assert 13 * (13 * (6 + 48) + 2 * 48) + 13 * 2 * 48 > 0.95 * MAX_NUMBERS
     assert len(explore.pipeline(x, x, x).html.encode()) <= 300_000

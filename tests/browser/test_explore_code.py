@@ -1,4 +1,4 @@
-"""The code walk: the recorder on functions of every kind, and the page in a real browser."""
+"""The code explorer: the tracer on functions of every kind, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore import tracer as _record
-from regard.explore.snapshot import kept
-from regard.explore.tracer import record
+from regard.explore import tracer
+from regard.explore.snapshot import take_snapshot
+from regard.explore.tracer import trace_call
 from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, LOADED, faults, pace
@@ -24,22 +24,24 @@ from tests.helpers.pages import HOSTILE, LOADED, faults, pace
 slow = pytest.mark.slow  # the browser, not the library
 
 
-def walked(function, *args, **kwargs):
-    return record("walk", function, args, kwargs)
+def trace(function, *args, **kwargs):
+    return trace_call("test", function, args, kwargs)
 
 
 def story(run) -> list[str]:
     """Each step in a line: kind, the text of the line, the values that changed, the result."""
     found = []
     for step in run.steps:
-        listing = run.listings[step.listing]
+        listing = run.sources[step.source]
         changed = ", ".join(
             f"{name}={'gone' if value is None else run.values[value].get('text', '…')}"
             for name, value in step.changed.items()
         )
         result = "" if step.result is None else f" -> {run.values[step.result].get('text', '…')}"
         text = listing.lines[step.line].split("#")[0].strip()
-        found.append(f"{step.kind} {text} [{changed}]{result}{f' ! {step.says}' if step.says else ''}")
+        found.append(
+            f"{step.kind} {text} [{changed}]{result}{f' ! {step.exception}' if step.exception else ''}"
+        )
     return found
 
 
@@ -54,7 +56,7 @@ def add_up(numbers):
 
 
 def test_a_line_comes_with_what_it_produced():
-    assert story(walked(add_up, [3, 4])) == [
+    assert story(trace(add_up, [3, 4])) == [
         "enter def add_up(numbers): [numbers=…]",
         "line total = 0 [total=0]",
         "line for x in numbers: [x=3]",
@@ -76,10 +78,10 @@ def test_rounds_of_loops_are_counted():
                 cells += 1
         return cells
 
-    run = walked(board, 4)
+    run = trace(board, 4)
     for step in run.steps:
-        times = [time for _, time in step.rounds]
-        names = [run.loops[number][0] for number, _ in step.rounds]
+        times = [time for _, time in step.iterations]
+        names = [run.loops[number][0] for number, _ in step.iterations]
         values = {name: run.values[step.changed[name]]["text"] for name in ("i", "j") if name in step.changed}
         if "i" in values:
             assert (names, times) == ([("i",)], [values["i"] + 1])
@@ -87,7 +89,7 @@ def test_rounds_of_loops_are_counted():
             assert (names, times[1]) == ([("i",), ("j",)], values["j"] + 1)
     assert [total for names, total in run.loops if names == ("i",)] == [4]
     assert [total for names, total in run.loops if names == ("j",)] == [1, 2, 3]
-    assert run.steps[-1].rounds == () and run.steps[-2].rounds == ()  # the loop is over
+    assert run.steps[-1].iterations == () and run.steps[-2].iterations == ()  # the loop is over
 
 
 def test_leaving_a_loop_ends_its_rounds():
@@ -100,12 +102,12 @@ def test_leaving_a_loop_ends_its_rounds():
         for x in row:
             return x
 
-    run = walked(find, [1, 2, 3], 2)
-    by_line = {run.listings[0].lines[step.line].strip(): step for step in run.steps}
-    assert by_line["break"].rounds == ((0, 2),)
-    assert run.steps[-1].rounds == ((1, 1),)
-    run = walked(find, [1], 2)
-    assert story(run)[-1] == "return return None [] -> None" and run.steps[-1].rounds == ()
+    run = trace(find, [1, 2, 3], 2)
+    by_line = {run.sources[0].lines[step.line].strip(): step for step in run.steps}
+    assert by_line["break"].iterations == ((0, 2),)
+    assert run.steps[-1].iterations == ((1, 1),)
+    run = trace(find, [1], 2)
+    assert story(run)[-1] == "return return None [] -> None" and run.steps[-1].iterations == ()
 
 
 def test_later_mutation_leaves_the_past_alone():
@@ -116,7 +118,7 @@ def test_later_mutation_leaves_the_past_alone():
         listed[0] = 7
         return row
 
-    run = walked(fill, 2)
+    run = trace(fill, 2)
     rows = [run.values[s.changed["row"]]["cells"] for s in run.steps if "row" in s.changed]
     assert rows == [[[0.0, 0.0]], [[0.0, 5.0]]]
     lists = [run.values[s.changed["listed"]]["cells"] for s in run.steps if "listed" in s.changed]
@@ -142,7 +144,7 @@ def helper(x):
 
 
 def test_calls_of_the_same_module_are_followed():
-    run = walked(Doubling(3).times, 4)
+    run = trace(Doubling(3).times, 4)
     assert story(run) == [
         "enter def times(self, x): [self=…, x=4]",
         "call return helper(x) * self.factor []",
@@ -165,8 +167,8 @@ def test_calls_of_the_same_module_are_followed():
     ],
 )
 def test_whatever_can_be_called(function, args, first):
-    run = walked(function, *args)
-    assert run.listings[0].lines[run.listings[0].line].strip().startswith(first)
+    run = trace(function, *args)
+    assert run.sources[0].lines[run.sources[0].line].strip().startswith(first)
     assert run.steps[-1].kind == "return"
 
 
@@ -176,11 +178,11 @@ def test_a_function_that_calls_itself_keeps_its_calls_apart():
             return 1
         return n * factorial(n - 1)
 
-    run = walked(factorial, 3)
+    run = trace(factorial, 3)
     assert len({step.frame for step in run.steps}) == 4
     assert max(step.depth for step in run.steps) == 3
     assert [run.values[s.result]["text"] for s in run.steps if s.kind == "return"] == [1, 1, 2, 6]
-    assert len(run.listings) == 1
+    assert len(run.sources) == 1
 
 
 def test_a_function_inside_another_is_shown_once():
@@ -192,8 +194,8 @@ def test_a_function_inside_another_is_shown_once():
 
         return inner(1)
 
-    run = walked(outer, 2)
-    assert [listing.name.split(".")[-1] for listing in run.listings] == ["outer", "inner"]
+    run = trace(outer, 2)
+    assert [listing.name.split(".")[-1] for listing in run.sources] == ["outer", "inner"]
     assert run.name.endswith("outer")
     page = explore.code(outer, 2).html
     assert page.count("return k + n") == 1 and "One more." in page
@@ -208,7 +210,7 @@ def test_generators():
     def consumer():
         return sum(x for x in pairs(2))
 
-    assert story(walked(pairs, 2)) == [
+    assert story(trace(pairs, 2)) == [
         "enter def pairs(n): [n=2]",
         "line for i in range(n): [i=0]",
         "yield got = yield i * i [] -> 0",
@@ -220,40 +222,40 @@ def test_generators():
         "line del got [got=gone]",
         "return for i in range(n): [] -> None",
     ]
-    run = walked(consumer)
+    run = trace(consumer)
     assert [s.kind for s in run.steps].count("yield") == 2
     assert run.values[run.steps[-1].result]["text"] == 1
 
 
 def test_an_endless_generator_is_left(monkeypatch):
-    monkeypatch.setattr(_record, "MOST_STEPS", 50)
+    monkeypatch.setattr(tracer, "MAX_STEPS", 50)
 
     def forever():
         while True:
             yield 1
 
-    run = walked(forever)
+    run = trace(forever)
     assert len(run.steps) == 50
-    assert run.cut == "The walk ends here, after 50 steps; the run went on."
+    assert run.truncated == "The trace ends here, after 50 steps; the call continued."
 
 
 def test_a_long_run_is_cut_in_words_and_still_done(monkeypatch):
-    monkeypatch.setattr(_record, "MOST_STEPS", 20)
+    monkeypatch.setattr(tracer, "MAX_STEPS", 20)
     done = []
 
     def long(n):
         for i in range(n):
             done.append(i)
 
-    run = walked(long, 500)
+    run = trace(long, 500)
     assert len(run.steps) == 20 and len(done) == 500
-    monkeypatch.setattr(_record, "MOST_STEPS", 2000)
-    monkeypatch.setattr(_record, "MOST_CHARACTERS", 100)
-    assert len(walked(long, 500).steps) < 20
-    assert "The walk ends here" in explore.code(long, 500).html
+    monkeypatch.setattr(tracer, "MAX_STEPS", 2000)
+    monkeypatch.setattr(tracer, "MAX_CHARACTERS", 100)
+    assert len(trace(long, 500).steps) < 20
+    assert "The trace ends here" in explore.code(long, 500).html
 
 
-def test_an_exception_ends_the_walk_at_its_line():
+def test_an_exception_ends_the_trace_at_its_line():
     def careless(x):
         y = 1 / x
         return y
@@ -261,7 +263,7 @@ def test_an_exception_ends_the_walk_at_its_line():
     def caller(x):
         return careless(x)
 
-    run = walked(caller, 0)
+    run = trace(caller, 0)
     assert story(run)[-1] == "raise y = 1 / x [] ! ZeroDivisionError: division by zero"
     assert [step.kind for step in run.steps].count("raise") == 1
 
@@ -270,14 +272,14 @@ def deeper(n):
     return deeper(n + 1)
 
 
-def test_calls_without_end_are_told():
+def test_endless_recursion_is_reported():
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(500)  # libraries that others imported raise it
     try:
-        run = walked(deeper, 0)
+        run = trace(deeper, 0)
     finally:
         sys.setrecursionlimit(before)
-    assert "RecursionError" in (run.cut or story(run)[-1])
+    assert "RecursionError" in (run.truncated or story(run)[-1])
 
 
 def test_an_exception_that_is_caught_goes_on():
@@ -288,9 +290,9 @@ def test_an_exception_that_is_caught_goes_on():
             first = str(error)
         return first
 
-    told = story(walked(careful, []))
-    assert told[2] == "raise first = row[0] [] ! IndexError: list index out of range"
-    assert told[-1] == "return return first [] -> 'list index out of range'"
+    lines = story(trace(careful, []))
+    assert lines[2] == "raise first = row[0] [] ! IndexError: list index out of range"
+    assert lines[-1] == "return return first [] -> 'list index out of range'"
 
 
 def test_an_iterator_that_ends_is_no_exception():
@@ -311,9 +313,9 @@ def test_an_iterator_that_ends_is_no_exception():
         for x in two:
             x + 1
 
-    run = walked(through, Two())
+    run = trace(through, Two())
     assert run.steps[-1].kind == "return" and run.steps[-1].frame == 0
-    assert run.steps[-1].rounds == ()  # the loop is over
+    assert run.steps[-1].iterations == ()  # the loop is over
 
 
 def test_a_statement_is_one_step_however_many_lines():
@@ -330,7 +332,7 @@ def test_a_statement_is_one_step_however_many_lines():
             return c
     # fmt: on
 
-    run = walked(spread, 1, 2)
+    run = trace(spread, 1, 2)
     assert story(run) == [
         "enter def spread(a, b): [a=1, b=2]",
         "line c = max( [c=2]",
@@ -338,7 +340,7 @@ def test_a_statement_is_one_step_however_many_lines():
         "line with np.errstate( []",
         "return return c [] -> 5",
     ]
-    ends = run.listings[0].ends
+    ends = run.sources[0].ends
     assert [ends[step.line] - step.line for step in run.steps] == [0, 3, 0, 2, 0]
 
 
@@ -346,7 +348,7 @@ def test_comprehensions_are_one_step_and_what_they_call_is_followed():
     def squares(n):
         return [helper(i) for i in range(n)]
 
-    run = walked(squares, 2)
+    run = trace(squares, 2)
     assert [step.kind for step in run.steps] == [
         "enter",
         "call",
@@ -371,12 +373,12 @@ def test_the_tracer_that_was_there_comes_back():
     before = sys.gettrace()
     sys.settrace(tracer)
     try:
-        walked(add_up, [1])
+        trace(add_up, [1])
         assert sys.gettrace() is tracer
-        walked(lambda: 1 / 0)
+        trace(lambda: 1 / 0)
         assert sys.gettrace() is tracer
         with pytest.raises(KeyboardInterrupt):
-            walked(stop)
+            trace(stop)
         assert sys.gettrace() is tracer
     finally:
         sys.settrace(before)
@@ -388,13 +390,13 @@ def test_a_cell_of_a_notebook():
     linecache.cache["<cell 1>"] = (len("".join(lines)), None, lines, "<cell 1>")
     names: dict = {}
     exec(compile("".join(lines), "<cell 1>", "exec"), names)
-    run = walked(names["cell"], 1)
+    run = trace(names["cell"], 1)
     assert story(run)[1] == "line y = x + 1 [y=2]"
-    assert run.listings[0].notes[2] == "one more"
+    assert run.sources[0].notes[2] == "one more"
     # With a line that is not Python, there are still the lines.
     linecache.cache["<cell 1>"] = (1, None, [*lines, "%matplotlib inline\n"], "<cell 1>")
-    run = walked(names["cell"], 1)
-    assert list(run.listings[0].lines.values()) == [line.rstrip() for line in lines]
+    run = trace(names["cell"], 1)
+    assert list(run.sources[0].lines.values()) == [line.rstrip() for line in lines]
     assert story(run)[-1] == "return return y [] -> 2"
     del linecache.cache["<cell 1>"]
 
@@ -414,7 +416,7 @@ class Unwilling:
     __eq__ = __hash__ = __bool__ = __len__ = __repr__  # type: ignore[assignment]
 
 
-def test_any_value_is_kept():
+def test_any_value_has_a_snapshot():
     class Slots:
         __slots__ = ("x",)
 
@@ -445,27 +447,27 @@ def test_any_value_is_kept():
         (helper, {"type": "function", "text": "helper"}),
         (Doubling, {"type": "type", "text": "Doubling"}),
     ]:
-        record = kept(value)
+        record = take_snapshot(value)
         assert want is None or record == want
         assert len(str(record)) < 2000
-    assert [name for name, _ in kept(point)["parts"]] == ["x", "y"]
+    assert [name for name, _ in take_snapshot(point)["parts"]] == ["x", "y"]
 
 
 def test_long_values_are_cut_and_counted():
-    matrix = kept(np.arange(10_000).reshape(100, 100))
+    matrix = take_snapshot(np.arange(10_000).reshape(100, 100))
     assert matrix["shape"] == [100, 100] and len(matrix["cells"]) == 8
     assert matrix["cells"][0] == [0, 1, 2, 3, 4, 5, "…", 99]
     assert matrix["cells"][6] == ["…"] * 8 and matrix["cells"][7][-1] == 9999
-    assert kept(np.arange(24.0).reshape(2, 3, 4))["cells"] == np.arange(12.0).reshape(3, 4).tolist()
-    many = kept(list(range(100_000)))
+    assert take_snapshot(np.arange(24.0).reshape(2, 3, 4))["cells"] == np.arange(12.0).reshape(3, 4).tolist()
+    many = take_snapshot(list(range(100_000)))
     assert len(many["parts"]) == 16 and many["left_out"] == 100_000 - 16
 
 
-def test_tensors_are_kept():
+def test_tensors_have_snapshots():
     torch = pytest.importorskip("torch")
     value = torch.tensor([[0.5, 1.5]], dtype=torch.bfloat16, requires_grad=True)
-    assert kept(value) == {"type": "torch.bfloat16", "shape": [1, 2], "cells": [[0.5, 1.5]]}
-    assert kept(torch.tensor(3)) == {"type": "torch.int64", "text": 3}
+    assert take_snapshot(value) == {"type": "torch.bfloat16", "shape": [1, 2], "cells": [[0.5, 1.5]]}
+    assert take_snapshot(torch.tensor(3)) == {"type": "torch.int64", "text": 3}
 
 
 # -- What is said of a line -------------------------------------------------------------------------------
@@ -525,12 +527,12 @@ async def later():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (max, "the function max; expected a function written in Python that runs when it is called"),
+        (max, "the function max; expected a synchronous function written in Python"),
         (later, "the function later"),
         (3, "int 3"),
         (
             eval("lambda x: x"),
-            "whose source is not to be found; expected a function from a file or a notebook",
+            "whose source is not available; expected a function from a file or a notebook",
         ),
     ],
 )
@@ -696,7 +698,7 @@ def test_hostile_source_and_values_are_text(show):
 
 @slow
 def test_what_is_not_finite_and_what_was_cut_is_told(show, monkeypatch):
-    monkeypatch.setattr(_record, "MOST_STEPS", 4)
+    monkeypatch.setattr(tracer, "MAX_STEPS", 4)
 
     def endless():
         row = np.array([np.inf, -np.inf, np.nan])
@@ -709,7 +711,7 @@ def test_what_is_not_finite_and_what_was_cut_is_told(show, monkeypatch):
     seen = tab.evaluate(HARVEST)
     assert seen[1]["fresh"]["row"] == [[["inf", "-inf", "nan"]]]
     assert seen[2]["fresh"]["x"] == ["-inf"]
-    assert tab.locator("#cut").text_content() == "The walk ends here, after 4 steps; the run went on."
+    assert tab.locator("#cut").text_content() == "The trace ends here, after 4 steps; the call continued."
 
 
 @slow

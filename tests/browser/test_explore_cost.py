@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.cost_explorer import COUNTED, DOUBLINGS, MOST_MULTIPLICATIONS, moments
+from regard.explore.cost_explorer import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
 from regard.learn import attention_by_loops, cat, cost_table, multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, faults
@@ -53,7 +53,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
     made["scores"][~seen] = "hidden"
     made["output"][~seen.any(axis=1)] = "0"
     weights = np.full((n_q, n_k), "·", dtype=object)
-    counts = dict.fromkeys(COUNTED, 0)
+    counts = dict.fromkeys(COUNTERS, 0)
     steps = []
 
     def multiplied(step) -> dict:
@@ -80,7 +80,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
     steps += [multiplied(step) for step in walk if step.table == "scores"]
     for i in range(n_q):
         alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts
-        for name in COUNTED[2:]:
+        for name in COUNTERS[2:]:
             counts[name] += getattr(alone, name)
         weights[i] = [format_number(x) for x in loops.weights[i]]
         steps.append(
@@ -116,7 +116,7 @@ def test_the_example_step_by_step(show):
     assert len(steps) == 27 + 3 + 27
     assert steps == wanted(Q, K, V, names, names, np.ones((3, 3), bool))
     counts = attention_by_loops(Q, K, V).counts
-    assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTED]
+    assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTERS]
     assert tab.locator("#counters dd").all_text_contents() == [f"{n} of {n}" for n in steps[-1]["counters"]]
 
 
@@ -132,7 +132,7 @@ def test_ones_own_with_a_mask(show):
         steps = every_step(tab)
         assert steps == wanted(*own, ["query 0", "query 1"], [f"key {j}" for j in range(4)], seen)
         counts = attention_by_loops(*own, seen).counts
-        assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTED]
+        assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTERS]
     causal = np.tril(np.ones((5, 5), bool))
     tab = show(explore.cost(cat.Q, cat.K, cat.V, tokens=cat.tokens, mask=regard.causal()))
     assert every_step(tab) == wanted(cat.Q, cat.K, cat.V, cat.tokens, cat.tokens, causal)
@@ -312,18 +312,18 @@ def test_a_wide_product_is_followed_sideways(show):
 
 def test_the_largest_stays_below_300_kb():
     x = np.random.default_rng(0).normal(size=(5, 20))
-    assert 5 * 5 * (20 + 20) == MOST_MULTIPLICATIONS
+    assert 5 * 5 * (20 + 20) == MAX_MULTIPLICATIONS
     assert len(explore.cost(x, x, x).html.encode()) <= 300_000
 
 
-def test_the_moments_count_as_the_loops_do():
+def test_the_events_count_as_the_loops_do():
     rng = np.random.default_rng(2)
     Q, K, V = rng.normal(size=(3, 2)), rng.normal(size=(5, 2)), rng.normal(size=(5, 3))
     for seen in (np.ones((3, 5), bool), rng.random((3, 5)) < 0.6, np.zeros((3, 5), bool)):
         counts = attention_by_loops(Q, K, V, seen).counts
-        assert moments(Q, K, V, seen)[-1][5:] == [getattr(counts, name) for name in COUNTED]
+        assert list_events(Q, K, V, seen)[-1][5:] == [getattr(counts, name) for name in COUNTERS]
     arithmetic = {field.name for field in fields(counts) if not field.name.startswith("bytes")}
-    assert set(COUNTED) == arithmetic
+    assert set(COUNTERS) == arithmetic
 
 
 def test_tensors_make_the_same_page():

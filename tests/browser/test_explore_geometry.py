@@ -258,7 +258,7 @@ def test_tensors_are_taken():
         ),
         (dict(query=pronoun.Q, key=pronoun.K, value=np.ones((3, 1))), "value with 1 entry each"),
         (dict(query=[[np.nan, 0]], key=[[1, 0]]), "query with entries that are not finite"),
-        (dict(query=[[0, 1]], key=[[np.inf, 0]]), "key with entries that are not finite, or all but"),
+        (dict(query=[[0, 1]], key=[[np.inf, 0]]), "key with entries that are not finite, or too large"),
         (dict(query=[[0, 1]], key=[[0, 1]], value=[[0, 1e101]]), "value with entries that are not finite"),
         (dict(query=np.ones((1, 2)), key=np.ones((41, 2))), "41 queries or keys; expected at most 40"),
         (dict(tokens=["a"]), "1 tokens; expected 3"),

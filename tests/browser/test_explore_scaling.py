@@ -14,7 +14,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.scaling_explorer import MOST_SCORES, SIGMAS, TEMPERATURES, row_of, sizes
+from regard.explore.scaling_explorer import MAX_SCORES, SIGMAS, TEMPERATURES, row_payload, slider_stops
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
@@ -103,7 +103,7 @@ def test_every_place_of_the_sliders_agrees_with_python(show, scaled):
     tab = show(explore.scaling(seed=3))
     query, key = drawn(seed=3)
     tab.locator("#scaled").set_checked(scaled)
-    places = sizes(1024)
+    places = slider_stops(1024)
     for place, size in enumerate(places):
         sigma, warmth, i = place % len(SIGMAS), (5 * place + 3) % len(TEMPERATURES), 7 * place % 64
         put(tab, size=place, sigma=sigma, temperature=warmth)
@@ -124,7 +124,7 @@ def test_every_place_of_the_sliders_agrees_with_python(show, scaled):
 
 def test_the_weights_collapse_and_scaling_stops_it(show):
     tab = show(explore.scaling())
-    last = len(sizes(1024)) - 1
+    last = len(slider_stops(1024)) - 1
     spread = {}
     for scaled in (True, False):
         tab.locator("#scaled").set_checked(scaled)
@@ -160,7 +160,10 @@ def test_the_curves_are_the_means_of_the_library(show, name, field, highest):
     for warmth in (TEMPERATURES.index(1.0), 1):
         put(tab, temperature=warmth)
         for kind, by in (("scaled", 0.5), ("unscaled", 0.0)):
-            rows = [softmax(dots(*drawn(), d) / d**by, temperature=TEMPERATURES[warmth]) for d in sizes(1024)]
+            rows = [
+                softmax(dots(*drawn(), d) / d**by, temperature=TEMPERATURES[warmth])
+                for d in slider_stops(1024)
+            ]
             want = [getattr(sharpness(weights), field) / highest for weights in rows]
             np.testing.assert_allclose(points(tab, kind), want, atol=1e-9)
     assert f"Mean {name} over d_k. At d_k 64: " in tab.get_by_role("img").get_attribute("aria-label")
@@ -186,7 +189,7 @@ def test_by_keyboard_and_by_pointing_at_the_curves(show):
     tab.mouse.down()
     tab.mouse.move(box["x"] + box["width"] - 1, box["y"] + 9)
     tab.mouse.up()
-    assert tab.locator("#size").input_value() == str(len(sizes(1024)) - 1)
+    assert tab.locator("#size").input_value() == str(len(slider_stops(1024)) - 1)
 
 
 def test_ones_own_query_and_key(show):
@@ -246,7 +249,7 @@ def test_the_seed_makes_the_page():
 
 def test_the_largest_stays_below_300_kb():
     x = np.random.default_rng(0).normal(size=(50, 400))
-    assert 0.9 * MOST_SCORES < 50 * 44 * len(sizes(400)) <= MOST_SCORES
+    assert 0.9 * MAX_SCORES < 50 * 44 * len(slider_stops(400)) <= MAX_SCORES
     assert len(explore.scaling(x, x[:44]).html.encode()) <= 300_000
 
 
@@ -271,7 +274,7 @@ def test_sharpness_in_node():
     run = [node, "--input-type=module", "-e", script]
     told = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
     for row, got in zip(rows, told, strict=True):
-        want = row_of(np.array(row))
+        want = row_payload(np.array(row))
         for name in ("largest", "entropy", "gradient", "slope"):
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-15)
 

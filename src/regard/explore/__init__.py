@@ -1,4 +1,8 @@
-"""Pages a reader works: each explorer returns a page that stands by itself, with the reader's own numbers in it."""
+"""Interactive pages for teaching: `pipeline`, `heatmap`, `geometry`, `scaling`, `cost` and `code`.
+
+Each function returns a `Page`, a self-contained HTML file with the caller's numbers. The package may import `learn`,
+`pages`, `core` and everything below them.
+"""
 
 from regard._public import set_public_module
 from regard.explore.code_explorer import code

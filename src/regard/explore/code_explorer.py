@@ -1,4 +1,4 @@
-"""A run of the reader's own function, line by line."""
+"""Explorer of a function call, line by line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from regard.errors import ArgumentError
-from regard.explore.source import Listing
-from regard.explore.tracer import Run, record
+from regard.explore.source import FunctionSource
+from regard.explore.tracer import Trace, trace_call
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
 from regard.pages.html import Page, page
@@ -23,14 +23,26 @@ def code(
     notes: Mapping[int | str, str] | None = None,
     **kwargs: Any,
 ) -> Page:
-    """A page that goes through a run of `function(*args, **kwargs)` line by line, with the values each line produced.
+    """Build a page that steps through a call of `function(*args, **kwargs)` line by line, with the values.
 
-    The function is really called, once, and what happened is written down: every line, every time round a loop, every
-    call of a function of the same module, what is returned, yielded or raised. An exception ends the walk and is not
-    passed on. Without a function, the book's class on the book's example. Each line is explained by the comment
-    beside or above it, a `def` by its docstring; `notes` says more, by line number or by a piece of the line.
-    Of long arrays the ends are kept, of long runs the first 2000 steps.
+    The function is called once and traced: every line, every iteration of a loop, every call of a function of the same
+    module, and every value returned, yielded or raised. An exception ends the trace and is not raised again. Each line
+    is explained by the comment beside or above it, a `def` by its docstring. Of long arrays the page keeps both ends,
+    of long calls the first 2000 steps.
 
+    Args:
+        function: Function to call, written in Python. Default: the book's attention class on the book's example.
+        *args: Positional arguments of the call.
+        notes: More explanations, by line number or by a part of the line.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the function has no Python source, no line of it ran, or a note matches no line.
+
+    >>> from regard.explore import code
     >>> code()
     <page "Line by line", ... kB: save(path) writes it>
     >>> from regard.learn import attention_by_loops, tiny_head
@@ -46,81 +58,85 @@ def code(
                 hint="Pass the function first: code(function, *args).",
             )
         function, args = ScaledDotProductAttention(d_k=4).forward, (cat.Q, cat.K, cat.V)
-    run = record(OPERATION, function, args, kwargs)
-    shown, place = _shown(run.listings)
-    said = _said(run, notes or {})
+    trace = trace_call(OPERATION, function, args, kwargs)
+    listings, places = _arrange_listings(trace.sources)
+    line_notes = _collect_notes(trace, notes or {})
     return page(
         "Line by line",
         "code.js",
         {
-            "name": escape_unprintable(run.name),
-            "listings": [[escape_unprintable(each.name), _lines(each)] for each in shown],
+            "name": escape_unprintable(trace.name),
+            "listings": [[escape_unprintable(source.name), _numbered_lines(source)] for source in listings],
             "functions": [
                 {
-                    "name": escape_unprintable(each.name),
-                    "place": place[i],
-                    "ends": each.ends,
-                    "notes": said[i],
+                    "name": escape_unprintable(source.name),
+                    "place": places[i],
+                    "ends": source.ends,
+                    "notes": line_notes[i],
                 }
-                for i, each in enumerate(run.listings)
+                for i, source in enumerate(trace.sources)
             ],
-            "values": run.values,
-            "loops": run.loops,
-            "cut": run.cut,
+            "values": trace.values,
+            "loops": trace.loops,
+            "cut": trace.truncated,
             "steps": [
-                [step.kind, step.listing, step.line, step.frame, step.depth]
-                + [step.changed, step.produced, step.rounds, step.result, step.says]
-                for step in run.steps
+                [step.kind, step.source, step.line, step.frame, step.depth]
+                + [step.changed, step.produced, step.iterations, step.result, step.exception]
+                for step in trace.steps
             ],
         },
     )
 
 
-def _shown(listings: list[Listing]) -> tuple[list[Listing], list[int]]:
-    """The listings to show, in the order of their file, and for each listing in which of them it stands.
+def _arrange_listings(sources: list[FunctionSource]) -> tuple[list[FunctionSource], list[int]]:
+    """Return the sources to list, in file order, and for each source the index of the listing that contains it.
 
-    A function inside another is shown there, and not once more.
+    A nested function is listed inside the outer one only.
     """
 
-    def holds(outer: Listing, inner: Listing) -> bool:
+    def contains(outer: FunctionSource, inner: FunctionSource) -> bool:
         return outer.file == inner.file and outer.line < inner.line <= max(outer.lines)
 
-    tops = [each for each in listings if not any(holds(other, each) for other in listings)]
-    shown = sorted(tops, key=lambda each: (tops[0].file != each.file, each.file, each.line))
-    return shown, [
-        next(i for i, top in enumerate(shown) if top is each or holds(top, each)) for each in listings
+    outermost = [source for source in sources if not any(contains(other, source) for other in sources)]
+    root_file = outermost[0].file
+    listings = sorted(outermost, key=lambda source: (root_file != source.file, source.file, source.line))
+    return listings, [
+        next(i for i, listing in enumerate(listings) if listing is source or contains(listing, source))
+        for source in sources
     ]
 
 
-def _lines(listing: Listing) -> list[list[Any]]:
-    text = textwrap.dedent("\n".join(line.expandtabs() for line in listing.lines.values()))
+def _numbered_lines(source: FunctionSource) -> list[list[Any]]:
+    text = textwrap.dedent("\n".join(line.expandtabs() for line in source.lines.values()))
     return [
         [number, escape_unprintable(line)]
-        for number, line in zip(listing.lines, text.split("\n"), strict=True)
+        for number, line in zip(source.lines, text.split("\n"), strict=True)
     ]
 
 
-def _said(run: Run, notes: Mapping[int | str, str]) -> list[dict[int, str]]:
-    """What is said of each line of each listing: the reader's notes, its comments, or what it calls."""
-    said = [{line: escape_unprintable(text) for line, text in each.notes.items()} for each in run.listings]
-    for step, following in zip(run.steps, run.steps[1:], strict=False):
-        called = run.listings[following.listing]
-        if step.kind == "call" and following.kind == "enter" and called.line in called.notes:
-            said[step.listing].setdefault(step.line, said[following.listing][called.line])
-    for where, text in notes.items():
-        found = [
-            (i, each.starts.get(line, line))
-            for i, each in enumerate(run.listings)
-            for line, written in each.lines.items()
-            if line == where or (isinstance(where, str) and where in written)
+def _collect_notes(trace: Trace, notes: Mapping[int | str, str]) -> list[dict[int, str]]:
+    """Return the notes on the lines of each source: the caller's, the comments, or the docstring of a callee."""
+    collected = [
+        {line: escape_unprintable(text) for line, text in source.notes.items()} for source in trace.sources
+    ]
+    for step, following in zip(trace.steps, trace.steps[1:], strict=False):
+        callee = trace.sources[following.source]
+        if step.kind == "call" and following.kind == "enter" and callee.line in callee.notes:
+            collected[step.source].setdefault(step.line, collected[following.source][callee.line])
+    for where, note in notes.items():
+        matches = [
+            (i, source.starts.get(number, number))
+            for i, source in enumerate(trace.sources)
+            for number, line in source.lines.items()
+            if number == where or (isinstance(where, str) and where in line)
         ]
-        if not found:
+        if not matches:
             raise ArgumentError(
                 OPERATION,
                 received=f"a note on {where!r}",
-                expected="the number of a line that is shown, or a piece of one",
-                hint="Lines have the numbers of their file; docstrings are not shown.",
+                expected="the number of a line that is shown, or a part of one",
+                hint="Line numbers are those of the file; docstrings are not shown.",
             )
-        for i, line in found:
-            said[i][line] = escape_unprintable(text)
-    return said
+        for i, number in matches:
+            collected[i][number] = escape_unprintable(note)
+    return collected

@@ -1,4 +1,4 @@
-"""Every multiplication of a small attention, one at a time, and what becomes of their number as the length grows."""
+"""Explorer of the multiplications of a small attention, and of their number as the length grows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.explore.inputs import check_size, given
+from regard.explore.inputs import check_size, prepare_inputs
 from regard.learn.cost import cost_table
 from regard.learn.examples import three_by_three
 from regard.learn.loops import Counts, attention_by_loops
@@ -18,9 +18,9 @@ from regard.masks import Mask
 from regard.pages.html import Page, page
 from regard.render.table import format_bytes
 
-MOST_MULTIPLICATIONS = 1000  # keeps the page below 300 kB, and the reader awake
+MAX_MULTIPLICATIONS = 1000  # keeps the page below 300 kB and short enough to step through
 DOUBLINGS = 10
-COUNTED = (
+COUNTERS = (
     "score_multiply_adds",
     "value_multiply_adds",
     "exponentials",
@@ -38,102 +38,112 @@ def cost(
     tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
 ) -> Page:
-    """A page that computes attention one multiplication at a time while counters run, then doubles the length.
+    """Build a page that computes attention one multiplication at a time with counters, then doubles the length.
 
-    The reader plays, steps and steps back, or goes on to the next cell. The steps are those of
-    `learn.multiplications` and the counters those of `learn.attention_by_loops`, which pass over what a mask hides.
-    Below it a slider doubles the length up to 1024 times over: the board of n × n cells, and what `learn.cost_table`
-    says of each length in float64, as in the loops.
+    The reader plays, steps forwards and backwards, or skips to the next cell. The steps are those of
+    `learn.multiplications` and the counters those of `learn.attention_by_loops`, which skip masked entries. A slider
+    doubles the length up to 1024 times: it shows the n × n cells and the row of `learn.cost_table` for each length, in
+    float64 as in the loops.
 
-    `query` is (q_len, head_dim), `key` (kv_len, head_dim), `value` (kv_len, value_dim), one head of at most 1000
-    multiplications; without any, three tokens of three numbers. Tokens name the keys, and the queries too where there
-    are as many.
+    Args:
+        query: Queries of one head, `(q_len, head_dim)`. Default: three tokens with three entries each.
+        key: Keys, `(kv_len, head_dim)`.
+        value: Values, `(kv_len, value_dim)`. At most 1000 multiplications in all.
+        tokens: Names of the keys, and of the queries too if there are as many.
+        mask: Mask of the matrix.
 
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the value is missing, the arrays do not fit together, or there are too many multiplications.
+
+    >>> from regard.explore import cost
     >>> cost()
     <page "What attention costs", ... kB: save(path) writes it>
     """
     if query is None and key is None and value is None:
         query, key, value = three_by_three.Q, three_by_three.K, three_by_three.V
         tokens = three_by_three.tokens if tokens is None else tokens
-    it = given("explore.cost", query, key, value, tokens, mask)
+    inputs = prepare_inputs("explore.cost", query, key, value, tokens, mask)
     if value is None:
         raise ArgumentError(
             "explore.cost",
             received="a query and a key without a value",
             expected="query, key and value, or none of them for the example",
-            hint="Half of the work is done on the values: pass value too.",
+            hint="Pass the value too: half of the work multiplies weights and values.",
         )
-    (q_len, kv_len), value_dim = it.matrix.shape, np.shape(value)[1]
+    (q_len, kv_len), value_dim = inputs.matrix.shape, np.shape(value)[1]
     check_size(
         "explore.cost",
-        q_len * kv_len * (it.head_dim + value_dim),
-        MOST_MULTIPLICATIONS,
+        q_len * kv_len * (inputs.head_dim + value_dim),
+        MAX_MULTIPLICATIONS,
         "multiplications to go through",
         "Take a few tokens and a few entries: query[:4, :4], key[:4, :4], value[:4, :4].",
     )
-    steps = it.explained()
-    Q = np.array([each.query for each in steps], dtype=float)
-    K, V = (np.array(each, dtype=float) for each in (steps[0].key, steps[0].value))
-    seen = np.array([each.scores for each in steps]) != -np.inf
-    counted = attention_by_loops(Q, K, V, seen)
+    rows = inputs.explain_rows()
+    Q = np.array([row.query for row in rows], dtype=float)
+    K, V = np.array(rows[0].key, dtype=float), np.array(rows[0].value, dtype=float)
+    visible = np.array([row.scores for row in rows]) != -np.inf
+    result = attention_by_loops(Q, K, V, visible)
     return page(
         "What attention costs",
         "cost.js",
         {
-            "tokens": it.tokens,
-            "queries": it.queries,
-            "shape": it.shape,
+            "tokens": inputs.key_names,
+            "queries": inputs.query_names,
+            "shape": inputs.shape,
             "query": Q,
             "key": K,
             "value": V,
-            "weights": counted.weights,
-            "hidden": ~seen,
-            "moments": moments(Q, K, V, seen),
-            "lengths": _lengths(kv_len, it.head_dim, value_dim),
+            "weights": result.weights,
+            "hidden": ~visible,
+            "moments": list_events(Q, K, V, visible),
+            "lengths": _format_lengths(kv_len, inputs.head_dim, value_dim),
         },
     )
 
 
-def moments(Q: Floats, K: Floats, V: Floats, seen: Bools) -> list[list[Any]]:
-    """What happens, in order: [table, row, column, term, total] of a multiplication, then the counters after it.
+def list_events(Q: Floats, K: Floats, V: Floats, visible: Bools) -> list[list[Any]]:
+    """List what happens, in order: [table, row, column, term, total] of a multiplication, then the counters after it.
 
-    Between the scores and the output each row of weights is one moment, without column, term and total. The counters
-    are those of `COUNTED`.
+    Between the scores and the output each row of weights is one event, without column, term and total. The counters
+    are those of `COUNTERS`.
     """
-    # The loops take row by row; the work of a row's softmax is what they count for it besides its multiplications.
-    rows = [attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts for i in range(len(Q))]
-    steps = list(multiplications(Q, K, V, seen))
-    done = Counts()
-    happened: list[list[Any]] = []
+    # The loops take row by row; apart from its multiplications, a row's counts are the work of its softmax.
+    row_counts = [attention_by_loops(Q[i : i + 1], K, V, visible[i : i + 1]).counts for i in range(len(Q))]
+    steps = list(multiplications(Q, K, V, visible))
+    total = Counts()
+    events: list[list[Any]] = []
 
-    def add(table: str, *place: float | None) -> None:
-        happened.append([table, *place, *(getattr(done, name) for name in COUNTED)])
+    def add_event(table: str, *cell: float | None) -> None:
+        events.append([table, *cell, *(getattr(total, name) for name in COUNTERS)])
 
-    for step in (each for each in steps if each.table == "scores"):
-        done.score_multiply_adds += 1
-        add(step.table, step.row, step.column, step.term, step.total)
-    for row, counts in enumerate(rows):
-        for name in COUNTED[2:]:
-            setattr(done, name, getattr(done, name) + getattr(counts, name))
-        add("weights", row, None, None, None)
-    for step in (each for each in steps if each.table == "output"):
-        done.value_multiply_adds += 1
-        add(step.table, step.row, step.column, step.term, step.total)
-    return happened
+    for step in (step for step in steps if step.table == "scores"):
+        total.score_multiply_adds += 1
+        add_event(step.table, step.row, step.column, step.term, step.total)
+    for row, counts in enumerate(row_counts):
+        for name in COUNTERS[2:]:
+            setattr(total, name, getattr(total, name) + getattr(counts, name))
+        add_event("weights", row, None, None, None)
+    for step in (step for step in steps if step.table == "output"):
+        total.value_multiply_adds += 1
+        add_event(step.table, step.row, step.column, step.term, step.total)
+    return events
 
 
-def _lengths(shortest: int, head_dim: int, value_dim: int) -> list[list[str]]:
-    """The rows of the cost table as they are shown: length, entries, growth, memory, multiply-adds."""
-    doubled = [shortest * 2**power for power in range(DOUBLINGS + 1)]
-    table = cost_table(doubled, d_k=head_dim, d_v=value_dim, dtype=np.float64)
-    before = [None, *(row.entries for row in table.rows[:-1])]
+def _format_lengths(shortest: int, head_dim: int, value_dim: int) -> list[list[str]]:
+    """Format the rows of the cost table: length, entries, growth, memory, multiply-adds."""
+    lengths = [shortest * 2**power for power in range(DOUBLINGS + 1)]
+    table = cost_table(lengths, d_k=head_dim, d_v=value_dim, dtype=np.float64)
+    previous = [None, *(row.entries for row in table.rows[:-1])]
     return [
         [
             f"{row.q_len:,}",
             f"{row.entries:,}",
-            f"× {row.entries / last:g}" if last else "",
+            f"× {row.entries / before:g}" if before else "",
             format_bytes(row.bytes),
             f"{row.multiply_adds:,}",
         ]
-        for row, last in zip(table.rows, before, strict=True)
+        for row, before in zip(table.rows, previous, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""One query among its keys, as arrows that the reader moves."""
+"""Explorer of one query among its keys, as arrows in a plane."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from regard.core.explanation import Explanation
 from regard.errors import ArgumentError
-from regard.explore.inputs import check_size, given
+from regard.explore.inputs import check_size, prepare_inputs
 from regard.learn.examples import pronoun
 from regard.masks import Mask
 from regard.pages.html import Page, page
 from regard.types import Array
 
-MOST_ARROWS = 40  # more cover each other
-LARGEST_ENTRY = 1e100  # its square is still a number
+MAX_ARROWS = 40  # more overlap
+MAX_ENTRY = 1e100  # its square is still finite
 
 
 def geometry(
@@ -28,62 +28,74 @@ def geometry(
     tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
 ) -> Page:
-    """A page with query and keys as arrows in one plane, and in another the values with the output among them.
+    """Build a page with query and keys as arrows in one plane, and the values and the output in another.
 
-    The size of a dot is the weight. The reader moves the query and the keys, by pointer or by arrow keys, switches
-    the scaling off, and makes queries and keys one long to see what their length did. `query` is (q_len, 2),
-    `key` (kv_len, 2), `value` (kv_len, 2), one head; without any, the pronoun of the book. Without a value there is
-    only the first plane. Two entries each, no more: the shadow of a longer vector has other lengths and angles, and
-    so would not show where the scores come from. Tokens name the keys, and the queries too where there are as many.
+    The area of a dot is the weight. The reader moves the query and the keys with the pointer or the arrow keys,
+    switches off the scaling, and normalises queries and keys to see the effect of their length. Vectors have two
+    entries: the projection of a longer vector has other lengths and angles, so it would not explain the scores.
 
+    Args:
+        query: Queries of one head, `(q_len, 2)`. Default: the pronoun of the book.
+        key: Keys, `(kv_len, 2)`.
+        value: Values, `(kv_len, 2)`. Without them the page has only the first plane.
+        tokens: Names of the keys, and of the queries too if there are as many.
+        mask: Mask of the matrix.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the arrays do not fit together, are not finite, do not have two entries, or are more than 40.
+
+    >>> from regard.explore import geometry
     >>> geometry()
     <page "Attention in the plane", ... kB: save(path) writes it>
     """
-    example = query is None and key is None and value is None
-    if example:
+    is_example = query is None and key is None and value is None
+    if is_example:
         query, key, value = pronoun.Q, pronoun.K, pronoun.V
         tokens = pronoun.tokens if tokens is None else tokens
-    it = given("explore.geometry", query, key, value, tokens, mask)
-    if example:
-        it = replace(it, queries=["it"])
+    inputs = prepare_inputs("explore.geometry", query, key, value, tokens, mask)
+    if is_example:
+        inputs = replace(inputs, query_names=["it"])
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array is not None:
             _check_entries(name, array)
     check_size(
         "explore.geometry",
-        max(it.matrix.shape),
-        MOST_ARROWS,
+        max(inputs.matrix.shape),
+        MAX_ARROWS,
         "queries or keys",
         "Take some of them: query[:8], key[:8], value[:8].",
     )
-    steps = it.explained()
-    key, value = steps[0].key, steps[0].value
-    for name, array in (("query", [each.query for each in steps]), ("key", key), ("value", value)):
+    rows = inputs.explain_rows()
+    key, value = rows[0].key, rows[0].value
+    for name, array in (("query", [row.query for row in rows]), ("key", key), ("value", value)):
         if array is not None:
             _check_finite(name, np.array(array))
     return page(
         "Attention in the plane",
         "geometry.js",
         {
-            "tokens": it.tokens,
-            "queries": it.queries,
-            "shape": it.shape,
-            "scale": steps[0].scale,
+            "tokens": inputs.key_names,
+            "queries": inputs.query_names,
+            "shape": inputs.shape,
+            "scale": rows[0].scale,
             "key": key,
             "lengths": _lengths(key),
             "value": value,
-            "rows": [_row(each) for each in steps],
+            "rows": [_row_payload(row) for row in rows],
         },
     )
 
 
-def _row(steps: Explanation) -> dict[str, Any]:
-    """The numbers of one query, as the library computed them; the cosine of a zero vector is taken as 0."""
-    length = float(_lengths(steps.query))
-    both = length * _lengths(steps.key)
-    cosines = steps.raw_scores / np.where(both == 0, 1.0, both)
+def _row_payload(row: Explanation) -> dict[str, Any]:
+    """Return the numbers of one query, as the library computed them; the cosine of a zero vector is 0."""
+    length = float(_lengths(row.query))
+    products = length * _lengths(row.key)
+    cosines = row.raw_scores / np.where(products == 0, 1.0, products)
     names = ("query", "scores", "weights", "contributions", "output")
-    return {"length": length, "cosines": cosines, **{name: getattr(steps, name) for name in names}}
+    return {"length": length, "cosines": cosines, **{name: getattr(row, name) for name in names}}
 
 
 def _lengths(vectors: Array) -> Any:
@@ -102,10 +114,10 @@ def _check_entries(name: str, array: Any) -> None:
 
 
 def _check_finite(name: str, array: Array) -> None:
-    if not (np.abs(array) <= LARGEST_ENTRY).all():
+    if not (np.abs(array) <= MAX_ENTRY).all():
         raise ArgumentError(
             "explore.geometry",
-            received=f"{name} with entries that are not finite, or all but",
-            expected=f"numbers up to {LARGEST_ENTRY:g}",
-            hint="A plane has no place for inf and NaN; explore.pipeline shows them.",
+            received=f"{name} with entries that are not finite, or too large",
+            expected=f"numbers up to {MAX_ENTRY:g}",
+            hint="A plane cannot show inf and NaN; explore.pipeline does.",
         )

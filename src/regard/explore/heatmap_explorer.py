@@ -1,4 +1,4 @@
-"""The weights as a picture, each with the computation behind it."""
+"""Explorer of all weights of a head, with the computation of each."""
 
 from __future__ import annotations
 
@@ -7,55 +7,67 @@ from typing import Any
 
 import numpy as np
 
-from regard.explore.inputs import check_size, given
+from regard.explore.inputs import check_size, prepare_inputs
 from regard.masks import Mask
 from regard.pages.html import Page, packed, page
 
-MOST_WEIGHTS = 512 * 512  # about five million characters of page
+MAX_WEIGHTS = 512 * 512  # about five million characters of page
 
 
 def heatmap(
     query: Any = None, key: Any = None, *, tokens: Sequence[str] | None = None, mask: Mask | None = None
 ) -> Page:
-    """A page with the weights as a picture, queries down and keys across; pointing at one tells how it came about.
+    """Build a page with the weights as an image, queries down and keys across, and the computation of each weight.
 
-    The arrow keys move the cell too; up to 24 × 24 the page also has the weights as a table. `query` is
-    (q_len, head_dim) and `key` (kv_len, head_dim), one head of at most 512 × 512 weights; without any, the book's
-    example. Tokens name the keys, and the queries too where there are as many. Numbers travel as float32.
+    The reader chooses a cell with the pointer or the arrow keys. Up to 24 × 24 the page also has the weights as a
+    table. Numbers are embedded as float32.
 
+    Args:
+        query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
+        key: Keys, `(kv_len, head_dim)`. At most 512 × 512 weights.
+        tokens: Names of the keys, and of the queries too if there are as many.
+        mask: Mask of the matrix.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the arrays do not fit together or have too many weights.
+
+    >>> from regard.explore import heatmap
     >>> heatmap()
     <page "Who attends to whom", ... kB: save(path) writes it>
     """
-    it = given("explore.heatmap", query, key, None, tokens, mask)
+    inputs = prepare_inputs("explore.heatmap", query, key, None, tokens, mask)
     check_size(
         "explore.heatmap",
-        it.matrix.shape[0] * it.matrix.shape[1],
-        MOST_WEIGHTS,
+        inputs.matrix.shape[0] * inputs.matrix.shape[1],
+        MAX_WEIGHTS,
         "weights",
         "Take some queries and keys, query[:512] and key[:512].",
     )
-    steps = it.explained()
+    rows = inputs.explain_rows()
 
-    def every(name: str) -> Any:
-        return np.array([getattr(each, name) for each in steps])
+    def stack(name: str) -> Any:
+        return np.array([getattr(row, name) for row in rows])
 
     return page(
         "Who attends to whom",
         "heatmap.js",
         {
-            "tokens": it.tokens,
-            "queries": it.queries,
-            "named": it.named,
-            "shape": it.shape,
-            "size": it.matrix.shape,
-            "head_dim": it.head_dim,
-            "scale": steps[0].scale,
-            "shift": every("shift"),
-            "total": every("total"),
-            "query": packed(every("query")),
-            "key": packed(steps[0].key),
-            "raw_scores": packed(every("raw_scores")),
-            "scores": packed(every("scores")),
-            "weights": packed(every("weights")),
+            "tokens": inputs.key_names,
+            "queries": inputs.query_names,
+            "named": inputs.has_tokens,
+            "shape": inputs.shape,
+            "size": inputs.matrix.shape,
+            "head_dim": inputs.head_dim,
+            "scale": rows[0].scale,
+            "shift": stack("shift"),
+            "total": stack("total"),
+            "query": packed(stack("query")),
+            "key": packed(rows[0].key),
+            "raw_scores": packed(stack("raw_scores")),
+            "scores": packed(stack("scores")),
+            "weights": packed(stack("weights")),
         },
     )

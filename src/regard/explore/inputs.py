@@ -1,4 +1,4 @@
-"""What an explorer was given: one head's matrices and a name for each token, or the example's."""
+"""Check the arrays and tokens passed to an explorer, and fill in the example."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from regard.render.text import escape_unprintable, format_number
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """A matrix of one head, its value if there is one, and the names of its keys and queries, fit to be shown."""
+class ExplorerInputs:
+    """The matrix of one head, its value if there is one, and printable names of its keys and queries."""
 
     matrix: AttentionMatrix
     head_dim: int
     value: Any
-    tokens: list[str]
-    queries: list[str]
-    named: bool
+    key_names: list[str]
+    query_names: list[str]
+    has_tokens: bool
 
     @property
     def shape(self) -> str:
-        """The sizes in a few words."""
+        """The sizes as text, such as "5 queries, 5 keys, 4 entries each"."""
         q_len, kv_len = self.matrix.shape
         queries, keys = "query" if q_len == 1 else "queries", "key" if kv_len == 1 else "keys"
         return f"{q_len} {queries}, {kv_len} {keys}, {self.head_dim} entries each"
 
-    def explained(self) -> list[Explanation]:
-        """The four steps of every query."""
-        return [self.matrix.explain(i, self.value, self.tokens) for i in range(len(self.queries))]
+    def explain_rows(self) -> list[Explanation]:
+        """Compute the four steps of every query."""
+        return [self.matrix.explain(i, self.value, self.key_names) for i in range(len(self.query_names))]
 
 
-def given(
+def prepare_inputs(
     operation: str, query: Any, key: Any, value: Any, tokens: Sequence[str] | None, mask: Mask | None
-) -> Given:
-    """The matrices as given, or those of the example where there are none."""
+) -> ExplorerInputs:
+    """Return the caller's arrays and names, or those of the example if no array is passed.
+
+    Raises:
+        ArgumentError: If query or key is missing, an array is not 2-D or empty, or the number of tokens is wrong.
+    """
     if query is None and key is None and value is None:
         query, key, value = cat.Q, cat.K, cat.V
         tokens = cat.tokens if tokens is None else tokens
@@ -52,7 +56,7 @@ def given(
             operation,
             received="a query without a key" if key is None else "a key without a query",
             expected="query and key, or neither for the example",
-            hint="Pass both: the scores compare the one with the other.",
+            hint="Pass both: a score compares a query with a key.",
         )
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array is not None and np.ndim(array) != 2:
@@ -76,24 +80,23 @@ def given(
             operation,
             received=f"{len(tokens)} tokens",
             expected=f"{kv_len}, one for each key",
-            hint="Tokens name the keys; queries share them where there are as many.",
+            hint="Tokens name the keys, and the queries too if there are as many.",
         )
-    names = (
-        [f"key {j}" for j in range(kv_len)]
-        if tokens is None
-        else [escape_unprintable(str(t)) for t in tokens]
-    )
-    same = tokens is not None and q_len == kv_len
-    queries = names if same else [f"query {i}" for i in range(q_len)]
-    return Given(matrix, np.shape(query)[1], value, names, queries, tokens is not None)
+    if tokens is None:
+        key_names = [f"key {j}" for j in range(kv_len)]
+    else:
+        key_names = [escape_unprintable(str(token)) for token in tokens]
+    share_names = tokens is not None and q_len == kv_len
+    query_names = key_names if share_names else [f"query {i}" for i in range(q_len)]
+    return ExplorerInputs(matrix, np.shape(query)[1], value, key_names, query_names, tokens is not None)
 
 
-def check_size(operation: str, size: int, most: int, unit: str, hint: str) -> None:
-    """Refuse what would make a page nobody can load or read."""
-    if size > most:
+def check_size(operation: str, size: int, limit: int, unit: str, hint: str) -> None:
+    """Raise `ArgumentError` if the page would be too large to load or to read."""
+    if size > limit:
         raise ArgumentError(
             operation,
             received=f"{format_number(size)} {unit}",
-            expected=f"at most {format_number(most)}",
+            expected=f"at most {format_number(limit)}",
             hint=hint,
         )

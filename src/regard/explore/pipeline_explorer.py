@@ -1,4 +1,4 @@
-"""One query's four steps, gone through by the reader."""
+"""Explorer of the four steps of one query."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from regard.core.explanation import Explanation
-from regard.explore.inputs import check_size, given
+from regard.explore.inputs import check_size, prepare_inputs
 from regard.masks import Mask, causal
 from regard.pages.html import Page, page
 from regard.render.text import escape_unprintable
 
-MOST_NUMBERS = 12_000  # keeps the page below 300 kB
+MAX_NUMBERS = 12_000  # keeps the page below 300 kB
 
 
 def pipeline(
@@ -24,56 +24,69 @@ def pipeline(
     tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
 ) -> Page:
-    """A page that goes through the four steps of a query, compare, scale, normalise, aggregate, with every number.
+    """Build a page that steps through compare, scale, normalise and aggregate, with every number.
 
-    The reader picks the query, steps with buttons or arrow keys, and may switch off the scaling or switch on a
-    causal mask. `query` is (q_len, head_dim), `key` (kv_len, head_dim), `value` (kv_len, value_dim), one head;
-    without any, the book's example. Without a value the page ends at the weights. Tokens name the keys, and the
-    queries too where there are as many.
+    The reader picks the query, steps with buttons or arrow keys, and can switch off the scaling or switch on a causal
+    mask. Without a value the page ends at the weights.
 
+    Args:
+        query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
+        key: Keys, `(kv_len, head_dim)`.
+        value: Values, `(kv_len, value_dim)`.
+        tokens: Names of the keys, and of the queries too if there are as many.
+        mask: Mask of the matrix.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the arrays do not fit together or have more numbers than a page can show.
+
+    >>> from regard.explore import pipeline
     >>> pipeline()
     <page "How one query attends", ... kB: save(path) writes it>
     >>> pipeline([[1, 0]], [[1, 0], [1, 1]], tokens=["north", "south"]).html.count("north")
     1
     """
-    it = given("explore.pipeline", query, key, value, tokens, mask)
-    q_len, kv_len = it.matrix.shape
-    value_dim = 0 if it.value is None else np.shape(it.value)[1]
+    inputs = prepare_inputs("explore.pipeline", query, key, value, tokens, mask)
+    q_len, kv_len = inputs.matrix.shape
+    head_dim = inputs.head_dim
+    value_dim = 0 if inputs.value is None else np.shape(inputs.value)[1]
     check_size(
         "explore.pipeline",
-        q_len * (kv_len * (6 + value_dim) + it.head_dim + value_dim) + kv_len * (it.head_dim + value_dim),
-        MOST_NUMBERS,
+        q_len * (kv_len * (6 + value_dim) + head_dim + value_dim) + kv_len * (head_dim + value_dim),
+        MAX_NUMBERS,
         "numbers to show",
         "Take a few queries and keys: query[:8], key[:8], value[:8].",
     )
-    steps = it.explained()
-    shared = steps[0]
+    rows = inputs.explain_rows()
+    first = rows[0]
     return page(
         "How one query attends",
         "pipeline.js",
         {
-            "tokens": it.tokens,
-            "queries": it.queries,
-            "shape": it.shape,
-            "scale": shared.scale,
-            "masks": [escape_unprintable(mask) for mask in shared.masks],
-            "key": shared.key,
-            "value": shared.value,
-            "causal": _causal(steps) if q_len == kv_len else None,
-            "rows": [_row(each) for each in steps],
+            "tokens": inputs.key_names,
+            "queries": inputs.query_names,
+            "shape": inputs.shape,
+            "scale": first.scale,
+            "masks": [escape_unprintable(mask) for mask in first.masks],
+            "key": first.key,
+            "value": first.value,
+            "causal": _causal_rows(rows) if q_len == kv_len else None,
+            "rows": [_row_payload(row) for row in rows],
         },
     )
 
 
-def _row(steps: Explanation) -> dict[str, Any]:
-    """The numbers of one query, as the library computed them."""
+def _row_payload(row: Explanation) -> dict[str, Any]:
+    """Return the numbers of one query, as the library computed them."""
     names = ("query", "raw_scores", "scaled_scores", "scores", "shift", "exponentials", "total", "weights")
-    return {name: getattr(steps, name) for name in (*names, "contributions", "output")}
+    return {name: getattr(row, name) for name in (*names, "contributions", "output")}
 
 
-def _causal(steps: Sequence[Explanation]) -> list[list[bool]] | None:
-    """Which keys a causal mask lets each query see; None where it would hide nothing more."""
-    allowed = causal().to_dense(len(steps), len(steps))
-    seen = np.array([each.scores for each in steps]) != -np.inf
-    listed: list[list[bool]] = allowed.tolist()
-    return listed if (seen & ~allowed).any() else None
+def _causal_rows(rows: Sequence[Explanation]) -> list[list[bool]] | None:
+    """Return the keys that a causal mask allows for each query, or None if it would mask nothing more."""
+    allowed = causal().to_dense(len(rows), len(rows))
+    visible = np.array([row.scores for row in rows]) != -np.inf
+    causal_rows: list[list[bool]] = allowed.tolist()
+    return causal_rows if (visible & ~allowed).any() else None

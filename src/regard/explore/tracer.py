@@ -1,4 +1,4 @@
-"""A run written down: each line as it was done, with the values it left behind."""
+"""Trace a function call: every line as it runs, with the values it produces."""
 
 from __future__ import annotations
 
@@ -13,267 +13,297 @@ from types import CodeType, FrameType
 from typing import Any
 
 from regard.errors import ArgumentError, describe_argument
-from regard.explore.snapshot import kept
-from regard.explore.source import Listing, Loop, listing
+from regard.explore.snapshot import take_snapshot
+from regard.explore.source import FunctionSource, LoopLines, read_source
 from regard.render.text import escape_unprintable
 
-MOST_STEPS = 2000
-MOST_CHARACTERS = 1_500_000  # of values, told apart
+MAX_STEPS = 2000
+MAX_CHARACTERS = 1_500_000  # of distinct values
 
 
 @dataclass(frozen=True)
-class Step:
-    """One line done, or what happens at it: `kind` is enter, line, call, return, yield or raise.
+class TraceStep:
+    """A line that ran, or an event at it.
 
-    `frame` counts the calls, so that a function that calls itself has its values apart; `depth` is how many calls
-    are open. `changed` leads from a name to the number of its value among `Run.values`, or None where it is gone;
-    `produced` are the names that have a new value, be it equal to the old.
-    `rounds` has for each loop around the line which time through that loop it is: (number of the loop's run, round).
-    `result` is the number of the value that is returned or yielded; `says` tells an exception.
+    Attributes:
+        kind: "enter", "line", "call", "return", "yield" or "raise".
+        source: Index of the function in `Trace.sources`.
+        line: Line number.
+        frame: Number of the call, which separates the values of recursive calls.
+        depth: Number of open calls.
+        changed: Index in `Trace.values` of each name that changed; None for a name that was deleted.
+        produced: Names that were assigned, even if the new value equals the old one.
+        iterations: For each loop around the line, the index in `Trace.loops` and the iteration.
+        result: Index of the value that was returned or yielded.
+        exception: Text of the exception that was raised.
     """
 
     kind: str
-    listing: int
+    source: int
     line: int
     frame: int
     depth: int
     changed: dict[str, int | None]
     produced: list[str]
-    rounds: tuple[tuple[int, int], ...]
+    iterations: tuple[tuple[int, int], ...]
     result: int | None = None
-    says: str | None = None
+    exception: str | None = None
 
 
 @dataclass
-class Run:
-    """All steps of a run. `loops` has for each run of a loop the names it gives values to and how often it went round.
+class Trace:
+    """The steps of a call.
 
-    `cut` says in words why the steps end before the run did, if they do.
+    Attributes:
+        name: Qualified name of the function.
+        sources: Functions that were traced.
+        steps: Steps in order.
+        values: Snapshots of the distinct values.
+        loops: Target names and number of iterations of each loop that ran.
+        truncated: Why the steps end before the call did, or None.
     """
 
     name: str
-    listings: list[Listing] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    sources: list[FunctionSource] = field(default_factory=list)
+    steps: list[TraceStep] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
     loops: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
-    cut: str | None = None
+    truncated: str | None = None
 
 
 @dataclass
-class _Frame:
-    """What is known of an open call."""
+class _OpenCall:
+    """The state of a call that has not returned."""
 
     number: int
-    listing: int
+    source: int
     line: int | None = None
-    raised: BaseException | None = None
-    seen: dict[str, int] = field(default_factory=dict)
-    rounds: list[tuple[Loop, int]] = field(default_factory=list)  # the loops it is in, each with its run
+    exception: BaseException | None = None
+    values: dict[str, int] = field(default_factory=dict)
+    loops: list[tuple[LoopLines, int]] = field(
+        default_factory=list
+    )  # the loops around the line, outermost first
 
 
-class Recorder:
-    """Follows one function and what it calls of its own module, by the interpreter's trace events.
+class LineTracer:
+    """Trace function for `sys.settrace` that follows one function and the functions of its module it calls.
 
-    An event comes before a line is done, so a line is written down at the event after it.
+    The interpreter reports a line before it runs, so a line is recorded at the next event.
     """
 
     def __init__(self, root: CodeType, module: dict[str, Any]) -> None:
-        self.run, self._root, self._module = Run(root.co_qualname), root, module
-        self._listings: dict[CodeType, int | None] = {}
-        self._frames: dict[FrameType, _Frame] = {}
-        self._open: list[FrameType] = []
-        self._numbers: dict[str, int] = {}
+        self.trace, self._root, self._module = Trace(root.co_qualname), root, module
+        self._source_indices: dict[CodeType, int | None] = {}
+        self._calls: dict[FrameType, _OpenCall] = {}
+        self._stack: list[FrameType] = []
+        self._value_indices: dict[str, int] = {}
         self._characters = 0
-        self._passing: BaseException | None = None
+        self._propagating: BaseException | None = None
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """What the interpreter calls: at the start of every function, then at each event of those followed."""
-        if self.run.cut:
-            frame.f_trace = None  # at full speed from here
+        """Handle a trace event: the start of any function, or an event of a function that is followed."""
+        if self.trace.truncated:
+            frame.f_trace = None  # run at full speed
             return None
         if event == "call":
             return self._enter(frame)
-        state = self._frames[frame]
+        call = self._calls[frame]
         if event == "line":
-            self._line(frame, state)
+            self._start_line(frame, call)
         elif event == "exception":
-            state.raised = arg[1]
+            call.exception = arg[1]
         elif event == "return":
-            self._leave(frame, state, arg)
-        if len(self.run.steps) >= MOST_STEPS or self._characters >= MOST_CHARACTERS:
-            self.run.cut = f"The walk ends here, after {len(self.run.steps)} steps; the run went on."
+            self._leave(frame, call, arg)
+        if len(self.trace.steps) >= MAX_STEPS or self._characters >= MAX_CHARACTERS:
+            self.trace.truncated = (
+                f"The trace ends here, after {len(self.trace.steps)} steps; the call continued."
+            )
             sys.settrace(None)
         return self
 
     # -- Events --
 
     def _enter(self, frame: FrameType) -> Any:
-        if frame.f_globals is not self._module or (index := self._listing_of(frame.f_code)) is None:
+        if frame.f_globals is not self._module or (index := self._source_index(frame.f_code)) is None:
             return None
-        if self._open:
-            caller = self._open[-1]
-            self._write("call", caller, self._frames[caller])
-        resumed = frame in self._frames  # a generator goes on
-        state = self._frames.setdefault(frame, _Frame(len(self._frames), index))
-        self._open.append(frame)
-        if not resumed:
-            state.line = self.run.listings[index].line
-            self._write("enter", frame, state)
-            state.line = None
+        if self._stack:
+            caller = self._stack[-1]
+            self._record("call", caller, self._calls[caller])
+        is_resumed = frame in self._calls  # a generator
+        call = self._calls.setdefault(frame, _OpenCall(len(self._calls), index))
+        self._stack.append(frame)
+        if not is_resumed:
+            call.line = self.trace.sources[index].line
+            self._record("enter", frame, call)
+            call.line = None
         return self
 
-    def _line(self, frame: FrameType, state: _Frame) -> None:
-        layout = self.run.listings[state.listing]
-        line = layout.starts.get(frame.f_lineno, frame.f_lineno)
-        raised, state.raised = state.raised, None
-        if raised is not None and not isinstance(raised, StopIteration):
-            self._write("raise", frame, state, says=_told(raised))  # and caught here
-        elif state.line is not None and (line == state.line or state.line in layout.withs.get(line, ())):
-            return  # the same statement goes on, or a `with` is left: no line of its own
-        elif state.line is not None:
-            self._turn(state, line)
-            self._write("line", frame, state)
-        while state.rounds and not state.rounds[-1][0].line <= line <= state.rounds[-1][0].end:
-            state.rounds.pop()
-        state.line = line
+    def _start_line(self, frame: FrameType, call: _OpenCall) -> None:
+        source = self.trace.sources[call.source]
+        line = source.starts.get(frame.f_lineno, frame.f_lineno)
+        exception, call.exception = call.exception, None
+        if exception is not None and not isinstance(exception, StopIteration):
+            self._record("raise", frame, call, exception=_format_exception(exception))  # and caught here
+        elif call.line is not None and (line == call.line or call.line in source.withs.get(line, ())):
+            return  # the statement continues, or a `with` block ends: not a line of its own
+        elif call.line is not None:
+            self._count_iteration(call, line)
+            self._record("line", frame, call)
+        while call.loops and not call.loops[-1][0].line <= line <= call.loops[-1][0].end:
+            call.loops.pop()
+        call.line = line
 
-    def _leave(self, frame: FrameType, state: _Frame, result: Any) -> None:
-        self._open.remove(frame)
+    def _leave(self, frame: FrameType, call: _OpenCall, result: Any) -> None:
+        self._stack.remove(frame)
         last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if state.raised is not None and not last.startswith("RETURN"):
-            if self._passing is not state.raised:  # told where it came up, not by each caller it passes
-                self._write("raise", frame, state, says=_told(state.raised))
-            self._passing = state.raised
+        if call.exception is not None and not last.startswith("RETURN"):
+            if self._propagating is not call.exception:  # recorded where it was raised, not in every caller
+                self._record("raise", frame, call, exception=_format_exception(call.exception))
+            self._propagating = call.exception
             return
         kind = "yield" if last == "YIELD_VALUE" else "return"
-        self._turn(state, -1)
-        self._write(kind, frame, state, result=self._number(result))
-        if kind == "yield" and not self._assigned(state):
-            state.line = None  # going on, there is nothing left of it to do
+        self._count_iteration(call, -1)
+        self._record(kind, frame, call, result=self._value_index(result))
+        if kind == "yield" and not self._assigned_names(call):
+            call.line = None  # the statement is complete when the generator resumes
 
-    # -- What is written down --
+    # -- Recording --
 
-    def _write(
-        self, kind: str, frame: FrameType, state: _Frame, result: int | None = None, says: str | None = None
+    def _record(
+        self,
+        kind: str,
+        frame: FrameType,
+        call: _OpenCall,
+        result: int | None = None,
+        exception: str | None = None,
     ) -> None:
-        if state.line is None:
-            state.line = frame.f_lineno
-        now = {
-            escape_unprintable(name): self._number(value)
+        if call.line is None:
+            call.line = frame.f_lineno
+        values = {
+            escape_unprintable(name): self._value_index(value)
             for name, value in frame.f_locals.items()
             if not name.startswith((".", "@"))
         }
-        changed: dict[str, int | None] = {n: v for n, v in now.items() if state.seen.get(n) != v}
-        changed.update({name: None for name in state.seen if name not in now})
-        state.seen = now
-        given = self._assigned(state) if kind in ("line", "return") else []
-        produced = [name for name in now if name in changed or name in given]
-        depth = len(self._open) - 1 if frame in self._open else len(self._open)
-        rounds = tuple((number, self.run.loops[number][1]) for _, number in state.rounds)
-        self.run.steps.append(
-            Step(
-                kind, state.listing, state.line, state.number, depth, changed, produced, rounds, result, says
+        changed: dict[str, int | None] = {
+            name: index for name, index in values.items() if call.values.get(name) != index
+        }
+        changed.update({name: None for name in call.values if name not in values})
+        call.values = values
+        assigned = self._assigned_names(call) if kind in ("line", "return") else []
+        self.trace.steps.append(
+            TraceStep(
+                kind=kind,
+                source=call.source,
+                line=call.line,
+                frame=call.number,
+                depth=len(self._stack) - 1 if frame in self._stack else len(self._stack),
+                changed=changed,
+                produced=[name for name in values if name in changed or name in assigned],
+                iterations=tuple((index, self.trace.loops[index][1]) for _, index in call.loops),
+                result=result,
+                exception=exception,
             )
         )
 
-    def _assigned(self, state: _Frame) -> list[str]:
-        """The names that the line just done gave values to; the head of a loop that is over gave none."""
-        layout = self.run.listings[state.listing]
-        is_head = any(loop.line == state.line for loop in layout.loops)
-        if state.line is None or (is_head and not (state.rounds and state.rounds[-1][0].line == state.line)):
+    def _assigned_names(self, call: _OpenCall) -> list[str]:
+        """Return the names that the last line assigned; the head of a finished loop assigns none."""
+        source = self.trace.sources[call.source]
+        is_head = any(loop.line == call.line for loop in source.loops)
+        if call.line is None or (is_head and not (call.loops and call.loops[-1][0].line == call.line)):
             return []
-        return layout.assigns.get(state.line, [])
+        return source.assigns.get(call.line, [])
 
-    def _turn(self, state: _Frame, line: int) -> None:
-        """Keep count: where the line just done is the head of a loop, `line` tells if it goes round once more."""
-        loop = next(
-            (loop for loop in self.run.listings[state.listing].loops if loop.line == state.line), None
-        )
+    def _count_iteration(self, call: _OpenCall, line: int) -> None:
+        """If the last line is the head of a loop, count an iteration when `line` is in its body, else end the loop."""
+        loops = self.trace.sources[call.source].loops
+        loop = next((loop for loop in loops if loop.line == call.line), None)
         if loop is None:
             return
-        goes_round, is_open = (
-            loop.body <= line <= loop.end,
-            bool(state.rounds) and state.rounds[-1][0] is loop,
-        )
-        if goes_round and not is_open:
-            state.rounds.append((loop, len(self.run.loops)))
-            self.run.loops.append((loop.names, 0))
-        if goes_round:
-            number = state.rounds[-1][1]
-            self.run.loops[number] = (loop.names, self.run.loops[number][1] + 1)
+        enters_body = loop.body <= line <= loop.end
+        is_open = bool(call.loops) and call.loops[-1][0] is loop
+        if enters_body and not is_open:
+            call.loops.append((loop, len(self.trace.loops)))
+            self.trace.loops.append((loop.names, 0))
+        if enters_body:
+            index = call.loops[-1][1]
+            self.trace.loops[index] = (loop.names, self.trace.loops[index][1] + 1)
         elif is_open:
-            state.rounds.pop()
+            call.loops.pop()
 
-    def _number(self, value: Any) -> int:
-        """The number of a value: equal records share one."""
-        record = kept(value)
-        text = json.dumps(record)
-        if text not in self._numbers:
-            self._numbers[text] = len(self.run.values)
+    def _value_index(self, value: Any) -> int:
+        """Return the index of a value's snapshot; equal snapshots share one."""
+        snapshot = take_snapshot(value)
+        text = json.dumps(snapshot)
+        if text not in self._value_indices:
+            self._value_indices[text] = len(self.trace.values)
             self._characters += len(text)
-            self.run.values.append(record)
-        return self._numbers[text]
+            self.trace.values.append(snapshot)
+        return self._value_indices[text]
 
-    def _listing_of(self, code: CodeType) -> int | None:
-        """Which listing shows the code; None for what is not followed: other modules, comprehensions, class bodies."""
-        if code not in self._listings:
-            plain = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
-            found = listing(code, self._module) if plain or code is self._root else None
-            self._listings[code] = None if found is None else len(self.run.listings)
-            if found is not None:
-                self.run.listings.append(found)
-        return self._listings[code]
+    def _source_index(self, code: CodeType) -> int | None:
+        """Return the index of the source of a code object; None for comprehensions, class bodies and other modules."""
+        if code not in self._source_indices:
+            is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
+            source = read_source(code, self._module) if is_function or code is self._root else None
+            self._source_indices[code] = None if source is None else len(self.trace.sources)
+            if source is not None:
+                self.trace.sources.append(source)
+        return self._source_indices[code]
 
 
-def _told(error: BaseException) -> str:
+def _format_exception(error: BaseException) -> str:
     try:
-        words = str(error)
-    except Exception:  # an error of the reader's own may do anything
-        words = ""
+        message = str(error)
+    except Exception:  # the `__str__` of a user's exception can run any code
+        message = ""
     name = type(error).__name__
-    return escape_unprintable(f"{name}: {words[:500]}" if words else name)
+    return escape_unprintable(f"{name}: {message[:500]}" if message else name)
 
 
-def record(operation: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
-    """Call a function and write down how it went; a generator is gone through to its end."""
-    root, module = _source_of(operation, function)
-    recorder = Recorder(root, module)
+def trace_call(operation: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+    """Call a function and trace it; a generator is run to its end.
+
+    Raises:
+        ArgumentError: If the function has no Python source, or no line of it ran.
+    """
+    root, module = _find_code(operation, function)
+    tracer = LineTracer(root, module)
     try:
-        with _tracing(recorder):
+        with _tracing(tracer):
             result = function(*args, **kwargs)
             if inspect.isgenerator(result):
                 for _ in result:
-                    if recorder.run.cut:
+                    if tracer.trace.truncated:
                         break
     except Exception as error:
-        run = recorder.run
-        if not run.steps:  # not the function's own: it was never entered
+        trace = tracer.trace
+        if not trace.steps:  # the function was not entered, so the error is not its own
             raise
-        if run.steps[-1].kind != "raise" and not run.cut:  # calls so deep that none could be followed
-            run.cut = f"The walk ends here: {_told(error)}"
-    if not recorder.run.steps:
+        if trace.steps[-1].kind != "raise" and not trace.truncated:  # recursion too deep to trace
+            trace.truncated = f"The trace ends here: {_format_exception(error)}"
+    if not tracer.trace.steps:
         raise ArgumentError(
             operation,
             received=f"the function {root.co_name}, of which no line was run",
             expected="a call that runs its lines",
-            hint="A cache may have answered for it: pass the function without its decorator.",
+            hint="If a cache returned the result, pass the function without its decorator.",
         )
-    return recorder.run
+    return tracer.trace
 
 
 @contextlib.contextmanager
-def _tracing(recorder: Recorder) -> Iterator[None]:
-    """Trace with the recorder, then with whatever there was: a debugger, a measure of coverage."""
-    before = sys.gettrace()
-    sys.settrace(recorder)
+def _tracing(tracer: LineTracer) -> Iterator[None]:
+    """Install the tracer, and restore the previous trace function of a debugger or coverage tool afterwards."""
+    previous = sys.gettrace()
+    sys.settrace(tracer)
     try:
         yield
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)
 
 
-def _source_of(operation: str, function: Any) -> tuple[CodeType, dict[str, Any]]:
-    """The code that a call of the function runs, and the module it belongs to."""
+def _find_code(operation: str, function: Any) -> tuple[CodeType, dict[str, Any]]:
+    """Return the code that a call of the function runs, and the globals of its module."""
     inner = function
     while hasattr(inner, "func") and not hasattr(inner, "__code__"):  # functools.partial
         inner = inner.func
@@ -288,13 +318,13 @@ def _source_of(operation: str, function: Any) -> tuple[CodeType, dict[str, Any]]
         raise ArgumentError(
             operation,
             received=describe_argument(function),
-            expected="a function written in Python that runs when it is called",
-            hint="Write a function that calls it, and pass that.",
+            expected="a synchronous function written in Python",
+            hint="Write a function that calls it, and pass that function.",
         )
-    if listing(code, module) is None:
+    if read_source(code, module) is None:
         raise ArgumentError(
             operation,
-            received=f"the function {code.co_name}, whose source is not to be found",
+            received=f"the function {code.co_name}, whose source is not available",
             expected="a function from a file or a notebook",
             hint="Put it in a file and import it.",
         )
