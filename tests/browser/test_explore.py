@@ -1,4 +1,4 @@
-"""The explorers in a real browser, worked as a reader would; what is on screen is compared with Python's numbers."""
+"""The pipeline and heatmap explorers in a real browser; the numbers on screen are compared with Python's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from regard.learn import cat
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, pace, table
 
-pytestmark = pytest.mark.slow  # the browser, not the library
+pytestmark = pytest.mark.slow  # starts a browser
 
 
 # -- Pipeline ---------------------------------------------------------------------------------------------
 
 
 def expected(steps, step: int) -> list[list[str]]:
-    """What the table must say of an explanation, cell by cell."""
+    """The cells of the table for an explanation."""
     rows = []
     for j, name in enumerate(steps.key_tokens):
         score = "hidden" if steps.scores[j] == -np.inf else format_number(steps.scores[j])
@@ -114,12 +114,12 @@ def test_pipeline_switches_agree_with_the_library(show, mask):
             ]
 
 
-def test_pipeline_of_ones_own(show):
+def test_pipeline_of_own_arrays(show):
     rng = np.random.default_rng(3)
     query, key = rng.normal(size=(2, 11)), rng.normal(size=(3, 11))
     mask = regard.dense([[True, False, True], [False] * 3])
     tab = show(explore.pipeline(query, key, mask=mask))
-    assert tab.get_by_label("causal mask").count() == 0  # which corner would be meant?
+    assert tab.get_by_label("causal mask").count() == 0  # not square
     assert tab.locator(".steps li").count() == 3  # no value: nothing to aggregate
     tab.keyboard.press("ArrowRight")
     assert tab.locator("#formula").text_content() == "score = sum × 0.3015, then " + repr(mask)
@@ -135,7 +135,7 @@ def test_pipeline_of_ones_own(show):
     assert tab.locator("#formula").text_content() == f"output = {format_vector([0] * 11)}"
 
 
-def test_pipeline_of_what_is_not_finite_and_hidden(show):
+def test_pipeline_of_masked_values_that_are_not_finite(show):
     key = np.array([[1.0, 2.0], [np.nan, np.inf], [0.5, -1.0]])
     value = np.array([[1.0], [np.nan], [3.0]])
     mask = regard.dense([[True, False, True]])
@@ -148,7 +148,7 @@ def test_pipeline_of_what_is_not_finite_and_hidden(show):
     assert tab.locator("#formula").text_content() == f"output = {format_vector(steps.output)}"
 
 
-def test_pages_of_tensors_are_those_of_arrays():
+def test_tensors_and_arrays_make_equal_pages():
     torch = pytest.importorskip("torch")
     Q, K, V = (torch.tensor(np.array(x), requires_grad=True) for x in (cat.Q, cat.K, cat.V))
 
@@ -202,7 +202,7 @@ def shown_computation(tab) -> dict[str, str]:
 
 
 def computation(steps, j: int) -> dict[str, str]:
-    """What it must say."""
+    """The expected texts about a cell."""
     raw, score = format_number(steps.raw_scores[j]), format_number(steps.scores[j])
     terms = [f"{format_number(q)}·{format_number(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
     says = {"weight": format_number(steps.weights[j]), "Compare": " + ".join(terms) + f" = {raw}"}
@@ -216,7 +216,7 @@ def computation(steps, j: int) -> dict[str, str]:
 
 
 def point_at(tab, i: int, j: int, n: int, top: int, within: float = 0.5) -> None:
-    """Move the pointer to a cell, counted from the corner at the lower right, where no labels are."""
+    """Move the pointer to a cell, counted from the lower right corner, which has no labels."""
     box = tab.locator("#picture").bounding_box()
     cell = (box["height"] - 2 - top) / n
     right, bottom = box["x"] + box["width"] - 1, box["y"] + box["height"] - 1
@@ -290,7 +290,7 @@ def test_heatmap_colours_follow_the_weights(show):
     assert tab.locator("#top").text_content() == "largest of the row"
 
 
-def test_heatmap_writes_a_small_weight_so_that_it_reads_small(show):
+def test_heatmap_formats_a_small_weight_as_small(show):
     tab = show(explore.heatmap(8 * np.eye(3), np.eye(3) * 3))
     tab.evaluate(
         "() => { const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];"
@@ -300,7 +300,7 @@ def test_heatmap_writes_a_small_weight_so_that_it_reads_small(show):
     tab.locator("#picture").press("ArrowRight")  # paints again
     tab.wait_for_function("window.written.length > 0")
     assert tab.evaluate("window.written").count("<0.001") == 6
-    assert float(tab.locator("#cell .weight").inner_text()) < 1e-3  # in full beside the picture
+    assert float(tab.locator("#cell .weight").inner_text()) < 1e-3  # in full beside the image
 
 
 def test_heatmap_of_512_by_512(show):
@@ -349,13 +349,13 @@ def test_heatmap_fits_a_phone(show, scheme):
 
 
 @pytest.mark.parametrize("make", EXPLORERS)
-def test_the_example_is_drawn_at_once(show, make):
+def test_the_example_loads_quickly(show, make):
     tab = show(make())
     assert tab.evaluate(LOADED) < 20 * pace(tab)
     assert tab.locator("h1").count() == 1
 
 
-# -- What is refused --------------------------------------------------------------------------------------
+# -- Refused arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tin
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, LOADED, faults, pace
 
-slow = pytest.mark.slow  # the browser, not the library
+slow = pytest.mark.slow  # starts a browser
 
 
 def trace(function, *args, **kwargs):
@@ -29,7 +29,7 @@ def trace(function, *args, **kwargs):
 
 
 def story(run) -> list[str]:
-    """Each step in a line: kind, the text of the line, the values that changed, the result."""
+    """Format each step: kind, text of the line, changed values, result."""
     found = []
     for step in run.steps:
         listing = run.sources[step.source]
@@ -55,7 +55,7 @@ def add_up(numbers):
     return total
 
 
-def test_a_line_comes_with_what_it_produced():
+def test_a_line_has_the_values_it_produced():
     assert story(trace(add_up, [3, 4])) == [
         "enter def add_up(numbers): [numbers=…]",
         "line total = 0 [total=0]",
@@ -68,7 +68,7 @@ def test_a_line_comes_with_what_it_produced():
     ]
 
 
-def test_rounds_of_loops_are_counted():
+def test_loop_iterations_are_counted():
     def board(n):
         cells = 0
         for i in range(n):
@@ -92,7 +92,7 @@ def test_rounds_of_loops_are_counted():
     assert run.steps[-1].iterations == () and run.steps[-2].iterations == ()  # the loop is over
 
 
-def test_leaving_a_loop_ends_its_rounds():
+def test_leaving_a_loop_ends_its_iterations():
     def find(row, wanted):
         for x in row:
             if x == wanted:
@@ -110,7 +110,7 @@ def test_leaving_a_loop_ends_its_rounds():
     assert story(run)[-1] == "return return None [] -> None" and run.steps[-1].iterations == ()
 
 
-def test_later_mutation_leaves_the_past_alone():
+def test_later_mutation_does_not_change_earlier_values():
     def fill(n):
         row = np.zeros(n)
         listed = [0] * n
@@ -166,13 +166,13 @@ def test_calls_of_the_same_module_are_followed():
         (lambda x: x + 1, (1,), "(lambda x: x + 1, (1,)"),
     ],
 )
-def test_whatever_can_be_called(function, args, first):
+def test_callables_of_every_kind(function, args, first):
     run = trace(function, *args)
     assert run.sources[0].lines[run.sources[0].line].strip().startswith(first)
     assert run.steps[-1].kind == "return"
 
 
-def test_a_function_that_calls_itself_keeps_its_calls_apart():
+def test_recursive_calls_have_separate_values():
     def factorial(n):
         if n == 0:
             return 1
@@ -227,7 +227,7 @@ def test_generators():
     assert run.values[run.steps[-1].result]["text"] == 1
 
 
-def test_an_endless_generator_is_left(monkeypatch):
+def test_an_endless_generator_is_stopped(monkeypatch):
     monkeypatch.setattr(tracer, "MAX_STEPS", 50)
 
     def forever():
@@ -239,7 +239,7 @@ def test_an_endless_generator_is_left(monkeypatch):
     assert run.truncated == "The trace ends here, after 50 steps; the call continued."
 
 
-def test_a_long_run_is_cut_in_words_and_still_done(monkeypatch):
+def test_a_long_call_is_truncated_and_completes(monkeypatch):
     monkeypatch.setattr(tracer, "MAX_STEPS", 20)
     done = []
 
@@ -274,7 +274,7 @@ def deeper(n):
 
 def test_endless_recursion_is_reported():
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(500)  # libraries that others imported raise it
+    sys.setrecursionlimit(500)  # other libraries may have raised it
     try:
         run = trace(deeper, 0)
     finally:
@@ -282,7 +282,7 @@ def test_endless_recursion_is_reported():
     assert "RecursionError" in (run.truncated or story(run)[-1])
 
 
-def test_an_exception_that_is_caught_goes_on():
+def test_the_trace_continues_after_a_caught_exception():
     def careful(row):
         try:
             first = row[0]
@@ -295,7 +295,7 @@ def test_an_exception_that_is_caught_goes_on():
     assert lines[-1] == "return return first [] -> 'list index out of range'"
 
 
-def test_an_iterator_that_ends_is_no_exception():
+def test_the_end_of_an_iterator_is_not_an_exception():
     class Two:
         def __init__(self):
             self.left = 2
@@ -344,7 +344,7 @@ def test_a_statement_is_one_step_however_many_lines():
     assert [ends[step.line] - step.line for step in run.steps] == [0, 3, 0, 2, 0]
 
 
-def test_comprehensions_are_one_step_and_what_they_call_is_followed():
+def test_comprehensions_are_one_step_and_their_calls_are_followed():
     def squares(n):
         return [helper(i) for i in range(n)]
 
@@ -361,7 +361,7 @@ def test_comprehensions_are_one_step_and_what_they_call_is_followed():
     ]
 
 
-def test_the_tracer_that_was_there_comes_back():
+def test_the_previous_trace_function_is_restored():
     seen = []
 
     def tracer(frame, event, arg):
@@ -393,7 +393,7 @@ def test_a_cell_of_a_notebook():
     run = trace(names["cell"], 1)
     assert story(run)[1] == "line y = x + 1 [y=2]"
     assert run.sources[0].notes[2] == "one more"
-    # With a line that is not Python, there are still the lines.
+    # A cell with a line that is not Python still has its lines.
     linecache.cache["<cell 1>"] = (1, None, [*lines, "%matplotlib inline\n"], "<cell 1>")
     run = trace(names["cell"], 1)
     assert list(run.sources[0].lines.values()) == [line.rstrip() for line in lines]
@@ -405,7 +405,7 @@ def test_a_cell_of_a_notebook():
 
 
 class Unwilling:
-    """Fails at every look."""
+    """Raises whenever it is inspected."""
 
     def __getattribute__(self, name):
         raise RuntimeError(name)
@@ -453,7 +453,7 @@ def test_any_value_has_a_snapshot():
     assert [name for name, _ in take_snapshot(point)["parts"]] == ["x", "y"]
 
 
-def test_long_values_are_cut_and_counted():
+def test_long_values_are_truncated_and_counted():
     matrix = take_snapshot(np.arange(10_000).reshape(100, 100))
     assert matrix["shape"] == [100, 100] and len(matrix["cells"]) == 8
     assert matrix["cells"][0] == [0, 1, 2, 3, 4, 5, "…", 99]
@@ -470,7 +470,7 @@ def test_tensors_have_snapshots():
     assert take_snapshot(torch.tensor(3)) == {"type": "torch.int64", "text": 3}
 
 
-# -- What is said of a line -------------------------------------------------------------------------------
+# -- Notes on lines --------------------------------------------------------------------------------------
 
 
 def commented(n):
@@ -507,7 +507,7 @@ def test_comments_and_docstrings_explain():
     assert notes["return Doubling().times(total)"] == "The number, so many times."  # what it calls
 
 
-def test_notes_say_more():
+def test_notes_are_added():
     first = commented.__code__.co_firstlineno
     notes = notes_of(explore.code(commented, 1, notes={"total +=": "grows", first: "begins"}))
     assert notes["total += i"] == notes["total += 1  # one extra"] == "grows"
@@ -517,7 +517,7 @@ def test_notes_say_more():
             explore.code(commented, 1, notes={where: "?"})
 
 
-# -- What is refused --------------------------------------------------------------------------------------
+# -- Refused arguments ------------------------------------------------------------------------------------
 
 
 async def later():
@@ -536,12 +536,12 @@ async def later():
         ),
     ],
 )
-def test_what_is_refused(function, words):
+def test_unsupported_functions_raise(function, words):
     with pytest.raises(regard.ArgumentError, match=re.escape(words)):
         explore.code(function, 1)
 
 
-def test_arguments_that_do_not_fit_are_the_caller_s_error():
+def test_wrong_arguments_raise_the_error_of_the_call():
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         explore.code(add_up)
     with pytest.raises(regard.ArgumentError, match="arguments without a function"):
@@ -555,10 +555,10 @@ def test_arguments_that_do_not_fit_are_the_caller_s_error():
 # -- The page ---------------------------------------------------------------------------------------------
 
 
-# Goes through the whole walk in the page itself, one call instead of hundreds.
+# Steps through the whole trace in the page itself, one call instead of hundreds.
 HARVEST = """() => {
   const text = (node) => node.textContent;
-  const told = (node) => node.querySelector(".matrix")
+  const valueText = (node) => node.querySelector(".matrix")
     ? [...node.querySelectorAll(".matrix")].map((m) => [...m.rows].map((r) => [...r.cells].map(text)))
     : [...node.querySelectorAll(".text")].map(text);
   const found = [];
@@ -567,7 +567,7 @@ HARVEST = """() => {
       line: Number(document.querySelector("[aria-current] .no").textContent),
       where: document.querySelector("#where").textContent,
       fresh: Object.fromEntries(
-        [...document.querySelectorAll(".fresh")].map((v) => [text(v.querySelector("strong")), told(v)])),
+        [...document.querySelectorAll(".fresh")].map((v) => [text(v.querySelector("strong")), valueText(v)])),
       other: [...document.querySelectorAll(".others strong")].map(text),
     });
     if (document.querySelector("#next").disabled) return found;
@@ -581,7 +581,7 @@ def cells(array) -> list:
 
 
 @slow
-def test_the_class_walked_with_every_number(show):
+def test_the_steps_of_the_class_show_every_number(show):
     tab = show(explore.code())
     seen = tab.evaluate(HARVEST)
     attention = ScaledDotProductAttention(4)
@@ -605,7 +605,7 @@ def test_the_class_walked_with_every_number(show):
 
 
 @slow
-def test_the_loops_walked_round_by_round(show):
+def test_the_loops_iteration_by_iteration(show):
     tab = show(explore.code(attention_by_loops, tiny_head.Q, tiny_head.K, tiny_head.V))
     seen = tab.evaluate(HARVEST)
     scores = tiny_head.Q @ tiny_head.K.T
@@ -697,7 +697,7 @@ def test_hostile_source_and_values_are_text(show):
 
 
 @slow
-def test_what_is_not_finite_and_what_was_cut_is_told(show, monkeypatch):
+def test_nonfinite_values_and_truncation_are_shown(show, monkeypatch):
     monkeypatch.setattr(tracer, "MAX_STEPS", 4)
 
     def endless():
@@ -716,7 +716,7 @@ def test_what_is_not_finite_and_what_was_cut_is_told(show, monkeypatch):
 
 @slow
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
-def test_it_fits_and_has_no_serious_fault(show, scheme, width):
+def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme}
     tab = show(explore.code(), **options)
     assert tab.evaluate(LOADED) < 20 * pace(tab)

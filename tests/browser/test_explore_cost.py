@@ -1,4 +1,4 @@
-"""The cost explorer in a real browser: each step is the library's, each counter what its loops counted."""
+"""The cost explorer in a real browser: steps and counters are compared with those of `regard.learn`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.learn import attention_by_loops, cat, cost_table, multiplications, t
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, faults
 
-pytestmark = pytest.mark.slow  # the browser, not the library
+pytestmark = pytest.mark.slow  # starts a browser
 
 Q, K, V = three_by_three.Q, three_by_three.K, three_by_three.V
 
@@ -43,7 +43,7 @@ def in_text(table) -> list[list[str]]:
 
 
 def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
-    """What the page must show after each step, from the walk and the loops of `regard.learn`."""
+    """The expected state of the page after each step, from the loops of `regard.learn`."""
     (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
     loops = attention_by_loops(Q, K, V, seen)
     made = {
@@ -76,8 +76,8 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
             "counters": list(counts.values()),
         }
 
-    walk = list(multiplications(Q, K, V, seen))
-    steps += [multiplied(step) for step in walk if step.table == "scores"]
+    products = list(multiplications(Q, K, V, seen))
+    steps += [multiplied(step) for step in products if step.table == "scores"]
     for i in range(n_q):
         alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts
         for name in COUNTERS[2:]:
@@ -95,7 +95,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
                 "counters": list(counts.values()),
             }
         )
-    steps += [multiplied(step) for step in walk if step.table == "output"]
+    steps += [multiplied(step) for step in products if step.table == "output"]
     np.testing.assert_allclose([float(x) for x in made["output"].flat], loops.output.ravel(), atol=6e-5)
     return steps
 
@@ -120,7 +120,7 @@ def test_the_example_step_by_step(show):
     assert tab.locator("#counters dd").all_text_contents() == [f"{n} of {n}" for n in steps[-1]["counters"]]
 
 
-def test_ones_own_with_a_mask(show):
+def test_own_arrays_with_a_mask(show):
     rng = np.random.default_rng(5)
     own = rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
     for mask, seen in [
@@ -138,7 +138,7 @@ def test_ones_own_with_a_mask(show):
     assert every_step(tab) == wanted(cat.Q, cat.K, cat.V, cat.tokens, cat.tokens, causal)
 
 
-def test_hidden_numbers_that_are_not_finite_do_no_harm(show):
+def test_masked_numbers_that_are_not_finite_have_no_effect(show):
     key, value = K.copy(), V.copy()
     key[2], value[2] = np.nan, np.inf
     tab = show(explore.cost(Q, key, value, mask=regard.first(2)))
@@ -189,7 +189,7 @@ def test_by_button_and_by_keyboard(show):
 
 
 def until(tab, met) -> None:
-    """Waits until it is so; the page's policy forbids Playwright's own way."""
+    """Wait for a condition; the page's content policy forbids Playwright's own wait."""
     for _ in range(250):
         if met():
             return
@@ -204,7 +204,7 @@ def test_playing(show):
     tab.locator("#play").click()
     assert tab.locator("#play").text_content() == "Pause"
     until(tab, lambda: done(tab) > 3)
-    assert tab.get_by_role("status").text_content() == status  # a screen reader is not talked over
+    assert tab.get_by_role("status").text_content() == status  # not announced while playing
     tab.locator("#play").click()
     at = done(tab)
     assert tab.get_by_role("status").text_content().startswith(f"step {at} of 57")
@@ -213,7 +213,7 @@ def test_playing(show):
     tab.evaluate("document.activeElement.blur()")
     tab.keyboard.press("Space")
     assert tab.locator("#play").text_content() == "Pause"
-    tab.keyboard.press("ArrowLeft")  # taking a step oneself stops it
+    tab.keyboard.press("ArrowLeft")  # a manual step stops it
     assert tab.locator("#play").text_content() == "Play"
     tab.locator("#steps").fill("55")
     tab.locator("#play").click()
@@ -224,7 +224,7 @@ def test_playing(show):
     tab.locator("#play").click()
 
 
-def test_the_lengths_are_those_of_the_cost_table(show):
+def test_the_lengths_match_the_cost_table(show):
     tab = show(explore.cost())
     lengths = [3 * 2**power for power in range(DOUBLINGS + 1)]
     table = cost_table(lengths, d_k=3, d_v=3, dtype=np.float64)
@@ -233,7 +233,7 @@ def test_the_lengths_are_those_of_the_cost_table(show):
         "rows => rows.map((r) => [...r.cells].map((c) => c.textContent))"
     )
     assert [" ".join(" ".join(row).split()) for row in rows] == [" ".join(line.split()) for line in said[1:]]
-    counts = attention_by_loops(Q, K, V).counts  # the first is the walk itself
+    counts = attention_by_loops(Q, K, V).counts  # the first row is the example itself
     assert (table.rows[0].multiply_adds, table.rows[0].bytes) == (counts.multiply_adds, counts.bytes_scores)
     for place in (0, 1, 10):
         tab.locator("#length").fill(str(place))
@@ -332,7 +332,7 @@ def test_tensors_make_the_same_page():
     assert explore.cost(*tensors, tokens=three_by_three.tokens).html == explore.cost().html
 
 
-# -- What is refused --------------------------------------------------------------------------------------
+# -- Refused arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

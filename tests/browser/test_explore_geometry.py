@@ -1,4 +1,4 @@
-"""The geometry explorer in a real browser: what the reader moves changes what the library says it must."""
+"""The geometry explorer in a real browser: after every move the numbers are compared with the library's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.learn import magnitude, pronoun, three_tokens, tiny_head
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, LOADED, faults, pace, table
 
-slow = pytest.mark.slow  # the browser, not the library
+slow = pytest.mark.slow  # starts a browser
 
 
 def unit(vectors):
@@ -21,7 +21,7 @@ def unit(vectors):
 
 
 def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[str]]:
-    """What the table must say, from the library and from NumPy's lengths."""
+    """The expected cells of the table, from the library and NumPy."""
     query, key = np.asarray(query, float), np.asarray(key, float)
     steps = regard.attention(query, key, mask=mask, scale=None if scaled else 1.0).explain(row)
     lengths = np.linalg.norm(key, axis=1)
@@ -44,7 +44,7 @@ def output(query, key, value, row=0, **options) -> str:
 
 
 def drag(tab, name: str, by: tuple[float, float], reach: float) -> None:
-    """Take a tip and pull it; `reach` is what half the picture spans."""
+    """Drag the tip of an arrow; `reach` is half the width of the plane."""
     spot = tab.get_by_role("slider", name=name, exact=True).locator("circle").bounding_box()
     scale = tab.locator("#compare").bounding_box()["width"] / 2 / reach
     x, y = spot["x"] + spot["width"] / 2, spot["y"] + spot["height"] / 2
@@ -56,7 +56,7 @@ def drag(tab, name: str, by: tuple[float, float], reach: float) -> None:
 
 
 @slow
-def test_it_opens_with_the_library_s_numbers(show):
+def test_it_opens_with_the_numbers_of_the_library(show):
     tab = show(explore.geometry())
     assert table(tab) == expected(pronoun.Q, pronoun.K, pronoun.tokens)
     assert tab.locator("#output").text_content() == output(pronoun.Q, pronoun.K, pronoun.V)
@@ -90,7 +90,7 @@ def test_the_output_stays_among_the_values(show):
 
 @slow
 @pytest.mark.parametrize("size", [1e100, 1e-100, 5e-324, 0.0])
-def test_sizes_beyond_imagination_are_drawn(show, size):
+def test_extreme_sizes_are_drawn(show, size):
     x = size * np.array([[1.0, 0.0], [1.0, 1.0]])
     tab = show(explore.geometry(x, x, x))
     tab.get_by_label("normalise").check()
@@ -157,7 +157,7 @@ def test_switches_agree_with_the_library(show):
 @slow
 def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
     tab = show(explore.geometry(magnitude.Q, magnitude.K, tokens=magnitude.tokens))
-    assert tab.locator("#mix").count() == 0  # no value, no second plane
+    assert tab.locator("#mix").count() == 0  # no value: no second plane
     raw = [5, 15, 7]
     assert [row[3] for row in table(tab)] == [format_number(x / np.sqrt(2)) for x in raw]
     tab.get_by_label("scale").uncheck()
@@ -165,7 +165,7 @@ def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
     tab.get_by_label("normalise").check()
     short, long, misaligned = [float(row[4]) for row in table(tab)]
     assert short == long > misaligned
-    # Turning an arrow keeps its length for later.
+    # A rotated arrow gets its length back.
     tab.get_by_role("slider", name="query", exact=True).focus()
     tab.keyboard.press("ArrowUp")
     turned = unit(unit(magnitude.Q) + [[0.0, 0.1]])
@@ -175,12 +175,12 @@ def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
 
 
 @slow
-def test_each_query_has_its_own_place_and_mask(show):
+def test_each_query_has_its_own_position_and_mask(show):
     mask = regard.dense([[True, False, True], [False, False, False]])
     tab = show(explore.geometry(tiny_head.Q, tiny_head.K, tiny_head.V, tokens=tiny_head.tokens, mask=mask))
     assert table(tab) == expected(tiny_head.Q, tiny_head.K, tiny_head.tokens, mask=mask)
     corners = "polygon => polygon.getAttribute('points').split(' ').length"
-    assert tab.locator(".hull").evaluate(corners) == 2  # the hidden value is no corner
+    assert tab.locator(".hull").evaluate(corners) == 2  # the masked value is not a corner
     tab.get_by_role("slider", name="query", exact=True).focus()
     tab.keyboard.press("ArrowUp")
     moved = np.array([[1.0, 0.1], [0.0, 1.0]])
@@ -192,7 +192,7 @@ def test_each_query_has_its_own_place_and_mask(show):
 
 
 @slow
-def test_zeros_do_no_harm(show):
+def test_zero_vectors(show):
     tab = show(explore.geometry([[0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0]], [[1.0, 1.0], [3.0, 1.0]]))
     assert [row[4] for row in table(tab)] == ["0.5", "0.5"]
     assert [row[2] for row in table(tab)] == ["0", "0"]
@@ -218,7 +218,7 @@ def test_hostile_tokens_are_text(show):
 
 @slow
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
-def test_it_fits_and_has_no_serious_fault(show, scheme, width):
+def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     tab = show(explore.geometry(mask=regard.first(2)), **options)
     assert tab.evaluate(LOADED) < 20 * pace(tab)
@@ -241,7 +241,7 @@ def test_touch_moves_the_query_and_not_the_page(show):
 # -- What needs no browser --------------------------------------------------------------------------------
 
 
-def test_tensors_are_taken():
+def test_tensors_are_accepted():
     torch = pytest.importorskip("torch")
     query = torch.tensor([[3.0, 1.0]], dtype=torch.float64, requires_grad=True)
     key = torch.tensor(np.array(pronoun.K))
@@ -264,11 +264,11 @@ def test_tensors_are_taken():
         (dict(tokens=["a"]), "1 tokens; expected 3"),
     ],
 )
-def test_what_is_refused(arguments, words):
+def test_geometry_refuses(arguments, words):
     with pytest.raises(regard.ArgumentError, match=re.escape(words)):
         explore.geometry(**arguments)
 
 
-def test_as_many_as_are_taken_stay_below_300_kb():
+def test_the_largest_page_stays_below_300_kb():
     x = np.random.default_rng(0).normal(size=(40, 2))
     assert len(explore.geometry(x, x, x).html.encode()) <= 300_000

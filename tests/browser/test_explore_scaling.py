@@ -1,4 +1,4 @@
-"""The scaling explorer in a real browser: at every place of its sliders the numbers are those of the library."""
+"""The scaling explorer in a real browser: at every stop of the sliders the numbers match the library's."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, faults, rows_of_scores, table
 
-pytestmark = pytest.mark.slow  # the browser, not the library
+pytestmark = pytest.mark.slow  # starts a browser
 
 
 @cache
 def drawn(seed: int = 0, keys: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """The queries (64, 1, 1024) and keys (64, keys, 1024) of the experiment, drawn again."""
+    """The queries (64, 1, 1024) and keys (64, keys, 1024) of the experiment, generated again."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(64, 1, 1024)), rng.normal(size=(64, keys, 1024))
 
 
 def dots(query: np.ndarray, key: np.ndarray, size: int) -> np.ndarray:
-    """The dot products of the first entries, as they travel to the page."""
+    """The dot products of the first entries, as they are embedded in the page."""
     return (query[..., :size] * key[..., :size]).sum(axis=-1).astype(np.float32).astype(float)
 
 
 def put(tab, **places: int) -> None:
-    """Moves sliders as a reader's hand does."""
+    """Move sliders as a reader does."""
     for name, place in places.items():
         tab.locator(f"#{name}").fill(str(place))
 
 
 def shown(tab) -> dict[str, str]:
-    """The numbers told of the row, of all scores, and of the mean."""
+    """The numbers about the row, all scores, and the mean."""
     names = (
         "largest",
         "entropy",
@@ -62,7 +62,7 @@ def shown(tab) -> dict[str, str]:
 def wanted(
     raw, i: int, size: int, predicted: float, scaled: bool, sigma: float, temperature: float
 ) -> dict[str, str]:
-    """What the page must say, by the functions of the library, from dot products (queries, keys)."""
+    """The expected numbers, from the functions of the library on dot products (queries, keys)."""
     scores = {True: raw * sigma**2 / math.sqrt(size), False: raw * sigma**2}
     weights = {each: softmax(scores[each], temperature=temperature) for each in scores}
     row = sharpness(weights[scaled][i])
@@ -79,7 +79,7 @@ def wanted(
     }
 
 
-def test_the_page_opens_with_what_the_library_computed(show):
+def test_the_page_opens_with_the_numbers_of_the_library(show):
     tab = show(explore.scaling())
     raw = dots(*drawn(), 64)
     scores = raw[0] / 8
@@ -90,7 +90,7 @@ def test_the_page_opens_with_what_the_library_computed(show):
     ]
     assert shown(tab) == wanted(raw, 0, 64, 8.0, True, 1.0, 1.0)
     assert tab.locator("#size").get_attribute("aria-valuetext") == "64"
-    # Nothing of it comes from the script: a page whose dot products are spoiled opens with the same numbers.
+    # The script computes none of them: a page with corrupted dot products opens with equal numbers.
     page = explore.scaling()
     record = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
     spoiled = page.html.replace(record["dots"], html.packed(np.full(20 * 64 * 8, np.nan)))
@@ -111,7 +111,7 @@ def test_every_place_of_the_sliders_agrees_with_python(show, scaled):
         raw = dots(query, key, size)
         settings = (scaled, SIGMAS[sigma], TEMPERATURES[warmth])
         got, want = shown(tab), wanted(raw, i, size, math.sqrt(size), *settings)
-        for name in ("slope", "gradient"):  # near 0, of a row all but one-hot, they are what rounding left
+        for name in ("slope", "gradient"):  # of a row close to one-hot they are near 0, mostly rounding error
             ours, theirs = (float(says.pop(name).split()[0]) for says in (got, want))
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-12)
         assert got == want
@@ -135,7 +135,7 @@ def test_the_weights_collapse_and_scaling_stops_it(show):
     assert float(says["mean-scaled"]) < 0.5 and float(says["mean-unscaled"]) > 0.9
     assert spread[True, last] == pytest.approx(1, abs=0.15) == spread[True, 0]
     assert spread[False, last] == pytest.approx(32, rel=0.15)
-    # The experiment of the book, drawn anew for each d_k, finds the same within the luck of the draw.
+    # The experiment of the book, with new random entries for each d_k, agrees within sampling error.
     (row,) = variance_experiment(1024, samples=64).rows
     assert float(says["mean-unscaled"]) == pytest.approx(row.unscaled.largest_weight, abs=0.05)
 
@@ -192,7 +192,7 @@ def test_by_keyboard_and_by_pointing_at_the_curves(show):
     assert tab.locator("#size").input_value() == str(len(slider_stops(1024)) - 1)
 
 
-def test_ones_own_query_and_key(show):
+def test_own_query_and_key(show):
     tab = show(explore.scaling(cat.Q, cat.K, tokens=cat.tokens))
     A = regard.attention(cat.Q, cat.K)
     assert [row[2] for row in table(tab)] == [format_number(w) for w in A[0]]
@@ -209,7 +209,7 @@ def test_ones_own_query_and_key(show):
             ]
 
 
-def test_one_key_one_entry_and_what_is_not_finite(show):
+def test_one_key_one_entry_and_nonfinite_numbers(show):
     tab = show(explore.scaling([[2.0]], [[3.0]]))
     assert table(tab) == [["key 0", "6", "1", ""]]
     assert shown(tab)["entropy"] == "0 of log 1 = 0"
@@ -243,7 +243,7 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
         assert faults(tab) == []
 
 
-def test_the_seed_makes_the_page():
+def test_the_seed_determines_the_page():
     assert explore.scaling().html == explore.scaling(seed=0).html != explore.scaling(seed=1).html
 
 
@@ -265,21 +265,21 @@ def test_tensors_make_the_same_page():
 def test_sharpness_in_node():
     node = shutil.which("node")
     if node is None:
-        pytest.skip("no node here; the browser runs the same")
+        pytest.skip("node is not installed; the browser runs the same code")
     rows = [row for row in rows_of_scores() if np.isfinite(row).any() and len(row) < 100]
     rows = [[x for x in row if np.isfinite(x)] for row in rows]
     script = html.bundle("softmax.js")[0] + html.bundle("sharpness.js")[0]
     script += f"const rows = {json.dumps(rows)}.map((row) => sharpness(softmax(row).weights));"
     script += "console.log(JSON.stringify(rows));"
     run = [node, "--input-type=module", "-e", script]
-    told = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    for row, got in zip(rows, told, strict=True):
+    output = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    for row, got in zip(rows, output, strict=True):
         want = row_payload(np.array(row))
         for name in ("largest", "entropy", "gradient", "slope"):
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-15)
 
 
-# -- What is refused --------------------------------------------------------------------------------------
+# -- Refused arguments --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
