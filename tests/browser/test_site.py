@@ -1,4 +1,4 @@
-"""The site as it is built: every chapter run, every link followed, every page opened in a real browser."""
+"""The built site: every chapter runs, every link resolves, every page opens in a real browser."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -30,7 +31,7 @@ NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The folder of the built site; warnings are errors."""
+    """The folder of the built site; warnings fail the build."""
     out = tmp_path_factory.mktemp("site")
     environ = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src")}
     built = subprocess.run(
@@ -41,12 +42,12 @@ def site(tmp_path_factory) -> Path:
 
 
 class Links(HTMLParser):
-    """What a page refers to and what it can be referred to by; `loads` is what a browser fetches by itself."""
+    """The ids of a page, its links, and the resources that a browser loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: set[str] = set()
-        self.leads_to: list[str] = []
+        self.hrefs: list[str] = []
         self.loads: list[str] = []
         self.feed(text)
 
@@ -55,13 +56,13 @@ class Links(HTMLParser):
             if name in ("id", "name") and value:
                 self.ids.add(value)
             elif name in ("href", "src", "data") and value is not None:
-                (self.leads_to if tag == "a" else self.loads).append(value)
+                (self.hrefs if tag == "a" else self.loads).append(value)
 
 
 def broken(page: Path, links: dict[Path, Links]) -> list[str]:
-    """The references of a page that lead nowhere, and those by which it would fetch something from elsewhere."""
+    """The broken references of a page, and the resources it would load from other hosts."""
     found = []
-    for target in links[page].leads_to + links[page].loads:
+    for target in links[page].hrefs + links[page].loads:
         parts = urlsplit(target)
         if parts.scheme in ("http", "https") or target.startswith("//"):
             found += [target] * (target in links[page].loads)
@@ -73,13 +74,13 @@ def broken(page: Path, links: dict[Path, Links]) -> list[str]:
     return found
 
 
-def test_no_link_is_broken_and_nothing_is_fetched_from_elsewhere(site):
+def test_no_link_is_broken_and_nothing_is_loaded_from_other_hosts(site):
     links = {page: Links(page.read_text()) for page in site.rglob("*.html")}
     assert len(links) > len(NOTEBOOKS)
     assert {page.name: bad for page in links if (bad := broken(page, links))} == {}
 
 
-def test_a_broken_link_is_seen(tmp_path):
+def test_a_broken_link_is_reported(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
         '<p id="here"><a href="#here"><a href="#there"><a href="gone.html"><a href="https://a.example">'
@@ -90,7 +91,7 @@ def test_a_broken_link_is_seen(tmp_path):
 
 
 def cells(site: Path, source: Path) -> list[dict]:
-    """The cells of the notebook that is offered on a page."""
+    """The cells of the notebook that a page offers for download."""
     return json.loads((site / source.parent.name / f"{source.stem}.ipynb").read_text())["cells"]
 
 
@@ -122,7 +123,7 @@ def test_a_chapter_has_an_explorer_in_place(site, source):
 
 
 def unsupported(notebook: list[dict]) -> set[str]:
-    """Numbers with a decimal point that the text states and no cell computes or takes."""
+    """Numbers with a decimal point in the text that occur in no cell."""
     prose = "\n".join("".join(cell["source"]) for cell in notebook if cell["cell_type"] == "markdown")
     prose = re.sub(r"\]\([^)]*\)|arXiv:\S+|`[^`]*`", "", prose)  # links, papers, names in code
     code = "\n".join(shown(cell) for cell in notebook if cell["cell_type"] == "code")
@@ -134,13 +135,13 @@ def test_numbers_in_the_text_are_computed_on_the_page(site, source):
     assert unsupported(cells(site, source)) == set()
 
 
-def test_a_number_that_nobody_computed_is_seen():
+def test_a_number_that_no_cell_computes_is_reported():
     code = {"cell_type": "code", "source": ["x = 0.25"], "outputs": [{"text": ["0.75\n"]}]}
     prose = {"cell_type": "markdown", "source": ["0.25 and 0.75, but 0.33; see [1](https://a.example/0.5)."]}
     assert unsupported([prose, code]) == {"0.33"}
 
 
-def test_pages_in_a_browser_are_quiet_and_fit_a_phone(site, browser):
+def test_pages_log_nothing_and_fit_a_phone(site, browser):
     events: list[str] = []
     for width in (1300, 390):
         context = browser.new_context(viewport={"width": width, "height": 900})
@@ -171,7 +172,7 @@ def test_axe_finds_no_serious_fault(site, browser):
 
 @pytest.fixture
 def quiet(browser):
-    """A tab in which nothing may be said on the console, nor fail."""
+    """A tab that fails the test if the page logs or raises."""
     events: list[str] = []
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     tab = context.new_page()
@@ -202,7 +203,7 @@ def test_a_block_is_copied_without_its_prompts(site, quiet):
     assert ">>>" not in search.input_value()
 
 
-def test_an_error_leads_to_its_place(site, quiet):
+def test_the_address_of_an_error_is_its_section(site, quiet):
     wrong = {
         "attention": lambda: regard.attention([[1.0, 2.0]], [[1.0]]),
         "A[index]": lambda: regard.attention(cat.Q, cat.K)[7],
@@ -223,11 +224,12 @@ def test_an_error_leads_to_its_place(site, quiet):
 
 def test_every_public_name_can_be_linked_to(site):
     ids = {anchor for page in (site / "reference").glob("*.html") for anchor in Links(page.read_text()).ids}
-    assert {f"regard.{name}" for name in regard.__all__} <= ids
+    exported = {name for name in regard.__all__ if not isinstance(getattr(regard, name), types.ModuleType)}
+    assert {f"regard.{name}" for name in exported} <= ids
     assert {"regard.AttentionMatrix.entropy", "regard.lens.Recording.find", "regard.learn.family.show"} <= ids
 
 
-def test_an_explorer_in_a_chapter_is_worked(site, browser):
+def test_an_explorer_in_a_chapter_works(site, browser):
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     tab = context.new_page()
     tab.goto((site / "book/04-four-steps.html").as_uri())
