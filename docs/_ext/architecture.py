@@ -22,11 +22,13 @@ Each package of `regard` stands above the packages that it imports, so no line p
 
 """
 
+DESIGN_SECTIONS = ("The life of a call", "Decisions and their reasons")
+
 Imports = dict[str, set[str]]
 
 
 def architecture_page() -> str:
-    """Return the page: the drawing, the table of imports, and the design section on how the library works."""
+    """Return the page: the drawing, the table of imports, and two sections of DESIGN.md."""
     imports = package_imports(grimp.build_graph("regard", exclude_type_checking_imports=True, cache_dir=None))
     parts = [
         HEAD,
@@ -35,8 +37,9 @@ def architecture_page() -> str:
     ]
     design = PACKAGE.parents[1] / "DESIGN.md"
     if design.exists():  # absent if the package is installed elsewhere
-        section = design.read_text().partition("\n## How it works\n")[2].partition("\n## ")[0]
-        parts.append(f"## How it works\n{section.strip()}")
+        for title in DESIGN_SECTIONS:
+            section = design.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+            parts.append(f"## {title}\n{section.strip()}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -24,7 +24,14 @@ pytest.importorskip("sphinx")
 grimp = pytest.importorskip("grimp")
 
 from api_reference import PublicModule, PublicName, describe, find_modules, public_modules  # noqa: E402
-from architecture import draw, import_table, layers, package_imports, transitive_reduction  # noqa: E402
+from architecture import (  # noqa: E402
+    DESIGN_SECTIONS,
+    draw,
+    import_table,
+    layers,
+    package_imports,
+    transitive_reduction,
+)
 from error_index import Source, errors_by_anchor  # noqa: E402
 from pages import TEST_NAME, Links, build_pages, exceptions  # noqa: E402
 
@@ -290,6 +297,11 @@ def test_the_architecture_is_drawn_from_the_imports(import_graph):
     assert 'role="img"' in drawing and "<title" in drawing
     purposes = {"low": "Types.", "middle": "Core.", "high": "Plots | figures."}
     assert "| `high` | Plots \\| figures. | `low`, `middle` |" in import_table(imports, purposes)
+
+
+def test_the_architecture_page_has_the_design_sections(pages):
+    for title in DESIGN_SECTIONS:
+        assert re.search(rf"^## {title}\n.{{100}}", pages["architecture"], re.MULTILINE | re.DOTALL), title
 
 
 def test_an_import_cycle_is_an_error(import_graph):
