@@ -155,7 +155,7 @@ def _measured(out: Out, size: Size, rounds: int) -> dict[str, Any]:
 
 def _ways(torch: Any, size: Size) -> tuple[list[Way], dict[str, Any]]:
     """The ways there are to the output of this size, and what is known of it before anything is timed."""
-    from regard.engines.torch_kernels import choice
+    from regard.engines.torch_kernels import find_sdpa_backend
 
     torch.manual_seed(0)
     number = getattr(torch, size.dtype)
@@ -174,7 +174,7 @@ def _ways(torch: Any, size: Size) -> tuple[list[Way], dict[str, Any]]:
         else None
     )
     options = {"attn_mask": dense, "is_causal": flag, "enable_gqa": gqa}
-    bare = choice(query, key, value, dense, 0.0, flag, None, gqa)
+    bare = find_sdpa_backend(query, key, value, dense, 0.0, flag, None, gqa)
     how = (
         "is_causal=True"
         if flag

@@ -1,15 +1,15 @@
-"""Engines: what differs between NumPy and other array libraries, and nothing else.
+"""Engines: the operations that differ between NumPy, torch and other array libraries; all other code is shared.
 
-An engine is about a dozen primitives on canonical arguments; everything above it is written once. The engine is
-found from the array itself, without importing a library that the caller has not imported.
+`find_engine` returns the engine of some arrays, without importing a library that the caller has not imported;
+`register` adds an engine. This package may import masks, score_mods and the modules below them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from regard._public import set_public_module
 from regard.engines.array_api import ArrayEngine
@@ -17,14 +17,23 @@ from regard.engines.numpy import NumpyEngine
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.types import Array, IntArray, Namespace
 
+if TYPE_CHECKING:
+    from regard.core.block_loop import LoopMeasure
+    from regard.core.problem import Problem
+    from regard.masks import Mask
+
 __all__ = ["ArrayEngine", "Engine", "find_engine", "get_engine", "register"]
 
 
 class Engine(Protocol):
-    """What the block loop asks of an array library. Shapes: g pairs of (batch, head), r rows, c columns.
+    """The operations of an array library that the matrix is computed with.
+
+    In the shapes, g is the number of (batch, head) pairs, r of rows (queries) and c of columns (keys) of a tile. Most
+    engines subclass `ArrayEngine`, which implements everything but `name`, `xp`, `owns` and `to_numpy`.
 
     >>> import numpy as np
-    >>> engine = find_engine("here", query=np.ones(2))
+    >>> from regard.engines import find_engine
+    >>> engine = find_engine("example", query=np.ones(2))
     >>> engine.compute_scores(np.ones((1, 2, 4)), np.ones((1, 3, 4)), scale=0.5)
     array([[[2., 2., 2.],
             [2., 2., 2.]]])
@@ -32,83 +41,223 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """The library, as it is written in messages."""
-
-    def owns(self, array: Any) -> bool:
-        """Whether the array is this library's."""
-
-    def kernel_name(self, problem: Any) -> str:
-        """What runs for `A @ value`."""
-
-    def can_fuse(self, problem: Any) -> bool:
-        """Whether a fused kernel may be called."""
-
-    def fused_product(
-        self, problem: Any, value: Array, value_of: IntArray
-    ) -> tuple[Array, Array, str] | None:
-        """Output, lse and what ran, from a fused kernel; None where the block loop must do it."""
-
-    def needs_exact_rows(self, problem: Any) -> bool:
-        """Whether weights must not be recomputed from the lse of a fused kernel, but from their own row's sum."""
-
-    def requires_grad(self, problem: Any, *arrays: Array) -> bool:
-        """Whether a gradient is wanted of what the matrix is made of, or of these."""
-
-    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
-        """The results of measures, with gradients."""
-
-    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
-        """function(*arrays), for a gradient computed again on the way back rather than kept."""
-
-    def try_fast_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
-        """Output and lse of the plainest call, without settling anything; None where it is not so plain."""
+        """Name of the library, as messages and `A.kernel` show it."""
 
     @property
     def xp(self) -> Namespace:
-        """The array API namespace that masks, score modifications and measures compute with."""
+        """Array API namespace that masks, score modifications and measures compute with."""
 
-    @property
-    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
-        """A context in which NaN and inf pass without a warning, and no dtype is lowered."""
+    # Arrays
 
-    @property
-    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
-        """A context without gradients: the loop writes into its states."""
+    def owns(self, array: object) -> bool:
+        """Return whether an object is an array of this library.
+
+        Args:
+            array: Any object.
+        """
+
+    def to_numpy(self, array: Array) -> Any:
+        """Convert an array to NumPy, for indices and for printing.
+
+        Args:
+            array: Array of this library, or a NumPy array, which is returned unchanged.
+        """
 
     def as_float(self, array: Any, operation: str, name: str) -> Array:
-        """The array as floating point numbers of this engine, or a refusal that names it."""
+        """Convert an argument to a floating point array of this library.
+
+        Args:
+            array: Array of this library, NumPy array, or nested lists of numbers.
+            operation: Operation that an error message names.
+            name: Argument that an error message names.
+
+        Raises:
+            ArgumentTypeError: If the argument does not hold real numbers, or is on another device.
+        """
 
     def working_dtype(self, *arrays: Array) -> Any:
-        """The dtype scores are computed in: float32 at least, whatever the arrays are kept in."""
+        """Return the dtype that scores are computed in: the widest of the arrays' dtypes, float32 at least.
+
+        Args:
+            *arrays: Query, key and possibly value.
+        """
 
     def cast(self, array: Array, dtype: Any) -> Array:
-        """The array in another dtype, itself where it has it already."""
+        """Convert an array to another dtype; return it unchanged if it has that dtype.
 
-    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
-        """`(g, len(positions), dim)` of an array `(own, length, dim)`; `(1, …)` where all leads are the same."""
+        Args:
+            array: Array of this library.
+            dtype: Dtype of this library.
+        """
+
+    def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
+        """Take some pairs and positions of an array, as a view if possible.
+
+        Args:
+            array: (own pairs, length, dim).
+            pairs: Index into the own pairs: (g,).
+            positions: Index into the length: (n,).
+            dtype: Dtype of the result.
+
+        Returns:
+            (g, n, dim), or (1, n, dim) if all entries of `pairs` are equal.
+        """
+
+    # The block loop
 
     def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
-        """scale · query keyᵀ: `(g, r, c)`."""
+        """Compute scale · query keyᵀ.
 
-    def compute_weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, buffers: list[Array]
-    ) -> tuple[Array, Array]:
-        """query keyᵀ − shift, and its exponential times `allowed` (1 or 0): `(g, r, c)`; `buffers` is to use again.
+        Args:
+            query: (g or 1, r, head_dim).
+            key: (g or 1, c, head_dim).
+            scale: Factor of the products.
 
-        Asked only where the shift is the lse of a fused kernel.
+        Returns:
+            (g, r, c).
         """
 
     def exponentiate(self, scores: Array, shift: Array) -> Array:
-        """exp(scores − shift), a shift for each row; the scores are left as they are."""
+        """Compute exp(scores − shift) without changing the scores.
+
+        Args:
+            scores: (g, r, c).
+            shift: Shift of each row: (g, r, 1).
+        """
+
+    def compute_weights(
+        self, query: Array, key: Array, lse: Array, allowed: Array | None, buffers: list[Array]
+    ) -> tuple[Array, Array]:
+        """Compute the weights of a tile from the lse of a fused kernel.
+
+        Args:
+            query: Scaled queries: (g or 1, r, head_dim).
+            key: (g or 1, c, head_dim).
+            lse: Logsumexp of each row: (g, r, 1).
+            allowed: 1 where a query may attend to a key and 0 elsewhere, (g or 1, r, c); None for 1 everywhere.
+            buffers: Memory to reuse; empty at the first call, filled by the engine.
+
+        Returns:
+            query keyᵀ − lse, and its exponential times `allowed`: (g, r, c) each.
+        """
 
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
-        """The "sum" or "max" of each of the runs, of these sizes, that an axis is cut into."""
+        """Reduce consecutive segments of an axis.
+
+        Args:
+            array: (g, r, c).
+            sizes: Length of each segment; they add up to the length of the axis.
+            axis: −1 or −2.
+            reduce: "sum" or "max".
+
+        Returns:
+            The array with `len(sizes)` entries along the axis.
+        """
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
-        """The k largest of each row and their columns, in any order: NaN above all, of equals (not 0) the first."""
+        """Find the k largest weights of each row, in any order. NaN ranks highest.
 
-    def to_numpy(self, array: Array) -> Any:
-        """The array as NumPy's, for indices."""
+        Args:
+            weights: (…, c).
+            k: Number of weights, at most c.
+
+        Returns:
+            The weights and their columns, (…, k) each. Of equal weights above 0, the lowest columns.
+        """
+
+    @property
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager in which NaN and inf raise no warning and no dtype is lowered (autocast)."""
+
+    # Fused kernels
+
+    def can_fuse(self, problem: Problem) -> bool:
+        """Return whether a fused kernel may be called for a problem.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def kernel_name(self, problem: Problem) -> str:
+        """Return the name of the kernel that `A @ value` runs.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def fused_product(
+        self, problem: Problem, value: Array, value_index: IntArray
+    ) -> tuple[Array, Array, str] | None:
+        """Compute `A @ value` with a fused kernel.
+
+        Args:
+            problem: Matrix in canonical form.
+            value: (own pairs, kv_len, value_dim).
+            value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+
+        Returns:
+            Output (pairs, rows, value_dim), lse (pairs, rows) and the name of the kernel; None if the block loop must
+            compute the product.
+        """
+
+    def try_fast_product(
+        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
+    ) -> tuple[Array, Array, str] | None:
+        """Compute `A @ value` directly from the caller's arrays if they are what the fused kernel takes.
+
+        Args:
+            query: (…, heads, q_len, head_dim).
+            key: (…, kv_heads, kv_len, head_dim).
+            value: Argument of `A @ value`, not validated.
+            mask: Mask of the matrix.
+            scale: Factor of the products.
+
+        Returns:
+            Output, lse and the name of the kernel; None if the arguments need validation or conversion first.
+        """
+
+    def needs_exact_rows(self, problem: Problem) -> bool:
+        """Return whether weights must be normalised by their own row's sum, not by the lse of a fused kernel.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    # Gradients
+
+    def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
+        """Return whether a gradient is required of the problem's arrays, or of these.
+
+        Args:
+            problem: Matrix in canonical form.
+            *arrays: Further arrays, such as a value.
+        """
+
+    def differentiate(
+        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
+    ) -> list[Any]:
+        """Compute measures with gradients.
+
+        Args:
+            problem: Matrix in canonical form.
+            measures: Measures that share the pass.
+            bands: Row indices of each band.
+
+        Returns:
+            The result of each measure.
+        """
+
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        """Call function(*arrays); if a gradient is required, recompute it in the backward pass.
+
+        Args:
+            function: Function of arrays that returns an array.
+            *arrays: Its arguments.
+        """
+
+    @property
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager without gradients: the block loop writes into its states."""
 
 
 _TORCH_ENGINES: dict[Any, Engine] = {}
@@ -116,13 +265,19 @@ _REGISTERED: dict[str, Engine] = {}
 
 
 def register(engine: Engine) -> None:
-    """Make `regard.attention` take the arrays of another library: those that `engine.owns`.
+    """Register an engine, so that `regard.attention` accepts the arrays that it owns.
 
-    Most engines subclass `ArrayEngine`, which needs four things of them; `Engine` says what one may do by itself. An
-    engine of the same name is replaced. `regard.testing.check(case, inputs, [engine.name])` holds it to the cases that
-    the engines here are held to.
+    An engine of the same name is replaced. `regard.testing.check(case, inputs, [engine.name])` runs the generated
+    cases that the built-in engines are tested with.
+
+    Args:
+        engine: Instance of a subclass of `ArrayEngine`, or of a class that implements `Engine`.
+
+    Raises:
+        ArgumentTypeError: If a method of `Engine` is missing, or the name is empty, "numpy" or "torch".
 
     >>> import numpy as np, regard
+    >>> from regard.engines import ArrayEngine, register
     >>> class Mine(np.ndarray):  # stands for the array of another library
     ...     pass
     >>> class MyEngine(ArrayEngine):
@@ -137,26 +292,33 @@ def register(engine: Engine) -> None:
     'mine: streaming tiles'
     """
     missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
-    named = not missing and not isinstance(engine, type) and engine.name not in ("", "numpy", "torch")
-    if not named:
-        what = f"the class {engine.__name__}" if isinstance(engine, type) else describe_argument(engine)
+    valid = not missing and not isinstance(engine, type) and engine.name not in ("", "numpy", "torch")
+    if not valid:
+        received = f"the class {engine.__name__}" if isinstance(engine, type) else describe_argument(engine)
         if missing:
-            what += f" without {', '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
+            received += f" without {', '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
         elif not isinstance(engine, type):
-            what += f" named {engine.name!r}"
+            received += f" named {engine.name!r}"
         raise ArgumentTypeError(
             "register",
-            received=what,
+            received=received,
             expected="an engine with a name of its own",
-            hint="Subclass regard.engines.ArrayEngine, and give an instance: register(MyEngine()).",
+            hint="Subclass regard.engines.ArrayEngine and pass an instance: register(MyEngine()).",
         )
     _REGISTERED[engine.name] = engine
 
 
 def get_engine(name: str) -> Engine:
-    """The engine that was registered by a name.
+    """Return the registered engine of a name.
+
+    Args:
+        name: Name of an engine that was passed to `register`.
+
+    Raises:
+        ArgumentTypeError: If no engine of that name is registered.
 
     >>> import numpy as np
+    >>> from regard.engines import ArrayEngine, get_engine, register
     >>> class Other(ArrayEngine):
     ...     name, xp = "other", np
     ...     def owns(self, array):
@@ -172,16 +334,24 @@ def get_engine(name: str) -> Engine:
         received=f"the name {name!r}",
         expected=f"one of {', '.join(map(repr, _REGISTERED))}"
         if _REGISTERED
-        else "an engine, and there is none",
+        else "a registered engine; none is registered",
         hint="Register it first: regard.engines.register(MyEngine()).",
     )
 
 
-def find_engine(operation: str, **arrays: Any) -> Engine:
-    """The engine that all these arrays belong to.
+def find_engine(operation: str, **arrays: object) -> Engine:
+    """Return the engine that some arrays belong to.
+
+    Args:
+        operation: Operation that an error message names.
+        **arrays: The arrays by argument name.
+
+    Raises:
+        ArgumentTypeError: If no engine takes one of the arrays.
 
     >>> import numpy as np
-    >>> find_engine("here", query=np.ones(2)).name
+    >>> from regard.engines import find_engine
+    >>> find_engine("example", query=np.ones(2)).name
     'numpy'
     """
     torch = sys.modules.get("torch")
@@ -200,9 +370,9 @@ def find_engine(operation: str, **arrays: Any) -> Engine:
                         hint="pip install 'regard[torch]'",
                     ) from None
                 return _TORCH_ENGINES.setdefault(array.device, TorchEngine(array.device))
-    for own in _REGISTERED.values():
-        if any(map(own.owns, arrays.values())):
-            return own
+    for registered in _REGISTERED.values():
+        if any(map(registered.owns, arrays.values())):
+            return registered
     engine = NumpyEngine()
     for name, array in arrays.items():
         if not engine.owns(array):

@@ -14,14 +14,17 @@ from regard.validation import as_array
 
 
 class NumpyEngine(ArrayEngine):
-    """Primitives on NumPy arrays; half precision (float16, and bfloat16 of ml_dtypes) is raised to float32."""
+    """Operations on NumPy arrays; half precision (float16, and bfloat16 of ml_dtypes) is upcast to float32."""
 
     name = "numpy"
     xp: Namespace = np
 
-    def owns(self, array: Any) -> bool:
-        """Whether the array is NumPy's, or plain numbers that NumPy takes."""
+    def owns(self, array: object) -> bool:
+        """Return whether an object is a NumPy array, or plain numbers that NumPy converts."""
         return isinstance(array, np.ndarray | list | tuple | int | float | np.generic)
+
+    def to_numpy(self, array: Array) -> Any:
+        return np.asarray(array)
 
     def as_float(self, array: Any, operation: str, name: str) -> Array:
         array = as_array(array, operation, name)
@@ -39,17 +42,17 @@ class NumpyEngine(ArrayEngine):
     def cast(self, array: Array, dtype: Any) -> Array:
         return array.astype(dtype, copy=False)
 
-    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
-        run = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
-        if len(leads) and (leads == leads[0]).all():
-            taken = array[int(leads[0]), run][None]
-        elif is_contiguous(leads):
-            taken = array[int(leads[0]) : int(leads[-1]) + 1, run]
-        elif isinstance(run, slice):
-            taken = array[:, run][leads]
+    def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
+        index = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
+        if len(pairs) and (pairs == pairs[0]).all():
+            block = array[int(pairs[0]), index][None]
+        elif is_contiguous(pairs):
+            block = array[int(pairs[0]) : int(pairs[-1]) + 1, index]
+        elif isinstance(index, slice):
+            block = array[:, index][pairs]
         else:
-            taken = array[leads[:, None], positions]
-        return taken.astype(dtype, copy=False)
+            block = array[pairs[:, None], positions]
+        return block.astype(dtype, copy=False)
 
     def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         scores = query @ key.swapaxes(-1, -2)
@@ -66,12 +69,9 @@ class NumpyEngine(ArrayEngine):
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)
-        least = np.partition(ranked, -k, axis=-1)[..., -k, None]
-        above, level = ranked > least, ranked == least
-        room = k - above.sum(-1, keepdims=True)
-        taken = above | (level & (np.cumsum(level, axis=-1) <= room))
-        columns = np.nonzero(taken)[-1].reshape(*weights.shape[:-1], k)
+        smallest = np.partition(ranked, -k, axis=-1)[..., -k, None]
+        above, tied = ranked > smallest, ranked == smallest
+        free = k - above.sum(-1, keepdims=True)
+        chosen = above | (tied & (np.cumsum(tied, axis=-1) <= free))
+        columns = np.nonzero(chosen)[-1].reshape(*weights.shape[:-1], k)
         return np.take_along_axis(weights, columns, axis=-1), columns
-
-    def to_numpy(self, array: Array) -> Any:
-        return np.asarray(array)

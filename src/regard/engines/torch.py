@@ -1,12 +1,12 @@
-"""The PyTorch engine: the block loop's primitives on tensors. Fused kernels are in `_torch_fused`."""
+"""The torch engine: operations of the block loop on tensors. `torch_fused` calls the fused kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import array_api_compat.torch as array_api
 import numpy as np
@@ -18,11 +18,16 @@ from regard.frame import is_contiguous
 from regard.types import Array, IntArray
 from regard.validation import as_array
 
-Tensor = Any  # the types of torch are not followed
+if TYPE_CHECKING:
+    from regard.core.block_loop import LoopMeasure
+    from regard.core.problem import Problem
+    from regard.masks import Mask
+
+Tensor = Any  # torch's types are not checked
 
 
-class Namespace:
-    """The array API on torch, its new arrays on one device; accumulators are float64 unless said."""
+class TorchNamespace:
+    """The array API on torch: new arrays are on one device, and float64 by default, as accumulators should be."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,74 +55,35 @@ class Namespace:
         return torch.arange(*limits, device=self._device)
 
     def vecdot(self, x: Array, y: Array) -> Array:
-        return torch.linalg.vecdot(x, y)  # the compatible one is a product of single rows, ten times slower
+        return torch.linalg.vecdot(x, y)  # array_api_compat's multiplies single rows: ten times slower
 
     def where(self, condition: Any, x: Any, y: Any) -> Array:
-        # torch's own keeps the dtype of the tensor beside a plain number, as NumPy does.
+        # torch.where keeps the dtype of the tensor beside a plain number, as NumPy does.
         return torch.where(condition, x, y)
 
 
 class TorchEngine:
-    """Primitives on tensors of one device; half precision is raised to float32."""
+    """Operations on tensors of one device; half precision is upcast to float32."""
 
     name = "torch"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.xp: Any = Namespace(device)
+        self.xp: Any = TorchNamespace(device)
 
-    def owns(self, array: Any) -> bool:
+    # Arrays
+
+    def owns(self, array: object) -> bool:
         return isinstance(array, torch.Tensor) and array.device == self.device
 
-    def kernel_name(self, problem: Any) -> str:
-        kernel, why_not = fused.usable(problem)
-        return f"torch: streaming tiles ({why_not})" if kernel is None else f"torch: {kernel.name}"
-
-    def can_fuse(self, problem: Any) -> bool:
-        return fused.usable(problem)[0] is not None
-
-    def fused_product(
-        self, problem: Any, value: Array, value_of: IntArray
-    ) -> tuple[Array, Array, str] | None:
-        return fused.product(problem, value, value_of)
-
-    def needs_exact_rows(self, problem: Any) -> bool:
-        return fused.needs_exact_rows(problem)
-
-    def requires_grad(self, problem: Any, *arrays: Array) -> bool:
-        changes = (array for change in problem.score_mods for array in vars(change).values())
-        return any(map(fused.is_learnt, (problem.query, problem.key, problem.sink, *arrays, *changes)))
-
-    def differentiate(self, problem: Any, measures: Any, bands: Any) -> list[Any]:
-        from regard.engines.torch_gradients import differentiate
-
-        return differentiate(problem, measures, bands)
-
-    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
-        if not any(map(fused.is_learnt, arrays)):
-            return function(*arrays)
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
-
-    def try_fast_product(self, query: Array, key: Array, value: Any, mask: Any, scale: float) -> Any:
-        return fused.quick(query, key, value, mask, scale)
-
-    @property
-    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
-        # Autocast would lower the scores to half precision.
-        return lambda: torch.autocast(self.device.type, enabled=False)
-
-    @property
-    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
-        context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
-        return context
+    def to_numpy(self, array: Array) -> Any:
+        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
 
     def as_float(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
             array = torch.as_tensor(as_array(array, operation, name))
         if array.is_floating_point():
-            return array if array.device == self.device else self._elsewhere(array, operation, name)
+            return array if array.device == self.device else self._move(array, operation, name)
         if array.dtype == torch.bool or array.is_complex():
             raise ArgumentTypeError(
                 operation,
@@ -127,7 +93,8 @@ class TorchEngine:
             )
         return array.to(device=self.device, dtype=torch.get_default_dtype())
 
-    def _elsewhere(self, array: Array, operation: str, name: str) -> Array:
+    def _move(self, array: Array, operation: str, name: str) -> Array:
+        """Move a CPU scalar to this device; refuse other tensors of another device."""
         if array.device.type == "cpu" and array.ndim == 0:
             return array.to(self.device)
         raise ArgumentTypeError(
@@ -146,36 +113,35 @@ class TorchEngine:
     def cast(self, array: Array, dtype: Any) -> Array:
         return array.to(dtype)
 
-    def to_numpy(self, array: Array) -> Any:
-        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
-
-    def take(self, array: Array, leads: IntArray, positions: IntArray, dtype: Any) -> Array:
-        if len(leads) and (leads == leads[0]).all():
-            array = array[int(leads[0])][None]
-        elif is_contiguous(leads):
-            array = array[int(leads[0]) : int(leads[-1]) + 1]
+    def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
+        if len(pairs) and (pairs == pairs[0]).all():
+            array = array[int(pairs[0])][None]
+        elif is_contiguous(pairs):
+            array = array[int(pairs[0]) : int(pairs[-1]) + 1]
         else:
-            array = array[torch.tensor(leads, device=self.device)]
+            array = array[torch.tensor(pairs, device=self.device)]
         if is_contiguous(positions):
             array = array[:, int(positions[0]) : int(positions[-1]) + 1]
         else:
             array = array[:, torch.tensor(positions, device=self.device)]
         return array.to(dtype)
 
+    # The block loop
+
     def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
         return (query @ key.mT).mul_(scale)
 
     def compute_weights(
-        self, query: Array, key: Array, shift: Array, allowed: Array | None, buffers: list[Array]
+        self, query: Array, key: Array, lse: Array, allowed: Array | None, buffers: list[Array]
     ) -> tuple[Array, Array]:
-        shape = (len(shift), query.shape[1], key.shape[1])
+        shape = (len(lse), query.shape[1], key.shape[1])
         size = math.prod(shape)
         if not buffers or len(buffers[0]) < size:
             buffers[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
-        logs, weights = (each[:size].view(shape) for each in buffers)
-        torch.bmm(query.expand(len(shift), -1, -1), key.expand(len(shift), -1, -1).mT, out=logs)
-        # The exponential of what overflows, or becomes subnormal, is many times slower.
-        logs.sub_(shift).clamp_(math.log(torch.finfo(logs.dtype).tiny), None if allowed is None else 0.0)
+        logs, weights = (buffer[:size].view(shape) for buffer in buffers)
+        torch.bmm(query.expand(len(lse), -1, -1), key.expand(len(lse), -1, -1).mT, out=logs)
+        # exp is many times slower where it overflows or its result is subnormal.
+        logs.sub_(lse).clamp_(math.log(torch.finfo(logs.dtype).tiny), None if allowed is None else 0.0)
         torch.exp(logs, out=weights)
         return logs, weights if allowed is None else weights.mul_(allowed)
 
@@ -183,16 +149,16 @@ class TorchEngine:
         return (scores - shift).exp_()
 
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
-        take = torch.amax if reduce == "max" else torch.sum
+        function = torch.amax if reduce == "max" else torch.sum
         if min(sizes) == max(sizes):
-            return take(array.unflatten(axis, (len(sizes), sizes[0])), dim=axis)
+            return function(array.unflatten(axis, (len(sizes), sizes[0])), dim=axis)
         if len(sizes) <= 16 or reduce == "max":
-            return torch.stack([take(run, dim=axis) for run in array.split(sizes, axis)], axis)
-        # One product for many short runs; over long ones it would round more than a sum does.
-        members = _members(sizes, array.dtype, self.device)
-        sums = array @ members if axis == -1 else members.mT @ array
-        if sums.isnan().any():  # 0 · NaN is NaN: the product carries it into every segment
-            return torch.stack([run.sum(axis) for run in array.split(sizes, axis)], axis)
+            return torch.stack([function(segment, dim=axis) for segment in array.split(sizes, axis)], axis)
+        # One matrix product for many short segments; over long ones it would round more than a sum does.
+        membership = _segment_membership(sizes, array.dtype, self.device)
+        sums = array @ membership if axis == -1 else membership.mT @ array
+        if sums.isnan().any():  # 0 · NaN is NaN: the product spreads it into every segment
+            return torch.stack([segment.sum(axis) for segment in array.split(sizes, axis)], axis)
         return sums
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
@@ -201,35 +167,88 @@ class TorchEngine:
         groups = -(-length // size)
         if size < 2 or groups < k:
             values, columns = torch.topk(weights, k, dim=-1)
-            crowded = _is_crowded(weights, values, k)
+            is_tied = _has_ties(weights, values, k)
         else:
-            # The k largest lie in the k groups of largest maximum; a group's columns are far apart: it folds quickly.
+            # The k largest lie in the k groups of largest maximum. The columns of a group are `groups` apart, so that
+            # the maxima are a reduction over the second last axis, which is fast.
             missing = size * groups - length
             padded = torch.nn.functional.pad(weights, (0, missing), value=-1.0) if missing else weights
-            peaks = padded.unflatten(-1, (size, groups)).amax(-2)
-            best = torch.topk(peaks, k, dim=-1)
+            maxima = padded.unflatten(-1, (size, groups)).amax(-2)
+            best = torch.topk(maxima, k, dim=-1)
             steps = torch.arange(0, size * groups, groups, device=self.device)
             candidates = (best.indices[..., None] + steps).flatten(-2)
-            among = padded.gather(-1, candidates)
-            values, chosen = torch.topk(among, k, dim=-1)
+            candidate_weights = padded.gather(-1, candidates)
+            values, chosen = torch.topk(candidate_weights, k, dim=-1)
             columns = candidates.gather(-1, chosen)
-            least = values[..., -1:]
-            elsewhere = (peaks >= least).sum(-1) > (best.values >= least).sum(-1)
-            crowded = _is_crowded(among, values, k) | (elsewhere & (least > 0).squeeze(-1))
-        if crowded.any():
-            # topk does not say which of equal weights it takes; a stable sort takes the first ones.
-            order = torch.sort(weights[crowded], dim=-1, descending=True, stable=True)
-            values[crowded], columns[crowded] = order.values[..., :k], order.indices[..., :k]
+            smallest = values[..., -1:]
+            other_groups = (maxima >= smallest).sum(-1) > (best.values >= smallest).sum(-1)
+            is_tied = _has_ties(candidate_weights, values, k) | (other_groups & (smallest > 0).squeeze(-1))
+        if is_tied.any():
+            # torch.topk does not define which of equal weights it returns; a stable sort returns the first ones.
+            order = torch.sort(weights[is_tied], dim=-1, descending=True, stable=True)
+            values[is_tied], columns[is_tied] = order.values[..., :k], order.indices[..., :k]
         return values, columns
 
+    @property
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
+        # Autocast would lower the scores to half precision.
+        return lambda: torch.autocast(self.device.type, enabled=False)
 
-def _is_crowded(weights: Tensor, values: Tensor, k: int) -> Tensor:
-    """Whether more than k of a row are as large as the last of its k largest, or NaN; zeros may be any."""
-    least = values[..., -1:]
-    return (((weights >= least).sum(-1) > k) & (least > 0).squeeze(-1)) | values.isnan().any(-1)
+    # Fused kernels
+
+    def can_fuse(self, problem: Problem) -> bool:
+        return fused.find_kernel(problem)[0] is not None
+
+    def kernel_name(self, problem: Problem) -> str:
+        kernel, reason = fused.find_kernel(problem)
+        return f"torch: streaming tiles ({reason})" if kernel is None else f"torch: {kernel.name}"
+
+    def fused_product(
+        self, problem: Problem, value: Array, value_index: IntArray
+    ) -> tuple[Array, Array, str] | None:
+        return fused.fused_product(problem, value, value_index)
+
+    def try_fast_product(
+        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
+    ) -> tuple[Array, Array, str] | None:
+        return fused.try_fast_product(query, key, value, mask, scale)
+
+    def needs_exact_rows(self, problem: Problem) -> bool:
+        return fused.needs_exact_rows(problem)
+
+    # Gradients
+
+    def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
+        mod_arrays = (array for score_mod in problem.score_mods for array in vars(score_mod).values())
+        return any(map(fused.requires_grad, (problem.query, problem.key, problem.sink, *arrays, *mod_arrays)))
+
+    def differentiate(
+        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
+    ) -> list[Any]:
+        from regard.engines.torch_gradients import differentiate
+
+        return differentiate(problem, measures, bands)
+
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        if not any(map(fused.requires_grad, arrays)):
+            return function(*arrays)
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
+
+    @property
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+        return context
+
+
+def _has_ties(weights: Tensor, values: Tensor, k: int) -> Tensor:
+    """Return whether more than k weights of a row are as large as its k-th, or NaN; zeros may tie in any order."""
+    smallest = values[..., -1:]
+    return (((weights >= smallest).sum(-1) > k) & (smallest > 0).squeeze(-1)) | values.isnan().any(-1)
 
 
 @lru_cache(maxsize=256)
-def _members(sizes: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
-    """Which run each position is in, as ones in a matrix (length, runs)."""
+def _segment_membership(sizes: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
+    """Return which segment each position belongs to, as ones in a matrix (length, segments)."""
     return torch.eye(len(sizes), dtype=dtype, device=device).repeat_interleave(torch.tensor(sizes), 0)

@@ -1,4 +1,4 @@
-"""Fused kernels: the one file that calls torch's private operators, behind a check of what they return."""
+"""Fused kernels of torch: the only file that calls its private operators, and checks their results before use."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ from typing import Any
 
 import torch
 
-Tensor = Any  # the types of torch are not followed
+Tensor = Any  # torch's types are not checked
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel on (1, heads, length, dim): output and lse, and the gradients given the final output and lse."""
+    """A fused attention kernel.
+
+    Args:
+        name: Name that `A.kernel` shows.
+        forward: Function of query, key, value (batch, heads, length, dim), is_causal, mask tile and scale that returns
+            the output and the lse.
+        backward: Function of the output's gradient, query, key, value, output, lse, is_causal, mask tile and scale that
+            returns the gradients of query, key and value; None if there is none.
+    """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
 
     @cached_property
-    def causal(self) -> str:
-        """What ran, where it was one causal call."""
+    def causal_name(self) -> str:
+        """Name of one causal call."""
         return f"torch: {self.name}, causal"
 
     @cached_property
-    def unmasked(self) -> str:
-        """What ran, where it was one call without a mask."""
+    def unmasked_name(self) -> str:
+        """Name of one call without a mask."""
         return f"torch: {self.name}, no mask"
 
 
@@ -40,7 +48,7 @@ def _cpu_forward(
 
 @cache
 def _cpu_operator() -> Any:
-    # The overload itself: finding it anew would cost microseconds at every call.
+    # The overload is cached: looking it up would cost microseconds at every call.
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -56,7 +64,7 @@ def _cpu_backward(
 def _cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # Written after the operator's schema; no CUDA device has run it.
+    # Written from the operator's schema; not yet run on a CUDA device.
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -71,8 +79,12 @@ CUDA_EFFICIENT = Kernel("efficient on CUDA (never run by us)", _cuda_forward, No
 
 
 @cache
-def kernel_on(device_type: str) -> Kernel | None:
-    """The fused kernel of a kind of device, if it is there and its answers are right."""
+def get_kernel(device_type: str) -> Kernel | None:
+    """Return the fused kernel of a device type, or None if it is missing or its results are wrong.
+
+    Args:
+        device_type: "cpu", "cuda", …
+    """
     kernel = {"cpu": CPU_FLASH, "cuda": CUDA_EFFICIENT}.get(device_type)
     if kernel is None:
         return None
@@ -80,8 +92,8 @@ def kernel_on(device_type: str) -> Kernel | None:
     scores = 0.5 * q @ k.mT + torch.full((3, 3), -math.inf, device=device_type).triu(1)
     try:
         output, lse = kernel.forward(q, k, v, True, None, 0.5)
-        right = torch.allclose(output, scores.softmax(-1) @ v, atol=1e-5)
-        return kernel if right and torch.allclose(lse, scores.logsumexp(-1), atol=1e-5) else None
+        is_right = torch.allclose(output, scores.softmax(-1) @ v, atol=1e-5)
+        return kernel if is_right and torch.allclose(lse, scores.logsumexp(-1), atol=1e-5) else None
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
@@ -90,41 +102,66 @@ SDPA = torch._C._nn.scaled_dot_product_attention
 _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
-def flash_with_lse(
+def run_flash_with_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """Output and lse of a call of `F.scaled_dot_product_attention`, where the CPU's flash kernel is what it would run.
+    """Run a call of `F.scaled_dot_product_attention` and return its lse as well, if it would run flash on the CPU.
 
-    The output is bit for bit the same. None where something else would run.
+    Args:
+        query: (batch, heads, q_len, head_dim).
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, value_dim).
+        attn_mask: Boolean or additive mask that broadcasts to (batch, heads, q_len, kv_len).
+        dropout_p: Dropout probability.
+        is_causal: Whether the mask is causal from the upper left corner.
+        scale: Factor of the products; None for 1/√head_dim.
+        enable_gqa: Whether several query heads share a key head.
+
+    Returns:
+        The output, bit for bit that of the public function, and the lse; None if another kernel would run.
     """
-    plain = type(query) is type(key) is type(value) is torch.Tensor
-    if not plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):
+    is_plain = type(query) is type(key) is type(value) is torch.Tensor
+    if not is_plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):
         return None
-    if torch.is_autocast_enabled("cpu") or kernel_on("cpu") is None:
-        return None  # autocast acts on the public name
-    chosen = torch._fused_sdp_choice(
+    if torch.is_autocast_enabled("cpu") or get_kernel("cpu") is None:
+        return None  # autocast applies to the public function only
+    backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if chosen != _FLASH:
+    if backend != _FLASH:
         return None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = torch.zeros(attn_mask.shape, dtype=query.dtype)
-        attn_mask = hidden.masked_fill_(attn_mask.logical_not(), -math.inf)
+        bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
+        attn_mask = bias.masked_fill_(attn_mask.logical_not(), -math.inf)
     output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     return output, lse
 
 
-def choice(
+def find_sdpa_backend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> str:  # fmt: skip
-    """The name of the kernel that `F.scaled_dot_product_attention` takes: math, flash, efficient, cuDNN."""
+    """Return the name of the kernel that `F.scaled_dot_product_attention` would run.
+
+    Args:
+        query: (batch, heads, q_len, head_dim).
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, value_dim).
+        attn_mask: Boolean or additive mask that broadcasts to (batch, heads, q_len, kv_len).
+        dropout_p: Dropout probability.
+        is_causal: Whether the mask is causal from the upper left corner.
+        scale: Factor of the products; None for 1/√head_dim.
+        enable_gqa: Whether several query heads share a key head.
+
+    Returns:
+        "math", "flash", "efficient" or "cudnn"; "scaled_dot_product_attention" if torch does not say.
+    """
     try:
-        chosen = torch._fused_sdp_choice(
+        backend = torch._fused_sdp_choice(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        name = torch.nn.attention.SDPBackend(chosen).name
+        name = torch.nn.attention.SDPBackend(backend).name
     except (RuntimeError, TypeError, ValueError):
         return "scaled_dot_product_attention"
     return str(name).removesuffix("_ATTENTION").lower()

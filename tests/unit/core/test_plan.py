@@ -54,7 +54,7 @@ def tensors(dtype: Any = torch.float64, kv_heads: int = 4) -> tuple[Any, Any, An
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of value that the fused kernel was called with."""
     found: list[Any] = []
-    kernel = _torch_kernels.kernel_on("cpu")
+    kernel = _torch_kernels.get_kernel("cpu")
     assert kernel is not None
     forward = kernel.forward
 
@@ -192,7 +192,7 @@ def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pyte
         ]  # fmt: skip
 
     fused = made()
-    monkeypatch.setattr(_torch_kernels, "kernel_on", lambda device_type: None)
+    monkeypatch.setattr(_torch_kernels, "get_kernel", lambda device_type: None)
     room = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3}[dtype]
     for ours, streamed in zip(fused, made(), strict=True):
         # At half precision only the output is: measures come from scores in float32 either way.

@@ -225,7 +225,7 @@ class Nameless(FarEngine):
     ("engine", "words"),
     [
         (FarEngine, "the class FarEngine"),
-        (SimpleNamespace(name="mine", owns=len), "without kernel_name, can_fuse, fused_product …"),
+        (SimpleNamespace(name="mine", owns=len), "without xp, to_numpy, as_float …"),
         (Nameless(), "named ''"),
     ],
 )

@@ -30,15 +30,15 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
+from regard.engines import torch_lowering as lowering
 from regard.tiling import tile_sizes
 from tests.helpers.tensors import draw
 
 
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "kernel_on", lambda device_type: None)
+    monkeypatch.setattr(kernels, "get_kernel", lambda device_type: None)
 
 
 # -- The kernel that would have run ---------------------------------------------------------------------------
@@ -86,13 +86,13 @@ def test_a_mask_is_lowered_to_calls_that_never_see_n_by_n(name, monkeypatch):
     mask, words = LOWERED[name]
     query, key, value = draw(2, 2, 1100, 8)
     tiles = []
-    make = fused._tile_maker
+    make = lowering.make_tile_builder
 
     def recorded(pairs):
         tile = make(pairs)
         return lambda rows, columns: tiles.append(len(rows)) or tile(rows, columns)
 
-    monkeypatch.setattr(fused, "_tile_maker", recorded)
+    monkeypatch.setattr(lowering, "make_tile_builder", recorded)
     A = attention(query, key, mask=mask)
     allowed = torch.tensor(mask.to_dense(*A.shape))
     torch.testing.assert_close(

@@ -14,8 +14,8 @@ import torch
 import regard
 from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap
 from regard.engines import find_engine
-from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
+from regard.engines import torch_lowering as lowering
 from regard.testing import Case, check, fill
 from regard.tiling import tile_sizes, use_tile_sizes
 from tests.helpers import tensors
@@ -53,13 +53,13 @@ def test_some_rows_of_a_causal_matrix_have_gradients(small):
 def test_a_mask_tile_has_few_rows_even_where_the_mask_has_no_cuts(monkeypatch):
     query, key, value = draw(1, 1, 1200, 4)
     rows = []
-    make = fused._tile_maker
+    make = lowering.make_tile_builder
 
     def recorded(pairs):
         tile = make(pairs)
         return lambda band, columns: rows.append(len(band)) or tile(band, columns)
 
-    monkeypatch.setattr(fused, "_tile_maker", recorded)
+    monkeypatch.setattr(lowering, "make_tile_builder", recorded)
     # The future alone: no kernel takes it as a causal block, and all of it is tested.
     attention(query, key, mask=~causal()) @ value
     attention(query, key, score_mod=alibi()) @ value
@@ -70,7 +70,7 @@ def test_rows_from_the_middle_of_a_causal_matrix_need_no_mask_tile(monkeypatch):
     query, key, value = draw(1, 2, 1200, 4)
     A = attention(query, key, mask=causal())
     expected = (A @ value)[:, :, 500:1100]
-    monkeypatch.setattr(fused, "_tile_maker", lambda pairs: None)  # whoever makes a tile fails
+    monkeypatch.setattr(lowering, "make_tile_builder", lambda pairs: None)  # whoever makes a tile fails
     part = A.lazy[..., 500:1100, :]
     torch.testing.assert_close(part @ value, expected)
     assert part.kernel == "torch: flash on CPU, 2 blocks"
@@ -216,9 +216,9 @@ def test_an_operator_that_answers_otherwise_is_not_used(name, monkeypatch):
     def forward(*arguments):
         return WRONG_KERNELS[name](*kernels._cpu_forward(*arguments))
 
-    assert kernels.kernel_on.__wrapped__("cpu") is kernels.CPU_FLASH
+    assert kernels.get_kernel.__wrapped__("cpu") is kernels.CPU_FLASH
     monkeypatch.setattr(kernels, "CPU_FLASH", replace(kernels.CPU_FLASH, forward=forward))
-    assert kernels.kernel_on.__wrapped__("cpu") is None
+    assert kernels.get_kernel.__wrapped__("cpu") is None
 
 
 def test_tensors_of_another_device_are_refused():

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import regard
 from regard import alibi, causal, first, padding, relative_bias, rope, sliding_window, softcap
-from regard.engines import torch_fused as fused
 from regard.engines import torch_kernels as kernels
 from regard.nn import KVCache, MultiheadAttention, Rope
 from regard.testing import assert_matches
@@ -204,14 +203,14 @@ def test_project_kv_projects_keys_once():
 
 def test_the_matrix_costs_nothing_in_the_forward_pass(monkeypatch):
     calls = []
-    kernel = kernels.kernel_on("cpu")
+    kernel = kernels.get_kernel("cpu")
 
     def counted(*arguments):
         calls.append(arguments)
         return kernel.forward(*arguments)
 
     counting = kernels.Kernel(kernel.name, counted, kernel.backward)
-    monkeypatch.setattr(fused.kernels, "kernel_on", lambda device_type: counting)
+    monkeypatch.setattr(kernels, "get_kernel", lambda device_type: counting)
     made, x = layer(24, 4), draw(3, 70, 24)
     alone = made(x, mask=causal())
     assert len(calls) == 1

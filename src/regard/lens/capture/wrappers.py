@@ -123,10 +123,10 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             _thread.probe = passed
             return passed.query.new_zeros((*passed.query.shape[:-1], passed.value.shape[-1]))
         # Who put a function of their own there wants that one to run.
-        found = kernels.flash_with_lse(*given) if original is kernels.SDPA else None
+        found = kernels.run_flash_with_lse(*given) if original is kernels.SDPA else None
         if found is None:
             output = original(*args, **kwargs)
-            tell(module, Passed(*given, output=output, kernel=f"torch: {kernels.choice(*given)}"))
+            tell(module, Passed(*given, output=output, kernel=f"torch: {kernels.find_sdpa_backend(*given)}"))
         else:
             output, lse = found
             tell(module, Passed(*given, lse=lse, output=output, kernel="torch: flash on CPU"))

@@ -65,12 +65,12 @@ def _without_fused(engine: str) -> Iterator[None]:
         return
     from regard.engines import torch_kernels as _torch_kernels
 
-    kernel_on = _torch_kernels.kernel_on
-    _torch_kernels.kernel_on = lambda device_type: None  # type: ignore[assignment]
+    get_kernel = _torch_kernels.get_kernel
+    _torch_kernels.get_kernel = lambda device_type: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        _torch_kernels.kernel_on = kernel_on
+        _torch_kernels.get_kernel = get_kernel
 
 
 class Targets(NamedTuple):

@@ -1,0 +1,178 @@
+"""Lower a mask to calls that a fused kernel takes: no mask, `is_causal`, or blocks of such calls.
+
+The matrix is split into bands of rows, and a band into blocks of columns: each block is full, causal, or has a small
+mask tile of its own. Nothing of size q_len × kv_len is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from regard.frame import Frame, is_contiguous
+from regard.masks import Mask
+from regard.masks.atoms import Band
+from regard.tiling import TileSizes, tile_sizes
+from regard.types import Array, IntArray
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
+
+Tensor = Any  # torch's types are not checked
+TileBuilder = Callable[[range, range], Tensor]
+
+
+class KernelBlock(NamedTuple):
+    """Columns of a band that one kernel call takes: full, causal from its first corner, or with a mask tile."""
+
+    columns: range
+    is_causal: bool
+    has_tile: bool
+
+
+class LoweredBand(NamedTuple):
+    """A band of rows and the blocks of columns that are not empty in it."""
+
+    rows: range
+    blocks: tuple[KernelBlock, ...]
+
+
+def lower_mask(frame: Frame, mask: Mask | None, q_range: range, has_bias: bool) -> list[LoweredBand]:
+    """Split the rows `q_range` of a matrix into bands, and each band into blocks that a kernel call takes.
+
+    Args:
+        frame: The (batch, head) pairs and the lengths.
+        mask: Mask of the matrix.
+        q_range: Positions of the rows.
+        has_bias: Whether numbers are added to the scores, so that every block needs a tile.
+
+    Returns:
+        The bands in order.
+    """
+    sizes = tile_sizes()
+    if mask is None and not has_bias:
+        return [LoweredBand(q_range, (KernelBlock(range(frame.kv_len), False, False),))]
+    row_splits = np.arange(0, frame.q_len, sizes.mask_tile_rows)
+    column_splits = np.array([0])
+    if mask is not None:
+        splits = mask.cuts(frame)
+        row_splits = np.union1d(row_splits, splits.rows) if has_bias else splits.rows
+        column_splits = splits.columns
+    bands: list[LoweredBand] = []
+    starts = [q_range.start, *(int(row) for row in row_splits if q_range.start < row < q_range.stop)]
+    diagonals = set() if mask is None else mask.diagonals(frame)
+    for start, stop in zip(starts, [*starts[1:], q_range.stop], strict=True):
+        # If rows begin in the middle, columns split at the same corner leave a full and a causal block.
+        corners = [
+            corner
+            for diagonal in diagonals
+            for corner in (start + diagonal, stop + diagonal)
+            if 0 < corner < frame.kv_len
+        ]
+        columns = np.union1d(column_splits, np.array(corners, np.int64)) if corners else column_splits
+        band = _lower_band(frame, mask, range(start, stop), columns, has_bias, sizes)
+        if len(band.rows) > sizes.mask_tile_rows and any(block.has_tile for block in band.blocks):
+            steps = range(start, stop, sizes.mask_tile_rows)
+            parts = [range(row, min(row + sizes.mask_tile_rows, stop)) for row in steps]
+            bands += [_lower_band(frame, mask, part, column_splits, has_bias, sizes) for part in parts]
+        else:
+            bands.append(band)
+    return bands
+
+
+def _lower_band(
+    frame: Frame, mask: Mask | None, rows: range, starts: IntArray, has_bias: bool, sizes: TileSizes
+) -> LoweredBand:
+    """Lower the blocks of one band; `starts` are the first columns of the blocks."""
+    stops = np.append(starts[1:], frame.kv_len)
+    nonempty, full = np.ones(len(starts), bool), np.ones(len(starts), bool)
+    if mask is not None:
+        nonempty, full = mask.bounds(frame, rows.start, rows.stop, starts, stops)
+    live = np.flatnonzero(nonempty)
+    if _should_join(live, full, starts, stops, len(rows), sizes):
+        columns = range(int(starts[live[0]]), int(stops[live[-1]]))
+        return LoweredBand(rows, (KernelBlock(columns, False, True),))
+    blocks: list[KernelBlock] = []
+    for i in live:
+        columns = range(int(starts[i]), int(stops[i]))
+        block = KernelBlock(columns, False, has_bias)
+        if not full[i] and mask is not None:
+            rest = mask.within(frame, rows, columns)
+            if rest is False:
+                continue
+            is_causal = isinstance(rest, Mask) and rest.diagonal(frame) == columns.start - rows.start
+            has_tile = has_bias or not (is_causal or rest is True)
+            block = KernelBlock(columns, is_causal and not has_bias, has_tile)
+        previous = blocks[-1] if blocks else None
+        same_kind = (
+            previous and not (previous.is_causal or block.is_causal) and previous.has_tile == block.has_tile
+        )
+        if previous and same_kind and previous.columns.stop == columns.start:
+            blocks[-1] = block._replace(columns=range(previous.columns.start, columns.stop))
+        else:
+            blocks.append(block)
+    return LoweredBand(rows, tuple(blocks))
+
+
+def _should_join(
+    live: IntArray, full: Array, starts: IntArray, stops: IntArray, num_rows: int, sizes: TileSizes
+) -> bool:
+    """Return whether small adjoining blocks become one with a tile: a call costs more than the tile it saves."""
+    if len(live) < 2 or num_rows > sizes.mask_tile_rows or full[live].all() or not is_contiguous(live):
+        return False
+    return bool(stops[live[-1]] - starts[live[0]] <= sizes.joined_columns)
+
+
+def describe_bands(bands: list[LoweredBand], num_calls: int) -> str:
+    """Describe lowered bands in a few words, for `A.kernel`."""
+    if num_calls == 1 and len(bands) == 1 and bands[0].blocks:
+        block = bands[0].blocks[0]
+        return "causal" if block.is_causal else "masked" if block.has_tile else "no mask"
+    num_tiles = sum(block.has_tile for band in bands for block in band.blocks)
+    return f"{num_calls} blocks" + (f", {num_tiles} with a mask tile" if num_tiles else "")
+
+
+def find_causal_diagonal(mask: Mask, q_len: int, kv_len: int) -> int | None:
+    """Return the last key that query 0 attends to if a mask is causal and nothing else; None otherwise."""
+    if not isinstance(mask, Band) or mask.left is not None or mask.right is None or mask.right.array.ndim:
+        return None
+    return int(mask.right.array) + (kv_len - q_len if mask.align == "lower_right" else 0)
+
+
+def make_tile_builder(problem: Problem) -> TileBuilder:
+    """Return a function that builds the mask tile of a block of rows and columns."""
+    xp, dtype = problem.engine.xp, problem.dtype
+    is_cacheable = problem.mask is not None and problem.mask.slides and not problem.score_mods
+    cache: dict[tuple[int, int, int], Tensor] = {}  # blocks along a diagonal share a tile
+
+    def build_tile(rows: range, columns: range) -> Tensor:
+        """Build the numbers to add to the scores of a block, −inf where masked: (1, heads or 1, rows, columns)."""
+        position = (columns.start - rows.start, len(rows), len(columns))
+        if position in cache:
+            return cache[position]
+        q_idx, kv_idx = np.arange(rows.start, rows.stop), np.arange(columns.start, columns.stop)
+        total: Any = 0.0
+        masked: Any = False
+        for score_mod in problem.score_mods:
+            bias = score_mod.added(problem.frame, q_idx, kv_idx, xp, dtype)
+            assert bias is not None
+            bias = bias.detach()
+            masked = masked | (bias == -math.inf)
+            total = total + bias
+        rest = True if problem.mask is None else problem.mask.within(problem.frame, rows, columns)
+        if isinstance(rest, Mask):
+            masked = masked | ~rest.allows(problem.frame, q_idx, kv_idx, xp)
+        if not isinstance(total, torch.Tensor):
+            total = torch.zeros((1, 1, 1), dtype=dtype, device=problem.query.device)
+        if isinstance(masked, torch.Tensor):
+            total = torch.where(masked, -math.inf, total)
+        tile = total.expand(-1, len(q_idx), len(kv_idx))[None]
+        if is_cacheable:
+            cache[position] = tile
+        return tile
+
+    return build_tile
