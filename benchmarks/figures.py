@@ -1,6 +1,6 @@
-"""The figures of the README, made from what the benchmarks kept: python benchmarks/figures.py writes them anew.
+"""Write the table of figures in the README from stored benchmark results: python benchmarks/figures.py.
 
-benchmarks/run.py keeps its rows in history.jsonl; pages.py and model_page.py keep theirs in pages.json, with --write.
+benchmarks/run.py stores its rows in history.jsonl; pages.py and model_page.py store theirs in pages.json with --write.
 """
 
 from __future__ import annotations
@@ -12,80 +12,83 @@ from typing import Any
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-KEPT = HERE / "pages.json"
+PAGE_FIGURES = HERE / "pages.json"
 
 
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure in milliseconds; printed with the range it has."""
-    found = {}
+def compute_medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure in milliseconds, and print it with its range."""
+    medians = {}
     for name in rounds[0]:
-        times = [each[name] for each in rounds]
-        found[name] = statistics.median(times)
-        print(f"{name:<38} {found[name]:8.0f} ms, from {min(times):.0f} to {max(times):.0f}")
-    return found
+        times = [figures[name] for figures in rounds]
+        medians[name] = statistics.median(times)
+        print(f"{name:<38} {medians[name]:8.0f} ms, from {min(times):.0f} to {max(times):.0f}")
+    return medians
 
 
-def keep(name: str, found: dict[str, float]) -> None:
-    """One script's figures, in place of those it kept before."""
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    kept[name] = {each: round(value, 3) for each, value in found.items()}
-    KEPT.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+def store_figures(script: str, figures: dict[str, float]) -> None:
+    """Replace the stored figures of one script."""
+    stored = json.loads(PAGE_FIGURES.read_text()) if PAGE_FIGURES.exists() else {}
+    stored[script] = {name: round(value, 3) for name, value in figures.items()}
+    PAGE_FIGURES.write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n")
 
 
-def table() -> str:
-    """The lines of the table."""
+def format_table() -> str:
+    """Return the table as Markdown."""
     record = json.loads((HERE / "history.jsonl").read_text().splitlines()[-1])
     rows: dict[str, Any] = {row["name"]: row for row in record["rows"]}
-    pages = json.loads(KEPT.read_text())
+    pages = json.loads(PAGE_FIGURES.read_text())
 
-    def beside(name: str) -> tuple[str, str]:
+    def compare(name: str, baseline: str) -> tuple[str, str]:
         row = rows[name]
-        return _time(row["ours_ms"]), f"{_time(row['bare_ms'])}, {row['ratio']:.2f}×"
+        return (
+            f"{_format_time(row['ours_ms'])}, {row['ratio']:.2f}×",
+            f"{_format_time(row['bare_ms'])}, {baseline}",
+        )
 
-    deep, model = pages["deep map"], pages["model page"]
+    head_map, model_page = pages["deep map"], pages["model page"]
     lines: list[tuple[str, str, str]] = [
-        ("`A @ value`, 8 heads, 4,096 tokens", *_words(beside("A @ v"), "the bare kernel")),
-        ("the same, causal", *_words(beside("A @ v, causal"), "the bare kernel")),
-        ("a causal window of 256", *_words(beside("window of 256"), "the kernel with that mask")),
+        ("`A @ value`, 8 heads, 4,096 tokens", *compare("A @ v", "the bare kernel")),
+        ("`A @ value`, causal", *compare("A @ v, causal", "the bare kernel")),
+        ("`A @ value`, a causal window of 256", *compare("window of 256", "the kernel with that mask")),
         (
             "output, entropy, received, distance and a picture",
-            *_words(beside("dense: four measures"), "stored weights"),
+            *compare("dense: four measures", "stored weights"),
         ),
         (
             "131,072 tokens, causal: output, lse, entropy, received, picture",
-            *_words(beside("131,072 tokens, causal"), "the bare kernel's output"),
+            *compare("131,072 tokens, causal", "the bare kernel's output"),
         ),
-        ("… and then any 512 × 512 tile of it", _time(rows["131,072 tokens: then any tile"]["ours_ms"]), "–"),
+        (
+            "afterwards, any 512 × 512 tile of it",
+            _format_time(rows["131,072 tokens: then any tile"]["ours_ms"]),
+            "–",
+        ),
         (
             "the page of MiniLM's 72 heads, 512 tokens",
-            f"{model['MB file']:.1f} MB in {model['seconds']:.1f} s, painted after {_time(model['first paint'])}",
+            f"{model_page['MB file']:.1f} MB in {model_page['seconds']:.1f} s, "
+            f"painted after {_format_time(model_page['first paint'])}",
             "BertViz 1.4.1: 869 MB in 29 s",
         ),
         (
-            "the map of one head, 131,072 tokens",
-            f"{deep['MB file']:.0f} MB, painted after {_time(deep['first paint'])}, a tile in "
-            f"{_time(deep['tile, each weight'])} to {_time(deep['tile, mean of 4 × 4'])}",
+            "the page of one head, 131,072 tokens",
+            f"{head_map['MB file']:.0f} MB, painted after {_format_time(head_map['first paint'])}, a tile in "
+            f"{_format_time(head_map['tile, each weight'])} to {_format_time(head_map['tile, mean of 4 × 4'])}",
             "–",
         ),
     ]
-    head = ["| float32, two cores | here | beside |", "| --- | --- | --- |"]
+    head = ["| float32, two cores | regard | compared with |", "| --- | --- | --- |"]
     return "\n".join(head + [f"| {' | '.join(line)} |" for line in lines])
 
 
-def _words(times: tuple[str, str], what: str) -> tuple[str, str]:
-    ours, (theirs, ratio) = times[0], times[1].split(", ")
-    return f"{ours}, {ratio}", f"{theirs}, {what}"
-
-
-def _time(milliseconds: float) -> str:
+def _format_time(milliseconds: float) -> str:
     return f"{milliseconds / 1e3:.0f} s" if milliseconds >= 1e4 else f"{milliseconds:,.0f} ms"
 
 
-def written(text: str) -> str:
-    """The README with the table as it is now."""
+def insert_table(text: str) -> str:
+    """Return the text of the README with the current table."""
     before, rest = text.split("<!-- figures -->\n")
-    return f"{before}<!-- figures -->\n{table()}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
+    return f"{before}<!-- figures -->\n{format_table()}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    README.write_text(insert_table(README.read_text()))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from figures import keep, medians
+from figures import compute_medians, store_figures
 
 import regard
 
@@ -133,9 +133,9 @@ def main() -> None:
             rounds = [opened(browser, path) for _ in range(given.rounds)]
             browser.close()
         sizes = {"seconds": times[3] - times[1], "MB file": path.stat().st_size / 1e6}
-        found = sizes | medians(rounds)
+        found = sizes | compute_medians(rounds)
         if given.write:
-            keep("model page", found)
+            store_figures("model page", found)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import keep, medians
+from figures import compute_medians, store_figures
 from playwright.sync_api import sync_playwright
 
 import regard
@@ -86,9 +86,9 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         rounds = [opened(browser, path, given.tokens) for _ in range(given.rounds)]
         browser.close()
-        found |= medians(rounds)
+        found |= compute_medians(rounds)
     if given.write:
-        keep("deep map", found)
+        store_figures("deep map", found)
 
 
 if __name__ == "__main__":

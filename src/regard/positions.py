@@ -16,6 +16,7 @@ from regard.validation import as_array, check_count
 
 __all__ = ["RopeLayout", "rope", "rope_frequencies", "sinusoidal"]
 
+# Order of the rotated pairs: "half" pairs entry i with i + d/2, "interleaved" pairs 2i with 2i + 1.
 RopeLayout = Literal["half", "interleaved"]
 
 

@@ -40,5 +40,13 @@ def test_the_figures_of_the_readme_are_what_the_benchmarks_kept(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     figures = importlib.import_module("figures")
     readme = (ROOT / "README.md").read_text()
-    assert figures.written(readme) == readme
-    assert figures.written(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme
+    assert figures.insert_table(readme) == readme
+    assert figures.insert_table(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme
+
+
+def test_the_commands_in_contributing_name_existing_files():
+    paths = re.findall(
+        r"(?:tests|benchmarks|examples|scripts)/[\w./*-]+", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(paths) > 50
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
