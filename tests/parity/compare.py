@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from regard.core.matrix import AttentionMatrix
-from regard.testing.tolerance import ORDINARY, Target, epsilon, name_of
+from regard.testing.tolerance import ORDINARY_TOLERANCE, ErrorBound, dtype_name, epsilon
 from regard.types import Array
 
 Tensor = Any  # the types of torch are not followed
@@ -97,9 +97,9 @@ def judge(comparison: Comparison) -> Row:
             naive, ours = (run(dtype, dtype) for run in (comparison.theirs, comparison.ours))
             # Halves are raised to float32 before they are scored.
             drift = 4 * epsilon(torch.float32) * (1 + np.asarray(wide.largest))
-            output = Target.of(exact.output, naive.output, dtype=dtype, magnitude=wide.summed)
-            weights = Target.of(exact.weights, naive.weights, dtype=dtype, score_error=drift)
-            name = name_of(dtype)
+            output = ErrorBound.compute(exact.output, naive.output, dtype=dtype, magnitude=wide.summed)
+            weights = ErrorBound.compute(exact.weights, naive.weights, dtype=dtype, score_error=drift)
+            name = dtype_name(dtype)
             errors[name] = (_largest(ours.output, exact.output), _largest(ours.weights, exact.weights))
             shares[name] = (
                 _largest(ours.output, exact.output, output.limit),
@@ -108,7 +108,10 @@ def judge(comparison: Comparison) -> Row:
             if dtype is torch.float32:
                 apart = (_largest(wide.output, exact.output), _largest(wide.weights, exact.weights))
                 errors["float64"] = apart
-                shares["float64"] = (apart[0] / ORDINARY["float64"], apart[1] / ORDINARY["float64"])
+                shares["float64"] = (
+                    apart[0] / ORDINARY_TOLERANCE["float64"],
+                    apart[1] / ORDINARY_TOLERANCE["float64"],
+                )
     return Row(comparison.module, comparison.situation, errors, shares)
 
 
@@ -160,7 +163,7 @@ def table(rows: Sequence[Row]) -> str:
     titles = ("module", "situation", "float32", "bfloat16", "error, float32", "difference, float64")
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for row in rows:
-        shares = ["{:.2f} · {:.2f}".format(*row.shares[name_of(dtype)]) for dtype in DTYPES]
+        shares = ["{:.2f} · {:.2f}".format(*row.shares[dtype_name(dtype)]) for dtype in DTYPES]
         errors = ["{:.0e} · {:.0e}".format(*row.errors[name]) for name in ("float32", "float64")]
         lines.append(f"| {' | '.join((row.module, row.situation, *shares, *errors))} |")
     return "\n".join(lines)

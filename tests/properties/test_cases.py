@@ -9,7 +9,15 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from regard.testing import ENGINES, Case, check, count_table, draw, empty_cells, fill
+from regard.testing import (
+    ENGINES,
+    Case,
+    build_inputs,
+    check_case,
+    draw_cases,
+    find_uncovered_pairs,
+    format_counts,
+)
 from regard.tiling import use_tile_sizes
 
 TILE = 16
@@ -32,26 +40,26 @@ def run_chunk(cases: list[Case]) -> list[str]:
     torch.set_num_threads(1)
     failures = []
     for case in cases:
-        inputs = fill(case, TILE)
+        inputs = build_inputs(case, TILE)
         assert inputs is not None
         with use_tile_sizes(**small_tiles(case)):
-            failures += check(case, inputs, ENGINES)
+            failures += check_case(case, inputs, ENGINES)
     return failures
 
 
 @pytest.mark.slow
 def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, capsys, monkeypatch) -> None:
     count, seed = request.config.getoption("--cases"), request.config.getoption("--case-seed")
-    drawn = list(draw(count, seed, TILE))
+    drawn = list(draw_cases(count, seed, TILE))
     ran, skipped = ([case for case, possible in drawn if possible is kind] for kind in (True, False))
     # One BLAS thread for each process: tiles are small, and the processes already share the cores.
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         chunks = [ran[i : i + 50] for i in range(0, len(ran), 50)]
         failures = [failure for found in pool.map(run_chunk, chunks) for failure in found]
-    empty = empty_cells(ran)
+    empty = find_uncovered_pairs(ran)
     with capsys.disabled():
-        print(f"\n{count_table(ran, skipped)}")
+        print(f"\n{format_counts(ran, skipped)}")
         print(
             f"{len(ran) * len(ENGINES):,} cases ran = {len(ran):,} draws × {len(ENGINES)} engines; "
             f"{len(skipped)} draws skipped, {len(empty)} pairs of choices empty, seed {seed}"
@@ -63,5 +71,5 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_few_cases_quickly(seed: int) -> None:
-    cases = [case for case, possible in draw(150, seed, TILE) if possible]
+    cases = [case for case, possible in draw_cases(150, seed, TILE) if possible]
     assert run_chunk(cases) == []

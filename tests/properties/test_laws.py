@@ -14,8 +14,8 @@ import regard
 from regard import reference
 from regard.masks.atoms import Band, Dense, Document, Keys
 from regard.measures import MaxWeight, Sum
-from regard.testing import FACTORS, Case, epsilon, fill
-from regard.testing.cases.generate import ATOMS, build_mask
+from regard.testing import FACTORS, Case, build_inputs, epsilon
+from regard.testing.cases.generate import MASK_ATOMS, build_mask
 from regard.tiling import TileSizes, use_tile_sizes
 
 # The same examples in every run; a failure prints a line that reproduces it.
@@ -42,7 +42,7 @@ def cases(**choices: Any) -> st.SearchStrategy[Case]:
 
 
 def filled(case: Case) -> tuple[Any, regard.AttentionMatrix]:
-    inputs = fill(case, tile=0)
+    inputs = build_inputs(case, tile=0)
     assert inputs is not None
     return inputs, regard.attention(inputs.query, inputs.key, **inputs.arguments)
 
@@ -261,7 +261,7 @@ LEADS, LENGTHS = st.sampled_from([(), (3,), (2, 3)]), st.tuples(*[st.sampled_fro
 
 
 @LAWS
-@given(LEADS, LENGTHS, st.lists(st.sampled_from([*ATOMS, "triple"]), min_size=3, max_size=3), SEEDS)
+@given(LEADS, LENGTHS, st.lists(st.sampled_from([*MASK_ATOMS, "triple"]), min_size=3, max_size=3), SEEDS)
 def test_masks_are_a_boolean_algebra(lead: Any, lengths: Any, specs: Any, seed: int) -> None:
     rng, shape = np.random.default_rng(seed), (*lead, *lengths)
     (a, x), (b, y), (c, z) = (build_mask(spec, shape, rng) for spec in specs)

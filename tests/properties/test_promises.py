@@ -18,7 +18,7 @@ from regard import Coarse, Distance, Entropy, Mass, Received, Spread, TopK, atte
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import MaxWeight, Sum
 from regard.score_mods import alibi, bias, relative_bias
-from regard.testing import Inputs, check
+from regard.testing import CaseInputs, check_case
 from regard.tiling import use_tile_sizes
 
 ROWS, COLUMNS = 8, 16
@@ -41,7 +41,10 @@ def agree(query, key, value, arguments, definition, dtype="float64") -> None:
     """Output, lse, weights and measures against the definition, under the error rule."""
     with np.errstate(over="ignore"):
         arrays = (x.astype(dtype) for x in (query, key, value))
-    assert check(SimpleNamespace(dtype=dtype), Inputs(*arrays, arguments, definition, ordinary=False)) == []
+    assert (
+        check_case(SimpleNamespace(dtype=dtype), CaseInputs(*arrays, arguments, definition, ordinary=False))
+        == []
+    )
 
 
 def everything(A, value) -> dict[str, np.ndarray]:

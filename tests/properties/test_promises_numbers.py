@@ -14,7 +14,7 @@ import pytest
 from regard import Spread, attention, merge, reference, rope
 from regard.masks import causal, dense, first, padding, sliding_window
 from regard.score_mods import alibi, alibi_slopes, bias, softcap
-from regard.testing import Inputs, assert_matches, check, epsilon
+from regard.testing import CaseInputs, assert_matches, check_case, epsilon
 from regard.tiling import use_tile_sizes
 
 ROWS, COLUMNS = 8, 16
@@ -38,7 +38,9 @@ def draw(seed: int, q_len: int, kv_len: int, head_dim: int = 3, value_dim: int =
 def agree(query, key, value, arguments, definition, dtype="float64") -> None:
     """Output, lse, weights and measures against the definition, under the error rule."""
     assert (
-        check(SimpleNamespace(dtype=dtype), Inputs(query, key, value, arguments, definition, ordinary=False))
+        check_case(
+            SimpleNamespace(dtype=dtype), CaseInputs(query, key, value, arguments, definition, ordinary=False)
+        )
         == []
     )
 

@@ -267,7 +267,7 @@ _REGISTERED: dict[str, Engine] = {}
 def register(engine: Engine) -> None:
     """Register an engine, so that `regard.attention` accepts the arrays that it owns.
 
-    An engine of the same name is replaced. `regard.testing.check(case, inputs, [engine.name])` runs the generated
+    An engine of the same name is replaced. `regard.testing.check_case(case, inputs, [engine.name])` runs the generated
     cases that the built-in engines are tested with.
 
     Args:

@@ -1,36 +1,48 @@
-"""Testing: the error rule, the case matrix, one check that holds an engine to them, and the conformance kit."""
+"""Test attention: the error rule, the case matrix for engines, and the conformance kit for any attention function.
+
+Entry points: `check_conformance(fn)` for a function, `check_case` for an engine, `assert_matches` for one result.
+Imports `regard.core` and the packages below it, and `regard.reference`; the command line also imports `regard.models`.
+"""
 
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.testing.cases.engine_check import ENGINES, check
-from regard.testing.cases.generate import FACTORS, Case, Inputs, count_table, draw, empty_cells, fill
-from regard.testing.conformance.convention import Convention
-from regard.testing.conformance.diagnosis import Finding
-from regard.testing.conformance.report import Capability, Report
-from regard.testing.conformance.runner import Trial, conformance, trials
-from regard.testing.tolerance import ORDINARY, assert_matches, epsilon
+from regard.testing.cases.engine_check import ENGINES, check_case
+from regard.testing.cases.generate import (
+    FACTORS,
+    Case,
+    CaseInputs,
+    build_inputs,
+    draw_cases,
+    find_uncovered_pairs,
+    format_counts,
+)
+from regard.testing.conformance.convention import CallingConvention
+from regard.testing.conformance.finding import ConformanceFinding
+from regard.testing.conformance.report import Capability, ConformanceReport
+from regard.testing.conformance.runner import ConformanceTest, check_conformance, generate_tests
+from regard.testing.tolerance import ORDINARY_TOLERANCE, assert_matches, epsilon
 
 __all__ = [
     "ENGINES",
     "FACTORS",
-    "ORDINARY",
+    "ORDINARY_TOLERANCE",
+    "CallingConvention",
     "Capability",
     "Case",
-    "Convention",
-    "Finding",
-    "Inputs",
-    "Report",
-    "Trial",
+    "CaseInputs",
+    "ConformanceFinding",
+    "ConformanceReport",
+    "ConformanceTest",
     "assert_matches",
-    "check",
-    "conformance",
-    "count_table",
-    "draw",
-    "empty_cells",
+    "build_inputs",
+    "check_case",
+    "check_conformance",
+    "draw_cases",
     "epsilon",
-    "fill",
-    "trials",
+    "find_uncovered_pairs",
+    "format_counts",
+    "generate_tests",
 ]
 
 set_public_module(globals())

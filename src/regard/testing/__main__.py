@@ -1,4 +1,4 @@
-"""`python -m regard.testing module:function`: the report of the conformance kit on one function."""
+"""Command line of the conformance kit: `python -m regard.testing module:function` prints the report of a function."""
 
 from __future__ import annotations
 
@@ -7,64 +7,73 @@ import sys
 from collections.abc import Sequence
 
 from regard.errors import RegardError
-from regard.models.function_loading import import_function as load
-from regard.testing.conformance.presets import READY
-from regard.testing.conformance.runner import SIZES, conformance
+from regard.models.function_loading import import_function
+from regard.testing.conformance.presets import PRESETS
+from regard.testing.conformance.runner import SIZES, check_conformance
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 0 where nothing was found, 1 where something was, 2 where the question was wrong."""
-    said = _parser().parse_args(arguments)
+    """Print the report of a function.
+
+    Args:
+        arguments: The command line. Default: `sys.argv`.
+
+    Returns:
+        0 if there are no findings, 1 if there are, 2 for a usage error.
+    """
+    parsed = _build_parser().parse_args(arguments)
     options = {"function", "json", "size", "convention"}
-    described = {
-        name: value for name, value in vars(said).items() if value is not None and name not in options
+    fields = {
+        name: value for name, value in vars(parsed).items() if value is not None and name not in options
     }
     try:
-        report = conformance(load(said.function), said.convention, size=said.size, **described)
+        report = check_conformance(
+            import_function(parsed.function), parsed.convention, size=parsed.size, **fields
+        )
     except RegardError as error:
         print(f"regard.testing: {error}", file=sys.stderr)
         return 2
-    print(report.to_json() if said.json else report)
+    print(report.to_json() if parsed.json else report)
     return 0 if report.ok else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m regard.testing",
-        description="Ask an attention function fn(query, key, value, …) every question of the conformance kit, and "
-        "say what it can do and what is wrong with it. What is not described is read off the function.",
+        description="Run every call of the conformance kit on an attention function fn(query, key, value, …), and "
+        "report what it supports and what is wrong with it. Options that are not set are read from the function.",
     )
     parser.add_argument(
-        "function", help="module:function, as in torch.nn.functional:scaled_dot_product_attention"
+        "function", help="module:function, e.g. torch.nn.functional:scaled_dot_product_attention"
     )
-    parser.add_argument("--convention", choices=READY, help="a ready description")
-    parser.add_argument("--layout", help='axes in order, as in "b h n d", "n b h d", "b n (h d)", "n d"')
+    parser.add_argument("--convention", choices=PRESETS, help="name of a preset")
+    parser.add_argument("--layout", help='axes in order, e.g. "b h n d", "n b h d", "b n (h d)", "n d"')
     parser.add_argument(
-        "--mask", choices=("keep", "drop", "additive"), help="what True, or 0, in a mask does"
+        "--mask", choices=("keep", "drop", "additive"), help="meaning of True in a mask, or 0 and −inf"
     )
     parser.add_argument(
-        "--causal", choices=("upper_left", "lower_right"), help="where its causal triangle starts"
+        "--causal", choices=("upper_left", "lower_right"), help="corner of its causal triangle"
     )
-    parser.add_argument("--library", choices=("numpy", "torch", "jax"), help="the arrays it takes")
-    parser.add_argument("--device", help="where torch puts them")
-    for name, what in (
+    parser.add_argument("--library", choices=("numpy", "torch", "jax"), help="library of its arrays")
+    parser.add_argument("--device", help="device of torch tensors, e.g. cuda:0")
+    for name, option in (
         ("mask", "mask"),
         ("causal", "causal flag"),
         ("scale", "scale"),
         ("heads", "number of heads"),
     ):
-        parser.add_argument(f"--{name}-argument", help=f"the name of its argument for the {what}")
+        parser.add_argument(f"--{name}-argument", help=f"name of its argument for the {option}")
     parser.add_argument(
-        "--grouped", action="store_true", default=None, help="it takes fewer key heads than heads"
+        "--grouped", action="store_true", default=None, help="it accepts fewer key heads than query heads"
     )
     parser.add_argument(
-        "--returns", choices=("output, weights", "weights, output"), help="where it returns two"
+        "--returns", choices=("output, weights", "weights, output"), help="order of the pair it returns"
     )
     parser.add_argument(
-        "--without", nargs="+", metavar="CAPABILITY", help="rows of the table it does not claim"
+        "--unsupported", nargs="+", metavar="CAPABILITY", help="rows of the table that it does not support"
     )
     parser.add_argument("--size", choices=SIZES, default="quick")
-    parser.add_argument("--json", action="store_true", help="the report for scripts")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 

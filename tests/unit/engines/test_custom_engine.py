@@ -11,7 +11,7 @@ import pytest
 import regard
 from regard import ArgumentTypeError, engines
 from regard.engines import ArrayEngine, register
-from regard.testing import check, draw, fill
+from regard.testing import build_inputs, check_case, draw_cases
 from regard.tiling import use_tile_sizes
 
 
@@ -153,9 +153,11 @@ def far(monkeypatch):
 
 def test_the_cases_hold_on_an_engine_from_outside():
     pytest.importorskip("ml_dtypes")
-    cases = [case for case, possible in draw(60, seed=7, tile=16) if possible]
+    cases = [case for case, possible in draw_cases(60, seed=7, tile=16) if possible]
     with use_tile_sizes(rows=64, columns=32):  # so small that the matrices of the cases have several tiles
-        failures = [failure for case in cases for failure in check(case, fill(case, 16), ["far"])]
+        failures = [
+            failure for case in cases for failure in check_case(case, build_inputs(case, 16), ["far"])
+        ]
     assert failures == []
     assert len(cases) == 60
 
@@ -213,8 +215,8 @@ def test_unregistered_arrays_are_refused(monkeypatch):
         ArgumentTypeError, match=r"from tests\.unit\.engines\.test_custom_engine.*register an engine"
     ):
         regard.attention(Far(np.ones((1, 1))), [[1.0]])
-    case, _ = next(draw(1, seed=0, tile=8))
-    assert "Register it first" in check(case, fill(case, 8), ["far"])[0]
+    case, _ = next(draw_cases(1, seed=0, tile=8))
+    assert "Register it first" in check_case(case, build_inputs(case, 8), ["far"])[0]
 
 
 class Nameless(FarEngine):

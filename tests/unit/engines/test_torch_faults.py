@@ -16,7 +16,7 @@ from regard import alibi, attention, bias, causal, dense, first, padding, slidin
 from regard.engines import find_engine
 from regard.engines import torch_kernels as kernels
 from regard.engines import torch_lowering as lowering
-from regard.testing import Case, check, fill
+from regard.testing import Case, build_inputs, check_case
 from regard.tiling import tile_sizes, use_tile_sizes
 from tests.helpers import tensors
 
@@ -234,9 +234,9 @@ def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from():
         dtype="float32", mask="window & padding", q_len=33, kv_len=257, head_dim=8, value_dim="head_dim",
         heads="three", layout="reversed", values="denormal", change="scale 0", seed=504502169,
     )  # fmt: skip
-    inputs = fill(case, 16)
+    inputs = build_inputs(case, 16)
     with use_tile_sizes(mask_rows=16, mask_tile_rows=24, joined_columns=48):
-        assert inputs is not None and check(case, inputs, ["torch fused"]) == []
+        assert inputs is not None and check_case(case, inputs, ["torch fused"]) == []
 
 
 # -- What comes after the kernel ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from regard.learn import cat, three_tokens
 from regard.learn.exercises import EXERCISES, check
-from regard.testing.conformance import questions as _questions
+from regard.testing.conformance import probe_calls
 
 NUMBERS = range(1, 9)
 
@@ -231,14 +231,14 @@ solved = right(8)
 EIGHT = [
     (loops(scale=lambda d_k: 1), "attention: the scale is missing"),
     (loops(scale=lambda d_k: d_k), "the scores are divided by head_dim, not by its square root"),
-    (loops(seen=lambda m: not m), "True drops instead of keeps"),
-    (loops(hide=-1e9), "empty rows attend to hidden keys"),
+    (loops(seen=lambda m: not m), "the mask is inverted: True drops a key"),
+    (loops(hide=-1e9), "empty rows attend to masked keys"),
     (vectors(stable, mix=lambda weights, value: weights), "the weights are returned, not the output"),
     (vectors(lambda s: stable(s, axis=0)), "softmax runs over queries"),
     (vectors(stable), "empty rows are NaN"),
     (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "applied after the softmax"),
     (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: heads are mixed"),
-    (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h) where (h d)"),
+    (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h), expected (h d)"),
 ]  # fmt: skip
 
 WRONG = [
@@ -288,9 +288,10 @@ def test_what_has_no_name_is_told_in_the_same_words_whatever_the_order_of_a_set(
     def negative(query, key, value, num_heads, mask=None):
         return solved["many_heads"](query, key, value, num_heads, mask) * (1 if num_heads == 1 else -1)
 
-    uses, hints = _questions._uses, set()
+    find_features, hints = probe_calls._find_features, set()
     for order in (sorted, lambda names: sorted(names, reverse=True)):
-        monkeypatch.setattr(_questions, "_uses", lambda *call, order=order: tuple(order(uses(*call))))
+        ordered = lambda *call, order=order: tuple(order(find_features(*call)))  # noqa: E731
+        monkeypatch.setattr(probe_calls, "_find_features", ordered)
         hints.add(check(8, {"many_heads": negative}).hint)
     assert len(hints) == 1
     assert "differs from the definition for heads and batch" in hints.pop()

@@ -1,4 +1,4 @@
-"""The conformance kit: conventions, layouts, reports, the command line, and its use in tests."""
+"""The conformance kit: calling conventions, layouts, findings and reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import regard
 from regard import reference
-from regard.testing import Convention, conformance, trials
-from regard.testing.cases.engine_check import _without_fused
-from regard.testing.conformance.attention_steps import DEFINITION, attend
-from regard.testing.conformance.compare import expected, gradient_of
-from regard.testing.conformance.presets import READY
-from regard.testing.conformance.questions import questions
+from regard.testing import CallingConvention, check_conformance, generate_tests
+from regard.testing.cases.engine_check import disable_fused_kernel
+from regard.testing.conformance.attention_steps import DEFINITION, run_steps
+from regard.testing.conformance.compare import build_output_gradient, compute_expected
+from regard.testing.conformance.presets import PRESETS
+from regard.testing.conformance.probe_calls import generate_probes
 
 
 def right(query, key, value, mask=None):
@@ -27,31 +27,33 @@ def right(query, key, value, mask=None):
     return found.output, found.weights
 
 
-# -- what the kit rests on ----------------------------------------------------------------------------------
+# -- Definition and probes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("align", ["upper_left", "lower_right"])
-def test_the_steps_without_a_fault_are_the_definition(align):
-    for question in questions("float64", align):
-        call = question.call
-        by_steps = attend(call, DEFINITION)
+def test_the_default_steps_equal_the_reference(align):
+    for probe in generate_probes("float64", align):
+        call = probe.call
+        by_steps = run_steps(call, DEFINITION)
         exact = reference.attention(call.query, call.key, call.value, mask=call.allowed(), scale=call.scale)
+        np.testing.assert_allclose(by_steps.output, exact.output, rtol=1e-12, atol=1e-14, err_msg=str(probe))
         np.testing.assert_allclose(
-            by_steps.output, exact.output, rtol=1e-12, atol=1e-14, err_msg=str(question)
-        )
-        np.testing.assert_allclose(
-            by_steps.weights, exact.weights, rtol=1e-12, atol=1e-14, err_msg=str(question)
+            by_steps.weights, exact.weights, rtol=1e-12, atol=1e-14, err_msg=str(probe)
         )
 
 
-def test_the_gradients_of_the_definition_are_its_differences():
-    asked = [q for q in questions("float64", "lower_right") if q.gradients and np.isfinite(q.call.key).all()]
-    asked = [q for q in asked if np.isfinite(q.call.value).all()]
-    assert len(asked) >= 4
-    for question in asked:
-        call, slope = question.call, gradient_of(question)
+def test_gradients_equal_finite_differences():
+    probes = [
+        probe
+        for probe in generate_probes("float64", "lower_right")
+        if probe.gradients and np.isfinite(probe.call.key).all()
+    ]
+    probes = [probe for probe in probes if np.isfinite(probe.call.value).all()]
+    assert len(probes) >= 4
+    for probe in probes:
+        call, slope = probe.call, build_output_gradient(probe)
         names = ("query", "key", "value")
-        for name, found in zip(names, expected(question, DEFINITION).exact.gradients, strict=True):
+        for name, found in zip(names, compute_expected(probe, DEFINITION).exact.gradients, strict=True):
             array = getattr(call, name)
             for index in list(np.ndindex(array.shape))[::7]:
                 sides = []
@@ -63,9 +65,9 @@ def test_the_gradients_of_the_definition_are_its_differences():
                 np.testing.assert_allclose(found[index], (sides[0] - sides[1]) / 2e-5, atol=1e-8)
 
 
-def test_questions_ask_what_they_say():
-    calls = {str(q): q.call for q in questions("float32", "lower_right")}
-    assert len(calls) == len(list(questions("float32", "lower_right")))
+def test_probes_have_the_properties_that_their_names_claim():
+    calls = {str(probe): probe.call for probe in generate_probes("float32", "lower_right")}
+    assert len(calls) == len(list(generate_probes("float32", "lower_right")))
 
     def scores(name):
         call = calls[name]
@@ -84,15 +86,15 @@ def test_questions_ask_what_they_say():
     )
 
 
-def test_questions_are_the_same_each_time():
-    first, again = (list(questions("float32", "upper_left")) for _ in range(2))
-    assert [str(q) for q in first] == [str(q) for q in again]
+def test_probes_are_deterministic():
+    first, again = (list(generate_probes("float32", "upper_left")) for _ in range(2))
+    assert [str(probe) for probe in first] == [str(probe) for probe in again]
     assert all(
         np.array_equal(a.call.query, b.call.query, equal_nan=True) for a, b in zip(first, again, strict=True)
     )
 
 
-# -- layouts and conventions --------------------------------------------------------------------------------
+# -- Layouts and conventions --------------------------------------------------------------------------------
 
 
 def sequence_first(query, key, value, mask=None):
@@ -138,40 +140,45 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_right_function_in_a_strange_layout_passes(name):
+def test_a_correct_function_in_any_layout_passes(name):
     fn, described, least = STRANGE[name]
-    report = conformance(fn, **described)
+    report = check_conformance(fn, **described)
     assert report.ok, str(report)
-    assert sum(row.asked for row in report.capabilities) >= least
+    assert sum(row.num_calls for row in report.capabilities) >= least
     if "layout" in described:
         assert report.convention.layout == described["layout"]
 
 
 def test_a_wrong_description_is_a_finding():
-    assert [f.words for f in conformance(dropping).findings] == ["True drops instead of keeps"]
-    (finding,) = conformance(F.scaled_dot_product_attention, causal="lower_right", without=NAN).findings
-    assert finding.words == "causal is upper left where lower right was asked"
-    assert 'causal="upper_left"' in finding.meant
-    assert finding.hint in str(finding) and finding.meant in str(finding)
+    assert [f.message for f in check_conformance(dropping).findings] == [
+        "the mask is inverted: True drops a key"
+    ]
+    (finding,) = check_conformance(
+        F.scaled_dot_product_attention, causal="lower_right", unsupported=NAN
+    ).findings
+    assert finding.message == "causal is aligned upper left, expected lower right"
+    assert 'causal="upper_left"' in finding.if_intended
+    text = " ".join(str(finding).split())
+    assert finding.hint in text and finding.if_intended in text
 
 
-def test_the_layout_is_found_where_none_is_said():
+def test_the_layout_is_found_by_default():
     def plain(Q, K, V):
         weights = np.exp(Q @ K.T / np.sqrt(Q.shape[-1]))
         return weights / weights.sum(axis=-1, keepdims=True) @ V
 
-    report = conformance(plain, without=("large scores",))
+    report = check_conformance(plain, unsupported=("large scores",))
     assert (report.convention.layout, report.convention.mask_argument) == ("n d", None)
     assert report.ok, str(report)
-    assert report["boolean mask"].why == "it takes no mask"
+    assert report["boolean mask"].reason == "it takes no mask"
 
 
-def test_options_are_read_off_the_signature():
+def test_options_are_read_from_the_signature():
     def mine(q, k, v, attn_mask=None, softmax_scale=None, causal=False, n_heads=1):
         return torch.zeros_like(q)
 
-    convention = conformance(mine, layout="b n (h d)").convention
-    assert convention == Convention(
+    convention = check_conformance(mine, layout="b n (h d)").convention
+    assert convention == CallingConvention(
         "b n (h d)", library="torch", mask_argument="attn_mask", scale_argument="softmax_scale",
         causal_argument="causal", heads_argument="n_heads",
     )  # fmt: skip
@@ -185,14 +192,14 @@ def test_the_description_of_flash_attn_fits_its_signature():
         return (matrix @ v).transpose(1, 2).to(torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float16)
 
     # The same description, on the CPU: flash-attn itself has not been run.
-    report = conformance(flash_attn_func, "flash_attn", device="cpu", dtypes=("float16",))
+    report = check_conformance(flash_attn_func, "flash_attn", device="cpu", dtypes=("float16",))
     assert report.ok, str(report)
     assert {row.name for row in report.capabilities if row.verdict == "yes"} >= {
         "grouped heads", "causal, q_len ≠ kv_len", "scale 0 or negative", "float16",
     }  # fmt: skip
 
 
-# -- real functions -----------------------------------------------------------------------------------------
+# -- Real functions -----------------------------------------------------------------------------------------
 
 NAN = (
     "masked NaN or inf in key", "masked NaN or inf in value", "masked NaN or inf in value, causal", "live NaN",
@@ -202,19 +209,19 @@ NAN = (
 
 @pytest.mark.slow
 def test_report_on_scaled_dot_product_attention():
-    report = conformance(F.scaled_dot_product_attention)
-    assert [f.name for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN hidden"]
+    report = check_conformance(F.scaled_dot_product_attention)
+    assert [f.name for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN lost"]
     assert not {row.verdict for row in report.capabilities} - {"yes", "no"}
     assert {row.name for row in report.capabilities if row.verdict == "no"} == set(NAN)
 
 
 @pytest.mark.slow
 def test_report_on_multihead_attention():
-    report = conformance(torch.nn.MultiheadAttention)
-    assert report.convention == READY["multihead"]
-    names = ["masked value leaks", "masked key leaks", "live NaN hidden", "refused"]
+    report = check_conformance(torch.nn.MultiheadAttention)
+    assert report.convention == PRESETS["multihead"]
+    names = ["masked value leaks", "masked key leaks", "live NaN lost", "failed"]
     assert [f.name for f in report.findings] == names
-    assert report["value_dim ≠ head_dim"].verdict == "refused"
+    assert report["value_dim ≠ head_dim"].verdict == "raises"
     assert report["boolean mask"].verdict == report["gradients, empty rows"].verdict == "yes"
 
 
@@ -222,41 +229,41 @@ def test_report_on_multihead_attention():
 KINDS = ("plain", "grouped heads", "causal, q_len ≠ kv_len", "mask per head or batch")
 
 
-def first_of(kinds, convention):
-    first = {trial.question.capability: trial for trial in reversed(trials(convention))}
+def first_tests(kinds, convention):
+    first = {test.probe.capability: test for test in reversed(generate_tests(convention))}
     return [first[kind] for kind in kinds]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", first_of((*KINDS, "empty rows", "live NaN"), "flex"), ids=str)
-def test_flex_attention_passes(trial):
-    trial.check(flex_attention)
+@pytest.mark.parametrize("test", first_tests((*KINDS, "empty rows", "live NaN"), "flex"), ids=str)
+def test_flex_attention_passes(test):
+    test.check(flex_attention)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", first_of((*KINDS, "live NaN", "gradients"), "jax"), ids=str)
-def test_jax_passes(trial):
+@pytest.mark.parametrize("test", first_tests((*KINDS, "live NaN", "gradients"), "jax"), ids=str)
+def test_jax_passes(test):
     jax = pytest.importorskip("jax")
-    trial.check(jax.nn.dot_product_attention)
+    test.check(jax.nn.dot_product_attention)
 
 
 @pytest.mark.parametrize("engine", ["numpy", "torch fused", "torch streaming"])
 def test_the_engines_have_no_findings(engine):
-    with _without_fused(engine):
-        report = conformance(regard.attention, library=engine.split()[0])
+    with disable_fused_kernel(engine):
+        report = check_conformance(regard.attention, library=engine.split()[0])
     assert report.ok, str(report)
     asked = [row for row in report.capabilities if row.verdict == "yes"]
     assert len(asked) == len(report.capabilities) - (7 if engine == "numpy" else 0)
 
 
 @pytest.mark.slow
-def test_the_full_size_asks_drawn_cases_too():
-    report = conformance(regard.attention, size="full")
+def test_the_full_size_includes_random_cases():
+    report = check_conformance(regard.attention, size="full")
     assert report.ok, str(report)
-    assert report["drawn"].asked > 20
+    assert report["random cases"].asked > 20
 
 
-# -- findings -----------------------------------------------------------------------------------------------
+# -- Findings -----------------------------------------------------------------------------------------------
 
 
 def test_two_faults_are_two_findings():
@@ -271,11 +278,11 @@ def test_two_faults_are_two_findings():
         total = weights.sum(-1, keepdims=True)
         return weights / np.where(total == 0, 1, total)
 
-    found = conformance(broken, without=("masked NaN or inf in value",)).findings
+    found = check_conformance(broken, unsupported=("masked NaN or inf in value",)).findings
     assert {f.name for f in found} == {"scale by head_dim", "mask inverted"}
 
 
-def test_every_mistake_of_a_learner_is_named():
+def test_every_fault_of_a_first_attempt_is_named():
     def softmax(x):
         e = np.exp(x)
         return e / np.sum(e)
@@ -287,7 +294,7 @@ def test_every_mistake_of_a_learner_is_named():
         weights = softmax(scores)
         return weights, weights @ V
 
-    found = conformance(attn).findings
+    found = check_conformance(attn).findings
     assert {f.name for f in found} == {
         "scale by head_dim", "softmax over the matrix", "no shift", "pair swapped", "empty rows NaN",
         "masked value leaks",
@@ -295,15 +302,17 @@ def test_every_mistake_of_a_learner_is_named():
 
 
 def test_a_fault_without_a_name_is_one_finding():
-    (finding,) = conformance(lambda query, key, value: right(query, key, value)[0] + 1, layout="n d").findings
-    assert finding.words.startswith("differs from the definition in every call")
+    (finding,) = check_conformance(
+        lambda query, key, value: right(query, key, value)[0] + 1, layout="n d"
+    ).findings
+    assert finding.message.startswith("differs from the definition in every call")
 
     def long(query, key, value, mask=None):
         output, _ = right(query, key, value, mask)
         return output * 1.01 if key.shape[-2] > 64 else output
 
-    (finding,) = conformance(long).findings
-    assert "for lengths around tiles, by up to" in finding.words
+    (finding,) = check_conformance(long).findings
+    assert "for lengths around tiles, by up to" in finding.message
     assert finding.call.sizes["kv_len"] == 65
     assert finding.call.sizes["q_len"] == finding.call.sizes["head_dim"] == 1
 
@@ -312,85 +321,87 @@ def test_a_function_that_raises_is_one_finding():
     def refusing(query, key, value):
         raise ValueError("not today\nsecond line")
 
-    (finding,) = conformance(refusing).findings
-    assert finding.words == "for every call: raises ValueError: not today"
+    (finding,) = check_conformance(refusing).findings
+    assert finding.message == "for every call: raises ValueError: not today"
 
 
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda q: 42, "for every call: returns a int, where an array was expected"),
-        (lambda q: q[0], "returns (1, 2, 2), where layout 'b h n d' has 4 axes"),
+        (lambda q: 42, "for every call: returns a int, expected an array"),
+        (lambda q: q[0], "returns (1, 2, 2), but layout 'b h n d' has 4 axes"),
     ],
 )
-def test_what_is_returned_in_a_wrong_shape_is_one_finding(returned, words):
-    report = conformance(lambda q, k, v: returned(q), layout="b h n d", without=["no query, key or batch"])
+def test_a_wrong_output_shape_is_one_finding(returned, words):
+    report = check_conformance(
+        lambda q, k, v: returned(q), layout="b h n d", unsupported=["no query, key or batch"]
+    )
     (finding,) = report.findings
-    assert words in finding.words
+    assert words in finding.message
 
 
-def test_an_object_that_is_called_is_asked_with_its_own_arrays():
+def test_a_module_is_called_with_tensors():
     class Layer(torch.nn.Module):
         def forward(self, query, key, value, mask=None):
             return F.scaled_dot_product_attention(query, key, value, mask)
 
-    report = conformance(Layer(), without=NAN)
+    report = check_conformance(Layer(), unsupported=NAN)
     assert report.ok, str(report)
     assert (report.function, report.convention.library) == ("Layer", "torch")
 
 
-def test_a_large_masked_value_widens_no_tolerance():
+def test_a_large_masked_value_does_not_widen_the_tolerance():
     def trace(query, key, value, mask=None):
         output, _ = right(query, key, value, mask)
         if mask is None:
             return output
         return output + 1e-20 * ((~mask).astype(float) @ np.where(np.isfinite(value), value, 0))
 
-    (finding,) = conformance(trace, without=["empty rows"]).findings
-    assert (finding.capabilities, finding.count) == (("masked NaN or inf in value",), 1)
+    (finding,) = check_conformance(trace, unsupported=["empty rows"]).findings
+    assert (finding.capabilities, finding.num_calls) == (("masked NaN or inf in value",), 1)
     assert np.nanmax(finding.call.value) == 1e30
 
 
-def test_what_is_not_claimed_is_no_finding():
+def test_an_unsupported_capability_is_no_finding():
     def one_query(query, key, value, mask=None):
         if query.shape[-2] == 0 or key.shape[-2] == 0:
             raise ValueError("no")
         return right(query, key, value, mask)[0]
 
-    (finding,) = conformance(one_query, layout="n d").findings
-    assert finding.words == "for no query, key or batch: raises ValueError: no"
-    report = conformance(one_query, layout="n d", without=finding.capabilities)
+    (finding,) = check_conformance(one_query, layout="n d").findings
+    assert finding.message == "for no query, key or batch: raises ValueError: no"
+    report = check_conformance(one_query, layout="n d", unsupported=finding.capabilities)
     assert report.ok
-    assert report["no query, key or batch"].why == "not claimed"
+    assert report["no query, key or batch"].reason == "declared unsupported"
 
 
-def test_the_smallest_input_is_small_and_shows_it():
-    (finding,) = conformance(dropping).findings
+def test_the_smallest_input_is_small_and_shows_the_fault():
+    (finding,) = check_conformance(dropping).findings
     assert finding.call.query.size == 1
     assert finding.call.key.size <= 2
     np.testing.assert_array_equal(
         dropping(finding.call.query, finding.call.key, finding.call.value, finding.call.mask),
-        finding.came.output,
+        finding.actual.output,
     )
-    assert not np.array_equal(finding.came.output, finding.expected.output)
+    assert not np.array_equal(finding.actual.output, finding.expected.output)
 
 
-# -- the report ---------------------------------------------------------------------------------------------
+# -- The report ---------------------------------------------------------------------------------------------
 
 
 def test_the_text_of_a_report():
-    report = conformance(dropping)
+    report = check_conformance(dropping)
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
-    assert "1. True drops instead of keeps" in text
+    assert "1. the mask is inverted: True drops a key" in text
     assert "Smallest input: q_len 1, kv_len 1, head_dim 1, value_dim 1, float64" in text
-    with pytest.raises(AssertionError, match="True drops instead of keeps"):
+    with pytest.raises(AssertionError, match="the mask is inverted: True drops a key"):
         report.check()
-    conformance(flat).check()
+    check_conformance(flat).check()
 
 
 def test_the_json_of_a_report():
-    record = json.loads(conformance(dropping).to_json())
+    record = json.loads(check_conformance(dropping).to_json())
     assert (record["ok"], record["function"], record["convention"]["layout"]) == (
         False,
         "dropping",
@@ -409,7 +420,7 @@ def test_the_json_of_a_report():
     [
         ({"layout": "b x n d"}, "layout 'b x n d'; expected the axes b, h, n and d"),
         ({"layout": "b (h n"}, "layout 'b (h n'"),
-        ({"layout": "b h"}, "n and d are needed"),
+        ({"layout": "b h"}, "n and d are required"),
         ({"mask": "true"}, "mask 'true'; expected mask as one of 'keep', 'drop', 'additive', None"),
         ({"causal": "left"}, "'upper_left', 'lower_right', None"),
         ({"lay": "b h n d"}, "received lay=; expected one of layout, mask"),
@@ -417,43 +428,43 @@ def test_the_json_of_a_report():
         ({"convention": "tensorflow"}, "expected one of torch, multihead, flex"),
     ],
 )
-def test_a_wrong_description_is_refused(described, words):
+def test_an_invalid_description_is_rejected(described, words):
     with pytest.raises(regard.RegardError) as error:
-        conformance(flat, **described)
+        check_conformance(flat, **described)
     assert words in str(error.value)
 
 
-def test_a_row_that_is_not_there_is_refused():
+def test_an_unknown_capability_is_rejected():
     with pytest.raises(
         regard.RegardError, match="received the capability 'masks'; expected one of plain; heads and"
     ):
-        conformance(flat)["masks"]
+        check_conformance(flat)["masks"]
 
 
-def test_the_full_size_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr("regard.testing.conformance.questions.find_spec", lambda name: None)
+def test_the_full_size_names_its_missing_dependency(monkeypatch):
+    monkeypatch.setattr("regard.testing.conformance.probe_calls.find_spec", lambda name: None)
     with pytest.raises(regard.RegardError, match="pip install ml_dtypes"):
-        conformance(flat, size="full")
+        check_conformance(flat, size="full")
 
 
-def test_what_is_not_a_function_is_refused():
+def test_a_non_callable_is_rejected():
     with pytest.raises(
         regard.RegardError, match=r"received an array of float64 .* expected an attention function"
     ):
-        conformance(np.zeros((2, 2)))
+        check_conformance(np.zeros((2, 2)))
 
 
-# -- the page of real functions -----------------------------------------------------------------------------
+# -- docs/capabilities.md -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_the_page_of_real_functions_is_what_the_kit_says():
+def test_the_capabilities_page_matches_the_kit():
     page = (Path(__file__).parents[3] / "docs" / "capabilities.md").read_text()
     section = page.split("## Every capability")[1].split("## What was found")[0]
     header, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
     )
     column = header.index("torch scaled_dot_product_attention")
-    report = conformance(F.scaled_dot_product_attention)
+    report = check_conformance(F.scaled_dot_product_attention)
     said = {row[0]: row[column].split()[0] for row in rows}
     assert said == {row.name: row.verdict for row in report.capabilities}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.testing import conformance
+from regard.testing import check_conformance
 from regard.testing.conformance.known_faults import FAULTS
 
 pytestmark = pytest.mark.slow
@@ -73,13 +73,13 @@ NO_GRADIENTS = ("gradients", "gradients, causal", "gradients, empty rows", "grad
 ODD_VALUES = ("live inf", "masked NaN or inf in value")
 BROKEN_ON_TENSORS = {
     **{
-        name: (by_hand(name), {"without": ODD_VALUES})
+        name: (by_hand(name), {"unsupported": ODD_VALUES})
         for name in (
             "gradient without scale", "gradient not centred", "gradient stopped", "gradient NaN of empty rows",
             "gradient of masked NaN",
         )
     },
-    "half precision": (in_half, {"without": (*NO_NAN, *NO_GRADIENTS)}),
+    "half precision": (in_half, {"unsupported": (*NO_NAN, *NO_GRADIENTS)}),
 }  # fmt: skip
 
 
@@ -90,11 +90,11 @@ def test_every_known_fault_of_gradients_has_a_broken_function():
 @pytest.mark.parametrize("name", BROKEN_ON_TENSORS)
 def test_a_fault_on_tensors_is_named_and_alone(name):
     fn, described = BROKEN_ON_TENSORS[name]
-    report = conformance(fn, library="torch", **described)
+    report = check_conformance(fn, library="torch", **described)
     assert [finding.name for finding in report.findings] == [name], str(report)
 
 
 def test_the_right_gradients_have_no_findings():
-    report = conformance(by_hand(), library="torch", without=ODD_VALUES)
+    report = check_conformance(by_hand(), library="torch", unsupported=ODD_VALUES)
     assert report.ok, str(report)
     assert report["gradients"].verdict == report["gradients, masked NaN"].verdict == "yes"

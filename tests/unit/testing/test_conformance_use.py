@@ -1,4 +1,4 @@
-"""The conformance kit from a shell, and in other people's tests."""
+"""The conformance kit on the command line and in pytest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch.nn.functional as F
 
 import regard
-from regard.testing import trials
-from regard.testing.__main__ import load, main
+from regard.testing import generate_tests
+from regard.testing.__main__ import import_function, main
 
 SOURCE = Path(regard.__file__).parents[1]
 NAN = (
@@ -23,7 +23,7 @@ NAN = (
 )  # fmt: skip
 
 
-# -- the command line ---------------------------------------------------------------------------------------
+# -- The command line ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def test_the_command_line_prints_the_report(mine, tmp_path):
     assert "2. the mask is ignored" in run.stdout
 
 
-def test_the_command_line_for_scripts(capsys):
+def test_the_command_line_prints_json(capsys):
     path = "torch.nn.functional:scaled_dot_product_attention"
-    assert main([path, "--json", "--without", *NAN]) == 0
+    assert main([path, "--json", "--unsupported", *NAN]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["ok"]
-    assert record["convention"]["without"] == list(NAN)
-    assert main([path, "--causal", "lower_right", "--without", *NAN]) == 1
-    assert "causal is upper left where lower right was asked" in capsys.readouterr().out
+    assert record["convention"]["unsupported"] == list(NAN)
+    assert main([path, "--causal", "lower_right", "--unsupported", *NAN]) == 1
+    assert "causal is aligned upper left, expected lower right" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -71,25 +71,25 @@ def test_the_command_line_for_scripts(capsys):
         ("math:no", "expected a function of math, which has acos,"),
     ],
 )
-def test_the_command_line_says_what_it_cannot_load(path, words, capsys):
+def test_the_command_line_rejects_what_it_cannot_import(path, words, capsys):
     assert main([path]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_method_can_be_named():
-    assert load("torch:nn.functional.softmax") is F.softmax
+def test_an_attribute_path_is_imported():
+    assert import_function("torch:nn.functional.softmax") is F.softmax
 
 
-# -- in other people's tests --------------------------------------------------------------------------------
+# -- pytest ---------------------------------------------------------------------------------------------------
 
 TEST = """
 import pytest
-from regard.testing import trials
+from regard.testing import generate_tests
 from mine import attention
 
-@pytest.mark.parametrize("trial", trials(layout="n d"), ids=str)
-def test_attention(trial):
-    trial.check(attention)
+@pytest.mark.parametrize("test", generate_tests(layout="n d"), ids=str)
+def test_attention(test):
+    test.check(attention)
 """
 
 
@@ -105,20 +105,20 @@ def run_pytest(tmp_path, body):
 
 
 @pytest.mark.slow
-def test_a_right_function_passes_its_trials(tmp_path):
+def test_a_correct_function_passes_its_tests(tmp_path):
     run = run_pytest(
         tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else mask).output"
     )
     assert run.returncode == 0, run.stdout
-    assert f"{len(trials(layout='n d'))} passed" in run.stdout
+    assert f"{len(generate_tests(layout='n d'))} passed" in run.stdout
 
 
 @pytest.mark.slow
-def test_a_broken_function_fails_its_trials_in_words(tmp_path):
+def test_a_broken_function_fails_with_the_name_of_its_fault(tmp_path):
     run = run_pytest(
         tmp_path, "return reference.attention(Q, K, V, mask=True if mask is None else ~mask).output"
     )
     assert run.returncode == 1
     assert "test_attention[boolean mask: 3 " in run.stdout
-    assert "True drops instead of keeps" in run.stdout
+    assert "the mask is inverted: True drops a key" in run.stdout
     assert "test_attention[plain: two keys]" not in run.stdout

@@ -221,7 +221,7 @@ class AttentionFunctionAnswer:
         return "a function (query, key, value, " + ("num_heads, " if self.heads else "") + "mask=None)"
 
     def parse(self, value: Any) -> Any:
-        from regard.testing import conformance
+        from regard.testing import check_conformance
 
         if not callable(value):
             raise InvalidAnswerError(
@@ -236,9 +236,9 @@ class AttentionFunctionAnswer:
         if _returns_nothing(value, self.heads):
             raise InvalidAnswerError("It returns nothing yet: end the function with return.")
         # Loops naturally return lists. Sizes of zero and half precision are not part of the exercise.
-        return conformance(
+        return check_conformance(
             _convert_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),
-            heads_argument="num_heads" if self.heads else None, without=("no query, key or batch",),
+            heads_argument="num_heads" if self.heads else None, unsupported=("no query, key or batch",),
         )  # fmt: skip
 
     def matches(self, answer: Any, expected: Any) -> bool:
@@ -249,9 +249,9 @@ class AttentionFunctionAnswer:
 
     def describe_difference(self, answer: Any, expected: Any) -> str:
         first, *others = answer.findings
-        known = [finding.words for finding in others if finding.name != "unknown"]
+        known = [finding.message for finding in others if finding.name != "unknown"]
         more = "\nAlso: " + "; ".join(known) + "." if known else ""
-        return f"{replace(first, meant='')}{more}"  # a learner has no convention to describe to the kit
+        return f"{replace(first, if_intended='')}{more}"  # a learner has no convention to describe to the kit
 
 
 def _returns_nothing(fn: Callable[..., Any], heads: bool) -> bool:

@@ -51,15 +51,15 @@ def write_attention() -> dict[str, Any]:
 
 
 def _explain() -> str:
-    from regard.testing import Report
+    from regard.testing import ConformanceReport
 
     functions = write_attention()
-    reports: dict[str, Report] = {
+    reports: dict[str, ConformanceReport] = {
         part.name: part.answer_type.parse(functions[part.name]) for part in WRITE_ATTENTION.parts
     }
     lines = ["Four loops: over queries, over keys, over the entries of a key, over the entries of a value."]
     for name, report in reports.items():
-        calls = sum(row.asked for row in report.capabilities)
+        calls = sum(row.num_calls for row in report.capabilities)
         lines.append(f"{name}: {calls} calls of the conformance kit, {len(report.findings)} findings.")
     lines.append("Skipping a masked key is safer than giving it a weight of 0, because 0 · NaN is NaN.")
     return "\n".join(lines)
@@ -72,7 +72,7 @@ WRITE_ATTENTION = Exercise(
     "output, even if it is NaN, and a fully masked row is zeros. Then write it for several heads: query, key and value "
     "have their heads side by side in the last axis, as in exercise 7, and so has the output; the mask may have an "
     "axis of heads in front. You may answer with the first function alone. Both are passed to "
-    "regard.testing.conformance, which describes what it finds.",
+    "regard.testing.check_conformance, which describes what it finds.",
     given={},
     parts=(
         ExercisePart(

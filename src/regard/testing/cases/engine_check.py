@@ -1,4 +1,4 @@
-"""One case, checked: output, lse, weights and a measure of the matrix against the definition."""
+"""Check one case: output, lse, weights and measures of the matrix are compared with the definition."""
 
 from __future__ import annotations
 
@@ -13,39 +13,50 @@ from regard.core.attention import attention
 from regard.engines import find_engine, get_engine
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
-from regard.testing.cases.generate import Case, Inputs, seen_keys
-from regard.testing.tolerance import Target, epsilon
+from regard.testing.cases.generate import Case, CaseInputs, visible_keys
+from regard.testing.tolerance import ErrorBound, epsilon
 
-# The engines that `check` can hold against the definition; the last two need torch.
+# The engines that `check_case` can compare with the definition. The last two need torch.
 ENGINES = ("numpy", "torch fused", "torch streaming")
 
 
-def check(case: Case, inputs: Inputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
-    """What each engine's matrix of a case has to say against the error rule; nothing where it holds.
+def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
+    """Compare the attention matrix of a case with the definition, on each engine.
 
-    `engines` are names of `ENGINES`, or of what was given to `regard.engines.register`.
+    Args:
+        case: The case.
+        inputs: Its inputs, from `build_inputs`.
+        engines: Names from `ENGINES`, or of engines passed to `regard.engines.register`. Default: NumPy.
 
-    >>> from regard.testing import draw, fill
-    >>> case, _ = next(draw(1, seed=0, tile=8))
-    >>> check(case, fill(case, tile=8))
+    Returns:
+        One message for each engine that breaks the error rule or raises; empty if none does.
+
+    >>> from regard.testing import build_inputs, check_case, draw_cases
+    >>> case, _ = next(draw_cases(1, seed=0, tile=8))
+    >>> check_case(case, build_inputs(case, tile=8))
     []
     """
-    targets = _define(case, inputs)
+    bounds = compute_bounds(case, inputs)
     failures = []
     for engine in engines:
         try:
-            _check_engine(inputs, targets, engine)
+            _check_engine(inputs, bounds, engine)
         except Exception as error:
             failures.append(f"{engine}: {case}\n    {type(error).__name__}: {error}")
     return failures
 
 
-def _to_engine(array: Any, engine: str) -> Any:
-    """The same numbers in the same layout for an engine; torch has no negative strides."""
+def to_engine(array: Any, engine: str) -> Any:
+    """Convert a NumPy array for an engine, in the same memory layout; torch has no negative strides.
+
+    Args:
+        array: The array.
+        engine: A name from `ENGINES`, or of a get_engine engine.
+    """
     if engine == "numpy" or not isinstance(array, np.ndarray):
         return array
     if engine not in ENGINES:
-        return get_engine(engine).as_float(array, "check", "array")
+        return get_engine(engine).as_float(array, "check_case", "array")
     import torch
 
     if any(stride < 0 for stride in array.strides):
@@ -58,60 +69,69 @@ def _to_engine(array: Any, engine: str) -> Any:
 
 
 @contextmanager
-def _without_fused(engine: str) -> Iterator[None]:
-    """While "torch streaming" is checked, no fused kernel is to be had."""
+def disable_fused_kernel(engine: str) -> Iterator[None]:
+    """Make the fused torch kernels unavailable in a block, if the engine is "torch streaming".
+
+    Args:
+        engine: A name from `ENGINES`.
+    """
     if engine != "torch streaming":
         yield
         return
-    from regard.engines import torch_kernels as _torch_kernels
+    from regard.engines import torch_kernels
 
-    get_kernel = _torch_kernels.get_kernel
-    _torch_kernels.get_kernel = lambda device_type: None  # type: ignore[assignment]
+    get_kernel = torch_kernels.get_kernel
+    torch_kernels.get_kernel = lambda device_type: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        _torch_kernels.get_kernel = get_kernel
+        torch_kernels.get_kernel = get_kernel
 
 
-class Targets(NamedTuple):
-    """What the results of a case are held against; worked out once for all engines."""
+class CaseBounds(NamedTuple):
+    """The error bounds of the results of a case, computed once for all engines."""
 
-    output: Target
-    lse: Target
-    weights: Target
-    measures: dict[str, Target]
-    block: int  # of Coarse
+    output: ErrorBound
+    lse: ErrorBound
+    weights: ErrorBound
+    measures: dict[str, ErrorBound]
+    coarse_cells: int  # along an edge of Coarse
 
 
-def _define(case: Case, inputs: Inputs) -> Targets:
-    """A case by its definition and by a naive computation at the same dtype, and how far rounding may carry it."""
+def compute_bounds(case: Case, inputs: CaseInputs) -> CaseBounds:
+    """Compute the definition of a case, a naive result at its dtype, and the error that rounding may cause.
+
+    Args:
+        case: The case.
+        inputs: Its inputs, from `build_inputs`.
+    """
     exact_dtype = np.longdouble if case.dtype == "float64" else np.float64
     working = np.float64 if case.dtype == "float64" else np.float32
-    value = _without_unseen(inputs)
+    value = _zero_invisible_values(inputs)
     exact = reference.attention(inputs.query, inputs.key, value, **inputs.definition, dtype=exact_dtype)
     naive = _worst_naive(inputs, value, exact, working)
     largest, summed = _magnitudes(inputs, exact)
-    drift = 4 * epsilon(working) * (1 + largest)  # what a rounded score does to a weight, relative
-    # Four ulps of the lse itself, or of the scores it is made of: of few it may be near 0, of many larger than any.
-    own = np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0))
+    drift = 4 * epsilon(working) * (1 + largest)  # relative error of a weight from the rounding of its score
+    # Four ulps of the lse or of its scores: of few scores it may be near 0, of many larger than any of them.
+    own_size = np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0))
     common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
-    block = max(1, min(*exact.weights.shape[-2:], 4))
-    return Targets(
-        Target.of(
+    cells = max(1, min(*exact.weights.shape[-2:], 4))
+    return CaseBounds(
+        ErrorBound.compute(
             exact.output, naive.output, magnitude=summed, score_error=drift[..., None], dtype=case.dtype,
             ordinary=inputs.ordinary, what="output",
         ),
-        Target.of(exact.lse, naive.lse, magnitude=np.maximum(own, 1 + largest), what="lse", **common),
-        Target.of(exact.weights, naive.weights, score_error=drift[..., None], what="weights", **common),
-        _define_measures(exact.weights, naive.weights, drift, block, working),
-        block,
+        ErrorBound.compute(exact.lse, naive.lse, magnitude=np.maximum(own_size, 1 + largest), what="lse", **common),
+        ErrorBound.compute(exact.weights, naive.weights, score_error=drift[..., None], what="weights", **common),
+        _compute_measure_bounds(exact.weights, naive.weights, drift, cells, working),
+        cells,
     )  # fmt: skip
 
 
-def _magnitudes(inputs: Inputs, exact: reference.Definition) -> tuple[Any, Any]:
-    """The largest |score| of each row, and what each output is the sum of, Σ w |v|: terms counted without signs.
+def _magnitudes(inputs: CaseInputs, exact: reference.Definition) -> tuple[Any, Any]:
+    """Return the largest |score| of each row, and the sum of absolute terms of each output, Σ w |v|.
 
-    A score is rounded as large as what it is the sum of: signs may cancel, and a cap may hide it.
+    The rounding error of a score is relative to the absolute terms of its sum: signs may cancel, and a cap limits it.
     """
     query, key, value = (
         np.abs(np.asarray(x).astype(np.float64)) for x in (inputs.query, inputs.key, inputs.value)
@@ -120,27 +140,29 @@ def _magnitudes(inputs: Inputs, exact: reference.Definition) -> tuple[Any, Any]:
     scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
     with np.errstate(all="ignore"):
         terms = query @ reference.repeat_heads(key, query).swapaxes(-1, -2) * scale
-        terms = np.where(inputs.definition.get("mask", True), terms, 0)  # what is hidden widens no limit
+        terms = np.where(
+            inputs.definition.get("mask", True), terms, 0
+        )  # masked keys must not widen the bound
         sizes = [np.abs(np.where(np.isfinite(s), s, 0)) for s in (exact.scores, terms)]
         finite = reference.repeat_heads(np.where(np.isfinite(value), value, 0), query)
         return np.max(np.maximum(*sizes), axis=-1, initial=0), exact.weights.astype(np.float64) @ finite
 
 
-def _without_unseen(inputs: Inputs) -> Any:
-    """The value with zeros for the NaN or inf that no query may see: the definition is the same, and much quicker."""
+def _zero_invisible_values(inputs: CaseInputs) -> Any:
+    """Replace NaN and inf that no query may attend to by zeros: the definition is unchanged and much faster."""
     allowed = np.broadcast_to(
         inputs.definition.get("mask", True), (*inputs.query.shape[:-1], inputs.key.shape[-2])
     )
-    seen = seen_keys(allowed, inputs.value.shape[:-2])[..., None]
-    return np.where(seen | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
+    visible = visible_keys(allowed, inputs.value.shape[:-2])[..., None]
+    return np.where(visible | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
 
 
 def _worst_naive(
-    inputs: Inputs, value: Any, exact: reference.Definition, working: Any
+    inputs: CaseInputs, value: Any, exact: reference.Definition, working: Any
 ) -> reference.Definition:
-    """The definition, off by the most that a naive computation errs in any of three orders of summation.
+    """Return the definition plus the largest error of a naive computation in three orders of summation.
 
-    One order may be lucky where there is little to sum: a budget drawn from it alone would be a matter of luck.
+    With few terms one order may be exact by chance, so a bound from one order would depend on luck.
     """
     orders = [
         slice(None),
@@ -153,54 +175,60 @@ def _worst_naive(
             query, key = (x[..., order] for x in (inputs.query, inputs.key))
             naive = reference.attention(query, key, value, **inputs.definition, dtype=working)
             naive = naive._replace(output=naive.output.astype(inputs.value.dtype).astype(working))
-            errors = [np.abs(found - right) for found, right in zip(naive, exact, strict=True)]
+            errors = [np.abs(rounded - right) for rounded, right in zip(naive, exact, strict=True)]
             worst = [np.fmax(before, error) for before, error in zip(worst, errors, strict=True)]
         return reference.Definition(*(right + error for right, error in zip(exact, worst, strict=True)))
 
 
-def _check_engine(inputs: Inputs, targets: Targets, engine: str) -> None:
-    query, key, value = (_to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
-    with _without_fused(engine):
+def _check_engine(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> None:
+    query, key, value = (to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
+    with disable_fused_kernel(engine):
         matrix = attention(query, key, **inputs.arguments)
         output = matrix @ value
         if engine == "torch fused" and "streaming" not in matrix.kernel:
             assert "flash" in matrix.kernel, matrix.kernel
-        targets.output.check(from_engine(output))
-        targets.lse.check(from_engine(matrix.lse))
-        targets.weights.check(from_engine(matrix.to_dense()))
+        bounds.output.check(from_engine(output))
+        bounds.lse.check(from_engine(matrix.lse))
+        bounds.weights.check(from_engine(matrix.to_dense()))
         measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
-        measures += [Coarse(targets.block)] if "coarse" in targets.measures else []
-        for name, found in matrix.measure(*measures)._asdict().items():
-            targets.measures[name].check(from_engine(found))
+        measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
+        for name, result in matrix.measure(*measures)._asdict().items():
+            bounds.measures[name].check(from_engine(result))
 
 
 def from_engine(array: Any) -> Any:
-    """The numbers as NumPy's; bfloat16, which it does not have, as float32."""
+    """Convert the result of an engine to NumPy; bfloat16 becomes float32.
+
+    Args:
+        array: An array of any engine.
+    """
     if type(array).__module__.startswith("torch"):
         return array.detach().float().numpy() if array.itemsize < 4 else array.detach().numpy()
-    return find_engine("check", result=array).to_numpy(array)
+    return find_engine("check_case", result=array).to_numpy(array)
 
 
-def _define_measures(exact: Any, naive: Any, drift: Any, block: int, working: Any) -> dict[str, Target]:
-    targets = {}
+def _compute_measure_bounds(
+    exact: Any, naive: Any, drift: Any, cells: int, working: Any
+) -> dict[str, ErrorBound]:
+    bounds = {}
     with np.errstate(all="ignore"):
-        # A measure's floor: its value, with the relative drift of the weights it is a sum of.
-        exact_of, naive_of = (_measures_of(weights, block) for weights in (exact, naive))
+        # The floor of a measure is its value times the relative drift of the weights it sums.
+        exact_measures, naive_measures = (_compute_measures(weights, cells) for weights in (exact, naive))
         worst = np.max(drift, axis=-1, initial=0)
         drifts = {"received": worst[..., None], "coarse": worst[..., None, None]}
-        for name, measure in exact_of.items():
+        for name, measure in exact_measures.items():
             size = np.abs(measure)
             if name == "entropy":  # −w ln w changes by drift · w (1 + |ln w|)
                 size = size + 1
-            targets[name] = Target.of(
-                measure, naive_of[name], magnitude=size, score_error=drifts.get(name, drift), dtype=working,
+            bounds[name] = ErrorBound.compute(
+                measure, naive_measures[name], magnitude=size, score_error=drifts.get(name, drift), dtype=working,
                 what=name,
             )  # fmt: skip
-    return targets
+    return bounds
 
 
-def _measures_of(weights: Any, block: int) -> dict[str, Any]:
-    """The measures by their definitions, from whole weights."""
+def _compute_measures(weights: Any, cells: int) -> dict[str, Any]:
+    """Compute the measures by their definitions, from dense weights."""
     *_, q_len, kv_len = weights.shape
     at = np.arange(q_len)[:, None] + kv_len - q_len
     logs = np.log(np.where(weights > 0, weights, 1))
@@ -211,10 +239,10 @@ def _measures_of(weights: Any, block: int) -> dict[str, Any]:
         "mass": weights[..., :3].sum(-1),
     }
     if min(q_len, kv_len):
-        rows, columns = (np.arange(n) * block // n for n in (q_len, kv_len))
-        cells = [
-            [weights[..., rows == a, :][..., columns == b].mean((-2, -1)) for b in range(block)]
-            for a in range(block)
+        rows, columns = (np.arange(n) * cells // n for n in (q_len, kv_len))
+        means = [
+            [weights[..., rows == a, :][..., columns == b].mean((-2, -1)) for b in range(cells)]
+            for a in range(cells)
         ]
-        measures["coarse"] = np.moveaxis(np.array(cells), (0, 1), (-2, -1))
+        measures["coarse"] = np.moveaxis(np.array(means), (0, 1), (-2, -1))
     return measures

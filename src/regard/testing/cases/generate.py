@@ -1,4 +1,4 @@
-"""Cases: one choice from each factor of the case matrix, drawn so that every pair of choices occurs."""
+"""Generate cases: one choice from each factor of the case matrix, drawn so that every pair of choices occurs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from regard import masks
-from regard import score_mods as scores
+from regard import masks, score_mods
 from regard.types import Array
 
-ATOMS = ("causal", "window", "two_sided", "padding", "left_padding", "document", "prefix", "first", "dense")
+MASK_ATOMS = (
+    "causal",
+    "window",
+    "two_sided",
+    "padding",
+    "left_padding",
+    "document",
+    "prefix",
+    "first",
+    "dense",
+)
 
-# What the cases differ in, and the choices of each: a case is one choice from every factor.
+# The factors of the case matrix, and their choices. A case is one choice from every factor.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "mask": (
         "none",
-        *ATOMS,
-        *(f"{a} & {b}" for a, b in itertools.combinations(ATOMS, 2)),
-        *(f"{a} | ~{b}" for a, b in itertools.combinations(ATOMS, 2)),
+        *MASK_ATOMS,
+        *(f"{a} & {b}" for a, b in itertools.combinations(MASK_ATOMS, 2)),
+        *(f"{a} | ~{b}" for a, b in itertools.combinations(MASK_ATOMS, 2)),
         "triple",
     ),
     "q_len": (0, 1, 2, 31, 33, 257, "tile - 1", "tile + 1", "2 tile + 1"),
@@ -49,10 +58,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One choice from each factor, and the seed that fills it with numbers.
+    """One choice from each factor of `FACTORS`, and the seed of its random numbers.
 
-    >>> case, whole = next(draw(1, seed=0, tile=8))
-    >>> case.dtype, case.mask, whole
+    >>> from regard.testing import draw_cases
+    >>> case, is_possible = next(draw_cases(1, seed=0, tile=8))
+    >>> case.dtype, case.mask, is_possible
     ('float16', 'causal | ~first', True)
     """
 
@@ -70,16 +80,25 @@ class Case:
 
     @property
     def cells(self) -> list[tuple[str, Any]]:
-        """Its (factor, choice) pairs."""
+        """The (factor, choice) pairs of the case."""
         return [(name, getattr(self, name)) for name in FACTORS]
 
 
 @dataclass
-class Inputs:
-    """A case filled in: arrays, the arguments of `regard.attention`, and the same as whole arrays.
+class CaseInputs:
+    """The inputs of a case.
 
-    >>> case, _ = next(draw(1, seed=0, tile=8))
-    >>> fill(case, tile=8).query.shape
+    Args:
+        query: (*lead, q_len, head_dim).
+        key: (*kv_lead, kv_len, head_dim).
+        value: (*kv_lead, kv_len, value_dim).
+        arguments: Keyword arguments of `regard.attention`.
+        definition: The corresponding arguments of the reference, as dense arrays.
+        ordinary: Whether the fixed bounds of the error rule apply.
+
+    >>> from regard.testing import build_inputs, draw_cases
+    >>> case, _ = next(draw_cases(1, seed=0, tile=8))
+    >>> build_inputs(case, tile=8).query.shape
     (33, 3)
     """
 
@@ -91,24 +110,36 @@ class Inputs:
     ordinary: bool
 
 
-# Pairs of choices that contradict each other: where no key is hidden, none can be poisoned.
-IMPOSSIBLE = {
+# Pairs of choices that contradict each other: without a masked key there is none to put NaN into.
+IMPOSSIBLE_PAIRS = {
     (("mask", "none"), ("values", "NaN masked")),
     (("kv_len", 0), ("values", "NaN masked")),
 }
 
 
 def _all_pairs() -> set[tuple[Any, Any]]:
-    every = itertools.combinations(FACTORS, 2)
-    return {((a, x), (b, y)) for a, b in every for x in FACTORS[a] for y in FACTORS[b]} - IMPOSSIBLE
+    factor_pairs = itertools.combinations(FACTORS, 2)
+    return {
+        ((a, x), (b, y)) for a, b in factor_pairs for x in FACTORS[a] for y in FACTORS[b]
+    } - IMPOSSIBLE_PAIRS
 
 
-def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
-    """Cases, and whether each can be filled in, until `count` can.
+def draw_cases(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
+    """Draw cases until `count` of them are possible.
 
-    While a pair of choices has not occurred, the most useful of several candidates is taken; then at random.
+    While some pair of choices has not occurred yet, the candidate that covers most missing pairs is taken. After that,
+    cases are random.
 
-    >>> [whole for case, whole in draw(2, seed=0, tile=8)]
+    Args:
+        count: The number of possible cases to draw.
+        seed: The seed of the draw.
+        tile: The tile size that the lengths "tile ± 1" and "2 tile + 1" refer to.
+
+    Yields:
+        Each case, and whether inputs can be built for it.
+
+    >>> from regard.testing import draw_cases
+    >>> [is_possible for case, is_possible in draw_cases(2, seed=0, tile=8)]
     [True, True]
     """
     rng = np.random.default_rng(seed)
@@ -117,12 +148,14 @@ def draw(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
         candidates = [_random_case(rng) for _ in range(24 if missing else 1)]
         covered = [set(itertools.combinations(case.cells, 2)) & missing for case in candidates]
         best = max(range(len(candidates)), key=lambda i: len(covered[i]))
-        # Only what is to be hidden can be missing; everything else can always be filled in.
-        possible = candidates[best].values != "NaN masked" or fill(candidates[best], tile) is not None
-        if possible:
+        # Only masked NaN can be impossible, if the mask leaves every key visible.
+        is_possible = (
+            candidates[best].values != "NaN masked" or build_inputs(candidates[best], tile) is not None
+        )
+        if is_possible:
             missing -= covered[best]
             count -= 1
-        yield candidates[best], possible
+        yield candidates[best], is_possible
 
 
 def _random_case(rng: np.random.Generator) -> Case:
@@ -130,40 +163,57 @@ def _random_case(rng: np.random.Generator) -> Case:
     return Case(**chosen, seed=int(rng.integers(2**31)))
 
 
-def empty_cells(cases: list[Case]) -> list[tuple[Any, Any]]:
-    """Pairs of choices of two factors that could occur and that no case has.
+def find_uncovered_pairs(cases: list[Case]) -> list[tuple[Any, Any]]:
+    """Return the possible pairs of choices of two factors that no case has.
 
-    >>> cases = [case for case, _ in draw(20, seed=0, tile=8)]
-    >>> len(empty_cells(cases)) < len(empty_cells(cases[:10]))
+    Args:
+        cases: The cases that ran.
+
+    >>> from regard.testing import draw_cases, find_uncovered_pairs
+    >>> cases = [case for case, _ in draw_cases(20, seed=0, tile=8)]
+    >>> len(find_uncovered_pairs(cases)) < len(find_uncovered_pairs(cases[:10]))
     True
     """
-    seen = {pair for case in cases for pair in itertools.combinations(case.cells, 2)}
-    return sorted(_all_pairs() - seen, key=repr)
+    covered = {pair for case in cases for pair in itertools.combinations(case.cells, 2)}
+    return sorted(_all_pairs() - covered, key=repr)
 
 
-def count_table(cases: list[Case], skipped: list[Case]) -> str:
-    """How many cases ran and were skipped for each choice, by dtype.
+def format_counts(cases: list[Case], skipped: list[Case]) -> str:
+    """Format a table of how many cases ran and were skipped for each choice, by dtype.
 
-    >>> cases = [case for case, _ in draw(3, seed=0, tile=8)]
-    >>> count_table(cases, []).splitlines()[0].split()
+    Args:
+        cases: The cases that ran.
+        skipped: The cases that were drawn but are impossible.
+
+    >>> from regard.testing import draw_cases, format_counts
+    >>> cases = [case for case, _ in draw_cases(3, seed=0, tile=8)]
+    >>> format_counts(cases, []).splitlines()[0].split()
     ['factor', 'choice', 'float64', 'float32', 'bfloat16', 'float16', 'skipped']
     """
     ran = Counter((name, choice, case.dtype) for case in cases for name, choice in case.cells)
-    left = Counter((name, choice) for case in skipped for name, choice in case.cells)
+    not_run = Counter((name, choice) for case in skipped for name, choice in case.cells)
     dtypes = FACTORS["dtype"]
     lines = [f"{'factor':<10} {'choice':<28} " + " ".join(f"{d:>9}" for d in dtypes) + "   skipped"]
     for name, choices in FACTORS.items():
         for choice in choices if name != "dtype" else ():
             counts = " ".join(f"{ran[name, choice, d]:>9}" for d in dtypes)
-            lines.append(f"{name:<10} {choice!s:<28} {counts} {left[name, choice]:>9}")
+            lines.append(f"{name:<10} {choice!s:<28} {counts} {not_run[name, choice]:>9}")
     return "\n".join(lines)
 
 
-def fill(case: Case, tile: int) -> Inputs | None:
-    """The case's arrays and arguments; None where it contradicts itself (nothing to poison).
+def build_inputs(case: Case, tile: int) -> CaseInputs | None:
+    """Build the arrays and arguments of a case.
 
-    >>> case, _ = next(draw(1, seed=0, tile=8))
-    >>> sorted(fill(case, tile=8).arguments)
+    Args:
+        case: The case.
+        tile: The tile size that the lengths "tile ± 1" and "2 tile + 1" refer to.
+
+    Returns:
+        The inputs; None if the case contradicts itself, because no key is masked.
+
+    >>> from regard.testing import build_inputs, draw_cases
+    >>> case, _ = next(draw_cases(1, seed=0, tile=8))
+    >>> sorted(build_inputs(case, tile=8).arguments)
     ['mask', 'scale']
     """
     rng = np.random.default_rng(case.seed)
@@ -180,7 +230,7 @@ def fill(case: Case, tile: int) -> Inputs | None:
     query, key = (rng.normal(size=(*x, n, case.head_dim)) for x, n in ((lead, q_len), (kv_lead, kv_len)))
     value = rng.normal(size=(*kv_lead, kv_len, value_dim))
     mask, allowed = build_mask(case.mask, (*lead, q_len, kv_len), rng)
-    arguments, definition = _change(case.change, (*lead, q_len, kv_len), rng)
+    arguments, definition = _build_change(case.change, (*lead, q_len, kv_len), rng)
     if mask is not None:
         arguments["mask"], definition["mask"] = mask, allowed
     if case.heads == "grouped":
@@ -192,21 +242,21 @@ def fill(case: Case, tile: int) -> Inputs | None:
     elif case.values == "denormal":
         query = query * {"float64": 1e-310, "float32": 1e-40, "bfloat16": 1e-40, "float16": 1e-7}[case.dtype]
     elif case.values == "NaN masked":
-        if not _poison_hidden(key, value, allowed, kv_lead, rng):
+        if not _poison_masked(key, value, allowed, kv_lead, rng):
             return None
     elif case.values == "NaN live":
         for array in (x for x in (query, key, value) if x.size):
             array.flat[rng.integers(array.size)] = rng.choice([np.nan, np.inf, -np.inf])
     with np.errstate(over="ignore"):
         query, key, value = (
-            _layout(array.astype(numpy_dtype(case.dtype)), case.layout) for array in (query, key, value)
+            _lay_out(array.astype(numpy_dtype(case.dtype)), case.layout) for array in (query, key, value)
         )
     ordinary = case.values == "normal" and case.change in ("none", "sink")
-    return Inputs(query, key, value, arguments, definition, ordinary)
+    return CaseInputs(query, key, value, arguments, definition, ordinary)
 
 
 def numpy_dtype(name: str) -> Any:
-    """The NumPy dtype of that name; bfloat16 is that of ml_dtypes."""
+    """Return the NumPy dtype of a name; bfloat16 comes from ml_dtypes."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -215,82 +265,88 @@ def numpy_dtype(name: str) -> Any:
 
 
 def build_mask(spec: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[masks.Mask | None, Any]:
-    """A mask and, worked out apart from it, the boolean array it must amount to."""
+    """Build a mask and, computed independently of it, the boolean array that it must equal.
+
+    Args:
+        spec: A choice of the factor "mask".
+        shape: (*lead, q_len, kv_len).
+        rng: The source of its random sizes.
+    """
     if spec == "none":
         return None, np.ones(shape, bool)
     if spec == "triple":
-        a, b, c = rng.choice(ATOMS, 3)
-        (x, x_allowed), (y, y_allowed), (z, z_allowed) = (_atom(name, shape, rng) for name in (a, b, c))
+        a, b, c = rng.choice(MASK_ATOMS, 3)
+        (x, x_allowed), (y, y_allowed), (z, z_allowed) = (_build_atom(name, shape, rng) for name in (a, b, c))
         return x & (y | ~z), x_allowed & (y_allowed | ~z_allowed)
     if " & " in spec:
-        (x, x_allowed), (y, y_allowed) = (_atom(name, shape, rng) for name in spec.split(" & "))
+        (x, x_allowed), (y, y_allowed) = (_build_atom(name, shape, rng) for name in spec.split(" & "))
         return x & y, x_allowed & y_allowed
     if " | ~" in spec:
-        (x, x_allowed), (y, y_allowed) = (_atom(name, shape, rng) for name in spec.split(" | ~"))
+        (x, x_allowed), (y, y_allowed) = (_build_atom(name, shape, rng) for name in spec.split(" | ~"))
         return x | ~y, x_allowed | ~y_allowed
-    return _atom(spec, shape, rng)
+    return _build_atom(spec, shape, rng)
 
 
-def _atom(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[masks.Mask, Any]:
+def _build_atom(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[masks.Mask, Any]:
     *lead, q_len, kv_len = shape
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
     align: Any = "lower_right" if rng.random() < 0.5 else "upper_left" if q_len != kv_len else None
     at = i + (kv_len - q_len if align == "lower_right" else 0)
     batch = tuple(lead[:-1])
-    whole = np.ones(shape, bool)
+    ones = np.ones(shape, bool)
     if name == "causal":
-        return masks.causal(align), whole & (j <= at)
+        return masks.causal(align), ones & (j <= at)
     if name == "window":
         size = rng.integers(1, kv_len + 2, size=lead[-1:])  # one for each head
         heads = size.reshape(*lead[-1:], 1, 1)
-        return masks.sliding_window(size, align=align), whole & (j > at - heads) & (j <= at)
+        return masks.sliding_window(size, align=align), ones & (j > at - heads) & (j <= at)
     if name == "two_sided":
         left, right = (int(n) for n in rng.integers(0, kv_len // 2 + 2, size=2))
-        return masks.sliding_window(left=left, right=right, align=align), whole & (at - left <= j) & (
+        return masks.sliding_window(left=left, right=right, align=align), ones & (at - left <= j) & (
             j <= at + right
         )
     if name in ("padding", "left_padding", "prefix", "first"):
         lengths = rng.integers(0, kv_len + 1, size=batch)
         count = lengths.reshape(*batch, *(1,) * (len(shape) - len(batch)))
         if name == "padding":
-            return masks.padding(lengths), whole & (j < count)
+            return masks.padding(lengths), ones & (j < count)
         if name == "left_padding":
-            return masks.padding(lengths, side="left"), whole & (j >= kv_len - count)
+            return masks.padding(lengths, side="left"), ones & (j >= kv_len - count)
         if name == "first":
-            return masks.first(lengths), whole & (j < count)
-        return masks.prefix(lengths, align), whole & ((j < count) | (j <= at))
+            return masks.first(lengths), ones & (j < count)
+        return masks.prefix(lengths, align), ones & ((j < count) | (j <= at))
     if name == "document":
         ids = np.sort(rng.integers(0, 4, size=(*batch, kv_len)), axis=-1)
         query_ids = rng.integers(0, 5, size=(*batch, q_len))
         expand = (1,) * (len(lead) - len(batch))
         same = query_ids.reshape(*batch, *expand, q_len, 1) == ids.reshape(*batch, *expand, 1, kv_len)
-        return masks.document(ids, query_ids), whole & same
+        return masks.document(ids, query_ids), ones & same
     array = rng.random((*lead[-1:], q_len, kv_len)) < 0.7
-    return masks.dense(array), whole & array
+    return masks.dense(array), ones & array
 
 
-def _change(
+def _build_change(
     name: str, shape: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a score modification, sink or scale, and the same for the definition."""
+    """Build the arguments for a score modification, sink or scale, and those of the definition."""
     *lead, q_len, kv_len = shape
     heads = lead[-1] if lead else 1
     ahead = np.arange(kv_len)[None, :] - np.arange(q_len)[:, None] - (kv_len - q_len)
     per_head = (heads, 1, 1) if lead else (1, 1)
     if name == "softcap":
-        return {"score_mod": scores.softcap(2.5)}, {"cap": 2.5}
+        return {"score_mod": score_mods.softcap(2.5)}, {"cap": 2.5}
     if name == "alibi":
-        slopes = scores.alibi_slopes(heads).reshape(per_head)
-        return {"score_mod": scores.alibi(align="lower_right")}, {"biases": [-slopes * np.abs(ahead)]}
+        slopes = score_mods.alibi_slopes(heads).reshape(per_head)
+        return {"score_mod": score_mods.alibi(align="lower_right")}, {"biases": [-slopes * np.abs(ahead)]}
     if name == "bias":
         array = rng.normal(size=(heads, q_len, kv_len) if lead else (q_len, kv_len)).astype(np.float32)
         array[rng.random(array.shape) < 0.2] = -np.inf
-        return {"score_mod": scores.bias(array)}, {"biases": [array]}
+        return {"score_mod": score_mods.bias(array)}, {"biases": [array]}
     if name == "relative_bias":
         table = rng.normal(size=(32, heads)).astype(np.float32)
-        bucket = scores.relative_buckets(ahead, buckets=32, max_distance=128, bidirectional=True)
+        bucket = score_mods.relative_buckets(ahead, buckets=32, max_distance=128, bidirectional=True)
         bias = np.moveaxis(table[bucket], -1, 0).reshape(*per_head[:-2], q_len, kv_len)
-        return {"score_mod": scores.relative_bias(table, bidirectional=True, align="lower_right")}, {
+        return {"score_mod": score_mods.relative_bias(table, bidirectional=True, align="lower_right")}, {
             "biases": [bias]
         }
     if name == "sink":
@@ -302,33 +358,41 @@ def _change(
     return {}, {}
 
 
-def seen_keys(live: Array, kv_lead: tuple[int, ...]) -> Array:
-    """Which keys any query sees, (*kv_lead, kv_len), of what is live: (*lead, q_len, kv_len)."""
-    seen = live.any(-2)
-    if seen.shape[:-1] == kv_lead:
-        return seen
-    return seen.reshape(*kv_lead, seen.shape[-2] // kv_lead[-1], seen.shape[-1]).any(-2)
+def visible_keys(allowed: Array, kv_lead: tuple[int, ...]) -> Array:
+    """Return which keys at least one query may attend to.
+
+    Args:
+        allowed: Booleans (*lead, q_len, kv_len), True = attend.
+        kv_lead: The leading shape of the keys; grouped heads share a key head.
+
+    Returns:
+        Booleans (*kv_lead, kv_len).
+    """
+    visible = allowed.any(-2)
+    if visible.shape[:-1] == kv_lead:
+        return visible
+    return visible.reshape(*kv_lead, visible.shape[-2] // kv_lead[-1], visible.shape[-1]).any(-2)
 
 
-def _poison_hidden(
+def _poison_masked(
     key: Array, value: Array, allowed: Array, kv_lead: tuple[int, ...], rng: np.random.Generator
 ) -> bool:
-    """Put NaN, inf or 1e30 into keys that no query sees, and into one value; False where every key is seen."""
-    hidden = ~seen_keys(allowed, kv_lead)
-    if not hidden.any():
+    """Put NaN, inf or 1e30 into keys and values that no query may attend to; return False if there are none."""
+    masked = ~visible_keys(allowed, kv_lead)
+    if not masked.any():
         return False
-    poison = rng.choice([np.nan, np.inf, -np.inf, 1e30], size=int(hidden.sum()))
-    key[hidden] = poison[:, None]
-    value[hidden] = poison[:, None]
+    poison = rng.choice([np.nan, np.inf, -np.inf, 1e30], size=int(masked.sum()))
+    key[masked] = poison[:, None]
+    value[masked] = poison[:, None]
     return True
 
 
-def _layout(array: Array, layout: str) -> Array:
-    """The same numbers in memory that is laid out otherwise."""
+def _lay_out(array: Array, layout: str) -> Array:
+    """Copy an array into another memory layout."""
     if layout == "transposed":
         return array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
     if layout == "expanded" and array.ndim > 2:
-        # Stride 0: every batch entry or head is the first one's.
+        # Stride 0: every batch entry or head is the first one.
         return np.broadcast_to(array[:1], array.shape)
     if layout == "sliced":
         wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1] + 1), array.dtype)

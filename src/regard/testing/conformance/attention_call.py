@@ -1,4 +1,4 @@
-"""A call of attention in one form: four axes, plain NumPy numbers, True = attend."""
+"""One attention call in canonical form: four axes, NumPy numbers, True = attend."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ Align = Literal["upper_left", "lower_right"]
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """What an attention function is asked, whatever its own layout.
+class AttentionCall:
+    """The arguments of one attention call, independent of the layout of any function.
 
-    query (batch, heads, q_len, head_dim), key (batch, kv_heads, kv_len, head_dim), value (batch, kv_heads, kv_len,
-    value_dim), in numbers that `dtype` holds exactly; mask boolean, (q_len, kv_len) or with all four axes, those of
-    size one broadcast.
+    Args:
+        query: (batch, heads, q_len, head_dim), in numbers that `dtype` represents exactly.
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, value_dim).
+        dtype: The dtype to call the function with.
+        mask: Booleans (q_len, kv_len), or with all four axes, where an axis of size one broadcasts. Default: none.
+        causal: The corner of the causal triangle. Default: not causal.
+        scale: The scale to pass. Default: none is passed.
+        memory: The memory layout of the arrays: "contiguous", "transposed", "sliced", "expanded" or "reversed".
     """
 
     query: Any
@@ -30,7 +36,7 @@ class Call:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its sizes by name."""
+        """The sizes of the axes by name."""
         batch, heads, q_len, head_dim = self.query.shape
         _, kv_heads, kv_len, value_dim = self.value.shape
         return {
@@ -39,37 +45,42 @@ class Call:
         }  # fmt: skip
 
     def allowed(self) -> Any:
-        """Which keys each query may see, (…, q_len, kv_len)."""
+        """Return which keys each query may attend to, booleans (…, q_len, kv_len)."""
         q_len, kv_len = self.query.shape[-2], self.key.shape[-2]
-        seen = np.ones((q_len, kv_len), bool) if self.mask is None else np.asarray(self.mask, bool)
-        return seen & causal_mask(q_len, kv_len, self.causal)
+        mask = np.ones((q_len, kv_len), bool) if self.mask is None else np.asarray(self.mask, bool)
+        return mask & build_causal_mask(q_len, kv_len, self.causal)
 
-    def take(self, axis: str, cut: slice) -> Call:
-        """The same call with a part of an axis; `kv_heads` goes with `heads`."""
+    def slice_axis(self, axis: str, part: slice) -> AttentionCall:
+        """Return the call with a slice of one axis.
+
+        Args:
+            axis: A name from `sizes`; "heads" slices `kv_heads` too.
+            part: The slice.
+        """
         query, key, value, mask = self.query, self.key, self.value, self.mask
         if axis == "batch":
-            query, key, value = query[cut], key[cut], value[cut]
+            query, key, value = query[part], key[part], value[part]
         elif axis == "heads":
-            query, key, value = query[:, cut], key[:, cut], value[:, cut]
+            query, key, value = query[:, part], key[:, part], value[:, part]
         elif axis == "q_len":
-            query = query[:, :, cut]
+            query = query[:, :, part]
         elif axis == "kv_len":
-            key, value = key[:, :, cut], value[:, :, cut]
+            key, value = key[:, :, part], value[:, :, part]
         elif axis == "head_dim":
-            query, key = query[..., cut], key[..., cut]
+            query, key = query[..., part], key[..., part]
         else:
-            value = value[..., cut]
+            value = value[..., part]
         if mask is not None:
-            place = {"batch": -4, "heads": -3, "q_len": -2, "kv_len": -1}.get(axis)
-            if place is not None and -place <= mask.ndim and mask.shape[place] > 1:
-                mask = mask[(slice(None),) * (mask.ndim + place) + (cut,)]
+            mask_axis = {"batch": -4, "heads": -3, "q_len": -2, "kv_len": -1}.get(axis)
+            if mask_axis is not None and -mask_axis <= mask.ndim and mask.shape[mask_axis] > 1:
+                mask = mask[(slice(None),) * (mask.ndim + mask_axis) + (part,)]
         return replace(self, query=query, key=key, value=value, mask=mask)
 
 
-def causal_mask(q_len: int, kv_len: int, align: Align | None) -> Any:
-    """The keys a query may see under `causal`; all where none is asked.
+def build_causal_mask(q_len: int, kv_len: int, align: Align | None) -> Any:
+    """Build a causal mask, booleans (q_len, kv_len); all True without `align`.
 
-    >>> causal_mask(2, 3, "lower_right").astype(int)
+    >>> build_causal_mask(2, 3, "lower_right").astype(int)
     array([[1, 1, 0],
            [1, 1, 1]])
     """

@@ -1,4 +1,4 @@
-"""The definition as steps that can be replaced one at a time: what a function with exactly one fault would return."""
+"""The definition of attention as replaceable steps, to compute what a function with exactly one fault returns."""
 
 from __future__ import annotations
 
@@ -9,169 +9,181 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.testing.conformance.attention_call import Call, causal_mask
+from regard.testing.conformance.attention_call import AttentionCall, build_causal_mask
 
 
-class Answer(NamedTuple):
-    """output (batch, heads, q_len, value_dim); weights (batch, heads, q_len, kv_len) and three gradients, or None."""
+class AttentionResult(NamedTuple):
+    """The result of an attention function, in canonical form."""
 
-    output: Any
-    weights: Any = None
-    gradients: Any = None
-    changed: bool = False  # the function wrote into its arguments
+    output: Any  # (batch, heads, q_len, value_dim)
+    weights: Any = None  # (batch, heads, q_len, kv_len), if the function returns them
+    gradients: Any = None  # of query, key and value, if the probe needs them
+    inputs_changed: bool = False  # whether the function wrote into its arguments
 
 
-def given(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """The arrays as they came."""
+def keep_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """Return the arrays unchanged."""
     return query, key, value
 
 
-def interleave(array: Any, heads: int) -> Any:
-    """Each key head for heads / kv_heads query heads in a row."""
+def repeat_kv_heads(array: Any, heads: int) -> Any:
+    """Repeat each key head for heads / kv_heads query heads in a row."""
     kv_heads = array.shape[1]
     return array if kv_heads in (0, heads) else np.repeat(array, heads // kv_heads, axis=1)
 
 
-def scale_of(call: Call) -> float:
-    """The scale asked for, 1/√head_dim unless given."""
+def resolve_scale(call: AttentionCall) -> float:
+    """Return the scale of a call, by default 1/√head_dim."""
     return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
 
 
-def mask_of(call: Call) -> Any:
-    """The mask, True = attend."""
+def get_mask(call: AttentionCall) -> Any:
+    """Return the mask of a call, True = attend."""
     return np.True_ if call.mask is None else call.mask
 
 
-def causal_of(call: Call) -> Any:
-    """The causal triangle asked for."""
+def get_causal_mask(call: AttentionCall) -> Any:
+    """Return the causal mask of a call, True = attend."""
     if call.causal is None:
         return np.True_
-    return causal_mask(call.query.shape[-2], call.key.shape[-2], call.causal)
+    return build_causal_mask(call.query.shape[-2], call.key.shape[-2], call.causal)
 
 
-def hide(scores: Any, allowed: Any) -> tuple[Any, Any]:
-    """Scores with −inf where hidden, and which of them may have weight."""
+def mask_scores(scores: Any, allowed: Any) -> tuple[Any, Any]:
+    """Set masked scores to −inf; return them and which entries may have weight."""
     return np.where(allowed, scores, -np.inf), allowed
 
 
-def largest(scores: Any, axis: Any) -> Any:
-    """What is subtracted before the exponential."""
+def row_max(scores: Any, axis: Any) -> Any:
+    """Return the maximum to subtract before the exponential."""
     return np.max(scores, axis=axis, keepdims=True, initial=-np.inf)
 
 
-def nothing(scores: Any, kv_len: int) -> Any:
-    """The weights of a row that sees nothing."""
+def zero_weights(scores: Any, kv_len: int) -> Any:
+    """Return the weights of an empty row."""
     return 0.0
 
 
-def unchanged(array: Any) -> Any:
-    """The array itself."""
+def identity(array: Any) -> Any:
+    """Return the array unchanged."""
     return array
 
 
-def sum_over(exponentials: Any, axis: Any, base: Any) -> Any:
-    """What the exponentials, of scores less `base`, are divided by."""
+def sum_exponentials(exponentials: Any, axis: Any, base: Any) -> Any:
+    """Return the denominator of the softmax; `base` was subtracted from the scores."""
     return exponentials.sum(axis=axis, keepdims=True)
 
 
-def after_softmax(call: Call, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
-    """Weights and which of them count."""
+def keep_weights(call: AttentionCall, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
+    """Return the weights, and which of them count, unchanged."""
     return weights, live
 
 
-def sum_of_live(weights: Any, live: Any, value: Any) -> Any:
-    """weights @ value, what is hidden left out before the sum: 0 · NaN would be NaN."""
+def sum_live_values(weights: Any, live: Any, value: Any) -> Any:
+    """Compute weights @ value over live entries only, because 0 · NaN is NaN."""
     if np.isfinite(value).all():
         return weights @ value
     return np.where(live[..., None], weights[..., None] * value[..., None, :, :], 0).sum(-2)
 
 
-def both(output: Any, weights: Any) -> tuple[Any, Any]:
-    """What is returned, in its order."""
+def return_both(output: Any, weights: Any) -> tuple[Any, Any]:
+    """Return the pair (output, weights)."""
     return output, weights
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The definition, a step to a field. A fault is some of them replaced."""
+    """The definition, one step for each field. A fault replaces some of them."""
 
-    arrange: Callable[..., Any] = given
-    repeat: Callable[..., Any] = interleave
-    scale: Callable[..., Any] = scale_of
-    mask: Callable[..., Any] = mask_of
-    causal: Callable[..., Any] = causal_of
-    hide: Callable[..., Any] = hide
-    shift: Callable[..., Any] = largest
+    arrange: Callable[..., Any] = keep_arrays
+    repeat_heads: Callable[..., Any] = repeat_kv_heads
+    scale: Callable[..., Any] = resolve_scale
+    mask: Callable[..., Any] = get_mask
+    causal: Callable[..., Any] = get_causal_mask
+    mask_scores: Callable[..., Any] = mask_scores
+    shift: Callable[..., Any] = row_max
     exponential: Callable[..., Any] = np.exp
     axis: Any = -1  # of the softmax
-    total: Callable[..., Any] = sum_over
-    empty: Callable[..., Any] = nothing
-    after: Callable[..., Any] = after_softmax
-    combine: Callable[..., Any] = sum_of_live
-    finish: Callable[..., Any] = unchanged
-    returned: Callable[..., Any] = both
-    rounded: bool = False  # every intermediate result is rounded to the dtype of the inputs
-    # Of the gradients:
-    backward_scale: Callable[..., Any] = scale_of
-    backward_centre: bool = True  # Σ weight · gradient of the row is subtracted, as the softmax asks
-    backward_through: bool = True  # gradients reach query and key
+    denominator: Callable[..., Any] = sum_exponentials
+    empty_row: Callable[..., Any] = zero_weights
+    after_softmax: Callable[..., Any] = keep_weights
+    combine: Callable[..., Any] = sum_live_values
+    finish: Callable[..., Any] = identity
+    return_value: Callable[..., Any] = return_both
+    half_precision: bool = False  # whether every intermediate result is rounded to the dtype of the inputs
+    # Gradients:
+    backward_scale: Callable[..., Any] = resolve_scale
+    backward_centre: bool = (
+        True  # whether Σ weight · gradient of the row is subtracted, as the softmax requires
+    )
+    backward_through: bool = True  # whether gradients reach query and key
     backward_empty: float = 0.0
-    backward_key: bool = True  # a key that nobody sees is kept out of the gradients, NaN included
-    backward_value: bool = True  # … and a value
+    backward_key: bool = True  # whether keys that no query attends to stay out of the gradients, NaN included
+    backward_value: bool = True  # … and values
 
 
 DEFINITION = Steps()
-HALVES = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 
 
-def attend(call: Call, steps: Steps, dtype: Any = np.float64, gradient_of: Any = None) -> Answer:
-    """What a function of these steps returns, computed in `dtype`; with `gradient_of`, the output's, gradients too."""
+def run_steps(
+    call: AttentionCall, steps: Steps, dtype: Any = np.float64, output_gradient: Any = None
+) -> AttentionResult:
+    """Compute what a function with these steps returns.
+
+    Args:
+        call: The call.
+        steps: The steps.
+        dtype: The dtype of the computation.
+        output_gradient: The gradient of the output, if the gradients of query, key and value are needed.
+    """
     with np.errstate(all="ignore"):
-        halved = steps.rounded and call.dtype in HALVES
-        to = partial(round_to, dtype=call.dtype) if halved else unchanged
+        rounds = steps.half_precision and call.dtype in HALF_DTYPES
+        to_half = partial(round_to, dtype=call.dtype) if rounds else identity
         query, key, value = steps.arrange(*(x.astype(dtype) for x in (call.query, call.key, call.value)))
         heads = query.shape[1]
-        key, value = steps.repeat(key, heads), steps.repeat(value, heads)
-        scores = to(to(query @ key.swapaxes(-1, -2)) * dtype(steps.scale(call)))
+        key, value = steps.repeat_heads(key, heads), steps.repeat_heads(value, heads)
+        scores = to_half(to_half(query @ key.swapaxes(-1, -2)) * dtype(steps.scale(call)))
         allowed = np.broadcast_to(steps.mask(call) & steps.causal(call), scores.shape)
-        hidden, live = steps.hide(scores, allowed)
-        shift = steps.shift(hidden, steps.axis)
+        masked, live = steps.mask_scores(scores, allowed)
+        shift = steps.shift(masked, steps.axis)
         base = np.where(shift == -np.inf, 0, shift)
-        exponentials = to(steps.exponential(hidden - base))
-        total = steps.total(exponentials, steps.axis, base)
-        weights = np.where(live, to(exponentials / np.where(total == 0, 1, total)), 0)
-        blind = ~np.any(live, axis=steps.axis, keepdims=True)
-        weights = np.where(blind, steps.empty(scores, scores.shape[-1]), weights)
-        weights, live = steps.after(call, weights, live | (blind & (weights != 0)), allowed)
+        exponentials = to_half(steps.exponential(masked - base))
+        total = steps.denominator(exponentials, steps.axis, base)
+        weights = np.where(live, to_half(exponentials / np.where(total == 0, 1, total)), 0)
+        is_empty = ~np.any(live, axis=steps.axis, keepdims=True)
+        weights = np.where(is_empty, steps.empty_row(scores, scores.shape[-1]), weights)
+        weights, live = steps.after_softmax(call, weights, live | (is_empty & (weights != 0)), allowed)
         output = steps.finish(steps.combine(weights, live, value))
-        answer = Answer(*steps.returned(output, weights))
-        if gradient_of is not None:
-            slopes = _gradients((query, key, value), weights, live, gradient_of, call, steps)
-            answer = answer._replace(gradients=slopes)
-        return answer
+        result = AttentionResult(*steps.return_value(output, weights))
+        if output_gradient is not None:
+            gradients = _compute_gradients((query, key, value), weights, live, output_gradient, call, steps)
+            result = result._replace(gradients=gradients)
+        return result
 
 
-def _gradients(
-    arrays: tuple[Any, Any, Any], weights: Any, live: Any, gradient_of: Any, call: Call, steps: Steps
-) -> tuple[Any, Any, Any]:
-    """The gradients of query, key and value where the output's is `gradient_of`; what is hidden has none."""
+def _compute_gradients(
+    arrays: tuple[Any, Any, Any], weights: Any, live: Any, output_gradient: Any, call: AttentionCall, steps: Steps
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Compute the gradients of query, key and value; masked entries have none."""
     query, key, value = arrays
-    seen = live.any(-2)[..., None]
-    key = np.where(seen, key, 0) if steps.backward_key else key
-    value = np.where(seen, value, 0) if steps.backward_value else value
-    slope = gradient_of @ value.swapaxes(-1, -2)
+    is_visible = live.any(-2)[..., None]
+    key = np.where(is_visible, key, 0) if steps.backward_key else key
+    value = np.where(is_visible, value, 0) if steps.backward_value else value
+    gradient = output_gradient @ value.swapaxes(-1, -2)  # of the weights, then of the scores
     if steps.backward_centre:
-        slope = slope - (slope * weights).sum(-1, keepdims=True)
-    slope = weights * slope
-    slope = np.where(live.any(-1, keepdims=True), slope, steps.backward_empty) * steps.backward_scale(call)
+        gradient = gradient - (gradient * weights).sum(-1, keepdims=True)
+    gradient = weights * gradient
+    gradient = np.where(live.any(-1, keepdims=True), gradient, steps.backward_empty)
+    gradient = gradient * steps.backward_scale(call)
     if not steps.backward_through:
-        slope = np.zeros_like(slope)
-    of_value = weights.swapaxes(-1, -2) @ gradient_of
-    return slope @ key, slope.swapaxes(-1, -2) @ query, of_value
+        gradient = np.zeros_like(gradient)
+    value_gradient = weights.swapaxes(-1, -2) @ output_gradient
+    return gradient @ key, gradient.swapaxes(-1, -2) @ query, value_gradient
 
 
 def round_to(array: Any, dtype: str) -> Any:
-    """The array rounded to what a dtype can hold, in the dtype it came in.
+    """Round an array to the numbers of a dtype, and return it in its own dtype.
 
     >>> round_to(np.array([1.0, 1.001, 1.005], np.float32), "bfloat16")
     array([1.       , 1.       , 1.0078125], dtype=float32)

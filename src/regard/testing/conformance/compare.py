@@ -1,4 +1,4 @@
-"""Judging: one answer against the definition, or against the definition with some steps replaced."""
+"""Comparison of a function's result with the definition, or with the definition after some steps are replaced."""
 
 from __future__ import annotations
 
@@ -10,204 +10,239 @@ from typing import Any
 import numpy as np
 
 from regard import reference
-from regard.testing.conformance.attention_call import Call
+from regard.testing.conformance.attention_call import AttentionCall
 from regard.testing.conformance.attention_steps import (
     DEFINITION,
-    HALVES,
-    Answer,
+    HALF_DTYPES,
+    AttentionResult,
     Steps,
-    attend,
-    both,
-    interleave,
+    repeat_kv_heads,
+    return_both,
     round_to,
+    run_steps,
 )
-from regard.testing.conformance.convention import Convention, WrongShape
-from regard.testing.conformance.questions import Question
+from regard.testing.conformance.convention import CallingConvention, OutputShapeError
+from regard.testing.conformance.probe_calls import ProbeCall
 from regard.testing.tolerance import assert_matches, epsilon
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """What came of a question: an answer, or why there is none."""
+class ProbeOutcome:
+    """The outcome of a probe: a result, a failure, or the reason why it was skipped."""
 
-    question: Question
-    answer: Answer | None = None
-    raised: str = ""  # the error's kind and first line, or what came back in a wrong shape
-    not_asked: str = ""
+    probe: ProbeCall
+    result: AttentionResult | None = None
+    failure: str = ""  # the type and first line of the error, or the wrong shape
+    skip_reason: str = ""
 
     @property
-    def error(self) -> float:
-        """The largest error of the output where both are finite; NaN where there is none to compare."""
-        exact = expected(self.question, DEFINITION).exact.output
-        if self.answer is None or self.answer.output.shape != exact.shape:
+    def max_error(self) -> float:
+        """The largest error of the output where both sides are finite; NaN if there is nothing to compare."""
+        exact = compute_expected(self.probe, DEFINITION).exact.output
+        if self.result is None or self.result.output.shape != exact.shape:
             return float("nan")
         with np.errstate(all="ignore"):
-            errors = np.abs(self.answer.output.astype(np.float64) - exact.astype(np.float64))
+            errors = np.abs(self.result.output.astype(np.float64) - exact.astype(np.float64))
         finite = errors[np.isfinite(errors)]
         return float(finite.max()) if finite.size else float("nan")
 
 
-def ask(fn: Callable[..., Any], convention: Convention, question: Question) -> Outcome:
-    """Ask one question, if the function can be asked it."""
-    reason = convention.cannot(question.call, question.gradients)
-    if reason:
-        return Outcome(question, not_asked=reason)
+def run_probe(fn: Callable[..., Any], convention: CallingConvention, probe: ProbeCall) -> ProbeOutcome:
+    """Call a function with a probe, unless its convention does not allow the call.
+
+    Args:
+        fn: The attention function.
+        convention: How to call it.
+        probe: The call.
+    """
+    obstacle = convention.find_obstacle(probe.call, probe.gradients)
+    if obstacle:
+        return ProbeOutcome(probe, skip_reason=obstacle)
     try:
         with np.errstate(all="ignore"):
-            return Outcome(question, convention.ask(fn, question.call, gradient_of(question)))
-    except WrongShape as error:
-        return Outcome(question, raised=f"returns {error}")
-    except Exception as error:  # whatever the function raises is its answer
+            return ProbeOutcome(probe, convention.invoke(fn, probe.call, build_output_gradient(probe)))
+    except OutputShapeError as error:
+        return ProbeOutcome(probe, failure=f"returns {error}")
+    except Exception as error:  # an error of the function is an outcome like any other
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        return Outcome(question, raised=f"raises {type(error).__name__}{': ' if first else ''}{first}")
+        return ProbeOutcome(probe, failure=f"raises {type(error).__name__}{': ' if first else ''}{first}")
 
 
-def gradient_of(question: Question) -> Any:
-    """The gradient of the output that a question about gradients starts from; else None."""
-    if not question.gradients:
+def build_output_gradient(probe: ProbeCall) -> Any:
+    """Return the output gradient of a probe of gradients, (batch, heads, q_len, value_dim); otherwise None."""
+    if not probe.gradients:
         return None
-    shape = (*question.call.query.shape[:-1], question.call.value.shape[-1])
+    shape = (*probe.call.query.shape[:-1], probe.call.value.shape[-1])
     return np.random.default_rng(0).integers(-4, 5, size=shape) / 4
 
 
-class Impossible(Exception):
-    """The steps cannot be computed for a call: a function of these steps would raise."""
+class StepsNotComputableError(Exception):
+    """The steps cannot be computed for a call: a function with these steps would raise an error."""
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
-    """What a function of some steps returns; how far naive arithmetic is off is worked out when it is asked for."""
+class ExpectedResult:
+    """The result of a function with some steps. The error of naive arithmetic is computed on demand."""
 
-    question: Question
+    probe: ProbeCall
     steps: Steps
-    exact: Answer
+    exact: AttentionResult
 
     @cached_property
-    def naive(self) -> Answer:
-        """The same at the dtype of the call, halves in float32."""
-        call, slope = self.question.call, gradient_of(self.question)
-        if self.rounded:  # the answer may be as far from the rounded steps as those are from the definition
-            return expected(self.question, DEFINITION).exact
-        naive = attend(call, self.steps, _working(call), slope)
+    def naive(self) -> AttentionResult:
+        """The result computed at the dtype of the call, half precision in float32."""
+        call = self.probe.call
+        if (
+            self.rounds_to_half
+        ):  # a result may differ from the rounded steps as much as they do from the definition
+            return compute_expected(self.probe, DEFINITION).exact
+        naive = run_steps(call, self.steps, _working_dtype(call), build_output_gradient(self.probe))
         return naive._replace(output=round_to(naive.output, call.dtype))
 
     @property
-    def rounded(self) -> bool:
+    def rounds_to_half(self) -> bool:
         """Whether every intermediate result is rounded to half precision."""
-        return self.steps.rounded and self.question.call.dtype in HALVES
+        return self.steps.half_precision and self.probe.call.dtype in HALF_DTYPES
 
     @cached_property
-    def drift(self) -> Any:
-        """What a rounded score does to the weights of its row, relative; by the largest seen, terms without signs."""
-        call = self.question.call
+    def score_error(self) -> Any:
+        """The relative error of a row's weights from rounding its scores, by the largest sum of absolute terms."""
+        call = self.probe.call
         query, key = (np.abs(np.where(np.isfinite(x), x, 0)) for x in (call.query, call.key))
-        terms = query @ interleave(key, query.shape[1]).swapaxes(-1, -2) * abs(self.steps.scale(call))
+        terms = query @ repeat_kv_heads(key, query.shape[1]).swapaxes(-1, -2) * abs(self.steps.scale(call))
         largest = np.where(call.allowed(), terms, 0).max(-1, keepdims=True, initial=0)
-        drift = 4 * epsilon(_working(call)) * (1 + largest)
-        return drift if self.steps.returned is both else drift.max(initial=0)  # rows may no longer be queries
+        error = 4 * epsilon(_working_dtype(call)) * (1 + largest)
+        # Other return values may have rows that are no longer queries.
+        return error if self.steps.return_value is return_both else error.max(initial=0)
 
     @cached_property
-    def magnitude(self) -> Answer:
-        """What was summed up, without signs: Σ weight · |value| for an output, a weight itself for a weight."""
-        call = self.question.call
+    def magnitude(self) -> AttentionResult:
+        """The sums of absolute terms: Σ weight · |value| for an output, the weight itself for a weight."""
+        call = self.probe.call
         unsigned = replace(call, value=np.abs(np.where(np.isfinite(call.value), call.value, 0)))
-        return attend(unsigned, self.steps)
+        return run_steps(unsigned, self.steps)
 
     @cached_property
-    def slopes(self) -> bool:
-        """Whether gradients are to be compared: not where a fault has already changed the output."""
-        right = expected(self.question, DEFINITION).exact.output
-        return self.question.gradients and (self.steps is DEFINITION or _same(self.exact.output, right))
+    def compares_gradients(self) -> bool:
+        """Whether gradients are compared: not if a fault has already changed the output."""
+        right = compute_expected(self.probe, DEFINITION).exact.output
+        return self.probe.gradients and (self.steps is DEFINITION or _equal(self.exact.output, right))
 
-    def refuse(self, answer: Answer) -> str:
-        """What the error rule has against the answer; nothing where it is one of these steps."""
+    def find_mismatch(self, result: AttentionResult) -> str:
+        """Return how a result breaks the error rule; empty if it matches.
+
+        Args:
+            result: The result of the function.
+        """
         exact, naive, size = self.exact, self.naive, self.magnitude
-        common: dict[str, Any] = {"dtype": self.question.call.dtype}
+        common: dict[str, Any] = {"dtype": self.probe.call.dtype}
         try:
             assert_matches(
-                answer.output, exact.output, naive.output, magnitude=size.output, score_error=self.drift,
-                ordinary=self.question.ordinary and not self.rounded, **common,
+                result.output, exact.output, naive.output, magnitude=size.output, score_error=self.score_error,
+                ordinary=self.probe.ordinary and not self.rounds_to_half, **common,
             )  # fmt: skip
-            if answer.weights is not None:
-                assert exact.weights is not None, "weights: returned, where none were expected"
+            if result.weights is not None:
+                assert exact.weights is not None, "weights: returned, but none expected"
                 assert_matches(
-                    answer.weights, exact.weights, naive.weights, magnitude=size.weights, score_error=self.drift,
-                    what="weights", **common,
+                    result.weights, exact.weights, naive.weights, magnitude=size.weights,
+                    score_error=self.score_error, what="weights", **common,
                 )  # fmt: skip
-            if self.slopes:
-                for name, *found in zip(
-                    ("query", "key", "value"), answer.gradients, exact.gradients, naive.gradients, strict=True
+            if self.compares_gradients:
+                for name, *gradients in zip(
+                    ("query", "key", "value"), result.gradients, exact.gradients, naive.gradients, strict=True
                 ):
-                    largest = np.max(np.abs(found[1]), initial=1, where=np.isfinite(found[1]))
+                    largest = np.max(np.abs(gradients[1]), initial=1, where=np.isfinite(gradients[1]))
                     assert_matches(
-                        *found, magnitude=largest, factor=3.0, what=f"gradient of {name}", **common
+                        *gradients, magnitude=largest, factor=3.0, what=f"gradient of {name}", **common
                     )
         except AssertionError as error:
             return str(error)
         return ""
 
 
-def _working(call: Call) -> Any:
+def _working_dtype(call: AttentionCall) -> Any:
     return np.float64 if call.dtype == "float64" else np.float32
 
 
 @lru_cache(maxsize=4096)
-def expected(question: Question, steps: Steps) -> Expected:
-    """What a function of these steps is expected to answer; Impossible where it would raise."""
-    call = question.call
-    # The definition is wider than what it judges. A fault must overflow as the function does: no wider than float64.
+def compute_expected(probe: ProbeCall, steps: Steps) -> ExpectedResult:
+    """Compute the result of a function with some steps for a probe.
+
+    Args:
+        probe: The call.
+        steps: The steps.
+
+    Raises:
+        StepsNotComputableError: If a function with these steps would raise an error.
+    """
+    call = probe.call
+    # The definition is wider than the dtype it checks. A fault must overflow as the function does, in float64 at most.
     wide = np.longdouble if call.dtype == "float64" and steps is DEFINITION else np.float64
-    halved = steps.rounded and call.dtype in HALVES
+    rounds = steps.half_precision and call.dtype in HALF_DTYPES
     try:
-        exact = attend(call, steps, np.float32 if halved else wide, gradient_of(question))
+        exact = run_steps(call, steps, np.float32 if rounds else wide, build_output_gradient(probe))
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        raise Impossible(str(error)) from error
+        raise StepsNotComputableError(str(error)) from error
     if steps is DEFINITION:
-        exact = _by_reference(call, wide)._replace(gradients=exact.gradients)
-    return Expected(question, steps, exact)
+        exact = _run_reference(call, wide)._replace(gradients=exact.gradients)
+    return ExpectedResult(probe, steps, exact)
 
 
-def _by_reference(call: Call, dtype: Any) -> Answer:
-    found = reference.attention(
+def _run_reference(call: AttentionCall, dtype: Any) -> AttentionResult:
+    definition = reference.attention(
         call.query, call.key, call.value, mask=call.allowed(), scale=call.scale, dtype=dtype
     )
-    return Answer(found.output, found.weights)
+    return AttentionResult(definition.output, definition.weights)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=True))
 
 
-def agrees(outcome: Outcome, steps: Steps) -> bool:
-    """Whether the outcome is that of a function of these steps; one that raises agrees with steps that cannot be."""
+def matches(outcome: ProbeOutcome, steps: Steps) -> bool:
+    """Return whether the outcome is that of a function with these steps.
+
+    An error of the function matches steps that cannot be computed.
+
+    Args:
+        outcome: The outcome of a probe.
+        steps: The steps.
+    """
     try:
-        prediction = expected(outcome.question, steps)
-    except Impossible:
-        return outcome.answer is None
-    if outcome.answer is None or not _near(outcome.answer.output, prediction):
+        expected = compute_expected(outcome.probe, steps)
+    except StepsNotComputableError:
+        return outcome.result is None
+    if outcome.result is None or not _roughly_matches(outcome.result.output, expected):
         return False
-    return not prediction.refuse(outcome.answer)
+    return not expected.find_mismatch(outcome.result)
 
 
-def disturbs(outcome: Outcome, steps: Steps) -> bool:
-    """Whether these steps show in a call of NaN, inf or large numbers, where what they do depends on their details."""
+def affects_special_values(outcome: ProbeOutcome, steps: Steps) -> bool:
+    """Return whether steps change the result of a probe with NaN, inf or large numbers.
+
+    For such values the result of a fault depends on details that the kit does not model.
+
+    Args:
+        outcome: The outcome of a probe.
+        steps: The steps.
+    """
     try:
-        prediction = expected(outcome.question, steps)
-    except Impossible:
+        expected = compute_expected(outcome.probe, steps)
+    except StepsNotComputableError:
         return False
-    right = expected(outcome.question, DEFINITION)
-    return not outcome.question.ordinary and bool(right.refuse(prediction.exact))
+    definition = compute_expected(outcome.probe, DEFINITION)
+    return not outcome.probe.ordinary and bool(definition.find_mismatch(expected.exact))
 
 
-def _near(answer: Any, prediction: Expected) -> bool:
-    """A cheap first look that no answer within the error rule fails."""
-    exact = prediction.exact.output
-    if answer.shape != exact.shape:
+def _roughly_matches(output: Any, expected: ExpectedResult) -> bool:
+    """Run a cheap check first, which every result within the error rule passes."""
+    exact = expected.exact.output
+    if output.shape != exact.shape:
         return False
-    if prediction.rounded:
+    if expected.rounds_to_half:
         return True
     finite = np.isfinite(exact)
-    if not np.array_equal(finite, np.isfinite(answer)):
+    if not np.array_equal(finite, np.isfinite(output)):
         return False
     with np.errstate(all="ignore"):
-        return bool((np.abs(answer - exact)[finite] <= 0.1 * (1 + np.abs(exact[finite]))).all())
+        return bool((np.abs(output - exact)[finite] <= 0.1 * (1 + np.abs(exact[finite]))).all())

@@ -1,4 +1,4 @@
-"""From outcomes to causes: the fewest faults that reproduce what a function answers, and the smallest input of each."""
+"""From outcomes to causes: the fewest faults that reproduce a function's results, and the smallest input of each."""
 
 from __future__ import annotations
 
@@ -10,316 +10,334 @@ from typing import Any
 
 import numpy as np
 
-from regard.testing.conformance.attention_call import Call
-from regard.testing.conformance.attention_steps import DEFINITION, Answer, Steps
-from regard.testing.conformance.compare import Impossible, Outcome, agrees, ask, disturbs, expected
-from regard.testing.conformance.convention import Convention
+from regard.testing.conformance.attention_steps import DEFINITION, Steps
+from regard.testing.conformance.compare import (
+    ProbeOutcome,
+    StepsNotComputableError,
+    affects_special_values,
+    compute_expected,
+    matches,
+    run_probe,
+)
+from regard.testing.conformance.convention import CallingConvention
+from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.known_faults import FAULTS, Fault
-from regard.testing.conformance.questions import Question
+from regard.testing.conformance.probe_calls import ProbeCall
 
-SCREENED = 14  # wrong answers that a fault is first tried on
-PROMISING = 6  # faults then tried on every question
-
-
-@dataclass(frozen=True, eq=False)
-class Finding:
-    """One cause in words, what to change, where it shows, and the smallest input that shows it.
-
-    `meant` is what to tell the kit, rather, if the function is so on purpose.
-
-    >>> import regard
-    >>> from regard.testing import conformance
-    >>> report = conformance(lambda q, k, v: regard.attention(q, k, scale=1.0) @ v, mask=None)
-    >>> report.findings[0].name
-    'scale missing'
-    """
-
-    name: str
-    words: str
-    hint: str
-    capabilities: tuple[str, ...]
-    count: int
-    call: Call
-    came: Answer | str
-    expected: Answer
-    meant: str = ""
-
-    def __str__(self) -> str:
-        from regard.testing.conformance.report import told
-
-        return "\n".join(told(self))
+SCREENING_SIZE = 14  # wrong outcomes that each fault is first tried on
+SHORTLIST_SIZE = 6  # faults that are then tried on every outcome
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Faults, each as the variant that was found, and the steps they amount to together."""
+    """Faults, each with the index of its variant, and the steps that result from all of them."""
 
     faults: tuple[tuple[Fault, int], ...]
     steps: Steps
 
     def without(self, position: int) -> Diagnosis:
-        """The same without one fault."""
-        kept = self.faults[:position] + self.faults[position + 1 :]
-        return _together(kept)
+        """Return the diagnosis without one fault."""
+        return _combine_faults(self.faults[:position] + self.faults[position + 1 :])
 
 
-def _together(faults: Sequence[tuple[Fault, int]]) -> Diagnosis:
+def _combine_faults(faults: Sequence[tuple[Fault, int]]) -> Diagnosis:
     steps = DEFINITION
     for fault, variant in faults:
         steps = replace(steps, **fault.variants[variant])
     return Diagnosis(tuple(faults), steps)
 
 
-def diagnose(outcomes: Sequence[Outcome]) -> Diagnosis:
-    """The fewest faults under which the outcomes are what was to be expected, found one by one.
+def diagnose(outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
+    """Find the fewest faults that explain the outcomes, one by one.
 
-    Each is the one that makes most outcomes agree, those that were right included: a fault that would have shown
+    Each fault is the one with which most outcomes match, correct ones included: a fault that would have shown
     elsewhere, and did not, is not the cause.
+
+    Args:
+        outcomes: The outcomes of all probes that were run.
     """
-    found = Diagnosis((), DEFINITION)
-    right = _count(outcomes, DEFINITION)
-    while right < len(outcomes):
-        # A fault that makes some calls impossible explains why they raise, but only if an answer speaks for it too.
-        screen = _screen(outcomes, found.steps)
-        tried = []
+    diagnosis = Diagnosis((), DEFINITION)
+    num_matches = _count_matches(outcomes, DEFINITION)
+    while num_matches < len(outcomes):
+        # Faults are screened on results only: a fault that makes calls fail needs a result as evidence too.
+        screening = _select_for_screening(outcomes, diagnosis.steps)
+        candidates = []
         for fault in FAULTS:
             for variant in range(len(fault.variants)):
-                steps = fault.applied_to(found.steps, variant)
-                hits = _count(screen, steps) if steps is not None else 0
+                steps = fault.apply_to(diagnosis.steps, variant)
+                hits = _count_matches(screening, steps) if steps is not None else 0
                 if hits:
-                    tried.append((hits, (fault, variant)))
-        tried.sort(key=lambda pair: -pair[0])  # stable: the commonest first
-        best, better = None, right
-        for _, choice in tried[:PROMISING]:
-            candidate = _together((*found.faults, choice))
-            count = _count(outcomes, candidate.steps)
-            if count > better:
-                best, better = candidate, count
-            if better == len(outcomes):
+                    candidates.append((hits, (fault, variant)))
+        candidates.sort(key=lambda pair: -pair[0])  # stable: the most common first
+        best, best_matches = None, num_matches
+        for _, choice in candidates[:SHORTLIST_SIZE]:
+            candidate = _combine_faults((*diagnosis.faults, choice))
+            count = _count_matches(outcomes, candidate.steps)
+            if count > best_matches:
+                best, best_matches = candidate, count
+            if best_matches == len(outcomes):
                 break
         if best is None:
             break
-        found, right = best, better
-    return _pruned(found, outcomes)
+        diagnosis, num_matches = best, best_matches
+    return _prune(diagnosis, outcomes)
 
 
-def _pruned(found: Diagnosis, outcomes: Sequence[Outcome]) -> Diagnosis:
-    """Without the faults that a later one made needless."""
-    right = _count(outcomes, found.steps)
-    for position in reversed(range(len(found.faults))):
-        fewer = found.without(position)
-        if _count(outcomes, fewer.steps) >= right:
-            found = fewer
-    return found
+def _prune(diagnosis: Diagnosis, outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
+    """Remove faults that a later one has made unnecessary."""
+    num_matches = _count_matches(outcomes, diagnosis.steps)
+    for position in reversed(range(len(diagnosis.faults))):
+        fewer = diagnosis.without(position)
+        if _count_matches(outcomes, fewer.steps) >= num_matches:
+            diagnosis = fewer
+    return diagnosis
 
 
-def _count(outcomes: Sequence[Outcome], steps: Steps) -> int:
-    return sum(agrees(outcome, steps) for outcome in outcomes)
+def _count_matches(outcomes: Sequence[ProbeOutcome], steps: Steps) -> int:
+    return sum(matches(outcome, steps) for outcome in outcomes)
 
 
-def _screen(outcomes: Sequence[Outcome], steps: Steps) -> list[Outcome]:
-    """A few wrong answers, as many capabilities among them as there are."""
-    wrong = [o for o in outcomes if o.answer is not None and not agrees(o, steps)]
-    first = {o.question.capability: o for o in reversed(wrong)}.values()
-    return [*reversed(first), *(o for o in wrong if all(o is not x for x in first))][:SCREENED]
+def _select_for_screening(outcomes: Sequence[ProbeOutcome], steps: Steps) -> list[ProbeOutcome]:
+    """Select a few wrong results, from as many capabilities as possible."""
+    wrong = [o for o in outcomes if o.result is not None and not matches(o, steps)]
+    first = {o.probe.capability: o for o in reversed(wrong)}.values()
+    return [*reversed(first), *(o for o in wrong if all(o is not x for x in first))][:SCREENING_SIZE]
 
 
-# -- findings -----------------------------------------------------------------------------------------------
+# -- Findings -------------------------------------------------------------------------------------------------
 
 
-def findings(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[Outcome]) -> list[Finding]:
-    """Every finding, the one that explains most first; each failing outcome belongs to at least one."""
-    chance = _chance(fn, convention, outcomes)
-    if chance is not None:
-        return [chance]
-    found: list[Finding] = []
-    changed = [o for o in outcomes if o.answer is not None and o.answer.changed]
+def find_causes(
+    fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
+) -> list[ConformanceFinding]:
+    """Return the findings, the one that explains most first; they cover every failed outcome.
+
+    Args:
+        fn: The attention function.
+        convention: How to call it.
+        outcomes: The outcomes of all probes that were run.
+    """
+    nondeterminism = _detect_nondeterminism(fn, convention, outcomes)
+    if nondeterminism is not None:
+        return [nondeterminism]
+    findings: list[ConformanceFinding] = []
+    changed = [o for o in outcomes if _has_changed_inputs(o)]
     if changed:
-        words, hint = "the arguments are changed in place", "Work on a copy: the caller still needs them."
-        found.append(_finding("arguments changed", words, hint, changed, fn, convention, _is_changed))
-        # Entries that share their memory cannot be written to: what comes of that is the same fault.
-        outcomes = [o for o in outcomes if o.question.call.memory != "expanded"]
+        message, hint = "the arguments are changed in place", "Work on a copy: the caller still needs them."
+        findings.append(
+            _build_finding("arguments changed", message, hint, changed, fn, convention, _has_changed_inputs)
+        )
+        # Expanded arrays cannot be written to, so their failures have the same cause.
+        outcomes = [o for o in outcomes if o.probe.call.memory != "expanded"]
     diagnosis = diagnose(outcomes)
-    for position, choice in enumerate(diagnosis.faults):
-        shows = _shows(diagnosis.steps, diagnosis.without(position).steps)
-        alone = _shows(_together([choice]).steps, DEFINITION)  # the clearest: no other fault has a part in it
-        shown = [o for o in outcomes if shows(o)]
-        clear = alone if any(map(alone, shown)) else shows
-        fault, _ = choice
-        found.append(_finding(fault.name, fault.words, fault.hint, shown, fn, convention, clear, fault.meant))
-    failing = [o for o in outcomes if not agrees(o, diagnosis.steps) and not agrees(o, DEFINITION)]
-    left = [o for o in failing if not disturbs(o, diagnosis.steps)]
-    found += _refusals([o for o in left if o.raised], len(outcomes), fn, convention)
-    found += _unexplained([o for o in left if not o.raised], outcomes, diagnosis.steps, fn, convention)
-    return found
+    for position, (fault, variant) in enumerate(diagnosis.faults):
+        is_evidence = _explained_by(diagnosis.steps, diagnosis.without(position).steps)
+        # The clearest evidence involves no other fault.
+        is_clear_evidence = _explained_by(_combine_faults([(fault, variant)]).steps, DEFINITION)
+        evidence = [o for o in outcomes if is_evidence(o)]
+        shows = is_clear_evidence if any(map(is_clear_evidence, evidence)) else is_evidence
+        findings.append(
+            _build_finding(
+                fault.name, fault.message, fault.hint, evidence, fn, convention, shows, fault.if_intended
+            )
+        )
+    failed = [o for o in outcomes if not matches(o, diagnosis.steps) and not matches(o, DEFINITION)]
+    remaining = [o for o in failed if not affects_special_values(o, diagnosis.steps)]
+    findings += _describe_failures([o for o in remaining if o.failure], len(outcomes), fn, convention)
+    unexplained = [o for o in remaining if not o.failure]
+    findings += _describe_unexplained(unexplained, outcomes, diagnosis.steps, fn, convention)
+    return findings
 
 
-def _shows(steps: Steps, fewer: Steps) -> Callable[[Outcome], bool]:
-    return lambda outcome: agrees(outcome, steps) and not agrees(outcome, fewer)
+def _explained_by(steps: Steps, fewer: Steps) -> Callable[[ProbeOutcome], bool]:
+    """Return a test for outcomes that match `steps` but not `fewer`."""
+    return lambda outcome: matches(outcome, steps) and not matches(outcome, fewer)
 
 
-def _is_changed(outcome: Outcome) -> bool:
-    return outcome.answer is not None and outcome.answer.changed
+def _has_changed_inputs(outcome: ProbeOutcome) -> bool:
+    return outcome.result is not None and outcome.result.inputs_changed
 
 
-def _chance(fn: Callable[..., Any], convention: Convention, outcomes: Sequence[Outcome]) -> Finding | None:
-    """A function that answers the same call differently each time has nothing else that could be said of it."""
+def _detect_nondeterminism(
+    fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
+) -> ConformanceFinding | None:
+    """Return a finding if repeated calls differ; nothing else can then be said about the function."""
 
-    def varies(outcome: Outcome) -> bool:
-        again = ask(fn, convention, outcome.question).answer
-        if outcome.answer is None or again is None or again.output.shape != outcome.answer.output.shape:
-            return (outcome.answer is None) != (again is None)
-        return not np.allclose(again.output, outcome.answer.output, rtol=1e-3, atol=1e-3, equal_nan=True)
+    def varies(outcome: ProbeOutcome) -> bool:
+        repeated = run_probe(fn, convention, outcome.probe).result
+        if outcome.result is None or repeated is None or repeated.output.shape != outcome.result.output.shape:
+            return (outcome.result is None) != (repeated is None)
+        return not np.allclose(repeated.output, outcome.result.output, rtol=1e-3, atol=1e-3, equal_nan=True)
 
-    asked = [o for o in outcomes if o.question.capability in ("plain", "heads and batch", "q_len ≠ kv_len")]
-    if not (varying := [outcome for outcome in asked if varies(outcome)]):
+    basic = ("plain", "heads and batch", "q_len ≠ kv_len")
+    varying = [o for o in outcomes if o.probe.capability in basic and varies(o)]
+    if not varying:
         return None
-    return _finding(
-        "chance", "the same call gives another result each time: dropout, or another source of chance, is active",
+    return _build_finding(
+        "nondeterministic", "repeated calls return different results: dropout or another random step is active",
         "Switch dropout off unless training.", varying, fn, convention, varies,
     )  # fmt: skip
 
 
-def _refusals(
-    refused: list[Outcome], asked: int, fn: Callable[..., Any], convention: Convention
-) -> Iterator[Finding]:
-    """One finding for each message, sizes left out of it."""
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in refused:
-        groups.setdefault(re.sub(r"\d+", "…", outcome.raised), []).append(outcome)
+def _describe_failures(
+    failed: list[ProbeOutcome], num_calls: int, fn: Callable[..., Any], convention: CallingConvention
+) -> Iterator[ConformanceFinding]:
+    """Yield one finding for each error message, numbers in it ignored."""
+    groups: dict[str, list[ProbeOutcome]] = {}
+    for outcome in failed:
+        groups.setdefault(re.sub(r"\d+", "…", outcome.failure), []).append(outcome)
     for group in groups.values():
-        kind = group[0].raised.split(":")[0]
-        names = _capabilities(group)
-        some = "; ".join(names[:4]) + ("; …" if len(names) > 4 else "")
-        where = some if len(group) < asked else "every call"
+        kind = group[0].failure.split(":")[0]
+        names = _list_capabilities(group)
+        shortened = "; ".join(names[:4]) + ("; …" if len(names) > 4 else "")
+        where = shortened if len(group) < num_calls else "every call"
 
-        def shows(outcome: Outcome, kind: str = kind) -> bool:
-            return outcome.raised.split(":")[0] == kind
+        def shows(outcome: ProbeOutcome, kind: str = kind) -> bool:
+            return outcome.failure.split(":")[0] == kind
 
-        yield _finding(
-            "refused", f"for {where}: {group[0].raised}", "Call it with the smallest input below.",
+        yield _build_finding(
+            "failed", f"for {where}: {group[0].failure}", "Call it with the smallest input below.",
             group, fn, convention, shows,
-            f"If that is meant, say so: without={names!r}."
+            f"If the function does not support it, declare it: unsupported={names!r}."
             if len(names) <= 4
             else "Check the description of the function: its layout, library, and the names of its arguments.",
         )  # fmt: skip
 
 
-def _unexplained(
-    left: list[Outcome],
-    outcomes: Sequence[Outcome],
+def _describe_unexplained(
+    unexplained: list[ProbeOutcome],
+    outcomes: Sequence[ProbeOutcome],
     steps: Steps,
     fn: Callable[..., Any],
-    convention: Convention,
-) -> Iterator[Finding]:
-    """What no known fault explains, one finding for what the failing calls have in common and the others have not."""
+    convention: CallingConvention,
+) -> Iterator[ConformanceFinding]:
+    """Yield findings without a known fault, one for each feature that failed calls share and passing calls lack."""
 
-    def shows(outcome: Outcome) -> bool:
-        return not (outcome.raised or agrees(outcome, steps) or agrees(outcome, DEFINITION))
+    def shows(outcome: ProbeOutcome) -> bool:
+        return not (outcome.failure or matches(outcome, steps) or matches(outcome, DEFINITION))
 
-    # A right answer that is empty, or NaN, could not have been wrong.
-    telling = [o for o in outcomes if agrees(o, steps) or agrees(o, DEFINITION)]
-    telling = [o for o in telling if o.answer is not None and np.isfinite(o.answer.output).all()]
-    passing = [o.question.uses for o in telling if o.answer is not None and o.answer.output.size]
-    while left:
-        uses = sorted({use for o in left for use in o.question.uses})  # the same words in every process
-        common = {use: [o for o in left if use in o.question.uses] for use in uses}
-        clean = {use: group for use, group in common.items() if not any(use in uses for uses in passing)}
-        choice = clean or {left[0].question.capability: common[left[0].question.capability]}
-        what, group = max(choice.items(), key=lambda item: (len(item[1]), item[0] == "every call"))
-        errors = [o.error for o in group if np.isfinite(o.error)]
+    # A correct result that is empty or NaN is no evidence: it could not have been wrong.
+    correct = [o for o in outcomes if matches(o, steps) or matches(o, DEFINITION)]
+    correct = [o for o in correct if o.result is not None and np.isfinite(o.result.output).all()]
+    passing = [o.probe.features for o in correct if o.result is not None and o.result.output.size]
+    while unexplained:
+        features = sorted(
+            {feature for o in unexplained for feature in o.probe.features}
+        )  # deterministic order
+        groups = {feature: [o for o in unexplained if feature in o.probe.features] for feature in features}
+        exclusive = {
+            feature: group
+            for feature, group in groups.items()
+            if not any(feature in other for other in passing)
+        }
+        capability = unexplained[0].probe.capability
+        choice = exclusive or {capability: groups[capability]}
+        feature, group = max(choice.items(), key=lambda item: (len(item[1]), item[0] == "every call"))
+        errors = [o.max_error for o in group if np.isfinite(o.max_error)]
         by = f", by up to {max(errors):.2g}" if errors else ""
-        where = "in every call" if what == "every call" else f"for {what}"
-        yield _finding(
+        where = "in every call" if feature == "every call" else f"for {feature}"
+        yield _build_finding(
             "unknown", f"differs from the definition {where}{by}, in a way the kit has no name for",
-            "The smallest input below shows what came and what was expected.", group, fn, convention, shows,
+            "Compare the actual and expected results of the smallest input below.", group, fn, convention, shows,
         )  # fmt: skip
-        left = [o for o in left if not any(o is explained for explained in group)]
+        unexplained = [o for o in unexplained if not any(o is explained for explained in group)]
 
 
-def _capabilities(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(o.question.capability for o in outcomes))
+def _list_capabilities(outcomes: Sequence[ProbeOutcome]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(o.probe.capability for o in outcomes))
 
 
-def _finding(
-    name: str, words: str, hint: str, outcomes: list[Outcome], fn: Callable[..., Any], convention: Convention,
-    shows: Callable[[Outcome], bool], meant: str = "",
-) -> Finding:  # fmt: skip
-    smallest = min(filter(shows, outcomes), key=_simplicity)
-    question = shrink(smallest.question, lambda q: shows(ask(fn, convention, q)))
-    outcome = ask(fn, convention, question)
-    asked = convention.causal or "lower_right"
-    other = "upper_left" if asked == "lower_right" else "lower_right"
-    corner = {"asked": asked.replace("_", " "), "other": other.replace("_", " "), "other_name": other}
+def _build_finding(
+    name: str, message: str, hint: str, outcomes: list[ProbeOutcome], fn: Callable[..., Any],
+    convention: CallingConvention, shows: Callable[[ProbeOutcome], bool], if_intended: str = "",
+) -> ConformanceFinding:  # fmt: skip
+    """Build a finding with the smallest input for which `shows` holds."""
+    simplest = min(filter(shows, outcomes), key=_simplicity)
+    probe = shrink(simplest.probe, lambda candidate: shows(run_probe(fn, convention, candidate)))
+    outcome = run_probe(fn, convention, probe)
     if name == "causal corner":
-        words, meant = words.format(**corner), meant.format(**corner)
-    return Finding(
-        name, words, hint, _capabilities(outcomes), len(outcomes), question.call,
-        outcome.raised if outcome.answer is None else outcome.answer, expected(question, DEFINITION).exact, meant,
+        expected = convention.causal or "lower_right"
+        other = "upper_left" if expected == "lower_right" else "lower_right"
+        words = {
+            "expected": expected.replace("_", " "), "other": other.replace("_", " "), "other_name": other,
+        }  # fmt: skip
+        message, if_intended = message.format(**words), if_intended.format(**words)
+    return ConformanceFinding(
+        name, message, hint, _list_capabilities(outcomes), len(outcomes), probe.call,
+        outcome.failure if outcome.result is None else outcome.result,
+        compute_expected(probe, DEFINITION).exact, if_intended,
     )  # fmt: skip
 
 
-def _simplicity(outcome: Outcome) -> tuple[bool, int]:
-    """Small, and not of size zero where something else shows it too."""
-    call = outcome.question.call
+def _simplicity(outcome: ProbeOutcome) -> tuple[bool, int]:
+    """Return a sort key: non-empty inputs first, then small ones."""
+    call = outcome.probe.call
     return 0 in call.sizes.values(), call.query.size + call.key.size
 
 
-# -- the smallest input -------------------------------------------------------------------------------------
+# -- The smallest input ---------------------------------------------------------------------------------------
 
 
-def shrink(question: Question, shows: Callable[[Question], bool]) -> Question:
-    """The question with every axis cut, and every number rounded, as far as it still shows the finding."""
+def shrink(probe: ProbeCall, shows: Callable[[ProbeCall], bool]) -> ProbeCall:
+    """Shorten every axis and round every number of a probe as far as it still shows the finding.
 
-    def still(candidate: Question) -> bool:
+    Args:
+        probe: A probe that shows it.
+        shows: Returns whether a probe shows it.
+    """
+
+    def still_shows(candidate: ProbeCall) -> bool:
         try:
             return shows(candidate)
-        except Impossible:
+        except StepsNotComputableError:
             return False
 
-    smaller = True
-    while smaller:
-        smaller = False
-        for simpler in _SIMPLER:
-            found = next(filter(still, simpler(question)), None)
-            if found is not None:
-                question, smaller = found, True
-    return question
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for simplify in _SIMPLIFICATIONS:
+            simpler = next(filter(still_shows, simplify(probe)), None)
+            if simpler is not None:
+                probe, is_smaller = simpler, True
+    return probe
 
 
-def _cut(axis: str, question: Question) -> Iterator[Question]:
-    """The first or the last entries of an axis, the fewest first."""
-    call = question.call
+def _shorten_axis(axis: str, probe: ProbeCall) -> Iterator[ProbeCall]:
+    """Keep the first or the last entries of an axis, the fewest first."""
+    call = probe.call
     length = call.sizes[axis]
     if axis == "heads" and length != call.sizes["kv_heads"]:
         return
     for count in range(1, length):
-        yield replace(question, call=call.take(axis, slice(0, count)))
-        yield replace(question, call=call.take(axis, slice(length - count, None)))
+        yield replace(probe, call=call.slice_axis(axis, slice(0, count)))
+        yield replace(probe, call=call.slice_axis(axis, slice(length - count, None)))
 
 
-def _plainer(question: Question) -> Iterator[Question]:
-    """Without what the finding may not need."""
-    call = question.call
+def _drop_options(probe: ProbeCall) -> Iterator[ProbeCall]:
+    """Drop options that the finding may not need."""
+    call = probe.call
     if call.mask is not None:
-        yield replace(question, call=replace(call, mask=None))
+        yield replace(probe, call=replace(call, mask=None))
         if call.mask.ndim == 4 and call.mask.shape[:2] == (1, 1):
-            yield replace(question, call=replace(call, mask=call.mask[0, 0]))
+            yield replace(probe, call=replace(call, mask=call.mask[0, 0]))
     if call.memory != "contiguous":
-        yield replace(question, call=replace(call, memory="contiguous"))
+        yield replace(probe, call=replace(call, memory="contiguous"))
 
 
-def _whole(question: Question) -> Iterator[Question]:
-    """With whole numbers."""
-    call = question.call
+def _round_to_integers(probe: ProbeCall) -> Iterator[ProbeCall]:
+    """Replace the numbers by integers, away from zero."""
+    call = probe.call
     arrays = {name: getattr(call, name) for name in ("query", "key", "value")}
-    whole = {name: np.sign(array) * np.ceil(np.abs(array)) for name, array in arrays.items()}
-    if any(not np.array_equal(whole[name], arrays[name], equal_nan=True) for name in arrays):
-        yield replace(question, call=replace(call, **whole))
+    rounded = {name: np.sign(array) * np.ceil(np.abs(array)) for name, array in arrays.items()}
+    if any(not np.array_equal(rounded[name], arrays[name], equal_nan=True) for name in arrays):
+        yield replace(probe, call=replace(call, **rounded))
 
 
-_SIMPLER: tuple[Callable[[Question], Iterator[Question]], ...] = (
-    *(partial(_cut, axis) for axis in ("batch", "heads", "q_len", "kv_len", "head_dim", "value_dim")),
-    _plainer,
-    _whole,
+_SIMPLIFICATIONS: tuple[Callable[[ProbeCall], Iterator[ProbeCall]], ...] = (
+    *(
+        partial(_shorten_axis, axis)
+        for axis in ("batch", "heads", "q_len", "kv_len", "head_dim", "value_dim")
+    ),
+    _drop_options,
+    _round_to_integers,
 )

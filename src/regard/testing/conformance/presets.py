@@ -1,4 +1,4 @@
-"""Ready conventions: functions that are known, and how one that is not known is described by its signature."""
+"""Presets: the calling conventions of known functions, and how the signature describes an unknown one."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from typing import Any
 
 from regard import masks
 from regard.errors import ArgumentError
-from regard.testing.conformance.compare import ask
-from regard.testing.conformance.convention import Convention
-from regard.testing.conformance.questions import Question, questions
+from regard.testing.conformance.compare import run_probe
+from regard.testing.conformance.convention import CallingConvention
+from regard.testing.conformance.probe_calls import ProbeCall, generate_probes
 
-READY: dict[str, Convention] = {
-    "torch": Convention(
+PRESETS: dict[str, CallingConvention] = {
+    "torch": CallingConvention(
         "b h n d", "keep", "upper_left", "torch", mask_argument="attn_mask", causal_argument="is_causal",
         scale_argument="scale", gqa_argument="enable_gqa", grouped=True,
     ),
-    "multihead": Convention(
+    "multihead": CallingConvention(
         "b n (h d)", "drop", None, "torch", mask_argument="attn_mask", causal_argument="is_causal",
-        heads_argument="num_heads", without=("live inf",),  # its projections turn inf into NaN: inf · 0
+        heads_argument="num_heads", unsupported=("live inf",),  # its projections turn inf into NaN: inf · 0
     ),
-    "flex": Convention(
+    "flex": CallingConvention(
         "b h n d", "keep", "upper_left", "torch", mask_argument="mask", causal_argument="causal",
         scale_argument="scale", gqa_argument="enable_gqa", grouped=True,
     ),
-    "flash_attn": Convention(
+    "flash_attn": CallingConvention(
         "b n h d", None, "lower_right", "torch", mask_argument=None, causal_argument="causal",
         scale_argument="softmax_scale", grouped=True, dtypes=("float16", "bfloat16"), device="cuda",
     ),
-    "jax": Convention(
+    "jax": CallingConvention(
         "b n h d", "keep", "upper_left", "jax", mask_argument="mask", causal_argument="is_causal",
         scale_argument="scale", grouped=True,
     ),
-    "regard": Convention(
+    "regard": CallingConvention(
         "b h n d", "keep", "lower_right", causal_argument="causal", scale_argument="scale",
         gqa_argument="enable_gqa", grouped=True,
     ),
-    "numpy": Convention(),
+    "numpy": CallingConvention(),
 }  # fmt: skip
 
-# Names under which functions have the options that the kit can use.
-NAMES = {
+# Argument names by which an option of an unknown function is recognised.
+ARGUMENT_NAMES = {
     "mask_argument": ("mask", "attn_mask", "attention_mask"),
     "causal_argument": ("is_causal", "causal"),
     "scale_argument": ("scale", "softmax_scale", "sm_scale"),
@@ -57,31 +57,47 @@ NAMES = {
 LAYOUTS = ("b h n d", "h n d", "n d")
 
 
-def describe(fn: Any, name: str | None, described: dict[str, Any]) -> tuple[Any, Convention]:
-    """The function as the kit calls it, and its convention: the one named, the one known, or its signature's."""
-    if name is not None and name not in READY:
+def resolve_convention(fn: Any, preset: str | None, fields: dict[str, Any]) -> tuple[Any, CallingConvention]:
+    """Return a function as the kit calls it, and its convention: the preset, or what the signature says.
+
+    Args:
+        fn: The attention function; None for a convention without a function.
+        preset: The name of a preset. Default: that of a known function, or none.
+        fields: Fields of `CallingConvention` that replace those found.
+
+    Raises:
+        ArgumentError: If there is no such preset.
+    """
+    if preset is not None and preset not in PRESETS:
         raise ArgumentError(
-            "conformance", received=f"the convention {name!r}", expected=f"one of {', '.join(READY)}",
-            hint="Or describe the function by the fields of regard.testing.Convention.",
+            "check_conformance", received=f"the convention {preset!r}", expected=f"one of {', '.join(PRESETS)}",
+            hint="Or describe the function by the fields of regard.testing.CallingConvention.",
         )  # fmt: skip
-    known = _known(fn)
-    if known is not None and name in (None, known):
-        return as_called(fn), replace(READY[known], **described)
-    if name is not None:
-        return fn, replace(READY[name], **described)
+    known = _find_preset(fn)
+    if known is not None and preset in (None, known):
+        return adapt_function(fn), replace(PRESETS[known], **fields)
+    if preset is not None:
+        return fn, replace(PRESETS[preset], **fields)
     if fn is None:
-        return fn, Convention(**described)
-    return fn, _by_signature(fn, described)
+        return fn, CallingConvention(**fields)
+    return fn, _read_signature(fn, fields)
 
 
-def as_called(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, or what calls it as the others are called."""
-    adapt = {"multihead": _multihead, "flex": _flex, "jax": _jax, "regard": _regard}.get(_known(fn) or "")
+def adapt_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a known function that is not called as `fn(query, key, value, …)`; return others unchanged.
+
+    Args:
+        fn: The attention function.
+    """
+    adapters = {
+        "multihead": _adapt_multihead, "flex": _adapt_flex, "jax": _adapt_jax, "regard": _adapt_regard,
+    }  # fmt: skip
+    adapt = adapters.get(_find_preset(fn) or "")
     return fn if adapt is None else adapt(fn)
 
 
-def _known(fn: Any) -> str | None:
-    """The name of the ready convention of a function, by its identity; nothing is imported to find out."""
+def _find_preset(fn: Any) -> str | None:
+    """Return the name of a function's preset, by identity and without importing anything."""
     for name, module, path in (
         ("torch", "torch.nn.functional", "scaled_dot_product_attention"),
         ("multihead", "torch.nn", "MultiheadAttention"),
@@ -95,52 +111,58 @@ def _known(fn: Any) -> str | None:
     return None
 
 
-def _by_signature(fn: Callable[..., Any], described: dict[str, Any]) -> Convention:
-    """What the names of the arguments say, and the first layout with which the function answers at all."""
+def _read_signature(fn: Callable[..., Any], fields: dict[str, Any]) -> CallingConvention:
+    """Describe a function by its argument names, and by the first layout with which it returns a result."""
     try:
         arguments = set(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # built-ins have none
         arguments = set()
-    said = {
+    recognised = {
         option: next((name for name in names if name in arguments), None)
-        for option, names in NAMES.items()
-        if option not in described
+        for option, names in ARGUMENT_NAMES.items()
+        if option not in fields
     }
-    guess: dict[str, Any] = {**said, **described}
+    guess: dict[str, Any] = {**recognised, **fields}
     guess.setdefault("grouped", guess.get("gqa_argument") is not None)
-    libraries = [guess.pop("library")] if "library" in guess else _libraries(fn)
+    libraries = [guess.pop("library")] if "library" in guess else _find_libraries(fn)
     layouts = [guess.pop("layout")] if "layout" in guess else LAYOUTS
-    conventions = [Convention(layout, library=x, **guess) for x in libraries for layout in layouts]
+    conventions = [
+        CallingConvention(layout, library=library, **guess) for library in libraries for layout in layouts
+    ]
     for convention in conventions if len(conventions) > 1 else ():
-        outcomes = [ask(fn, convention, question) for question in _first(convention)]
-        if all(outcome.not_asked or outcome.answer is not None for outcome in outcomes):
+        outcomes = [run_probe(fn, convention, probe) for probe in _basic_probes(convention)]
+        if all(outcome.skip_reason or outcome.result is not None for outcome in outcomes):
             return convention
     return conventions[0]
 
 
-def _libraries(fn: Callable[..., Any]) -> list[Any]:
-    """The array libraries that a function names; those of its module where it names none, NumPy where that has none."""
-    faces = (inspect.unwrap(fn), getattr(fn, "forward", None), type(fn).__call__)
-    plain = next((face for face in faces if hasattr(face, "__globals__")), None)
-    there = getattr(plain, "__globals__", {})
-    for names in (getattr(getattr(plain, "__code__", None), "co_names", ()), there):
-        modules = {there[x].__name__.split(".")[0] for x in names if isinstance(there.get(x), ModuleType)}
-        if found := [library for library in ("numpy", "torch", "jax") if library in modules]:
-            return found
+def _find_libraries(fn: Callable[..., Any]) -> list[Any]:
+    """Return the array libraries that a function uses by name, else those of its module, else NumPy."""
+    candidates = (inspect.unwrap(fn), getattr(fn, "forward", None), type(fn).__call__)
+    function = next((candidate for candidate in candidates if hasattr(candidate, "__globals__")), None)
+    namespace = getattr(function, "__globals__", {})
+    for names in (getattr(getattr(function, "__code__", None), "co_names", ()), namespace):
+        modules = {
+            namespace[name].__name__.split(".")[0]
+            for name in names
+            if isinstance(namespace.get(name), ModuleType)
+        }
+        if libraries := [library for library in ("numpy", "torch", "jax") if library in modules]:
+            return libraries
     return ["numpy"]
 
 
-def _first(convention: Convention) -> list[Question]:
-    """A call of every size that a layout may have."""
-    wanted = ("plain", "heads and batch")
-    return [q for q in questions(convention.arrays.dtype, None) if q.capability in wanted]
+def _basic_probes(convention: CallingConvention) -> list[ProbeCall]:
+    """Return probes with every axis that a layout may have."""
+    probes = generate_probes(convention.array_library.dtype, None)
+    return [probe for probe in probes if probe.capability in ("plain", "heads and batch")]
 
 
-# -- functions that are not called as the others are ----------------------------------------------------------
+# -- Adapters for functions with another signature ------------------------------------------------------------
 
 
-def _multihead(layer: Any) -> Callable[..., Any]:
-    """`nn.MultiheadAttention` with projections that change nothing, so that its attention is what is asked."""
+def _adapt_multihead(layer: Any) -> Callable[..., Any]:
+    """Wrap `nn.MultiheadAttention` with identity projections, so that only its attention is tested."""
 
     @functools.wraps(layer, assigned=("__doc__",), updated=())
     def multihead(
@@ -154,7 +176,9 @@ def _multihead(layer: Any) -> Callable[..., Any]:
             module.in_proj_weight.copy_(torch.eye(width).repeat(3, 1))
             module.out_proj.weight.copy_(torch.eye(width))
         shape = (query.shape[0], num_heads, query.shape[1], key.shape[1])
-        if is_causal:  # a hint only, true where the mask it asks for as well is the triangle and nothing else
+        if (
+            is_causal
+        ):  # only a hint: true if the mask, which it requires too, is the triangle and nothing else
             triangle = torch.ones(shape[2:], dtype=torch.bool, device=query.device).triu(1)
             is_causal, attn_mask = attn_mask is None, triangle if attn_mask is None else triangle | attn_mask
         if attn_mask is not None and attn_mask.ndim == 4:  # it takes (batch · heads, q_len, kv_len)
@@ -167,8 +191,8 @@ def _multihead(layer: Any) -> Callable[..., Any]:
     return multihead
 
 
-def _flex(flex_attention: Any) -> Callable[..., Any]:
-    """`flex_attention` with the mask as a block mask, uncompiled."""
+def _adapt_flex(flex_attention: Any) -> Callable[..., Any]:
+    """Wrap `flex_attention`, uncompiled, with the mask as a block mask."""
 
     def flex(query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any) -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
@@ -179,11 +203,11 @@ def _flex(flex_attention: Any) -> Callable[..., Any]:
             allowed = None if mask is None else mask.expand(shape)
 
             def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-                seen = q_idx >= kv_idx if causal else q_idx >= 0
-                return seen if allowed is None else seen & allowed[b, h, q_idx, kv_idx]
+                visible = q_idx >= kv_idx if causal else q_idx >= 0
+                return visible if allowed is None else visible & allowed[b, h, q_idx, kv_idx]
 
             block_mask = create_block_mask(mask_mod, *shape, device=query.device)
-        with warnings.catch_warnings():  # that it is not compiled is meant: small calls, no compiler needed
+        with warnings.catch_warnings():  # not compiled on purpose: the calls are small, and need no compiler
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             return flex_attention(query, key, value, block_mask=block_mask, **options)
 
@@ -191,8 +215,8 @@ def _flex(flex_attention: Any) -> Callable[..., Any]:
     return flex
 
 
-def _jax(dot_product_attention: Any) -> Callable[..., Any]:
-    """`dot_product_attention`, compiled as it is meant to be run; its masks have all four axes."""
+def _adapt_jax(dot_product_attention: Any) -> Callable[..., Any]:
+    """Wrap `dot_product_attention`, compiled as in real use; its masks need all four axes."""
     import jax
 
     compiled = jax.jit(dot_product_attention, static_argnames=("is_causal", "scale"))
@@ -206,18 +230,16 @@ def _jax(dot_product_attention: Any) -> Callable[..., Any]:
     return attention
 
 
-def _regard(matrix_of: Any) -> Callable[..., Any]:
-    """`regard.attention(query, key) @ value`."""
+def _adapt_regard(build_matrix: Any) -> Callable[..., Any]:
+    """Wrap `regard.attention` as `regard.attention(query, key) @ value`."""
 
     def attention(
         query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False, **options: Any
     ) -> Any:
-        seen = [masks.dense(mask)] if mask is not None else []
-        seen += [masks.causal("lower_right")] if causal else []
-        return (
-            matrix_of(query, key, mask=functools.reduce(operator.and_, seen) if seen else None, **options)
-            @ value
-        )
+        parts = [masks.dense(mask)] if mask is not None else []
+        parts += [masks.causal("lower_right")] if causal else []
+        combined = functools.reduce(operator.and_, parts) if parts else None
+        return build_matrix(query, key, mask=combined, **options) @ value
 
     attention.__name__ = "regard.attention"
     return attention

@@ -1,4 +1,4 @@
-"""The conformance kit: anyone's attention function, asked every question, and what was found said in words."""
+"""Run the conformance kit on an attention function, as a report or as single tests."""
 
 from __future__ import annotations
 
@@ -11,158 +11,198 @@ import numpy as np
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.testing.conformance.attention_steps import DEFINITION
-from regard.testing.conformance.compare import Outcome, agrees, ask
-from regard.testing.conformance.convention import Convention
-from regard.testing.conformance.diagnosis import Finding, findings
-from regard.testing.conformance.presets import as_called, describe
-from regard.testing.conformance.questions import Question, questions
-from regard.testing.conformance.report import Capability, Report
+from regard.testing.conformance.compare import ProbeOutcome, matches, run_probe
+from regard.testing.conformance.convention import CallingConvention
+from regard.testing.conformance.diagnosis import find_causes
+from regard.testing.conformance.finding import ConformanceFinding
+from regard.testing.conformance.presets import adapt_function, resolve_convention
+from regard.testing.conformance.probe_calls import ProbeCall, generate_probes
+from regard.testing.conformance.report import Capability, ConformanceReport
 
 SIZES = ("quick", "full")
 
 
-def conformance(
+def check_conformance(
     fn: Callable[..., Any],
-    convention: Convention | str | None = None,
+    convention: CallingConvention | str | None = None,
     *,
     size: str = "quick",
-    **described: Any,
-) -> Report:
-    """What an attention function does with masks, dtypes, lengths and NaN, and what is wrong with it, in words.
+    **fields: Any,
+) -> ConformanceReport:
+    """Check what an attention function does with masks, dtypes, lengths and NaN, and name what is wrong.
 
-    `fn(query, key, value, …)` is described by a `Convention`, by the name of a ready one, or by its fields
-    (`layout="b n h d", mask="drop"`); what is not said is read off the function and its signature.
+    Args:
+        fn: The function, called as `fn(query, key, value, …)`.
+        convention: How it is called: a `CallingConvention`, or the name of a preset such as "torch". Default: known
+            functions have a preset, others are described by their signature.
+        size: "quick", or "full" to add larger lengths and random cases.
+        **fields: Fields of `CallingConvention` that replace those of `convention`: `layout="b n h d", mask="drop"`.
 
+    Returns:
+        The report. `report.ok` is True if there are no findings.
+
+    Raises:
+        ArgumentError: If the size, the name of the convention or a field is unknown.
+        ArgumentTypeError: If `fn` is not callable.
+
+    >>> import numpy as np
+    >>> from regard.testing import check_conformance
     >>> def attention(Q, K, V, mask=None):
     ...     scores = Q @ K.swapaxes(-1, -2)
     ...     if mask is not None:
     ...         scores = np.where(mask, scores, -np.inf)
     ...     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     ...     return weights / weights.sum(axis=-1, keepdims=True) @ V
-    >>> for finding in conformance(attention, without=["no query, key or batch"]).findings:
-    ...     print(finding.words)
+    >>> for finding in check_conformance(attention, unsupported=["no query, key or batch"]).findings:
+    ...     print(finding.message)
     the scale is missing
     empty rows are NaN
-    a masked NaN leaks, from the value: it is multiplied by a weight of 0
+    a masked NaN leaks from the value: it is multiplied by a weight of 0
     """
     if size not in SIZES:
         raise ArgumentError(
-            "conformance",
+            "check_conformance",
             received=f"size {size!r}",
             expected='"quick" or "full"',
-            hint="quick is the default.",
+            hint="The default is quick.",
         )
-    fn, convention = _described(fn, convention, described)
-    outcomes = [ask(fn, convention, question) for question in _asked(convention, size)]
-    claimed = [o for o in outcomes if not o.not_asked and o.question.capability not in convention.without]
-    found = findings(fn, convention, claimed)
-    rows = tuple(_row(group, found) for group in _grouped(outcomes))
-    return Report(_name(fn), convention, size, rows, tuple(found))
+    fn, convention = _resolve(fn, convention, fields)
+    outcomes = [run_probe(fn, convention, probe) for probe in _generate_probes(convention, size)]
+    relevant = [o for o in outcomes if not o.skip_reason and o.probe.capability not in convention.unsupported]
+    findings = find_causes(fn, convention, relevant)
+    rows = tuple(
+        _build_row(group, findings, convention.unsupported) for group in _group_by_capability(outcomes)
+    )
+    return ConformanceReport(_function_name(fn), convention, size, rows, tuple(findings))
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
-    """One question as a test: `trial.check(fn)` passes or says what is wrong, with the smallest input.
+class ConformanceTest:
+    """One probe as a test: `test.check(fn)` passes, or raises an error that names the fault.
+
+    Args:
+        probe: The call.
+        convention: How the function is called.
 
     >>> import regard
-    >>> from regard.testing import trials
-    >>> trial = trials(mask=None)[0]
-    >>> print(trial)
+    >>> from regard.testing import generate_tests
+    >>> test = generate_tests(mask=None)[0]
+    >>> print(test)
     plain: two keys
-    >>> trial.check(lambda q, k, v: regard.attention(q, k) @ v)
+    >>> test.check(lambda q, k, v: regard.attention(q, k) @ v)
     """
 
-    question: Question
-    convention: Convention
+    probe: ProbeCall
+    convention: CallingConvention
 
     def __str__(self) -> str:
-        return str(self.question)
+        return str(self.probe)
 
     def check(self, fn: Callable[..., Any]) -> None:
-        """Pass where the function answers as the definition does; else an AssertionError with the words.
+        """Compare the result of a function with the definition.
 
-        One call does not tell a cause: the first that fails has the function asked every question, once.
+        One call does not reveal the cause, so the first failure runs the whole kit on the function, once.
+
+        Args:
+            fn: The attention function.
+
+        Raises:
+            AssertionError: If the result differs. The message lists the findings, with the smallest input of each.
         """
-        if agrees(ask(as_called(fn), self.convention, self.question), DEFINITION):
+        if matches(run_probe(adapt_function(fn), self.convention, self.probe), DEFINITION):
             return
-        report = _examined(fn, self.convention)
-        here = [f for f in report.findings if self.question.capability in f.capabilities]
+        report = _cached_report(fn, self.convention)
+        relevant = [f for f in report.findings if self.probe.capability in f.capabilities]
         raise AssertionError(
-            "\n".join([f"{report.function}, {self}", *(str(f) for f in here or report.findings)])
+            "\n".join([f"{report.function}, {self}", *(str(f) for f in relevant or report.findings)])
         )
 
 
 @lru_cache(maxsize=4)
-def _examined(fn: Callable[..., Any], convention: Convention) -> Report:
-    return conformance(fn, convention)
+def _cached_report(fn: Callable[..., Any], convention: CallingConvention) -> ConformanceReport:
+    return check_conformance(fn, convention)
 
 
-def trials(
-    convention: Convention | str | None = None, *, size: str = "quick", **described: Any
-) -> list[Trial]:
-    """Every question that a function of this convention can be asked, one to a test.
+def generate_tests(
+    convention: CallingConvention | str | None = None, *, size: str = "quick", **fields: Any
+) -> list[ConformanceTest]:
+    """Generate one test for each probe that a function of this convention can be called with.
+
+    Args:
+        convention: A `CallingConvention`, or the name of a preset. Default: the default `CallingConvention`.
+        size: "quick", or "full" to add larger lengths and random cases.
+        **fields: Fields of `CallingConvention` that replace those of `convention`.
 
     >>> import pytest
-    >>> @pytest.mark.parametrize("trial", trials(layout="n d"), ids=str)
-    ... def test_my_attention(trial):
-    ...     trial.check(my_attention)
+    >>> from regard.testing import generate_tests
+    >>> @pytest.mark.parametrize("test", generate_tests(layout="n d"), ids=str)
+    ... def test_my_attention(test):
+    ...     test.check(my_attention)
     """
-    _, convention = _described(None, convention, described)
+    _, convention = _resolve(None, convention, fields)
     return [
-        Trial(question, convention)
-        for question in _asked(convention, size)
-        if not convention.cannot(question.call, question.gradients)
-        and question.capability not in convention.without
+        ConformanceTest(probe, convention)
+        for probe in _generate_probes(convention, size)
+        if not convention.find_obstacle(probe.call, probe.gradients)
+        and probe.capability not in convention.unsupported
     ]
 
 
-def _asked(convention: Convention, size: str) -> Sequence[Question]:
-    dtypes = convention.dtypes or convention.arrays.dtypes
-    usual = convention.arrays.dtype
-    return list(questions(usual if usual in dtypes else dtypes[0], convention.causal, size))
+def _generate_probes(convention: CallingConvention, size: str) -> Sequence[ProbeCall]:
+    dtypes = convention.dtypes or convention.array_library.dtypes
+    default = convention.array_library.dtype
+    return list(generate_probes(default if default in dtypes else dtypes[0], convention.causal, size))
 
 
-def _described(
-    fn: Any, convention: Convention | str | None, described: dict[str, Any]
-) -> tuple[Any, Convention]:
-    """The function as it is called, and its convention: what was said, then what is known of the function."""
+def _resolve(
+    fn: Any, convention: CallingConvention | str | None, fields: dict[str, Any]
+) -> tuple[Any, CallingConvention]:
+    """Return the function as the kit calls it, and its convention."""
     if fn is not None and not callable(fn):
         raise ArgumentTypeError(
-            "conformance", received=describe_argument(fn), expected="an attention function fn(query, key, value, …)",
-            hint="Pass the function itself, not what it returns.",
+            "check_conformance", received=describe_argument(fn),
+            expected="an attention function fn(query, key, value, …)",
+            hint="Pass the function itself, not its result.",
         )  # fmt: skip
-    unknown = sorted(described.keys() - Convention.__dataclass_fields__.keys())
+    known_fields = CallingConvention.__dataclass_fields__
+    unknown = sorted(fields.keys() - known_fields.keys())
     if unknown:
         raise ArgumentError(
-            "conformance", received=f"{unknown[0]}=", expected=f"one of {', '.join(Convention.__dataclass_fields__)}",
-            hint="They are the fields of regard.testing.Convention.",
+            "check_conformance", received=f"{unknown[0]}=", expected=f"one of {', '.join(known_fields)}",
+            hint="They are the fields of regard.testing.CallingConvention.",
         )  # fmt: skip
-    if isinstance(convention, Convention):
-        return as_called(fn), replace(convention, **described)
-    return describe(fn, convention, described)
+    if isinstance(convention, CallingConvention):
+        return adapt_function(fn), replace(convention, **fields)
+    return resolve_convention(fn, convention, fields)
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _function_name(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _grouped(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    groups: dict[str, list[Outcome]] = {}
+def _group_by_capability(outcomes: Sequence[ProbeOutcome]) -> list[list[ProbeOutcome]]:
+    groups: dict[str, list[ProbeOutcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.question.capability, []).append(outcome)
+        groups.setdefault(outcome.probe.capability, []).append(outcome)
     return list(groups.values())
 
 
-def _row(group: list[Outcome], found: Sequence[Finding]) -> Capability:
-    name = group[0].question.capability
-    asked = [outcome for outcome in group if not outcome.not_asked]
-    if not asked:
-        return Capability(name, "not asked", 0, float("nan"), group[0].not_asked)
-    errors = [outcome.error for outcome in asked]
-    error = max((e for e in errors if np.isfinite(e)), default=float("nan"))
-    if all(agrees(outcome, DEFINITION) for outcome in asked):
-        return Capability(name, "yes", len(asked), error, "")
-    numbers = [str(at) for at, finding in enumerate(found, 1) if name in finding.capabilities]
-    why = f"finding {', '.join(numbers)}" if numbers else "not claimed"
-    refused = all(outcome.raised for outcome in asked if not agrees(outcome, DEFINITION))
-    return Capability(name, "refused" if refused else "no", len(asked), error, why)
+def _build_row(
+    group: list[ProbeOutcome], findings: Sequence[ConformanceFinding], unsupported: Sequence[str]
+) -> Capability:
+    name = group[0].probe.capability
+    run = [outcome for outcome in group if not outcome.skip_reason]
+    if not run:
+        return Capability(name, "skipped", 0, float("nan"), group[0].skip_reason)
+    errors = [outcome.max_error for outcome in run]
+    max_error = max((error for error in errors if np.isfinite(error)), default=float("nan"))
+    wrong = [outcome for outcome in run if not matches(outcome, DEFINITION)]
+    if not wrong:
+        return Capability(name, "yes", len(run), max_error, "")
+    numbers = [str(number) for number, finding in enumerate(findings, 1) if name in finding.capabilities]
+    if numbers:
+        reason = f"finding {', '.join(numbers)}"
+    else:
+        reason = "declared unsupported" if name in unsupported else "a consequence of the findings"
+    verdict = "raises" if all(outcome.failure for outcome in wrong) else "no"
+    return Capability(name, verdict, len(run), max_error, reason)

@@ -1,4 +1,4 @@
-"""The questions of the conformance kit: small calls, each asking about one capability."""
+"""The probe calls of the conformance kit: small calls, each of which tests one capability."""
 
 from __future__ import annotations
 
@@ -11,33 +11,48 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.testing.conformance.attention_call import Align, Call, causal_mask
+from regard.testing.conformance.attention_call import Align, AttentionCall, build_causal_mask
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """One call, the capability it asks about, and whether the gradients are asked for too."""
+class ProbeCall:
+    """One call that tests a capability.
+
+    Args:
+        capability: The row of the report.
+        name: The name of the probe within the capability.
+        call: The arguments.
+        gradients: Whether gradients are compared too.
+        ordinary: Whether the fixed bounds of the error rule apply.
+        features: What the call contains, to find what failing calls have in common.
+    """
 
     capability: str
     name: str
-    call: Call
+    call: AttentionCall
     gradients: bool = False
     ordinary: bool = True
-    uses: frozenset[str] = field(default_factory=frozenset)
+    features: frozenset[str] = field(default_factory=frozenset)
 
     def __str__(self) -> str:
         return f"{self.capability}: {self.name}"
 
 
-def questions(dtype: str, align: Align | None, size: str = "quick") -> Iterator[Question]:
-    """Every question of the kit, in the order of the table, smallest first within a capability."""
-    for capability, name, options in _specified(align, size):
-        yield _question(capability, name, {"dtype": dtype, **options})
+def generate_probes(dtype: str, align: Align | None, size: str = "quick") -> Iterator[ProbeCall]:
+    """Generate the probes in the order of the report, smallest first within a capability.
+
+    Args:
+        dtype: The dtype of probes that do not test a dtype.
+        align: The corner of the causal triangle; None for "lower_right".
+        size: "quick", or "full" to add larger lengths and random cases.
+    """
+    for capability, name, options in _list_probes(align, size):
+        yield _build_probe(capability, name, {"dtype": dtype, **options})
     if size == "full":
-        yield from _drawn()
+        yield from _draw_probes()
 
 
-def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     whole = {"batch": 2, "heads": 3, "q_len": 5, "kv_len": 5, "head_dim": 4}
     longer = {**whole, "kv_len": 7, "q_len": 4}
     yield "plain", "two keys", {"q_len": 2, "kv_len": 2}
@@ -69,7 +84,7 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield (
         "scale 0 or negative",
         "-1, large scores, mask",
-        {**longer, "scale": -1.0, "grow": 16, "mask": "random"},
+        {**longer, "scale": -1.0, "factor": 16, "mask": "random"},
     )
     yield "boolean mask", "3 × 3", {"mask": "random"}
     yield "boolean mask", "4 × 6", {"mask": "random", "q_len": 4, "kv_len": 6}
@@ -93,23 +108,23 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "empty rows", "of one batch entry", {**longer, "mask": "one batch empty", "per": "b"}
     for where in ("key", "value"):
         for number in (np.nan, np.inf, 1e30):
-            yield f"masked NaN or inf in {where}", f"{number:g}", {"mask": "last hidden", where: number}
+            yield f"masked NaN or inf in {where}", f"{number:g}", {"mask": "last masked", where: number}
         yield (
-            f"masked NaN or inf in {where}", "NaN, hidden from some",
-            {**longer, "mask": "last hidden from some", where: np.nan},
+            f"masked NaN or inf in {where}", "NaN, masked for some queries",
+            {**longer, "mask": "last masked for some", where: np.nan},
         )  # fmt: skip
         square = {"q_len": 4, "kv_len": 4, **causal}
         yield f"masked NaN or inf in {where}, causal", "NaN", {**square, where: np.nan}
     for where in ("query", "key", "value"):
         yield "live NaN", f"in {where}", {where: np.nan}
     yield "live inf", "in value", {"value": np.inf}
-    yield "large scores", "1e4", {"grow": 64}
-    yield "large scores", "1e4, masked", {**longer, "grow": 64, "mask": "random"}
-    yield "large scores", "3 × 33, every score below −90", {"kv_len": 33, "grow": 32, "sign": -1}
+    yield "large scores", "1e4", {"factor": 64}
+    yield "large scores", "1e4, masked", {**longer, "factor": 64, "mask": "random"}
+    yield "large scores", "3 × 33, every score below −90", {"kv_len": 33, "factor": 32, "sign": -1}
     for dtype in ("float64", "float32", "float16", "bfloat16"):
         yield dtype, "5 × 7", {"dtype": dtype, "q_len": 5, "kv_len": 7, "head_dim": 8}
         yield dtype, "heads, batch, mask", {**longer, "dtype": dtype, "mask": "random"}
-    half = {"dtype": "float16", "head_dim": 8, "grow": 96, "sign": 1}
+    half = {"dtype": "float16", "head_dim": 8, "factor": 96, "sign": 1}
     yield "float16, scores above 65504", "before the scale", half
     for memory in ("transposed", "sliced", "expanded", "reversed"):
         yield "layout in memory", memory, {**longer, "memory": memory}
@@ -128,52 +143,50 @@ def _specified(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[
     yield "gradients, empty rows", "one row", {"mask": "one row empty", "gradients": True}
     for where in ("key", "value"):
         yield (
-            "gradients, masked NaN", f"in {where}", {"mask": "last hidden", where: np.nan, "gradients": True},
+            "gradients, masked NaN", f"in {where}", {"mask": "last masked", where: np.nan, "gradients": True},
         )  # fmt: skip
 
 
-def _question(capability: str, name: str, options: dict[str, Any]) -> Question:
-    """The call of a line of the table, filled with multiples of a quarter, which every dtype holds exactly."""
-    rng = np.random.default_rng(
-        zlib.crc32(f"{capability}: {name}".encode())
-    )  # its own, whatever stands before it
+def _build_probe(capability: str, name: str, options: dict[str, Any]) -> ProbeCall:
+    """Build a probe from multiples of a quarter, which every dtype represents exactly."""
+    # Seeded by its name, so that other probes do not change its numbers.
+    rng = np.random.default_rng(zlib.crc32(f"{capability}: {name}".encode()))
     get = options.get
     batch, heads, q_len, kv_len, head_dim = (
-        get(axis, usual)
-        for axis, usual in (("batch", 1), ("heads", 1), ("q_len", 3), ("kv_len", 3), ("head_dim", 2))
+        get(axis, default)
+        for axis, default in (("batch", 1), ("heads", 1), ("q_len", 3), ("kv_len", 3), ("head_dim", 2))
     )
     kv_heads, value_dim = get("kv_heads", heads), get("value_dim", head_dim)
-    grow = get("grow", 1)
+    factor = get("factor", 1)
 
-    def numbers(*shape: int) -> Any:
+    def draw_quarters(*shape: int) -> Any:
         return rng.integers(1, 9, size=shape) * rng.choice([-1, 1], size=shape) / 4
 
     arrays = {
-        "query": numbers(batch, heads, q_len, head_dim) * grow,
-        "key": numbers(batch, kv_heads, kv_len, head_dim) * grow,
-        "value": numbers(batch, kv_heads, kv_len, value_dim),
+        "query": draw_quarters(batch, heads, q_len, head_dim) * factor,
+        "key": draw_quarters(batch, kv_heads, kv_len, head_dim) * factor,
+        "value": draw_quarters(batch, kv_heads, kv_len, value_dim),
     }
-    if get("sign"):  # of every score
+    if get("sign"):  # the sign of every score
         arrays["query"], arrays["key"] = abs(arrays["query"]), get("sign") * abs(arrays["key"])
     if get("memory") == "expanded":
         arrays = {name: np.repeat(array[:1], batch, axis=0) for name, array in arrays.items()}
     for where in arrays.keys() & options.keys():
         arrays[where][..., -1, :] = options[where]
-    mask = _mask(get("mask"), get("per", ""), (batch, heads, q_len, kv_len), rng)
-    call = Call(
+    mask = _build_mask(get("mask"), get("per", ""), (batch, heads, q_len, kv_len), rng)
+    call = AttentionCall(
         **arrays, dtype=options["dtype"], mask=mask, causal=get("causal"), scale=get("scale"),
         memory=get("memory", "contiguous"),
     )  # fmt: skip
-    odd = grow > 1 or arrays.keys() & options.keys() or get("scale") is not None
-    return Question(
-        capability, name, call, get("gradients", False), not odd, _uses(capability, call, options)
-    )
+    is_special = factor > 1 or arrays.keys() & options.keys() or get("scale") is not None
+    features = _find_features(capability, call, options)
+    return ProbeCall(capability, name, call, get("gradients", False), not is_special, features)
 
 
-def _uses(capability: str, call: Call, options: dict[str, Any]) -> frozenset[str]:
-    """What a call is made of, for telling what failing calls have in common."""
+def _find_features(capability: str, call: AttentionCall, options: dict[str, Any]) -> frozenset[str]:
+    """Return what a call contains, to find what failing calls have in common."""
     sizes = call.sizes
-    made_of = {
+    features = {
         "every call": True,
         "several heads": sizes["heads"] > 1,
         "a batch": sizes["batch"] > 1,
@@ -183,11 +196,11 @@ def _uses(capability: str, call: Call, options: dict[str, Any]) -> frozenset[str
         "a scale": call.scale is not None,
         "gradients": options.get("gradients", False),
     }
-    return frozenset({capability, *(name for name, present in made_of.items() if present)})
+    return frozenset({capability, *(name for name, present in features.items() if present)})
 
 
-def _mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """A boolean mask of a kind; with `per` it has four axes, those of batch and heads one unless named in it."""
+def _build_mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """Build a boolean mask; with `per` it has four axes, of size one for batch and heads unless `per` names them."""
     if kind is None:
         return None
     batch, heads, q_len, kv_len = shape
@@ -195,12 +208,12 @@ def _mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Gen
     mask = np.ones((*lead, q_len, kv_len), bool)
     if kind == "random":
         mask = rng.random(mask.shape) < 0.5
-        # One key for each query, never a symmetric choice: no row is empty, and a transposed mask is another mask.
+        # One visible key for each query, chosen asymmetrically: no row is empty, and a transposed mask differs.
         mask[..., np.arange(q_len), (np.arange(q_len) * 2 + 1) % kv_len] = True
         mask[..., 0, kv_len - 1], mask[..., q_len - 1, 0] = False, True
         mask[..., 0, 0] = True
     elif kind == "causal":
-        mask &= causal_mask(q_len, kv_len, "lower_right")
+        mask &= build_causal_mask(q_len, kv_len, "lower_right")
     elif kind.endswith("padding"):
         lengths = (kv_len - 1 - 2 * np.arange(lead[0]))[::-1, None, None, None]
         j = np.arange(kv_len)
@@ -212,25 +225,25 @@ def _mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Gen
         mask[...] = False
     elif kind == "one batch empty":
         mask[0], mask[1:, ..., 0] = False, False
-    elif kind == "last hidden":
+    elif kind == "last masked":
         mask[..., -1] = False
-    else:  # the last key, hidden from some queries
+    else:  # the last key, masked for some queries
         mask[..., : q_len // 2, -1] = False
     return mask if per else mask[0, 0]
 
 
-def _drawn(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[Question]:
-    """Calls drawn from the case matrix: its masks, lengths, dtypes and values, without score modifications."""
-    from regard.testing.cases.generate import draw, fill
+def _draw_probes(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[ProbeCall]:
+    """Draw calls from the case matrix: its masks, lengths, dtypes and values, without score modifications."""
+    from regard.testing.cases.generate import build_inputs, draw_cases
 
     if find_spec("ml_dtypes") is None:
         raise ArgumentError(
-            "conformance", received='size "full" without ml_dtypes', expected="ml_dtypes, for bfloat16 in NumPy",
-            hint="pip install ml_dtypes, or ask at the quick size.",
+            "check_conformance", received='size "full" without ml_dtypes', expected="ml_dtypes, for bfloat16 in NumPy",
+            hint="pip install ml_dtypes, or use the quick size.",
         )  # fmt: skip
-    for case, possible in draw(count, seed, tile):
-        plain = case.change == "none" or case.change.startswith("scale")
-        inputs = fill(case, tile) if possible and plain else None
+    for case, is_possible in draw_cases(count, seed, tile):
+        is_supported = case.change == "none" or case.change.startswith("scale")
+        inputs = build_inputs(case, tile) if is_possible and is_supported else None
         if inputs is None:
             continue
         query, key, value = (
@@ -240,6 +253,8 @@ def _drawn(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[Q
         mask = inputs.definition.get("mask")
         if mask is not None:
             mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-        call = Call(query, key, value, case.dtype, mask, None, inputs.definition.get("scale"))
+        call = AttentionCall(query, key, value, case.dtype, mask, None, inputs.definition.get("scale"))
         name = f"{case.mask}, {case.values}, seed {case.seed}"
-        yield Question("drawn", name, call, False, inputs.ordinary, _uses("drawn", call, {}))
+        yield ProbeCall(
+            "random cases", name, call, False, inputs.ordinary, _find_features("random cases", call, {})
+        )
