@@ -1,10 +1,10 @@
-"""How time and memory grow with the length: one head, causal, from 2,048 tokens to 131,072, drawn log-log.
+"""Measure how time and memory grow with the length: one head, causal, from 2,048 tokens to 131,072.
 
 python benchmarks/growth.py [--to 131072]
 
-Three ways, each run in a process of its own: the bare kernel, regard with output, lse, entropy, received mass and a
-coarse picture, and the same from stored weights, up to where 8 GB do not hold them. Writes docs/growth.json and
-docs/growth.svg.
+Three sides, each run in its own process: the bare kernel; regard with output, lse, entropy, received attention and a
+coarse picture; and these results from stored weights, up to the length that 8 GB can hold. Writes docs/growth.json and
+the log-log plot docs/growth.svg.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SIDES = ("bare kernel", "regard", "stored weights")
 LIMIT = 8 << 30
 
 
-def peak() -> float:
-    """The most memory this process has had, in MB; what its parent had is not counted, as `getrusage` would."""
+def peak_memory() -> float:
+    """Return the peak memory of this process in MB; unlike `getrusage`, without that of its parent."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def measure(side: str, tokens: int) -> dict[str, float]:
-    """Seconds, and MB that the process grew by."""
+    """Return the seconds of one side, and the MB that the process grew by."""
     import torch
     import torch.nn.functional as F
 
@@ -55,8 +55,8 @@ def measure(side: str, tokens: int) -> dict[str, float]:
         return weights @ v, scores.logsumexp(-1), torch.special.entr(weights).sum(-1), weights.sum(-2), coarse
 
     if side != "stored weights":
-        run(q[:, :, :600], k[:, :, :600], v[:, :, :600])  # what is loaded and kept at the first call
-    before = peak()
+        run(q[:, :, :600], k[:, :, :600], v[:, :, :600])  # first-call imports and caches
+    before = peak_memory()
     if side == "stored weights":
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
     times = []
@@ -64,17 +64,17 @@ def measure(side: str, tokens: int) -> dict[str, float]:
         start = time.perf_counter()
         run(q, k, v)
         times.append(time.perf_counter() - start)
-    return {"tokens": tokens, "seconds": statistics.median(times), "grown_mb": peak() - before}
+    return {"tokens": tokens, "seconds": statistics.median(times), "grown_mb": peak_memory() - before}
 
 
-def exponent(rows: list[dict[str, float]], what: str) -> float:
-    """The slope between the two longest lengths, log-log."""
+def growth_exponent(rows: list[dict[str, float]], field: str) -> float:
+    """Return the log-log slope between the two longest lengths."""
     (a, b) = rows[-2:]
-    return math.log(b[what] / a[what]) / math.log(b["tokens"] / a["tokens"])
+    return math.log(b[field] / a[field]) / math.log(b["tokens"] / a["tokens"])
 
 
-def draw(found: dict[str, list[dict[str, float]]]) -> None:
-    """Time and memory over the length."""
+def draw(results: dict[str, list[dict[str, float]]]) -> None:
+    """Draw time and memory over the length."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -82,10 +82,10 @@ def draw(found: dict[str, list[dict[str, float]]]) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     labels = (("seconds", "seconds"), ("grown_mb", "memory grown by, MB"))
-    for axis, (what, label) in zip(axes, labels, strict=True):
-        for side, rows in found.items():
-            kept = [(row["tokens"], row[what]) for row in rows if row[what] > 0]
-            axis.loglog(*zip(*kept, strict=True), marker="o", label=side)
+    for axis, (field, label) in zip(axes, labels, strict=True):
+        for side, rows in results.items():
+            points = [(row["tokens"], row[field]) for row in rows if row[field] > 0]
+            axis.loglog(*zip(*points, strict=True), marker="o", label=side)
         axis.set_xlabel("tokens")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
@@ -95,15 +95,17 @@ def draw(found: dict[str, list[dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    """Measure every side at every length, print, write, draw."""
+    """Measure every side at every length; print, store and draw the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=int, default=131_072)
-    parser.add_argument("--one", nargs=2, metavar=("SIDE", "TOKENS"), help="one measurement, in this process")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("SIDE", "TOKENS"), help="make one measurement in this process"
+    )
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(options.one[0], int(options.one[1]))))
         return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     stopped: set[str] = set()
     tokens = 2048
     while tokens <= options.to:
@@ -111,22 +113,22 @@ def main() -> None:
             if side in stopped:
                 continue
             command = [sys.executable, __file__, "--one", side, str(tokens)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
                 stopped.add(side)
                 print(
-                    f"{tokens:>8,} {side:<16} stopped: {result.stderr.strip().splitlines()[-1][:80]}",
+                    f"{tokens:>8,} {side:<16} stopped: {done.stderr.strip().splitlines()[-1][:80]}",
                     flush=True,
                 )
                 continue
-            row = json.loads(result.stdout)
-            found[side].append(row)
+            row = json.loads(done.stdout)
+            results[side].append(row)
             print(f"{tokens:>8,} {side:<16} {row['seconds']:8.3f} s  +{row['grown_mb']:7.1f} MB", flush=True)
         tokens *= 2
     for side in SIDES[:2]:
-        print(f"{side}: time grows as n^{exponent(found[side], 'seconds'):.2f} at the end")
-    (DOCS / "growth.json").write_text(json.dumps(found, indent=1) + "\n")
-    draw(found)
+        print(f"{side}: time grows as n^{growth_exponent(results[side], 'seconds'):.2f} at the end")
+    (DOCS / "growth.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results)
 
 
 if __name__ == "__main__":

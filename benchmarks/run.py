@@ -248,7 +248,10 @@ def write(record: dict[str, Any]) -> None:
             f"| {row['name']} | {row['bare_ms']:,.2f} ms | {row['ours_ms']:,.2f} ms | {row['ratio']:.2f}× |"
             f" {low:.2f} … {high:.2f} | {above} | {row['limit']} |"
         )
-    made = f"Measured on {record['when'][:10]}, torch {record['torch']}, {record['machine']}, {record['threads']} threads."
+    made = (
+        f"Measured on {record['when'][:10]}, torch {record['torch']}, {record['machine']}, "
+        f"{record['threads']} threads."
+    )
     before, rest = page.read_text().split("<!-- table -->\n")
     after = rest.split("<!-- end -->\n")[1]
     page.write_text(f"{before}<!-- table -->\n{made}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")

@@ -1,4 +1,4 @@
-"""The site: Sphinx with MyST-NB. Chapters are notebooks kept as text, run each time the site is built."""
+"""Sphinx configuration of the site. MyST-NB runs the chapters, which are notebooks in text form, at every build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ copyright = "the regard developers"
 release = version = regard.__version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
-extensions = ["myst_nb", "sphinx_copybutton", "pages"]  # pages: the reference, from the docstrings
+extensions = ["myst_nb", "sphinx_copybutton", "pages"]  # pages.py writes the reference from the docstrings
 exclude_patterns = ["_build", "jupyter_execute", "_ext"]
 templates_path = ["_templates"]
 nitpicky = True
@@ -31,13 +31,13 @@ python_use_unqualified_type_names = True
 
 myst_enable_extensions = ["dollarmath", "fieldlist"]
 myst_heading_anchors = 3
-nb_execution_mode = "force"  # every number is computed when the page is made; a cache would keep old ones
+nb_execution_mode = "force"  # compute every number at every build; a cache would keep old ones
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
-# A line that the kernel sent in two pieces is one line again. MyST-NB's own merging would break it where it was cut,
-# and leave the pieces in the notebook a second time.
+# Join lines that the kernel sent in pieces. MyST-NB's own merging breaks lines at the pieces and repeats them in the
+# notebook.
 NotebookClient.coalesce_streams = True
-logging.getLogger("traitlets").setLevel(logging.WARNING)  # not a line for each notebook
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # otherwise one line for each notebook
 
 html_theme = "furo"
 html_title = "regard"
@@ -47,7 +47,7 @@ html_js_files = ["site.js"]
 html_show_sphinx = False
 html_copy_source = False
 html_math_renderer = "mathml"
-# The colours of the explorers (src/regard/pages/assets/page.css), so that a frame looks like part of its page.
+# The colours of the explorers (src/regard/pages/assets/page.css), so that an embedded explorer matches the page.
 html_theme_options = {
     "light_css_variables": {
         "color-background-primary": "#fcfbf8",
@@ -75,21 +75,23 @@ copybutton_prompt_is_regexp = True
 
 
 def mathml(visitor: Any, node: nodes.Element, block: bool) -> None:
-    """Formulas as MathML: browsers draw it themselves, so that a page fetches no script."""
+    """Write formulas as MathML, which browsers draw without a script."""
     visitor.body.append(tex2mathml(node.astext(), as_block=block))
     raise nodes.SkipNode
 
 
-def notebook_of(docname: str, app: Sphinx) -> Path:
-    """Where MyST-NB leaves the notebook that it ran, if the page is one."""
+def notebook_path(docname: str, app: Sphinx) -> Path:
+    """Return the path of the executed notebook, if the page is one."""
     return Path(app.outdir).parent / "jupyter_execute" / f"{docname}.ipynb"
 
 
-def offer(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Lets the template show a link to the page as a notebook, which lies beside it."""
-    if notebook_of(docname, app).exists():
+def add_notebook_link(
+    app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Tell the template the name of the notebook beside the page, and fix the headings of the navigation."""
+    if notebook_path(docname, app).exists():
         context["notebook"] = Path(docname).name + ".ipynb"
-    # Captions are headings to a screen reader, which asks of which level.
+    # Captions have the role of a heading, which needs a level for screen readers.
     tree = context["furo_navigation_tree"]
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
 
@@ -97,7 +99,7 @@ def offer(app: Sphinx, docname: str, template: str, context: dict[str, Any], doc
 def copy_notebooks(app: Sphinx, failure: Exception | None) -> None:
     if failure is None and app.builder.name == "html":
         for docname in app.env.found_docs:
-            source = notebook_of(docname, app)
+            source = notebook_path(docname, app)
             if source.exists():
                 shutil.copy(source, Path(app.outdir) / f"{docname}.ipynb")
 
@@ -106,6 +108,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
     )
-    app.connect("html-page-context", offer, priority=900)  # after the theme has made its navigation
+    app.connect("html-page-context", add_notebook_link, priority=900)  # after the theme built the navigation
     app.connect("build-finished", copy_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -204,7 +204,7 @@ def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
 
     monkeypatch.setitem(RELEASE["build_twice"].__globals__, "build", build)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"not the same when built again: tiny-0\.1\.0\.whl; see "):
+    with pytest.raises(SystemExit, match=r"the second build differs: tiny-0\.1\.0\.whl; see "):
         RELEASE["build_twice"](tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -215,12 +215,12 @@ def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
         (
             "pyproject.toml",
             PROJECT.replace(".dev0", ""),
-            "pyproject.toml says 0.1.0; a release is made of 0.1.0.dev0",
+            "pyproject.toml has version 0.1.0; a release needs 0.1.0.dev0",
         ),
         (
             "CHANGELOG.md",
             "# Changelog\n\n## [Unreleased]\n",
-            "nothing stands under [Unreleased] in CHANGELOG.md",
+            "[Unreleased] in CHANGELOG.md is empty",
         ),
         ("CHANGELOG.md", "# Changelog\n", "CHANGELOG.md has no section [Unreleased]"),
     ],
@@ -228,7 +228,7 @@ def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
 def test_what_is_not_ready_is_not_released(name, text, says):
     texts = {"pyproject.toml": PROJECT, "CHANGELOG.md": CHANGELOG, "CITATION.cff": ""} | {name: text}
     with pytest.raises(SystemExit, match=re.escape(says)):
-        RELEASE["prepared"](texts, "2030-01-01")
+        RELEASE["prepare_release"](texts, "2030-01-01")
 
 
 def test_uncommitted_changes_are_not_released(tiny):
@@ -240,7 +240,7 @@ def test_uncommitted_changes_are_not_released(tiny):
 def test_a_tag_that_is_not_its_version_is_not_built(tiny):
     _, run, release = tiny
     run("git", "tag", "v0.3.0")
-    assert "the tag v0.3.0 holds version 0.1.0.dev0" in release("v0.3.0").stderr
+    assert "the tag v0.3.0 has version 0.1.0.dev0" in release("v0.3.0").stderr
 
 
 def test_the_sdist_has_every_folder_that_is_tracked():
