@@ -627,10 +627,10 @@ def test_moving_by_button_slider_and_keyboard(show):
     assert tab.locator("#back").is_disabled()
     tab.keyboard.press("ArrowRight")
     assert count.text_content() == f"step 2 of {total}"
-    assert "calls _table" in tab.locator("#says").text_content()
-    assert "calls _table" in tab.get_by_role("status").text_content()
+    assert "calls _check_table" in tab.locator("#says").text_content()
+    assert "calls _check_table" in tab.get_by_role("status").text_content()
     tab.keyboard.press("ArrowRight")
-    assert where.text_content() == "attention_by_loops › _table"
+    assert where.text_content() == "attention_by_loops › _check_table"
     tab.keyboard.press("ArrowLeft")
     tab.locator("#over").click()
     assert where.text_content() == "attention_by_loops"

@@ -11,7 +11,7 @@ import pytest
 import regard
 from regard import explore
 from regard.explore.cost_explorer import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
-from regard.learn import attention_by_loops, cat, cost_table, multiplications, three_by_three
+from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_number, format_vector
 from tests.helpers.pages import HOSTILE, faults
 
@@ -76,7 +76,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
             "counters": list(counts.values()),
         }
 
-    products = list(multiplications(Q, K, V, seen))
+    products = list(iter_multiplications(Q, K, V, seen))
     steps += [multiplied(step) for step in products if step.table == "scores"]
     for i in range(n_q):
         alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts

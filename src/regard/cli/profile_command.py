@@ -15,7 +15,7 @@ import numpy as np
 from regard.cli.output import NUMBER, Out, styled
 from regard.core.attention import attention
 from regard.errors import ArgumentError
-from regard.learn.cost import fitted_exponent
+from regard.learn.cost import fit_exponent
 from regard.masks import Mask, causal, document, padding, sliding_window
 from regard.measures import Coarse, Distance, Entropy, Received
 from regard.render.table import format_bytes, format_seconds
@@ -278,7 +278,7 @@ def _growth(records: list[dict[str, Any]]) -> dict[str, float]:
         for name in names
     }
     return {
-        name: fitted_exponent(*zip(*pairs, strict=True))
+        name: fit_exponent(*zip(*pairs, strict=True))
         for name, pairs in times.items()
         if len(dict(pairs)) > 1
     }

@@ -11,8 +11,8 @@ from regard.errors import ArgumentError
 from regard.explore.inputs import check_size, prepare_inputs
 from regard.learn.cost import cost_table
 from regard.learn.examples import three_by_three
-from regard.learn.loops import Counts, attention_by_loops
-from regard.learn.multiply_adds import multiplications
+from regard.learn.loops import OperationCounts, attention_by_loops
+from regard.learn.multiply_adds import iter_multiplications
 from regard.learn.validation import Bools, Floats
 from regard.masks import Mask
 from regard.pages.html import Page, page
@@ -41,9 +41,9 @@ def cost(
     """Build a page that computes attention one multiplication at a time with counters, then doubles the length.
 
     The reader plays, steps forwards and backwards, or skips to the next cell. The steps are those of
-    `learn.multiplications` and the counters those of `learn.attention_by_loops`, which skip masked entries. A slider
-    doubles the length up to 1024 times: it shows the n × n cells and the row of `learn.cost_table` for each length, in
-    float64 as in the loops.
+    `learn.iter_multiplications` and the counters those of `learn.attention_by_loops`, which skip masked entries. A
+    slider doubles the length up to 1024 times: it shows the n × n cells and the row of `learn.cost_table` for each
+    length, in float64 as in the loops.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: three tokens with three entries each.
@@ -112,8 +112,8 @@ def list_events(Q: Floats, K: Floats, V: Floats, visible: Bools) -> list[list[An
     """
     # The loops take row by row; apart from its multiplications, a row's counts are the work of its softmax.
     row_counts = [attention_by_loops(Q[i : i + 1], K, V, visible[i : i + 1]).counts for i in range(len(Q))]
-    steps = list(multiplications(Q, K, V, visible))
-    total = Counts()
+    steps = list(iter_multiplications(Q, K, V, visible))
+    total = OperationCounts()
     events: list[list[Any]] = []
 
     def add_event(table: str, *cell: float | None) -> None:

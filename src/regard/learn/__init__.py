@@ -1,4 +1,8 @@
-"""The teaching wing: attention to be read, on NumPy alone. Masks are boolean arrays, True = attend."""
+"""Attention written to be read, on NumPy alone, for the book and its exercises. Masks are boolean, True = attend.
+
+Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `family` has fifteen variants,
+`exercises` the tasks with a checker. Imports from `regard.core` and below; `exercises` also imports `regard.testing`.
+"""
 
 from regard.learn import examples, exercises, family
 from regard.learn.additive import AdditiveAttention, AdditiveCounts, CountedScores
@@ -13,15 +17,15 @@ from regard.learn.cost import (
     ProfileRow,
     PublishedModel,
     cost_table,
-    fitted_exponent,
+    fit_exponent,
     model_table,
     profile,
     published_models,
 )
 from regard.learn.examples import (
-    Comparison,
     Example,
-    Projection,
+    ProjectionExample,
+    ScoreExample,
     cat,
     magnitude,
     projection,
@@ -32,14 +36,14 @@ from regard.learn.examples import (
 )
 from regard.learn.heads import MultiHeadAttention
 from regard.learn.kernel import exponential_kernel, gaussian_kernel, kernel_attention
-from regard.learn.loops import CountedAttention, Counts, attention_by_loops
+from regard.learn.loops import CountedAttention, OperationCounts, attention_by_loops
 from regard.learn.masks import create_causal_mask, create_padding_mask
-from regard.learn.multiply_adds import Multiplication, multiplications
-from regard.learn.recurrent import Recurrence
+from regard.learn.multiply_adds import Multiplication, iter_multiplications
+from regard.learn.recurrent import RecurrentNetwork
 from regard.learn.softmax_alternatives import (
-    RivalTable,
-    Shares,
-    compare_rivals,
+    AlternativeRow,
+    AlternativeTable,
+    compare_softmax_alternatives,
     divide_by_maximum,
     divide_by_sum,
     hardmax,
@@ -61,33 +65,33 @@ from regard.learn.variance import (
 __all__ = [
     "AdditiveAttention",
     "AdditiveCounts",
-    "Comparison",
+    "AlternativeRow",
+    "AlternativeTable",
     "Cost",
     "CostTable",
     "CountedAttention",
     "CountedScores",
-    "Counts",
     "Example",
     "FeedForward",
     "LayerNorm",
     "ModelTable",
     "MultiHeadAttention",
     "Multiplication",
+    "OperationCounts",
     "Profile",
     "ProfileRow",
-    "Projection",
+    "ProjectionExample",
     "PublishedModel",
-    "Recurrence",
-    "RivalTable",
+    "RecurrentNetwork",
     "ScaledDotProductAttention",
-    "Shares",
+    "ScoreExample",
     "Sharpness",
     "TransformerBlock",
     "VarianceExperiment",
     "VarianceRow",
     "attention_by_loops",
     "cat",
-    "compare_rivals",
+    "compare_softmax_alternatives",
     "cost_table",
     "create_causal_mask",
     "create_padding_mask",
@@ -98,14 +102,14 @@ __all__ = [
     "exercises",
     "exponential_kernel",
     "family",
-    "fitted_exponent",
+    "fit_exponent",
     "gaussian_kernel",
     "gelu",
     "hardmax",
+    "iter_multiplications",
     "kernel_attention",
     "magnitude",
     "model_table",
-    "multiplications",
     "normalised_relu",
     "normalised_sigmoid",
     "pad_batch",

@@ -1,11 +1,11 @@
 """Scaled dot-product attention in four steps, written to be read.
 
     1. compare     scores  = Q Kᵀ               how well does each query match each key?
-    2. scale       scaled  = scores / √d_k      keep that match the same size in any dimension
+    2. scale       scaled  = scores / √d_k      keep the scores the same size in any dimension
     3. normalise   weights = softmax(scaled)    turn each row into shares that sum to 1
     4. aggregate   output  = weights V          mix the values by their shares
 
-Everything is computed in float64. `regard.attention` is the same mathematics for real sizes.
+All computation is in float64. `regard.attention` is the same mathematics for real sizes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
 
 class ScaledDotProductAttention:
-    """Attention weights and outputs for queries and keys of `d_k` numbers each, one method for each step.
+    """Scaled dot-product attention with one method for each of the four steps.
 
-    Q is (…, q_len, d_k), K is (…, kv_len, d_k), V is (…, kv_len, d_v); the axes in front, if there are any
-    (batch, heads), are worked through side by side. A mask is boolean, True = attend.
+    Q is (…, q_len, d_k), K is (…, kv_len, d_k), V is (…, kv_len, d_v); leading axes (batch, heads) broadcast. A mask is
+    boolean, True = attend, and broadcasts to (…, q_len, kv_len).
+
+    Args:
+        d_k: Number of entries in each query and key.
 
     >>> attention = ScaledDotProductAttention(d_k=2)
     >>> output, weights = attention(Q=[[1, 0]], K=[[2, 0], [0, 2]], V=[[10, 0], [0, 10]])
@@ -44,11 +47,20 @@ class ScaledDotProductAttention:
     def forward(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> tuple[Floats, Floats]:
-        """Run all four steps: the output (…, q_len, d_v) and the weights (…, q_len, kv_len).
+        """Run all four steps.
+
+        Args:
+            Q: Queries (…, q_len, d_k).
+            K: Keys (…, kv_len, d_k).
+            V: Values (…, kv_len, d_v).
+            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+
+        Returns:
+            The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
 
         >>> attention = ScaledDotProductAttention(d_k=1)
-        >>> sees = [[True, False], [True, True]]
-        >>> output, weights = attention.forward(Q=[[0], [0]], K=[[1], [2]], V=[[5], [7]], mask=sees)
+        >>> mask = [[True, False], [True, True]]
+        >>> output, weights = attention.forward(Q=[[0], [0]], K=[[1], [2]], V=[[5], [7]], mask=mask)
         >>> weights
         array([[1. , 0. ],
                [0.5, 0.5]])
@@ -65,7 +77,14 @@ class ScaledDotProductAttention:
     __call__ = forward
 
     def compute_scores(self, Q: npt.ArrayLike, K: npt.ArrayLike) -> Floats:
-        """Step 1, compare: the dot product of every query with every key, (…, q_len, kv_len).
+        """Step 1, compare: compute the dot product of every query with every key.
+
+        Args:
+            Q: Queries (…, q_len, d_k).
+            K: Keys (…, kv_len, d_k).
+
+        Returns:
+            Scores (…, q_len, kv_len).
 
         >>> ScaledDotProductAttention(d_k=2).compute_scores([[3, 1]], [[1.5, 0.5], [1, 4]])
         array([[5., 7.]])
@@ -73,12 +92,18 @@ class ScaledDotProductAttention:
         Q = self._check_vectors("Q", Q, "q_len")
         K = self._check_vectors("K", K, "kv_len")
         check_leading_axes("compute_scores", "Q", Q, "K", K)
-        # 0 · inf is no news here: the key may be one that a mask is about to hide.
+        # No warning for 0 · inf: the key may be masked in step 3.
         with np.errstate(invalid="ignore", over="ignore"):
             return Q @ K.swapaxes(-1, -2)
 
     def scale_scores(self, scores: npt.ArrayLike) -> Floats:
-        """Step 2, scale: the scores divided by √d_k, so that their spread does not grow with d_k.
+        """Step 2, scale: divide the scores by √d_k, so that their spread does not grow with d_k.
+
+        Args:
+            scores: Scores (…, q_len, kv_len).
+
+        Returns:
+            Scaled scores (…, q_len, kv_len).
 
         >>> ScaledDotProductAttention(d_k=4).scale_scores([[2, 6]])
         array([[1., 3.]])
@@ -86,7 +111,14 @@ class ScaledDotProductAttention:
         return as_floats("scale_scores", "scores", scores, "q_len", "kv_len") / math.sqrt(self.d_k)
 
     def compute_weights(self, scaled: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-        """Step 3, normalise: the softmax of each row, (…, q_len, kv_len); a row that sees nothing is zeros.
+        """Step 3, normalise: compute the softmax of each row; a fully masked row is zeros.
+
+        Args:
+            scaled: Scaled scores (…, q_len, kv_len).
+            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+
+        Returns:
+            Weights (…, q_len, kv_len).
 
         >>> attention = ScaledDotProductAttention(d_k=1)
         >>> attention.compute_weights([[1, 1], [1, 1]], mask=[[True, True], [False, False]])
@@ -97,21 +129,30 @@ class ScaledDotProductAttention:
         if mask is not None:
             scaled = np.where(as_mask("compute_weights", mask, scaled.shape), scaled, -np.inf)
 
-        # Subtracting the row's maximum leaves the quotient as it is and keeps exp from overflowing.
+        # Subtracting the row's maximum does not change the quotient and keeps exp from overflowing.
         highest = scaled.max(axis=-1, keepdims=True, initial=-np.inf)
-        shift = np.where(highest == -np.inf, 0.0, highest)  # an empty row has no maximum to subtract
+        shift = np.where(highest == -np.inf, 0.0, highest)  # a fully masked row has no maximum to subtract
         exponentials = np.exp(scaled - shift)  # exp(-inf) is exactly 0: a masked key gets no share
         total = exponentials.sum(axis=-1, keepdims=True)
-        weights = exponentials / np.where(total == 0.0, 1.0, total)  # an empty row stays zeros, not 0 / 0
-        return np.where(scaled == -np.inf, 0.0, weights)  # even where a NaN has spoiled the total
+        weights = exponentials / np.where(
+            total == 0.0, 1.0, total
+        )  # a fully masked row stays zeros, not 0 / 0
+        return np.where(scaled == -np.inf, 0.0, weights)  # also in a row whose total is NaN
 
     def compute_output(
         self, weights: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> Floats:
-        """Step 4, aggregate: the values mixed by each row of weights, (…, q_len, d_v).
+        """Step 4, aggregate: mix the values by each row of weights.
 
-        Pass the mask too where hidden values may be NaN or infinite: a weight of 0 alone does not hide them,
-        since 0 · NaN is NaN.
+        If masked values may be NaN or infinite, pass the mask too: a weight of 0 is not enough, since 0 · NaN is NaN.
+
+        Args:
+            weights: Weights (…, q_len, kv_len).
+            V: Values (…, kv_len, d_v).
+            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+
+        Returns:
+            The output (…, q_len, d_v).
 
         >>> ScaledDotProductAttention(d_k=1).compute_output([[0.75, 0.25]], [[4, 0], [0, 8]])
         array([[3., 2.]])
@@ -123,23 +164,33 @@ class ScaledDotProductAttention:
                 "compute_output",
                 received=f"weights over {weights.shape[-1]} keys and V with {V.shape[-2]} values",
                 expected="one value for each key: weights (…, q_len, kv_len) and V (…, kv_len, d_v)",
-                hint="Make K and V from the same sequence.",
+                hint="Compute K and V from the same sequence.",
             )
         check_leading_axes("compute_output", "weights", weights, "V", V)
         finite = np.isfinite(V)
         if mask is None or finite.all():
             return weights @ V
 
-        # Take out what is not finite, and add it again for the queries that may see it.
+        # Leave out values that are not finite, and add them back for the queries that attend to them.
         mask = as_mask("compute_output", mask, weights.shape)
-        seen = mask[..., :, :, None] & ~finite[..., None, :, :]  # (…, q_len, kv_len, d_v)
-        strange = np.where(seen, V[..., None, :, :], 0.0)
-        return weights @ np.where(finite, V, 0.0) + (weights[..., None, :] @ strange)[..., 0, :]
+        visible = mask[..., :, :, None] & ~finite[..., None, :, :]  # (…, q_len, kv_len, d_v)
+        not_finite = np.where(visible, V[..., None, :, :], 0.0)
+        return weights @ np.where(finite, V, 0.0) + (weights[..., None, :] @ not_finite)[..., 0, :]
 
     def explain(
         self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, tokens: Sequence[str], query_idx: int
     ) -> Explanation:
-        """The four steps of one query with every number, as an object to print or to take apart.
+        """Explain one query: the four steps with every number.
+
+        Args:
+            Q: Queries (q_len, d_k).
+            K: Keys (kv_len, d_k).
+            V: Values (kv_len, d_v).
+            tokens: A name for each key.
+            query_idx: The row of Q to explain, counted from 0.
+
+        Returns:
+            The steps as an object with the numbers as attributes; `print` it to read it.
 
         >>> attention = ScaledDotProductAttention(d_k=2)
         >>> steps = attention.explain([[1, 0]], [[2, 0], [0, 2]], [[4], [8]], tokens=["a", "b"], query_idx=0)
@@ -159,7 +210,7 @@ class ScaledDotProductAttention:
                 "ScaledDotProductAttention",
                 received=f"{name} of shape {vectors.shape}, vectors of {vectors.shape[-1]}",
                 expected=f"{name} of shape (…, {length}, {self.d_k}), since d_k is {self.d_k}",
-                hint=f"Make one with d_k={vectors.shape[-1]}, or pass vectors of {self.d_k}.",
+                hint=f"Build it with d_k={vectors.shape[-1]}, or pass vectors of {self.d_k}.",
             )
         return vectors
 
@@ -167,7 +218,16 @@ class ScaledDotProductAttention:
 def scaled_dot_product_attention(
     Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
 ) -> tuple[Floats, Floats]:
-    """The output (…, q_len, d_v) and the weights (…, q_len, kv_len), in this order; d_k is taken from Q.
+    """Compute scaled dot-product attention; d_k is the last axis of Q.
+
+    Args:
+        Q: Queries (…, q_len, d_k).
+        K: Keys (…, kv_len, d_k).
+        V: Values (…, kv_len, d_v).
+        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+
+    Returns:
+        The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
 
     >>> output, weights = scaled_dot_product_attention([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
     >>> output

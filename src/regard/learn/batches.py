@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one array: fill up the short ones, and remember how long they were."""
+"""Pad sequences of different lengths into one array."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ from regard.learn.validation import Floats, as_floats
 def pad_batch(
     sequences: Iterable[npt.ArrayLike], *, fill: float = 0.0
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """The sequences, (n, d) each, in one array (batch, max_length, d), and their lengths (batch,).
+    """Pad sequences at the end to the length of the longest, and return their lengths.
 
-    Short ones are filled up at the end. The lengths go to `create_padding_mask`, which hides the filling.
+    Pass the lengths to `create_padding_mask`, which masks the padding.
+
+    Args:
+        sequences: Arrays (n, d), where n may differ.
+        fill: Value of the padding.
+
+    Returns:
+        The batch (batch, max_length, d) and the lengths (batch,).
+
+    Raises:
+        ArgumentTypeError: If `sequences` is not iterable.
+        ArgumentError: If there is no sequence, or the sequences differ in d.
 
     >>> padded, lengths = pad_batch([[[1, 2]], [[3, 4], [5, 6]]])
     >>> padded
@@ -35,17 +46,17 @@ def pad_batch(
             expected="a list of sequences of shape (n, d)",
             hint="A single sequence is a batch of one: pad_batch([x]).",
         )
-    tables = [as_floats("pad_batch", f"sequences[{i}]", one, "n", "d") for i, one in enumerate(sequences)]
-    shapes = [table.shape for table in tables]
-    if not tables or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+    arrays = [as_floats("pad_batch", f"sequences[{i}]", x, "n", "d") for i, x in enumerate(sequences)]
+    shapes = [array.shape for array in arrays]
+    if not arrays or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
         raise ArgumentError(
             "pad_batch",
             received=f"sequences of shapes {shapes}",
             expected="at least one sequence, each of shape (n, d) with the same d",
-            hint="Give every token of every sequence equally many numbers.",
+            hint="Give every token of every sequence the same number of entries.",
         )
-    lengths = np.array([len(table) for table in tables], dtype=np.int64)
-    padded = np.full((len(tables), lengths.max(), shapes[0][1]), fill, dtype=np.float64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
+    lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+    padded = np.full((len(arrays), lengths.max(), shapes[0][1]), fill, dtype=np.float64)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = array
     return padded, lengths

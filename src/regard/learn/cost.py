@@ -1,11 +1,11 @@
-"""What attention costs: counted, measured, and fitted.
+"""The cost of attention: formulas for the arithmetic, measurements of time and memory, and fitted exponents.
 
-The arithmetic is known before anything runs. Every query meets every key, so there are q_len · kv_len scores; each
-takes d_k multiply-adds to make and d_v to spend. Twice the tokens, four times all of it. `attention_by_loops` counts
-the same numbers one by one, for those who would rather not believe a formula.
+The arithmetic is known in advance. Every query is compared with every key, so there are q_len · kv_len scores. Each
+takes d_k multiply-adds to compute, and d_v to apply to a value. Twice the tokens cost four times as much.
+`attention_by_loops` counts the same numbers one by one, so you can check the formulas.
 
-Time and memory are another matter: they are measured, and an exponent is fitted to them. If doubling n multiplies an
-amount by 2^a, its points lie on a line of slope a once both axes are logarithms.
+Time and memory are measured, and an exponent is fitted to them. If doubling n multiplies an amount by 2^a, its points
+lie on a line of slope a in a plot with two logarithmic axes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from regard.render.table import format_bytes, format_seconds, format_table
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of one head without a mask: `q_len` queries and `kv_len` keys of `d_k` numbers, values of `d_v`.
+    """The cost of one head without a mask.
 
-    `itemsize` is the bytes of one number: 4 in float32.
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys.
+        d_k: Number of entries in each query and key.
+        d_v: Number of entries in each value.
+        itemsize: Bytes per number, 4 in float32.
 
     >>> cost = Cost(q_len=3, kv_len=3, d_k=3, d_v=3)
     >>> cost.entries, cost.score_multiply_adds, cost.value_multiply_adds
@@ -45,33 +50,33 @@ class Cost:
 
     @property
     def entries(self) -> int:
-        """The entries of the matrix of scores, and as many weights: one for each pair."""
+        """Number of entries in the matrix of scores, and in the matrix of weights."""
         return self.q_len * self.kv_len
 
     @property
     def bytes(self) -> int:
-        """What one such matrix takes if it is stored."""
+        """Bytes of one such matrix, if it is stored."""
         return self.entries * self.itemsize
 
     @property
     def score_multiply_adds(self) -> int:
-        """Each score is a dot product of d_k terms."""
+        """Multiply-adds of the scores: each is a dot product of d_k terms."""
         return self.entries * self.d_k
 
     @property
     def value_multiply_adds(self) -> int:
-        """Each weight multiplies a value of d_v numbers."""
+        """Multiply-adds of the output: each weight multiplies a value of d_v numbers."""
         return self.entries * self.d_v
 
     @property
     def multiply_adds(self) -> int:
-        """Those of the scores and those of the output together."""
+        """Multiply-adds of the scores and the output together."""
         return self.score_multiply_adds + self.value_multiply_adds
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """The costs of several lengths, one of `Cost` in `rows` for each; prints as a table.
+    """The costs of several lengths, one `Cost` in `rows` for each; prints as a table.
 
     >>> [cost.entries for cost in cost_table([128, 256]).rows]
     [16384, 65536]
@@ -97,7 +102,16 @@ class CostTable:
 def cost_table(
     lengths: Iterable[int] | int, *, d_k: int = 64, d_v: int | None = None, dtype: npt.DTypeLike = np.float32
 ) -> CostTable:
-    """The cost of one head attending over itself, for each length; d_v is d_k unless given.
+    """Tabulate the cost of self-attention in one head, for each length.
+
+    Args:
+        lengths: Numbers of tokens in rising order, or a single one.
+        d_k: Number of entries in each query and key.
+        d_v: Number of entries in each value; `d_k` by default.
+        dtype: The NumPy dtype whose size the bytes are computed with.
+
+    Returns:
+        The costs; `print` it to read it.
 
     >>> print(cost_table([256, 512, 1024]))
     length    entries  growth   memory  multiply-adds
@@ -112,18 +126,28 @@ def cost_table(
     return CostTable(tuple(Cost(n, n, d_k, d_v, itemsize) for n in sizes))
 
 
-def fitted_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
-    """The a for which amount ≈ constant · length^a fits best, by least squares on the logarithms.
+def fit_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
+    """Fit the exponent a in amount ≈ constant · length^a, by least squares on the logarithms.
 
-    >>> round(fitted_exponent([1, 2, 4], [5, 20, 80]), 12)
+    Args:
+        lengths: Two or more different lengths.
+        amounts: One amount for each length, above 0.
+
+    Returns:
+        The exponent.
+
+    Raises:
+        ArgumentError: If there are fewer than two lengths, or an amount is not above 0.
+
+    >>> round(fit_exponent([1, 2, 4], [5, 20, 80]), 12)
     2.0
     """
     if len(lengths) != len(amounts) or len(set(lengths)) < 2 or min(*lengths, *amounts) <= 0:
         raise ArgumentError(
-            "fitted_exponent",
+            "fit_exponent",
             received=f"{len(lengths)} lengths and {len(amounts)} amounts",
             expected="one amount for each of two or more different lengths, all above 0",
-            hint="A line needs two points, and a logarithm a number above 0: measure more lengths.",
+            hint="A line needs two points, and a logarithm a number above 0. Use measurements of more lengths.",
         )
     x, y = np.log(lengths), np.log(amounts)
     x = x - x.mean()
@@ -132,7 +156,7 @@ def fitted_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One length: its `cost`, which is counted, and the `seconds` and `peak_bytes`, which are measured.
+    """The results for one length: the computed `cost`, and the measured `seconds` and `peak_bytes`.
 
     >>> rows = profile([16, 32], repeats=1).rows
     >>> rows[0].cost.entries, rows[0].seconds > 0
@@ -146,10 +170,10 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `profile` found: `rows`, one for each length, and the fitted `exponents` by name; prints as a table.
+    """The results of `profile`: `rows`, one for each length, and the fitted `exponents` by name; prints as a table.
 
-    >>> found = profile([16, 32], repeats=1)
-    >>> sorted(found.exponents)
+    >>> result = profile([16, 32], repeats=1)
+    >>> sorted(result.exponents)
     ['bytes', 'entries', 'multiply_adds', 'peak_bytes', 'seconds']
     """
 
@@ -181,16 +205,30 @@ def profile(
     repeats: int = 3,
     seed: int = 0,
 ) -> Profile:
-    """Entries, bytes and multiply-adds counted, time and peak memory measured, an exponent fitted to each.
+    """Measure the time and the peak memory of an attention function, compute its cost, and fit exponents.
 
-    `attend(Q, K, V)` is what is measured, on (n, d_k), (n, d_k) and (n, d_v) in float64: any function of these. The
-    time is the best of `repeats` calls. The memory is the most that was held at once, the arguments left out; it is
-    seen by `tracemalloc`, which knows of NumPy's arrays.
+    The time is the best of `repeats` calls. The memory is the peak during a call without the arguments, measured by
+    `tracemalloc`, which tracks NumPy arrays.
 
-    >>> found = profile([32, 64, 128])
-    >>> {name: round(found.exponents[name], 6) for name in ("entries", "bytes", "multiply_adds")}
+    Args:
+        lengths: Two or more numbers of tokens, in rising order.
+        d_k: Number of entries in each query and key.
+        d_v: Number of entries in each value; `d_k` by default.
+        attend: The function to measure, called with Q (n, d_k), K (n, d_k) and V (n, d_v) in float64.
+        repeats: Number of timed calls for each length.
+        seed: Seed of the random inputs.
+
+    Returns:
+        One row for each length, and the fitted exponents; `print` it to read it.
+
+    Raises:
+        ArgumentError: If there are fewer than two lengths.
+        ArgumentTypeError: If `attend` cannot be called.
+
+    >>> result = profile([32, 64, 128])
+    >>> {name: round(result.exponents[name], 6) for name in ("entries", "bytes", "multiply_adds")}
     {'entries': 2.0, 'bytes': 2.0, 'multiply_adds': 2.0}
-    >>> found.rows[2].peak_bytes >= found.rows[2].cost.bytes  # this attention stores the whole matrix
+    >>> result.rows[2].peak_bytes >= result.rows[2].cost.bytes  # this attention stores the whole matrix
     True
     """
     sizes = as_counts("profile", "lengths", lengths, minimum=1)
@@ -217,8 +255,8 @@ def profile(
         Q, K = rng.normal(size=(2, cost.q_len, cost.d_k))
         V = rng.normal(size=(cost.kv_len, cost.d_v))
         call = partial(attend, Q, K, V)
-        peak = _peak_bytes(call)  # apart from the time, which watching the memory would lengthen
-        rows.append(ProfileRow(cost, min(_seconds(call) for _ in range(repeats)), peak))
+        peak = _measure_peak_bytes(call)  # not in a timed call: tracing memory slows it down
+        rows.append(ProfileRow(cost, min(_measure_seconds(call) for _ in range(repeats)), peak))
 
     amounts: dict[str, list[float]] = {
         "entries": [row.cost.entries for row in rows],
@@ -227,24 +265,24 @@ def profile(
         "seconds": [row.seconds for row in rows],
         "peak_bytes": [row.peak_bytes for row in rows],
     }
-    # Nothing is seen of memory that tracemalloc does not know, and a logarithm of 0 fits no line.
+    # Memory that tracemalloc does not track is measured as 0, which has no logarithm.
     exponents = {
-        name: fitted_exponent(sizes, numbers) if min(numbers) > 0 else math.nan
+        name: fit_exponent(sizes, numbers) if min(numbers) > 0 else math.nan
         for name, numbers in amounts.items()
     }
     return Profile(tuple(rows), exponents)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _measure_seconds(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
-def _peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes held at once during the call, beyond those held before it."""
-    watched = tracemalloc.is_tracing()
-    if not watched:
+def _measure_peak_bytes(call: Callable[[], object]) -> int:
+    """Measure the peak of traced memory during a call, minus the memory before it."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
         tracemalloc.start()
     try:
         tracemalloc.reset_peak()
@@ -252,14 +290,20 @@ def _peak_bytes(call: Callable[[], object]) -> int:
         call()
         _, peak = tracemalloc.get_traced_memory()
     finally:
-        if not watched:  # somebody else's tracing goes on
+        if not was_tracing:  # leave tracing that the caller started
             tracemalloc.stop()
     return peak - before
 
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """The published size of a model's attention: `layers` of `heads` over `length` tokens, and the `source` of these.
+    """The published size of a model's attention.
+
+    Args:
+        layers: Number of layers.
+        heads: Number of heads per layer.
+        length: Number of tokens.
+        source: The publication.
 
     >>> published_models["GPT-3"].entries
     38654705664
@@ -274,11 +318,11 @@ class PublishedModel:
 
     @property
     def entries(self) -> int:
-        """The weights of all layers and heads for one sequence."""
+        """Number of attention weights of all layers and heads for one sequence."""
         return self.layers * self.heads * self.length**2
 
 
-# The sizes of models people know, by name, each with its source.
+# Sizes of well-known models by name, each with its source.
 published_models = {
     "GPT-3": PublishedModel(96, 96, 2048, "Brown et al. 2020, arXiv:2005.14165"),
     "LLaMA-2-70B": PublishedModel(
@@ -291,7 +335,7 @@ published_models = {
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The models of `published_models`, or others, side by side; `itemsize` is the bytes of one weight.
+    """The attention weights of several models; `itemsize` is the bytes per weight; prints as a table.
 
     >>> model_table().models["GPT-3"].heads, model_table().itemsize
     (96, 4)
@@ -315,7 +359,14 @@ class ModelTable:
 def model_table(
     models: dict[str, PublishedModel] = published_models, *, dtype: npt.DTypeLike = np.float32
 ) -> ModelTable:
-    """The weights of one sequence through each model, and what they would take if they were stored.
+    """Tabulate the number of attention weights of each model for one sequence, and their size if stored.
+
+    Args:
+        models: Models by name.
+        dtype: The NumPy dtype whose size the bytes are computed with.
+
+    Returns:
+        The table; `print` it to read it.
 
     >>> print(model_table())
           model  layers  heads  length         weights   memory

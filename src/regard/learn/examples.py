@@ -1,4 +1,4 @@
-"""The worked examples of the book: small inputs under a name. What they come to is left to be computed."""
+"""The inputs of the worked examples in the book; the results are computed where they are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from regard.learn.validation import Floats
 
-Rows = Sequence[Sequence[float]]
+Table = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Example:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
-    """Queries (q_len, d_k) and keys (kv_len, d_k) only, for lessons that end at the scores.
+class ScoreExample:
+    """Queries (q_len, d_k) and keys (kv_len, d_k), without values, for lessons about scores.
 
     >>> (magnitude.Q @ magnitude.K.T)[0]
     array([ 5., 15.,  7.])
@@ -42,8 +42,8 @@ class Comparison:
 
 
 @dataclass(frozen=True, eq=False)
-class Projection:
-    """Embeddings X (n, d), a token for each, and the matrices that make Q, K and V of them: Q = X @ W_Q.
+class ProjectionExample:
+    """Embeddings X (n, d), a token for each, and the matrices that project them to Q, K and V: Q = X @ W_Q.
 
     >>> (projection.X @ projection.W_Q).shape
     (3, 4)
@@ -56,65 +56,65 @@ class Projection:
     W_V: Floats
 
 
-def _array(rows: Rows) -> Floats:
-    """The rows as a float64 array that cannot be written to, since every reader shares it."""
+def _read_only(rows: Table) -> Floats:
+    """Convert rows to a read-only float64 array, because all users share it."""
     array = np.array(rows, dtype=np.float64)
     array.setflags(write=False)
     return array
 
 
-# Five tokens of four numbers, the example that runs through the whole book.
+# Five tokens of four numbers: the main example of the book.
 cat = Example(
     tokens=("The", "cat", "sat", "on", "mat"),
-    Q=_array([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]),
-    K=_array([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]),
-    V=_array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]),
+    Q=_read_only([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]),
+    K=_read_only([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]),
+    V=_read_only([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]),
 )
 
-# Two queries, three keys: small enough for the back of an envelope, and not square.
+# Two queries, three keys: small enough to work out by hand, and not square.
 tiny_head = Example(
     tokens=("k0", "k1", "k2"),
-    Q=_array([[1, 0], [0, 1]]),
-    K=_array([[1, 0], [1, 1], [0, 1]]),
-    V=_array([[1, 0], [0, 2], [1, 1]]),
+    Q=_read_only([[1, 0], [0, 1]]),
+    K=_read_only([[1, 0], [1, 1], [0, 1]]),
+    V=_read_only([[1, 0], [0, 2], [1, 1]]),
 )
 
-# What does the pronoun stand for? One query, "it", against three earlier words.
+# What does the pronoun refer to? One query, "it", against three earlier words.
 pronoun = Example(
     tokens=("animal", "street", "because"),
-    Q=_array([[3, 1]]),
-    K=_array([[3, 1], [1, 4], [1.5, 0.5]]),
-    V=_array([[2.0, 1.5], [0.5, 0.3], [-0.5, 1.2]]),
+    Q=_read_only([[3, 1]]),
+    K=_read_only([[3, 1], [1, 4], [1.5, 0.5]]),
+    V=_read_only([[2.0, 1.5], [0.5, 0.3], [-0.5, 1.2]]),
 )
 
 # Keys equal to queries, so that the scores are symmetric although the weights are not.
 three_tokens = Example(
     tokens=("t0", "t1", "t2"),
-    Q=_array([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
-    K=_array([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
-    V=_array([[1, 0, 0, 0], [0, 1, 0, 0], [0.5, 0.5, 0, 0]]),
+    Q=_read_only([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
+    K=_read_only([[3, 1, 0, 0], [1, 4, 0, 0], [2, 2, 0, 0]]),
+    V=_read_only([[1, 0, 0, 0], [0, 1, 0, 0], [0.5, 0.5, 0, 0]]),
 )
 
-# Three tokens of three numbers, to be multiplied one number at a time.
+# Three tokens of three numbers, to step through every multiplication.
 three_by_three = Example(
     tokens=("cats", "like", "fish"),
-    Q=_array([[1, 0, 2], [0, 2, 1], [1, 1, 0]]),
-    K=_array([[1, 1, 0], [0, 1, 1], [2, 0, 1]]),
-    V=_array([[1, 0, 2], [0, 3, 1], [2, 1, 0]]),
+    Q=_read_only([[1, 0, 2], [0, 2, 1], [1, 1, 0]]),
+    K=_read_only([[1, 1, 0], [0, 1, 1], [2, 0, 1]]),
+    V=_read_only([[1, 0, 2], [0, 3, 1], [2, 1, 0]]),
 )
 
-# Two keys along the query and one across it: length counts in a dot product, not direction alone.
-magnitude = Comparison(
+# Two keys in the direction of the query and one in another: a dot product depends on length too.
+magnitude = ScoreExample(
     tokens=("short aligned", "long aligned", "misaligned"),
-    Q=_array([[3, 1]]),
-    K=_array([[1.5, 0.5], [4.5, 1.5], [1, 4]]),
+    Q=_read_only([[3, 1]]),
+    K=_read_only([[1.5, 0.5], [4.5, 1.5], [1, 4]]),
 )
 
 # Three embeddings. The matrices are torch.randn(4, 4) * 0.5, drawn in this order after torch.manual_seed(42).
-projection = Projection(
+projection = ProjectionExample(
     tokens=("bank", "river", "loan"),
-    X=_array([[0.5, 0.3, 0.8, 0.2], [0.2, 0.9, 0.1, 0.3], [0.8, 0.1, 0.4, 0.7]]),
-    W_Q=_array(
+    X=_read_only([[0.5, 0.3, 0.8, 0.2], [0.2, 0.9, 0.1, 0.3], [0.8, 0.1, 0.4, 0.7]]),
+    W_Q=_read_only(
         [
             [0.96345764, 0.74364203, 0.4503586, -1.0527605],
             [0.33920923, -0.61727244, -0.021533739, -0.8023335],
@@ -122,7 +122,7 @@ projection = Projection(
             [-0.36394066, -0.2797151, -0.38441944, 0.3812227],
         ]
     ),
-    W_K=_array(
+    W_K=_read_only(
         [
             [0.82115847, -0.079798736, -0.24869877, 0.21979463],
             [-0.37906557, 0.5391588, 0.40040028, 0.8403103],
@@ -130,7 +130,7 @@ projection = Projection(
             [-0.11581216, 0.020879745, -0.12578765, 0.42992926],
         ]
     ),
-    W_V=_array(
+    W_V=_read_only(
         [
             [-0.69233686, -0.43561807, -0.11168296, 0.8586807],
             [0.15944016, -0.21225949, 0.15286046, -0.38729626],

@@ -1,10 +1,10 @@
-"""The kernel view: attention is an average of the values, weighted by how near each key is to the query.
+"""Attention as kernel smoothing: the mean of the values, weighted by the similarity of each key to the query.
 
     weight of key j  =  κ(query, key j) / Σ κ(query, key m)
 
-Nadaraya and Watson estimated a curve this way in 1964, with a Gaussian κ. Softmax attention is the same average with
-κ = exp(query · key / √d_k). Since |query − key|² = |query|² − 2 query · key + |key|², the two differ by the length of
-the key alone: where all keys are equally long they are the same.
+Nadaraya and Watson estimated a curve this way in 1964, with a Gaussian κ. Softmax attention is this mean with
+κ = exp(query · key / √d_k). Since |query − key|² = |query|² − 2 query · key + |key|², the two differ only by the length
+of the key: if all keys have the same length, they are equal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from regard.learn.validation import Floats, as_floats, as_number, check_leading_
 
 
 def exponential_kernel(Q: Floats, K: Floats) -> Floats:
-    """The nearness exp(query · key / √d_k) of every query to every key, (…, q_len, kv_len).
+    """Compute exp(query · key / √d_k) for every query and key.
 
-    As it stands it overflows where a scaled score passes 709: softmax subtracts the largest of the row first.
+    It overflows if a scaled score exceeds 709; softmax subtracts the largest score of the row first.
+
+    Args:
+        Q: Queries (…, q_len, d_k).
+        K: Keys (…, kv_len, d_k).
+
+    Returns:
+        Similarities (…, q_len, kv_len).
 
     >>> exponential_kernel(np.array([[2.0]]), np.array([[0.0], [1.0]])).round(3)
     array([[1.   , 7.389]])
@@ -33,20 +40,27 @@ def exponential_kernel(Q: Floats, K: Floats) -> Floats:
 
 
 def gaussian_kernel(Q: Floats, K: Floats, width: float | None = None) -> Floats:
-    """The nearness exp(−|query − key|² / 2 width²) of every query to every key, (…, q_len, kv_len).
+    """Compute exp(−|query − key|² / 2 width²) for every query and key.
 
-    The width is the fourth root of d_k unless given: then it differs from `exponential_kernel` by the lengths alone.
+    Args:
+        Q: Queries (…, q_len, d_k).
+        K: Keys (…, kv_len, d_k).
+        width: Width of the Gaussian, above 0. The default is the fourth root of d_k; it makes the kernel differ from
+            `exponential_kernel` only by the lengths of the vectors.
+
+    Returns:
+        Similarities (…, q_len, kv_len).
 
     >>> gaussian_kernel(np.array([[2.0]]), np.array([[2.0], [1.0]])).round(3)
     array([[1.   , 0.607]])
     """
     width = Q.shape[-1] ** 0.25 if width is None else width
     width = as_number(
-        "gaussian_kernel", "width", width, "It is a distance between vectors; try 1.", positive=True
+        "gaussian_kernel", "width", width, "It is a distance between vectors, for example 1.", positive=True
     )
     distances = np.linalg.norm(Q[..., :, None, :] - K[..., None, :, :], axis=-1)
-    nearness: Floats = np.exp(-((distances / width) ** 2) / 2)
-    return nearness
+    similarities: Floats = np.exp(-((distances / width) ** 2) / 2)
+    return similarities
 
 
 def kernel_attention(
@@ -57,7 +71,20 @@ def kernel_attention(
     *,
     kernel: Callable[[Floats, Floats], Floats] = exponential_kernel,
 ) -> tuple[Floats, Floats]:
-    """The output (…, q_len, d_v) and the weights (…, q_len, kv_len) by any kernel that is not negative.
+    """Compute attention with any kernel that is not negative.
+
+    Args:
+        Q: Queries (…, q_len, d_k).
+        K: Keys (…, kv_len, d_k).
+        V: Values (…, kv_len, d_v).
+        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+        kernel: A function of Q and K that returns similarities (…, q_len, kv_len).
+
+    Returns:
+        The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
+
+    Raises:
+        ArgumentError: If the shapes do not fit together, or the kernel returns a negative number.
 
     >>> output, weights = kernel_attention([[0.0]], [[-1.0], [1.0], [9.0]], [[1], [3], [8]], kernel=gaussian_kernel)
     >>> weights.round(3)
@@ -73,16 +100,16 @@ def kernel_attention(
             "kernel_attention",
             received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
             expected="Q (…, q_len, d_k), K (…, kv_len, d_k) and V (…, kv_len, d_v)",
-            hint="Project queries and keys to the same d_k, and make K and V from the same sequence.",
+            hint="Project queries and keys to the same d_k, and compute K and V from the same sequence.",
         )
     check_leading_axes("kernel_attention", "Q", Q, "K", K)
-    nearness = as_floats("kernel_attention", "kernel(Q, K)", kernel(Q, K), "q_len", "kv_len")
-    if (nearness < 0).any():
+    similarities = as_floats("kernel_attention", "kernel(Q, K)", kernel(Q, K), "q_len", "kv_len")
+    if (similarities < 0).any():
         raise ArgumentError(
             "kernel_attention",
-            received=f"a kernel with values down to {nearness.min():g}",
-            expected="a kernel that is never negative, so that its shares are shares",
-            hint="Take its exponential, or what it has above 0.",
+            received=f"a kernel with values down to {similarities.min():g}",
+            expected="a kernel that is never negative",
+            hint="Use its exponential, or max(kernel, 0).",
         )
-    weights = normalised_relu(nearness, mask)  # nothing is below 0: each is divided by the sum
+    weights = normalised_relu(similarities, mask)  # none is negative: each is divided by the sum
     return ScaledDotProductAttention(d_k=Q.shape[-1]).compute_output(weights, V, mask), weights

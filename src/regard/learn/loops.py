@@ -1,7 +1,7 @@
-"""Attention with every loop written out, and a tally kept where the work is done.
+"""Attention with every loop written out, and every operation counted where it happens.
 
-Nothing in the tally is worked out from a formula: each line of arithmetic is followed by the line that counts
-it. What it adds up to, n_q · n_k · (d_k + d_v) multiply-adds without a mask, is for the reader to find.
+No count comes from a formula: each line of arithmetic is followed by the line that counts it. Without a mask, the
+multiply-adds add up to n_q · n_k · (d_k + d_v).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FLOAT_BYTES = np.dtype(np.float64).itemsize
 
 
 @dataclass
-class Counts:
-    """How often each kind of work was done; the bytes are those of the tables that were written.
+class OperationCounts:
+    """The number of operations of each kind, and the bytes of the tables written.
 
     >>> print(attention_by_loops([[1, 0]], [[1, 0], [0, 1]], [[5], [6]]).counts)
     score_multiply_adds            4
@@ -50,7 +50,7 @@ class Counts:
 
     @property
     def multiply_adds(self) -> int:
-        """Those of the scores and those of the output together."""
+        """The multiply-adds of the scores and of the output together."""
         return self.score_multiply_adds + self.value_multiply_adds
 
     @property
@@ -65,18 +65,18 @@ class Counts:
 
 @dataclass(frozen=True, eq=False)
 class CountedAttention:
-    """What `attention_by_loops` found: `output`, `weights`, scaled `scores`, and the `counts` of the work.
+    """The result of `attention_by_loops`: `output`, `weights`, scaled `scores`, and the `counts` of operations.
 
     >>> from regard.learn import attention_by_loops, cat
-    >>> found = attention_by_loops(cat.Q, cat.K, cat.V)
-    >>> found.weights[2].round(4), found.counts.exponentials
+    >>> result = attention_by_loops(cat.Q, cat.K, cat.V)
+    >>> result.weights[2].round(4), result.counts.exponentials
     (array([0.1519, 0.2505, 0.2505, 0.1519, 0.1951]), 25)
     """
 
     output: Floats
     weights: Floats
     scores: Floats
-    counts: Counts
+    counts: OperationCounts
 
     def __str__(self) -> str:
         (q_len, kv_len), d_v = self.weights.shape, self.output.shape[-1]
@@ -86,10 +86,21 @@ class CountedAttention:
 def attention_by_loops(
     Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
 ) -> CountedAttention:
-    """The output (q_len, d_v), the weights (q_len, kv_len) and the count of everything done to get them.
+    """Compute attention with explicit loops, and count every operation.
 
-    Q is (q_len, d_k), K is (kv_len, d_k), V is (kv_len, d_v). The mask, True = attend, broadcasts to
-    (q_len, kv_len): a hidden pair costs no arithmetic, yet its cell is still written.
+    A masked pair costs no arithmetic, but its cell is still written.
+
+    Args:
+        Q: Queries (q_len, d_k).
+        K: Keys (kv_len, d_k).
+        V: Values (kv_len, d_v).
+        mask: Boolean, True = attend; broadcasts to (q_len, kv_len).
+
+    Returns:
+        The output (q_len, d_v), the weights and scaled scores (q_len, kv_len), and the counts.
+
+    Raises:
+        ArgumentError: If the arrays are not one head of one sequence, or their shapes do not fit together.
 
     >>> result = attention_by_loops([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
     >>> result.output, result.weights
@@ -97,33 +108,33 @@ def attention_by_loops(
     >>> result.counts.multiply_adds == 1 * 2 * (2 + 1)
     True
     """
-    Q = _table("Q", Q, "q_len", "d_k")
-    K = _table("K", K, "kv_len", "d_k")
-    V = _table("V", V, "kv_len", "d_v")
+    Q = _check_table("Q", Q, "q_len", "d_k")
+    K = _check_table("K", K, "kv_len", "d_k")
+    V = _check_table("V", V, "kv_len", "d_v")
     (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
     if K.shape != (n_k, d_k) or d_k == 0:
         raise ArgumentError(
             "attention_by_loops",
             received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
             expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), with d_k at least 1",
-            hint="Project queries and keys to the same d_k, and make K and V from the same sequence.",
+            hint="Project queries and keys to the same d_k, and compute K and V from the same sequence.",
         )
-    may_see = np.ones((n_q, n_k), dtype=bool)
+    attend = np.ones((n_q, n_k), dtype=bool)
     if mask is not None:
-        may_see &= as_mask("attention_by_loops", mask, (n_q, n_k))
+        attend &= as_mask("attention_by_loops", mask, (n_q, n_k))
 
-    counts = Counts()
+    counts = OperationCounts()
     scores, weights, output = np.zeros((n_q, n_k)), np.zeros((n_q, n_k)), np.zeros((n_q, d_v))
-    q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python numbers from here on
+    q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python floats
     root = math.sqrt(d_k)
 
     for i in range(n_q):
-        visible = [j for j in range(n_k) if may_see[i, j]]
+        visible = [j for j in range(n_k) if attend[i, j]]
 
-        # 1. compare and 2. scale: one dot product for each key this query may see.
+        # 1. compare and 2. scale: one dot product for each key this query attends to.
         for j in range(n_k):
             scores[i, j] = -math.inf
-            if may_see[i, j]:
+            if attend[i, j]:
                 dot = 0.0
                 for c in range(d_k):
                     dot += q[i][c] * k[j][c]
@@ -132,7 +143,7 @@ def attention_by_loops(
                 counts.divisions += 1
             counts.bytes_scores += FLOAT_BYTES
 
-        # 3. normalise: the highest score, the exponentials of the distances to it, their sum, the shares.
+        # 3. normalise: the highest score, the exponentials of the differences, their sum, the shares.
         row = scores[i].tolist()
         highest = row[visible[0]] if visible else -math.inf
         for j in visible[1:]:
@@ -151,12 +162,12 @@ def attention_by_loops(
 
         for j in range(n_k):
             weights[i, j] = 0.0
-            if may_see[i, j] and total != 0.0:
+            if attend[i, j] and total != 0.0:
                 weights[i, j] = exponentials[j] / total
                 counts.divisions += 1
             counts.bytes_weights += FLOAT_BYTES
 
-        # 4. aggregate: each value counts for its share.
+        # 4. aggregate: the sum of share · value.
         share = weights[i].tolist()
         for c in range(d_v):
             mixed = 0.0
@@ -169,13 +180,13 @@ def attention_by_loops(
     return CountedAttention(output, weights, scores, counts)
 
 
-def _table(name: str, array: npt.ArrayLike, *axes: str) -> Floats:
+def _check_table(name: str, array: npt.ArrayLike, *axes: str) -> Floats:
     table = as_floats("attention_by_loops", name, array, *axes)
     if table.ndim != 2:
         raise ArgumentError(
             "attention_by_loops",
             received=f"{name} of shape {table.shape}",
             expected=f"{name} of shape ({', '.join(axes)}), one head of one sequence",
-            hint="Loop over the batch and the heads and call it for each, as in Q[0, 3].",
+            hint="Call it for each sequence and head, as in Q[0, 3].",
         )
     return table

@@ -1,4 +1,4 @@
-"""The two masks every lesson needs, as boolean arrays: True = attend."""
+"""Causal and padding masks as boolean arrays: True = attend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from regard.learn.validation import Bools, as_count
 
 
 def create_causal_mask(seq_len: int) -> Bools:
-    """A (seq_len, seq_len) mask that lets each position see itself and what came before: kv_idx ≤ q_idx.
+    """Create a mask in which each position attends to itself and to earlier positions: kv_idx ≤ q_idx.
+
+    Args:
+        seq_len: Number of tokens.
+
+    Returns:
+        A boolean mask (seq_len, seq_len), True = attend.
 
     >>> create_causal_mask(3).astype(int)
     array([[1, 0, 0],
@@ -22,30 +28,41 @@ def create_causal_mask(seq_len: int) -> Bools:
 
 
 def create_padding_mask(lengths: npt.ArrayLike, max_length: int) -> Bools:
-    """A (batch, 1, 1, max_length) mask that lets the real tokens through: kv_idx < length.
+    """Create a mask of the real tokens in a padded batch: kv_idx < length.
 
-    The two axes of one stand for every head and every query, so it goes with scores of shape
-    (batch, heads, q_len, max_length), and `&` joins it to a causal mask.
+    The two axes of length one broadcast over heads and queries, so the mask fits scores of shape
+    (batch, heads, q_len, max_length). Combine it with a causal mask by `&`.
+
+    Args:
+        lengths: Number of real tokens of each sequence (batch,).
+        max_length: Length of the padded sequences.
+
+    Returns:
+        A boolean mask (batch, 1, 1, max_length), True = attend.
+
+    Raises:
+        ArgumentTypeError: If the lengths are not whole numbers in one axis.
+        ArgumentError: If a length is negative or above `max_length`.
 
     >>> create_padding_mask([2, 3], max_length=4)[:, 0, 0].astype(int)
     array([[1, 1, 0, 0],
            [1, 1, 1, 0]])
     """
     max_length = as_count("create_padding_mask", "max_length", max_length, minimum=0)
-    given = np.asarray(lengths)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size > 0):
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size > 0):
         raise ArgumentTypeError(
             "create_padding_mask",
-            received=f"lengths, {describe_argument(given)}",
+            received=f"lengths, {describe_argument(lengths)}",
             expected="lengths as whole numbers, one for each sequence: shape (batch,)",
-            hint="Count the real tokens of each sequence; from a table of them, table.sum(axis=1).",
+            hint="Count the real tokens of each sequence. If you have a table of them, use table.sum(axis=1).",
         )
-    if (given < 0).any() or (given > max_length).any():
+    if (lengths < 0).any() or (lengths > max_length).any():
         raise ArgumentError(
             "create_padding_mask",
-            received=f"lengths from {given.min()} to {given.max()} with max_length {max_length}",
+            received=f"lengths from {lengths.min()} to {lengths.max()} with max_length {max_length}",
             expected="lengths between 0 and max_length",
-            hint=f"Raise max_length to {max(given.max(), 0)}, or cut the sequences first.",
+            hint=f"Raise max_length to {max(lengths.max(), 0)}, or cut the sequences first.",
         )
-    real: Bools = np.arange(max_length)[None, :] < given[:, None]  # (batch, max_length)
+    real: Bools = np.arange(max_length)[None, :] < lengths[:, None]  # (batch, max_length)
     return real[:, None, None, :]

@@ -1,17 +1,17 @@
-"""Softmax and its rivals: ways to turn a row of scores into shares, side by side.
+"""Softmax and its alternatives: functions that turn a row of scores into shares.
 
-Most of them take two steps: make a part of each score that is not negative, then divide by the sum of the parts.
-They differ in the part:
+Most of them have two steps: compute a part from each score, then divide by the sum of the parts. They differ in the
+part:
 
-    softmax               exp(score / temperature)      every key has a share; shifting all scores changes nothing
-    normalised_sigmoid    1 / (1 + exp(−score))         high scores saturate: the best cannot stand out
-    normalised_relu       max(score, 0)                 scores below 0 get nothing; none above 0, no share at all
-    divide_by_sum         the score itself              negative shares, and no meaning where the sum is 0
-    divide_by_maximum     the score itself              divided by the largest: nothing makes the sum 1
+    softmax               exp(score / temperature)      every key has a share; adding a constant changes nothing
+    normalised_sigmoid    1 / (1 + exp(−score))         high scores saturate: the best key cannot stand out
+    normalised_relu       max(score, 0)                 no share for scores below 0; none at all if all are
+    divide_by_sum         the score itself              negative shares, and undefined where the sum is 0
+    divide_by_maximum     the score itself              divided by the largest: the sum need not be 1
 
-Two take another way. `hardmax` gives everything to the largest score and has no gradient; `sparsemax` is the
-distribution nearest to the scores, with true zeros. All work on the last axis; a mask is boolean, True = attend, and a
-row that sees nothing is zeros.
+Two are different. `hardmax` gives everything to the largest score and has no gradient; `sparsemax` is the distribution
+nearest to the scores, with exact zeros. All work on the last axis. A mask is boolean, True = attend, and a fully masked
+row is zeros.
 """
 
 from __future__ import annotations
@@ -28,110 +28,166 @@ from regard.render.table import format_table
 
 
 def softmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None, temperature: float = 1.0) -> Floats:
-    """The shares exp(score / temperature), divided by their sum; scores are (…, kv_len).
+    """Compute exp(score / temperature), divided by the sum of the row.
 
-    A low temperature sharpens: at 0 it is `hardmax`. A high one evens out: at infinity all shares are equal.
+    A low temperature sharpens: at 0 it is `hardmax`. A high one flattens: at infinity all shares are equal.
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+        temperature: At least 0.
+
+    Returns:
+        Shares (…, kv_len).
 
     >>> softmax([0, 1, 2]).round(3)
     array([0.09 , 0.245, 0.665])
-    >>> softmax([1000, 1001, 1002]).round(3)  # the same distances, the same shares
+    >>> softmax([1000, 1001, 1002]).round(3)  # only differences count
     array([0.09 , 0.245, 0.665])
     >>> softmax([0, 1, 2], temperature=np.inf).round(3)
     array([0.333, 0.333, 0.333])
     """
-    hint = "1 changes nothing, less sharpens, more evens out."
+    hint = "1 changes nothing, a lower one sharpens, a higher one flattens."
     temperature = as_number("softmax", "temperature", temperature, hint)
     if temperature == 0:
         return hardmax(scores, mask)
-    scores, seen = _rows("softmax", scores, mask)
-    # The distance is taken first: however low the temperature, the largest exponent is exactly 0.
+    scores, visible = _prepare_scores("softmax", scores, mask)
+    # Subtract before dividing: at any temperature the largest exponent is exactly 0.
     with np.errstate(over="ignore", invalid="ignore"):
-        distances = (scores - _largest(scores, seen)) / temperature
-    return _shares(np.exp(np.where(seen, distances, -np.inf)), seen)
+        differences = (scores - _find_largest(scores, visible)) / temperature
+    return _normalise(np.exp(np.where(visible, differences, -np.inf)), visible)
 
 
 def hardmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """Everything to the largest score of each row, in equal parts where several are largest; (…, kv_len).
+    """Give everything to the largest score of each row, in equal parts if several are largest.
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Shares (…, kv_len).
 
     >>> hardmax([[0, 1, 2], [3, 0, 3]])
     array([[0. , 0. , 1. ],
            [0.5, 0. , 0.5]])
     """
-    scores, seen = _rows("hardmax", scores, mask)
-    return _shares(np.where(scores == _largest(scores, seen), 1.0, 0.0), seen)
+    scores, visible = _prepare_scores("hardmax", scores, mask)
+    return _normalise(np.where(scores == _find_largest(scores, visible), 1.0, 0.0), visible)
 
 
 def sparsemax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """The distribution nearest to each row of scores, by straight distance; (…, kv_len).
+    """Compute the distribution nearest to each row of scores, in Euclidean distance.
 
-    It comes to max(score − threshold, 0), the threshold such that the shares sum to 1; scores below it get exactly 0
-    (Martins & Astudillo, 1602.02068).
+    It is max(score − threshold, 0), with the threshold chosen so that the shares sum to 1. Scores below it get exactly
+    0 (Martins & Astudillo, 1602.02068).
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Shares (…, kv_len).
 
     >>> sparsemax([0, 1, 1.5])  # the threshold is 0.75
     array([0.  , 0.25, 0.75])
     """
-    scores, seen = _rows("sparsemax", scores, mask)
-    distances = np.where(seen, scores - _largest(scores, seen), -np.inf)
-    falling = -np.sort(-distances, axis=-1)  # the largest, 0, comes first; hidden scores come last
-    # With the k largest kept, the threshold is (their sum − 1) / k. Keep as many as lie above their own threshold.
+    scores, visible = _prepare_scores("sparsemax", scores, mask)
+    differences = np.where(visible, scores - _find_largest(scores, visible), -np.inf)
+    descending = -np.sort(-differences, axis=-1)  # the largest, 0, comes first; masked scores come last
+    # If the k largest are kept, the threshold is (their sum − 1) / k. Keep those above their own threshold.
     counts = np.arange(1, scores.shape[-1] + 1)
-    thresholds = (np.cumsum(falling, axis=-1) - 1) / counts
-    kept = (falling > thresholds).sum(axis=-1, keepdims=True)
+    thresholds = (np.cumsum(descending, axis=-1) - 1) / counts
+    kept = (descending > thresholds).sum(axis=-1, keepdims=True)
     if scores.shape[-1] == 0:
         return scores
     threshold = np.take_along_axis(thresholds, np.maximum(kept - 1, 0), axis=-1)
-    # A row that sees nothing has no threshold; one must be named all the same, to subtract it.
-    threshold = np.where(seen.any(axis=-1, keepdims=True), threshold, 0.0)
-    return np.maximum(distances - threshold, 0.0)
+    # A fully masked row has no threshold; subtract 0 there.
+    threshold = np.where(visible.any(axis=-1, keepdims=True), threshold, 0.0)
+    return np.maximum(differences - threshold, 0.0)
 
 
 def normalised_sigmoid(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """The sigmoid of each score, divided by their sum; (…, kv_len).
+    """Compute the sigmoid of each score, divided by the sum of the row.
 
-    >>> normalised_sigmoid([0, 0, 100]).round(3)  # the sigmoid of 100 is 1, and that of 0 is already a half
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Shares (…, kv_len).
+
+    >>> normalised_sigmoid([0, 0, 100]).round(3)  # the sigmoid of 100 is 1, and of 0 already a half
     array([0.25, 0.25, 0.5 ])
     """
-    scores, seen = _rows("normalised_sigmoid", scores, mask)
-    return _shares((1 + np.tanh(scores / 2)) / 2, seen)  # the sigmoid, in a form that cannot overflow
+    scores, visible = _prepare_scores("normalised_sigmoid", scores, mask)
+    return _normalise((1 + np.tanh(scores / 2)) / 2, visible)  # the sigmoid, in a form that cannot overflow
 
 
 def normalised_relu(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """What each score has above 0, divided by the sum; a row with nothing above 0 is zeros; (…, kv_len).
+    """Compute max(score, 0), divided by the sum of the row; a row without a positive score is zeros.
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Shares (…, kv_len).
 
     >>> normalised_relu([[-1, 1, 3], [-1, -2, -3]])
     array([[0.  , 0.25, 0.75],
            [0.  , 0.  , 0.  ]])
     """
-    scores, seen = _rows("normalised_relu", scores, mask)
-    return _shares(np.maximum(scores, 0.0), seen)
+    scores, visible = _prepare_scores("normalised_relu", scores, mask)
+    return _normalise(np.maximum(scores, 0.0), visible)
 
 
 def divide_by_sum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """Each score divided by the sum of its row: no distribution once a score is negative; (…, kv_len).
+    """Divide each score by the sum of its row; not a distribution if a score is negative.
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Quotients (…, kv_len).
 
     >>> divide_by_sum([[1, 1, 2], [-1, 1, 2]])
     array([[ 0.25,  0.25,  0.5 ],
            [-0.5 ,  0.5 ,  1.  ]])
     """
-    scores, seen = _rows("divide_by_sum", scores, mask)
-    return _quotient(scores, scores.sum(axis=-1, keepdims=True), seen)
+    scores, visible = _prepare_scores("divide_by_sum", scores, mask)
+    return _divide(scores, scores.sum(axis=-1, keepdims=True), visible)
 
 
 def divide_by_maximum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-    """Each score divided by the largest of its row: the best gets 1, and the sum may be anything; (…, kv_len).
+    """Divide each score by the largest of its row: the best gets 1, and the sum can be any number.
+
+    Args:
+        scores: Scores (…, kv_len).
+        mask: Boolean, True = attend; broadcasts to the shape of the scores.
+
+    Returns:
+        Quotients (…, kv_len).
 
     >>> divide_by_maximum([1, 1, 2])
     array([0.5, 0.5, 1. ])
     """
-    scores, seen = _rows("divide_by_maximum", scores, mask)
-    return _quotient(scores, _largest(scores, seen), seen)
+    scores, visible = _prepare_scores("divide_by_maximum", scores, mask)
+    return _divide(scores, _find_largest(scores, visible), visible)
 
 
 def softmax_jacobian(weights: npt.ArrayLike) -> Floats:
-    """How each weight answers to each score: diag(weights) − weights weightsᵀ, (…, kv_len, kv_len).
+    """Compute the Jacobian of softmax from its result: diag(weights) − weights weightsᵀ.
 
-    Entry [i, j] is the derivative of weight i by score j. It is made of the weights alone, and vanishes as one of them
-    nears 1: a saturated softmax hands no gradient back.
+    Entry [i, j] is the derivative of weight i with respect to score j. It vanishes as one weight approaches 1: a
+    saturated softmax passes back no gradient.
+
+    Args:
+        weights: Softmax weights (…, kv_len).
+
+    Returns:
+        The Jacobian (…, kv_len, kv_len).
 
     >>> softmax_jacobian([0.75, 0.25])
     array([[ 0.1875, -0.1875],
@@ -140,13 +196,14 @@ def softmax_jacobian(weights: npt.ArrayLike) -> Floats:
     True
     """
     weights = as_floats("softmax_jacobian", "weights", weights, "kv_len")
-    own = weights[..., :, None] * np.eye(weights.shape[-1])
-    return own - weights[..., :, None] * weights[..., None, :]
+    diagonal = weights[..., :, None] * np.eye(weights.shape[-1])
+    return diagonal - weights[..., :, None] * weights[..., None, :]
 
 
-RIVALS: dict[str, Callable[..., Floats]] = {
-    rival.__name__: rival
-    for rival in (
+# Softmax and its alternatives by name, in the order of the table.
+ALTERNATIVES: dict[str, Callable[..., Floats]] = {
+    function.__name__: function
+    for function in (
         softmax,
         sparsemax,
         hardmax,
@@ -159,101 +216,112 @@ RIVALS: dict[str, Callable[..., Floats]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
-    """What one rival makes of a row: its `weights` (kv_len,), and how they bear two changes of the scores.
+class AlternativeRow:
+    """The `weights` (kv_len,) of one function, and how they react to two changes of the scores.
 
-    `shift_moves` is the largest change of a weight when 1 is added to every score, `doubling_moves` that when every
+    `change_if_shifted` is the largest change of a weight when 1 is added to every score, `change_if_doubled` when every
     score is doubled.
 
-    >>> shares = compare_rivals([2.0, 1.0, 0.0]).shares["softmax"]
-    >>> shares.shift_moves < 1e-12, round(shares.doubling_moves, 4)
+    >>> row = compare_softmax_alternatives([2.0, 1.0, 0.0]).rows["softmax"]
+    >>> row.change_if_shifted < 1e-12, round(row.change_if_doubled, 4)
     (True, 0.2016)
     """
 
     name: str
     weights: Floats
-    shift_moves: float
-    doubling_moves: float
+    change_if_shifted: float
+    change_if_doubled: float
 
 
 @dataclass(frozen=True, eq=False)
-class RivalTable:
-    """What every rival makes of the same `scores` (kv_len,): one of `Shares` for each, under its name in `shares`.
+class AlternativeTable:
+    """The weights of softmax and its alternatives for the same `scores` (kv_len,), one of `rows` for each name.
 
-    >>> list(compare_rivals([2.0, 1.0, 0.0]).shares)[:3]
+    >>> list(compare_softmax_alternatives([2.0, 1.0, 0.0]).rows)[:3]
     ['softmax', 'sparsemax', 'hardmax']
     """
 
     scores: Floats
-    shares: dict[str, Shares]
+    rows: dict[str, AlternativeRow]
 
     def __str__(self) -> str:
         keys = [f"{score:g}" for score in self.scores]
-        rows = [
+        cells = [
             [
                 name,
                 *(f"{weight:.4f}" for weight in row.weights),
                 f"{row.weights.sum():.4f}",
-                f"{row.shift_moves:.4f}",
-                f"{row.doubling_moves:.4f}",
+                f"{row.change_if_shifted:.4f}",
+                f"{row.change_if_doubled:.4f}",
             ]
-            for name, row in self.shares.items()
+            for name, row in self.rows.items()
         ]
-        return format_table(rows, ["score", *keys, "sum", "+1 moves", "×2 moves"])
+        return format_table(cells, ["score", *keys, "sum", "change at +1", "change at ×2"])
 
 
-def compare_rivals(scores: npt.ArrayLike) -> RivalTable:
-    """The weights that every rival gives to one row of scores, (kv_len,), as an object that prints as a table.
+def compare_softmax_alternatives(scores: npt.ArrayLike) -> AlternativeTable:
+    """Compare the weights that softmax and its alternatives give to one row of scores.
 
-    >>> print(compare_rivals([1, 0.5, 0, -1]))
-                 score       1     0.5       0       -1     sum  +1 moves  ×2 moves
-               softmax  0.4740  0.2875  0.1744   0.0641  1.0000    0.0000    0.1832
-             sparsemax  0.7500  0.2500  0.0000   0.0000  1.0000    0.0000    0.2500
-               hardmax  1.0000  0.0000  0.0000   0.0000  1.0000    0.0000    0.0000
-    normalised_sigmoid  0.3444  0.2933  0.2356   0.1267  1.0000    0.0440    0.0733
-       normalised_relu  0.6667  0.3333  0.0000   0.0000  1.0000    0.2222    0.0000
-         divide_by_sum  2.0000  1.0000  0.0000  -2.0000  1.0000    2.0000    0.0000
-     divide_by_maximum  1.0000  0.5000  0.0000  -1.0000  0.5000    1.0000    0.0000
+    Args:
+        scores: One row of scores (kv_len,).
+
+    Returns:
+        A table with a row for each function; `print` it to read it.
+
+    Raises:
+        ArgumentError: If the scores are not one row.
+
+    >>> print(compare_softmax_alternatives([1, 0.5, 0, -1]))
+                 score       1     0.5       0       -1     sum  change at +1  change at ×2
+               softmax  0.4740  0.2875  0.1744   0.0641  1.0000        0.0000        0.1832
+             sparsemax  0.7500  0.2500  0.0000   0.0000  1.0000        0.0000        0.2500
+               hardmax  1.0000  0.0000  0.0000   0.0000  1.0000        0.0000        0.0000
+    normalised_sigmoid  0.3444  0.2933  0.2356   0.1267  1.0000        0.0440        0.0733
+       normalised_relu  0.6667  0.3333  0.0000   0.0000  1.0000        0.2222        0.0000
+         divide_by_sum  2.0000  1.0000  0.0000  -2.0000  1.0000        2.0000        0.0000
+     divide_by_maximum  1.0000  0.5000  0.0000  -1.0000  0.5000        1.0000        0.0000
     """
-    row = as_floats("compare_rivals", "scores", scores, "kv_len")
-    if row.ndim != 1 or row.size == 0:
+    scores = as_floats("compare_softmax_alternatives", "scores", scores, "kv_len")
+    if scores.ndim != 1 or scores.size == 0:
         raise ArgumentError(
-            "compare_rivals",
-            received=f"scores of shape {row.shape}",
+            "compare_softmax_alternatives",
+            received=f"scores of shape {scores.shape}",
             expected="one row of scores, of shape (kv_len,)",
-            hint="Take one query of them, as in scores[0].",
+            hint="Select one query, as in scores[0].",
         )
-    shares = {}
-    for name, rival in RIVALS.items():
-        weights = rival(row)
-        shift, doubling = (np.abs(rival(changed) - weights).max() for changed in (row + 1, row * 2))
-        shares[name] = Shares(name, weights, float(shift), float(doubling))
-    return RivalTable(row, shares)
+    rows = {}
+    for name, function in ALTERNATIVES.items():
+        weights = function(scores)
+        shifted, doubled = (np.abs(function(x) - weights).max() for x in (scores + 1, scores * 2))
+        rows[name] = AlternativeRow(name, weights, float(shifted), float(doubled))
+    return AlternativeTable(scores, rows)
 
 
-def _rows(operation: str, scores: npt.ArrayLike, mask: npt.ArrayLike | None) -> tuple[Floats, Bools]:
-    """The scores with 0 where they are hidden, so that nothing hidden can matter, and what may be seen."""
+def _prepare_scores(
+    operation: str, scores: npt.ArrayLike, mask: npt.ArrayLike | None
+) -> tuple[Floats, Bools]:
+    """Set masked scores to 0, so that they cannot matter, and return them with the visible entries."""
     scores = as_floats(operation, "scores", scores, "kv_len")
-    seen = np.ones(scores.shape, dtype=bool) if mask is None else as_mask(operation, mask, scores.shape)
-    seen = seen & (scores != -np.inf)  # a score of −inf is the other way to hide a key
-    return np.where(seen, scores, 0.0), seen
+    visible = np.ones(scores.shape, dtype=bool) if mask is None else as_mask(operation, mask, scores.shape)
+    visible = visible & (scores != -np.inf)  # a score of −inf is the other way to mask a key
+    return np.where(visible, scores, 0.0), visible
 
 
-def _largest(scores: Floats, seen: Bools) -> Floats:
-    """The largest score that each row may see; 0 where it sees nothing."""
-    largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf, where=seen)
+def _find_largest(scores: Floats, visible: Bools) -> Floats:
+    """Find the largest visible score of each row; 0 in a fully masked row."""
+    largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf, where=visible)
     return np.where(largest == -np.inf, 0.0, largest)
 
 
-def _shares(parts: Floats, seen: Bools) -> Floats:
-    """The parts that may be seen, divided by their sum; zeros where there is nothing to divide."""
-    parts = np.where(seen, parts, 0.0)
+def _normalise(parts: Floats, visible: Bools) -> Floats:
+    """Divide the visible parts by their sum; rows that sum to 0 are zeros."""
+    parts = np.where(visible, parts, 0.0)
     total = parts.sum(axis=-1, keepdims=True)
     shares = parts / np.where(total == 0.0, 1.0, total)
-    return np.where(seen, shares, 0.0)  # a NaN spoils what is seen, no more
+    return np.where(visible, shares, 0.0)  # a NaN spreads to the visible entries only
 
 
-def _quotient(parts: Floats, divisor: Floats, seen: Bools) -> Floats:
-    """The quotient as it comes, infinite where it must be, but zeros where nothing is seen."""
+def _divide(parts: Floats, divisor: Floats, visible: Bools) -> Floats:
+    """Divide without guarding against 0, so that quotients may be infinite; masked entries are zeros."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(seen, parts / divisor, 0.0)
+        return np.where(visible, parts / divisor, 0.0)

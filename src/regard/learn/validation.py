@@ -1,4 +1,4 @@
-"""What the teaching code asks of its arguments, kept here so that the lessons read without interruption."""
+"""Validate the arguments of the teaching code, so that the lessons stay free of checks."""
 
 from __future__ import annotations
 
@@ -17,76 +17,145 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-def as_floats(operation: str, name: str, array: npt.ArrayLike, *last: str) -> Floats:
-    """The array in float64; `last` names the axes it must have at the end, for the message if it has not."""
-    given = as_array(array, operation, name)
-    if given.dtype.kind not in "iuf":
+def as_floats(operation: str, name: str, array: npt.ArrayLike, *last_axes: str) -> Floats:
+    """Convert an array to float64, and require at least the axes that `last_axes` names.
+
+    Args:
+        operation: The function or class to name in an error.
+        name: The argument to name in an error.
+        array: The array.
+        last_axes: Names of the last axes, for the error message.
+
+    Returns:
+        The array in float64.
+
+    Raises:
+        ArgumentTypeError: If the array does not hold real numbers.
+        ArgumentError: If it has too few axes.
+    """
+    converted = as_array(array, operation, name)
+    if converted.dtype.kind not in "iuf":
         raise ArgumentTypeError(
             operation,
-            received=f"{name}, {describe_argument(given)}",
+            received=f"{name}, {describe_argument(converted)}",
             expected=f"{name} as an array of real numbers",
-            hint=f"Convert it first, as in np.asarray({name}, dtype=float); a mask goes in as mask=.",
+            hint=f"Convert it first, as in np.asarray({name}, dtype=float). Pass a mask as mask=.",
         )
-    if given.ndim < len(last):
+    if converted.ndim < len(last_axes):
         raise ArgumentError(
             operation,
-            received=f"{name} of shape {given.shape}",
-            expected=f"{name} of shape (…, {', '.join(last)})",
+            received=f"{name} of shape {converted.shape}",
+            expected=f"{name} of shape (…, {', '.join(last_axes)})",
             hint=f"A single vector is a table of one row: {name}[None, :].",
         )
-    floats: Floats = given.astype(np.float64, copy=False)
+    floats: Floats = converted.astype(np.float64, copy=False)
     return floats
 
 
 def as_count(operation: str, name: str, number: int, minimum: int) -> int:
-    """The number as an int of at least `minimum`."""
-    wanted = f"{name} as a whole number of at least {minimum}"
+    """Convert a whole number to an int, and require at least `minimum`.
+
+    Args:
+        operation: The function or class to name in an error.
+        name: The argument to name in an error.
+        number: The number.
+        minimum: The smallest accepted value.
+
+    Returns:
+        The number as an int.
+
+    Raises:
+        ArgumentTypeError: If it is not a whole number.
+        ArgumentError: If it is too small.
+    """
+    expected = f"{name} as a whole number of at least {minimum}"
     try:
         count = operator.index(number)
     except TypeError:
         raise ArgumentTypeError(
             operation,
             received=f"{name}, {describe_argument(number)}",
-            expected=wanted,
+            expected=expected,
             hint=f"Pass int({name}).",
         ) from None
     if count < minimum:
-        raise ArgumentError(
-            operation, received=f"{name} {count}", expected=wanted, hint="Take it from the shape of an array."
-        )
+        hint = "Use a size from the shape of an array."
+        raise ArgumentError(operation, received=f"{name} {count}", expected=expected, hint=hint)
     return count
 
 
 def as_number(operation: str, name: str, number: float, hint: str, *, positive: bool = False) -> float:
-    """The number as a float that is not negative, nor NaN; with `above`, not zero either."""
-    wanted = f"{name} as a number {'above' if positive else 'of at least'} 0"
+    """Convert a number to a float, and require at least 0.
+
+    Args:
+        operation: The function or class to name in an error.
+        name: The argument to name in an error.
+        number: The number.
+        hint: How to fix the value, for the error message.
+        positive: Also refuse 0.
+
+    Returns:
+        The number as a float.
+
+    Raises:
+        ArgumentTypeError: If it is not a number.
+        ArgumentError: If it is negative or NaN, or 0 with `positive`.
+    """
+    expected = f"{name} as a number {'above' if positive else 'of at least'} 0"
     if isinstance(number, bool | str) or not isinstance(number, SupportsFloat):
         raise ArgumentTypeError(
-            operation, received=f"{name}, {describe_argument(number)}", expected=wanted, hint=hint
+            operation, received=f"{name}, {describe_argument(number)}", expected=expected, hint=hint
         )
     real = float(number)
     if not (real > 0 if positive else real >= 0):
-        raise ArgumentError(operation, received=f"{name} {real:g}", expected=wanted, hint=hint)
+        raise ArgumentError(operation, received=f"{name} {real:g}", expected=expected, hint=hint)
     return real
 
 
 def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) -> str:
-    """The choice, sure to be one of those there are."""
-    known = list(choices)
-    if choice not in known:
+    """Return a choice, and require that it is one of `choices`.
+
+    Args:
+        operation: The function or class to name in an error.
+        name: The argument to name in an error.
+        choice: The choice.
+        choices: The accepted values; the first one is named in the hint.
+
+    Returns:
+        The choice.
+
+    Raises:
+        ArgumentError: If it is not one of the choices.
+    """
+    accepted = list(choices)
+    if choice not in accepted:
         raise ArgumentError(
             operation,
             received=f"{name}={choice!r}",
-            expected=f"{name} as one of {', '.join(map(repr, known))}",
-            hint=f"{name}={known[0]!r} is the usual one.",
+            expected=f"{name} as one of {', '.join(map(repr, accepted))}",
+            hint=f"The usual choice is {name}={accepted[0]!r}.",
         )
     return choice
 
 
 def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: int) -> tuple[int, ...]:
-    """The numbers, or the one, as ints of at least `minimum`, each larger than the one before it."""
-    given = list(numbers) if isinstance(numbers, Iterable) else [numbers]
-    counts = tuple(as_count(operation, name, number, minimum) for number in given)
+    """Convert one or more whole numbers to ints, and require them in rising order.
+
+    Args:
+        operation: The function or class to name in an error.
+        name: The argument to name in an error.
+        numbers: The numbers, or a single one.
+        minimum: The smallest accepted value.
+
+    Returns:
+        The numbers as ints.
+
+    Raises:
+        ArgumentTypeError: If one is not a whole number.
+        ArgumentError: If one is too small, or they are not in rising order, or there are none.
+    """
+    listed = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+    counts = tuple(as_count(operation, name, number, minimum) for number in listed)
     if not counts or any(a >= b for a, b in pairwise(counts)):
         raise ArgumentError(
             operation,
@@ -98,30 +167,50 @@ def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: 
 
 
 def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:
-    """The mask, sure to be boolean and to broadcast to the `shape` of the scores."""
-    given = as_array(mask, operation, "mask")
-    if given.dtype != np.bool_:
+    """Broadcast a boolean mask to the shape of the scores.
+
+    Args:
+        operation: The function or class to name in an error.
+        mask: The mask, True = attend.
+        shape: The shape of the scores.
+
+    Returns:
+        The mask in that shape.
+
+    Raises:
+        ArgumentTypeError: If the mask is not boolean.
+        ArgumentError: If it does not broadcast to the shape.
+    """
+    converted = as_array(mask, operation, "mask")
+    if converted.dtype != np.bool_:
         raise ArgumentTypeError(
             operation,
-            received=f"mask, {describe_argument(given)}",
+            received=f"mask, {describe_argument(converted)}",
             expected="a boolean mask, True = attend",
-            hint="Say which entries may be attended to: mask != 0 where 1 means attend, mask == 0 where 1 "
-            "means hide or where the mask was to be added to the scores.",
+            hint="Convert it: mask != 0 if 1 means attend; mask == 0 if 1 means masked, or if it is a mask to add to "
+            "the scores.",
         )
-    if not broadcasts_to(given.shape, shape):
+    if not broadcasts_to(converted.shape, shape):
         raise ArgumentError(
             operation,
-            received=f"mask of shape {given.shape} for scores "
+            received=f"mask of shape {converted.shape} for scores "
             + format_named_shape(shape, "q_len", "kv_len"),
             expected="a mask that broadcasts to the shape of the scores",
-            hint="Give it axes of one where it is the same for all: (batch, 1, 1, kv_len) goes with "
-            "(batch, heads, q_len, kv_len).",
+            hint="Add axes of one to broadcast over: (batch, 1, 1, kv_len) fits (batch, heads, q_len, kv_len).",
         )
-    return np.broadcast_to(given, shape)
+    return np.broadcast_to(converted, shape)
 
 
 def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> None:
-    """Refuse two arrays whose axes before the last two cannot be paired with each other."""
+    """Raise ArgumentError if the axes of two arrays before the last two do not broadcast.
+
+    Args:
+        operation: The function or class to name in an error.
+        a: Name of the first array.
+        A: The first array.
+        b: Name of the second array.
+        B: The second array.
+    """
     try:
         np.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     except ValueError:
@@ -129,12 +218,17 @@ def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> 
             operation,
             received=f"{a} of shape {A.shape} and {b} of shape {B.shape}",
             expected=f"equal axes, or axes of one, before the last two of {a} and {b}",
-            hint=f"Take {a} and {b} from the same batch and the same heads.",
+            hint=f"Compute {a} and {b} from the same batch and the same heads.",
         ) from None
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of `shape` can be repeated into `target` without changing `target`."""
+    """Return whether an array of `shape` broadcasts to `target`.
+
+    Args:
+        shape: The shape of the array.
+        target: The shape to broadcast to.
+    """
     try:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:

@@ -1,12 +1,12 @@
-"""Why the scores are divided by √d_k: an experiment.
+"""An experiment that shows why the scores are divided by √d_k.
 
 A dot product is a sum of d_k products. If the entries are independent, with mean 0 and variance σ², each product has
 the variance σ⁴, and variances add up:
 
     Var(query · key) = d_k σ⁴
 
-So scores grow like √d_k, and softmax, which looks at their distances, comes to give everything to one key. There its
-Jacobian is nearly 0 and nothing can be learned. Divided by √d_k the scores keep the variance σ⁴ in any dimension.
+So scores grow like √d_k. Softmax depends on their differences and ends up giving everything to one key, where its
+Jacobian is nearly 0 and nothing can be learned. Divided by √d_k, the scores have variance σ⁴ in any dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from regard.render.table import format_table
 
 
 def unit_vectors(vectors: npt.ArrayLike) -> Floats:
-    """The vectors divided by their lengths, (…, n, d) as they came; a vector of zeros stays as it is.
+    """Divide vectors by their lengths; a vector of zeros stays zero.
+
+    Args:
+        vectors: Vectors (…, d).
+
+    Returns:
+        Unit vectors (…, d).
 
     >>> unit_vectors([[3, 4], [0, 0]])
     array([[0.6, 0.8],
@@ -37,10 +43,10 @@ def unit_vectors(vectors: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Sharpness:
-    """How sharp rows of weights are, each number a mean over the rows.
+    """Three measures of how sharp rows of weights are, each averaged over the rows.
 
-    `largest_weight` is 1 for a one-hot row. `entropy` is in nats: 0 for a one-hot row, log(kv_len) for an even one.
-    `gradient` is the size of softmax's Jacobian, the root of the sum of its squared entries: 0 where it is saturated.
+    `largest_weight` is 1 for a one-hot row. `entropy` is in nats: 0 for a one-hot row, log(kv_len) for a uniform one.
+    `gradient` is the Frobenius norm of the Jacobian of softmax: 0 where softmax is saturated.
 
     >>> sharpness([[1.0, 0.0, 0.0]])
     Sharpness(largest_weight=1.0, entropy=0.0, gradient=0.0)
@@ -52,7 +58,13 @@ class Sharpness:
 
 
 def sharpness(weights: npt.ArrayLike) -> Sharpness:
-    """The largest weight, the entropy and the size of the gradient, over rows of weights (…, kv_len).
+    """Measure how sharp rows of weights are: largest weight, entropy and size of the gradient.
+
+    Args:
+        weights: Softmax weights (…, kv_len).
+
+    Returns:
+        The three measures, averaged over the rows.
 
     >>> sharpness([0.5, 0.5])
     Sharpness(largest_weight=0.5, entropy=0.693..., gradient=0.5)
@@ -60,7 +72,7 @@ def sharpness(weights: npt.ArrayLike) -> Sharpness:
     Sharpness(largest_weight=1.0, entropy=0.0, gradient=0.0)
     """
     weights = as_floats("sharpness", "weights", weights, "kv_len")
-    logs = np.log(np.where(weights > 0, weights, 1.0))  # 0 · log 0 counts as 0, its limit
+    logs = np.log(np.where(weights > 0, weights, 1.0))  # 0 · log 0 is 0, the limit
     jacobian = softmax_jacobian(weights)
     return Sharpness(
         largest_weight=float(weights.max(axis=-1).mean()),
@@ -71,7 +83,9 @@ def sharpness(weights: npt.ArrayLike) -> Sharpness:
 
 @dataclass(frozen=True)
 class VarianceRow:
-    """What was found for one `d_k`: the variance `predicted` and measured, then with the scores divided by √d_k.
+    """The results for one `d_k`: the `predicted` and the measured variance, and both again for scaled scores.
+
+    `unscaled` and `scaled` tell how sharp the weights are without and with the division by √d_k.
 
     >>> row = variance_experiment(16).rows[0]
     >>> row.predicted, 14 < row.variance < 18
@@ -87,7 +101,16 @@ class VarianceRow:
 
 
 def variance_row(scores: Floats, d_k: int, predicted: float) -> VarianceRow:
-    """What is found in the dot products (samples, keys) of vectors of `d_k` numbers."""
+    """Summarise the dot products of vectors of `d_k` numbers.
+
+    Args:
+        scores: Dot products (samples, keys).
+        d_k: Number of entries in each vector.
+        predicted: The predicted variance.
+
+    Returns:
+        The variances, and how sharp the weights are without and with scaling.
+    """
     scaled = scores / math.sqrt(d_k)
     return VarianceRow(
         d_k=d_k,
@@ -101,7 +124,7 @@ def variance_row(scores: Floats, d_k: int, predicted: float) -> VarianceRow:
 
 @dataclass(frozen=True)
 class VarianceExperiment:
-    """The rows of the experiment, one for each d_k, and what it was made with; prints as a table.
+    """The results of `variance_experiment`: one of `rows` for each d_k, and its settings; prints as a table.
 
     >>> [row.d_k for row in variance_experiment([4, 16]).rows]
     [4, 16]
@@ -114,7 +137,7 @@ class VarianceExperiment:
     unit: bool
 
     def __str__(self) -> str:
-        drawn = "unit vectors" if self.unit else f"entries of variance {self.sigma**2:g}"
+        entries = "unit vectors" if self.unit else f"entries of variance {self.sigma**2:g}"
         headings = ["d_k", "predicted", "variance", "/ √d_k", "largest", "/ √d_k", "entropy", "/ √d_k"]
         table = [
             [
@@ -129,7 +152,7 @@ class VarianceExperiment:
             ]
             for row in self.rows
         ]
-        title = f"{self.samples} queries against {self.keys} keys each, {drawn}"
+        title = f"{self.samples} queries against {self.keys} keys each, {entries}"
         return f"{title}\n{format_table(table, [*headings, 'gradient', '/ √d_k'])}"
 
 
@@ -142,23 +165,31 @@ def variance_experiment(
     unit: bool = False,
     seed: int = 0,
 ) -> VarianceExperiment:
-    """The variance of dot products for each d_k, and what softmax makes of them, with and without scaling.
+    """Measure the variance of dot products for each d_k, and how sharp softmax is, with and without scaling.
 
-    For each d_k it draws `samples` queries and, for each of them, `keys` keys, with independent normal entries of
-    standard deviation `sigma`; with `unit`, every vector is divided by its length.
+    Args:
+        d_k: Numbers of entries to try, in rising order, or a single one.
+        keys: Number of keys drawn for each query.
+        samples: Number of queries drawn for each d_k.
+        sigma: Standard deviation of the entries, which are independent and normal.
+        unit: Divide every vector by its length.
+        seed: Seed of the random numbers.
 
-    >>> found = variance_experiment(d_k=[4, 256])
-    >>> [round(row.variance / row.d_k, 1) for row in found.rows]
+    Returns:
+        The results, one row for each d_k; `print` it to read it.
+
+    >>> experiment = variance_experiment(d_k=[4, 256])
+    >>> [round(row.variance / row.d_k, 1) for row in experiment.rows]
     [1.0, 1.0]
-    >>> [round(row.scaled_variance, 1) for row in found.rows]
+    >>> [round(row.scaled_variance, 1) for row in experiment.rows]
     [1.0, 1.0]
-    >>> found.rows[1].unscaled.largest_weight > 0.9 > 0.5 > found.rows[1].scaled.largest_weight
+    >>> experiment.rows[1].unscaled.largest_weight > 0.9 > 0.5 > experiment.rows[1].scaled.largest_weight
     True
     """
     sizes = as_counts("variance_experiment", "d_k", d_k, minimum=1)
     keys = as_count("variance_experiment", "keys", keys, minimum=1)
     samples = as_count("variance_experiment", "samples", samples, minimum=1)
-    hint = "It is the standard deviation of the entries; 1 is the usual one."
+    hint = "It is the standard deviation of the entries, usually 1."
     sigma = as_number("variance_experiment", "sigma", sigma, hint, positive=True)
 
     rng = np.random.default_rng(seed)

@@ -325,7 +325,7 @@ def test_the_tally_is_of_products_that_were_really_made(monkeypatch: pytest.Monk
             return [[Tallied(x) for x in row] for row in self.rows]
 
     Q, K, V = draw(5, 7, 3, 2)
-    monkeypatch.setattr(loops, "_table", lambda _name, array, *_axes: Table(array))
+    monkeypatch.setattr(loops, "_check_table", lambda _name, array, *_axes: Table(array))
     Tallied.products = 0
     counts = attention_by_loops(Q, K, V, create_causal_mask(7)[:5]).counts
     assert Tallied.products == counts.score_multiply_adds == 15 * 3
@@ -539,7 +539,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "MultiHeadAttention, query",
         "(3, 4)",
         "embed_dim 6",
-        "size of the array",
+        "fits the array",
     ),
     (
         lambda: MultiHeadAttention(4, 2)(X34, value=X34),

@@ -24,21 +24,21 @@ from regard.learn import (
     LayerNorm,
     MultiHeadAttention,
     PublishedModel,
-    Recurrence,
+    RecurrentNetwork,
     ScaledDotProductAttention,
     TransformerBlock,
     attention_by_loops,
     cat,
-    compare_rivals,
+    compare_softmax_alternatives,
     cost_table,
     create_causal_mask,
     create_padding_mask,
-    fitted_exponent,
+    fit_exponent,
     gaussian_kernel,
     hardmax,
+    iter_multiplications,
     kernel_attention,
     model_table,
-    multiplications,
     pad_batch,
     profile,
     published_models,
@@ -50,7 +50,7 @@ from regard.learn import (
     unit_vectors,
     variance_experiment,
 )
-from regard.learn.softmax_alternatives import RIVALS
+from regard.learn.softmax_alternatives import ALTERNATIVES
 
 COSTS = json.loads((Path(__file__).parents[2] / "data/worked_examples.json").read_text("utf-8"))["costs"]
 
@@ -62,7 +62,7 @@ def draw(*shape: int, seed: int = 0) -> Any:
 # Softmax and its rivals
 
 
-every_rival = pytest.mark.parametrize("rival", RIVALS.values(), ids=RIVALS.keys())
+every_rival = pytest.mark.parametrize("rival", ALTERNATIVES.values(), ids=ALTERNATIVES.keys())
 rows_of_scores = st.lists(st.floats(-50, 50, width=16), min_size=1, max_size=7).map(np.array)
 
 
@@ -123,7 +123,7 @@ def test_no_other_distribution_is_nearer_than_sparsemax(scores: Any, seed: int) 
 def test_the_parts_are_divided_by_their_sum(name: str, part: Any) -> None:
     scores = [0.5, -2.0, 3.0, 1.0, 0.0]
     parts = [part(s) for s in scores]
-    np.testing.assert_allclose(RIVALS[name](scores), np.array(parts) / sum(parts), rtol=1e-14)
+    np.testing.assert_allclose(ALTERNATIVES[name](scores), np.array(parts) / sum(parts), rtol=1e-14)
 
 
 @every_rival
@@ -154,16 +154,16 @@ def test_rivals_work_on_the_last_axis_of_any_shape(rival: Any) -> None:
 
 
 def test_what_each_rival_can_and_cannot_do() -> None:
-    found = compare_rivals([1, 0.5, 0, -1])
-    assert list(found.shares) == list(RIVALS)
-    for name, row in found.shares.items():
-        np.testing.assert_array_equal(row.weights, RIVALS[name]([1, 0.5, 0, -1]))
+    found = compare_softmax_alternatives([1, 0.5, 0, -1])
+    assert list(found.rows) == list(ALTERNATIVES)
+    for name, row in found.rows.items():
+        np.testing.assert_array_equal(row.weights, ALTERNATIVES[name]([1, 0.5, 0, -1]))
         distribution = (row.weights >= 0).all() and abs(row.weights.sum() - 1) < 1e-12
         assert distribution == (name not in ("divide_by_sum", "divide_by_maximum"))
-        assert (row.shift_moves < 1e-12) == (name in ("softmax", "sparsemax", "hardmax"))
-        assert (row.doubling_moves < 1e-12) == (name not in ("softmax", "sparsemax", "normalised_sigmoid"))
-    assert not np.isfinite(RIVALS["divide_by_sum"]([1, -1])).any()
-    assert (RIVALS["normalised_relu"]([-1, -2]) == 0).all()
+        assert (row.change_if_shifted < 1e-12) == (name in ("softmax", "sparsemax", "hardmax"))
+        assert (row.change_if_doubled < 1e-12) == (name not in ("softmax", "sparsemax", "normalised_sigmoid"))
+    assert not np.isfinite(ALTERNATIVES["divide_by_sum"]([1, -1])).any()
+    assert (ALTERNATIVES["normalised_relu"]([-1, -2]) == 0).all()
 
 
 @given(rows_of_scores)
@@ -202,7 +202,7 @@ def test_variance_grows_with_d_k_and_scaling_takes_it_back() -> None:
     last = found.rows[-1]
     assert last.unscaled.largest_weight > 0.85 > 0.45 > last.scaled.largest_weight
     assert last.scaled.gradient > 2 * last.unscaled.gradient
-    assert 0.4 < fitted_exponent([2, 16, 128], [math.sqrt(row.variance) for row in found.rows]) < 0.6
+    assert 0.4 < fit_exponent([2, 16, 128], [math.sqrt(row.variance) for row in found.rows]) < 0.6
 
 
 @pytest.mark.parametrize(("options", "power"), [({"sigma": 3.0}, 1), ({"unit": True}, -1)])
@@ -262,8 +262,8 @@ def test_additive_scores_from_the_definition() -> None:
 def test_additive_work_is_counted(n_q: int, n_k: int, d_q: int, d_k: int, hidden: int) -> None:
     counts = AdditiveAttention(d_q, d_k, hidden).score_by_loops(draw(n_q, d_q), draw(n_k, d_k)).counts
     assert counts.projection_multiply_adds == (n_q * d_q + n_k * d_k) * hidden
-    assert counts.pair_multiply_adds == counts.additions == counts.tangents == n_q * n_k * hidden
-    assert f"{counts.tangents:,}" == str(counts).split()[-1]
+    assert counts.pair_multiply_adds == counts.additions == counts.tanh_calls == n_q * n_k * hidden
+    assert f"{counts.tanh_calls:,}" == str(counts).split()[-1]
 
 
 def test_additive_costs_more_than_the_dot_product_of_the_same_size() -> None:
@@ -271,7 +271,7 @@ def test_additive_costs_more_than_the_dot_product_of_the_same_size() -> None:
     dot = attention_by_loops(Q, K, V).counts
     additive = AdditiveAttention(4, 4, hidden_dim=4).score_by_loops(Q, K).counts
     assert additive.pair_multiply_adds == dot.score_multiply_adds
-    assert additive.tangents == additive.additions == dot.score_multiply_adds  # all of it on top
+    assert additive.tanh_calls == additive.additions == dot.score_multiply_adds  # all of it on top
     assert additive.projection_multiply_adds > 0
 
 
@@ -456,10 +456,10 @@ def test_published_models_have_the_worked_numbers() -> None:
 @pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3])
 def test_an_exponent_is_found_again(exponent: float) -> None:
     lengths = [3, 7, 20, 90]
-    assert fitted_exponent(lengths, [5 * n**exponent for n in lengths]) == pytest.approx(exponent, abs=1e-12)
+    assert fit_exponent(lengths, [5 * n**exponent for n in lengths]) == pytest.approx(exponent, abs=1e-12)
     noisy = [5 * n**exponent * factor for n, factor in zip(lengths, [1.1, 0.9, 0.95, 1.05], strict=True)]
     slope, _ = np.polyfit(np.log(lengths), np.log(noisy), 1)
-    assert fitted_exponent(lengths, noisy) == pytest.approx(slope, abs=1e-12)
+    assert fit_exponent(lengths, noisy) == pytest.approx(slope, abs=1e-12)
 
 
 def test_profile_counts_measures_and_fits() -> None:
@@ -495,7 +495,7 @@ def test_profile_sees_what_it_is_given() -> None:
 
 
 def test_memory_that_is_not_seen_has_no_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.learn.cost._peak_bytes", lambda call: 0)
+    monkeypatch.setattr("regard.learn.cost._measure_peak_bytes", lambda call: 0)
     found = profile([8, 16], repeats=1)
     assert math.isnan(found.exponents["peak_bytes"])
     assert str(found).endswith("n^nan")
@@ -523,7 +523,7 @@ def test_profile_leaves_a_tracing_that_runs_alone() -> None:
 @pytest.mark.parametrize(("n_q", "n_k", "d_k", "d_v"), [(3, 3, 3, 3), (2, 3, 5, 7), (2, 0, 1, 2)])
 def test_the_walk_makes_every_multiplication_once(n_q: int, n_k: int, d_k: int, d_v: int) -> None:
     Q, K, V = draw(n_q, d_k), draw(n_k, d_k), draw(n_k, d_v)
-    steps = list(multiplications(Q, K, V))
+    steps = list(iter_multiplications(Q, K, V))
     counts = attention_by_loops(Q, K, V).counts
     assert [step.number for step in steps] == list(range(1, counts.multiply_adds + 1))
     assert [step.table for step in steps] == ["scores"] * counts.score_multiply_adds + [
@@ -541,7 +541,7 @@ def test_the_walk_makes_every_multiplication_once(n_q: int, n_k: int, d_k: int, 
 def test_the_walk_passes_over_what_a_mask_hides() -> None:
     Q, K, V = draw(3, 2), draw(5, 2), draw(5, 7)
     for mask in (create_causal_mask(5)[:3], np.array([[True] * 5, [False] * 5, [True, False] * 2 + [False]])):
-        steps = list(multiplications(Q, K, V, mask))
+        steps = list(iter_multiplications(Q, K, V, mask))
         loops = attention_by_loops(Q, K, V, mask)
         assert len(steps) == loops.counts.multiply_adds < 3 * 5 * (2 + 7)
         output = np.zeros((3, 7))
@@ -584,8 +584,8 @@ def test_powers_of_the_weights_are_a_markov_chain() -> None:
 
 
 def test_influence_is_the_derivative_of_the_last_state() -> None:
-    network, x, step = Recurrence(3, 5, seed=2), draw(7, 3), 1e-5
-    found = network.influence(x)
+    network, x, step = RecurrentNetwork(3, 5, seed=2), draw(7, 3), 1e-5
+    found = network.compute_influence(x)
     for t in range(7):
         slopes = []
         for c in range(3):
@@ -597,7 +597,7 @@ def test_influence_is_the_derivative_of_the_last_state() -> None:
 
 def test_a_recurrent_state_forgets_and_attention_does_not() -> None:
     x = draw(60, 8)
-    found = Recurrence(8, 8).influence(x)
+    found = RecurrentNetwork(8, 8).compute_influence(x)
     assert found[0] < 1e-3 * found[-1]
     # The first token, moved to the end, gets the same weight from the same query: attention knows no distance.
     query = x[-1:]
@@ -606,8 +606,8 @@ def test_a_recurrent_state_forgets_and_attention_does_not() -> None:
         for order, place in ((np.roll(x, -1, axis=0), -1), (x, 0))
     )
     assert near == pytest.approx(far, rel=1e-12)
-    states = Recurrence(8, 8)(x)
-    np.testing.assert_allclose(states[20], Recurrence(8, 8)(x[:21])[-1], atol=1e-15)  # no look ahead
+    states = RecurrentNetwork(8, 8)(x)
+    np.testing.assert_allclose(states[20], RecurrentNetwork(8, 8)(x[:21])[-1], atol=1e-15)  # no look ahead
 
 
 def test_a_ragged_batch_is_padded() -> None:
@@ -631,14 +631,20 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: softmax(1.0), "softmax", "shape ()", "(…, kv_len)", "one row"),
     (lambda: sparsemax([1, 2], [1, 0]), "sparsemax", "mask, an array of int", "True = attend", "mask != 0"),
     (lambda: hardmax([1, 2], [True] * 3), "hardmax", "(3,) for scores (kv_len 2)", "broadcasts", "axes"),
-    (lambda: compare_rivals(X32), "compare_rivals", "(3, 2)", "one row", "scores[0]"),
+    (
+        lambda: compare_softmax_alternatives(X32),
+        "compare_softmax_alternatives",
+        "(3, 2)",
+        "one row",
+        "scores[0]",
+    ),
     (lambda: variance_experiment([8, 4]), "variance_experiment", "(8, 4)", "rising", "sorted"),
     (lambda: variance_experiment([]), "variance_experiment", "d_k ()", "at least one", "sorted"),
     (lambda: variance_experiment([0]), "variance_experiment", "d_k 0", "at least 1", "shape"),
     (lambda: variance_experiment(sigma=0), "variance_experiment", "sigma 0", "above 0", "deviation"),
     (lambda: AdditiveAttention(2, 0, 3), "AdditiveAttention", "d_k 0", "at least 1", "shape"),
-    (lambda: AdditiveAttention(2, 2, 3)(X34, X32, X32), "Q", "(3, 4)", "d_q 2", "size of the array"),
-    (lambda: AdditiveAttention(2, 2, 3)(X32, X34, X32), "K", "(3, 4)", "(…, kv_len, d_k)", "size"),
+    (lambda: AdditiveAttention(2, 2, 3)(X34, X32, X32), "Q", "(3, 4)", "d_q 2", "fits the array"),
+    (lambda: AdditiveAttention(2, 2, 3)(X32, X34, X32), "K", "(3, 4)", "(…, kv_len, d_k)", "fits"),
     (lambda: AdditiveAttention(2, 2, 3)(X32, X32, X34[:2]), "compute_output", "3 keys", "value", "sequence"),
     (
         lambda: AdditiveAttention(2, 2, 3).score_by_loops(X32[None], X32),
@@ -662,11 +668,17 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: profile([64]), "profile", "(64,)", "two lengths", "(64, 128)"),
     (lambda: cost_table(None), "cost_table", "a NoneType", "whole number", "int(lengths)"),  # type: ignore[arg-type]
     (lambda: profile([2, 4], attend=7), "profile", "attend, int 7", "attend(Q, K, V)", "Leave it out"),  # type: ignore[arg-type]
-    (lambda: fitted_exponent([1, 2], [1, 0]), "fitted_exponent", "2 amounts", "above 0", "logarithm"),
-    (lambda: fitted_exponent([1], [1]), "fitted_exponent", "1 lengths", "two or more", "two points"),
-    (lambda: fitted_exponent([1, 2], [1]), "fitted_exponent", "1 amounts", "one amount for each", "measure"),
-    (lambda: multiplications(X32[None], X32, X32), "multiplications", "(1, 3, 2)", "one head", "Q[0, 3]"),
-    (lambda: multiplications(X32, X34, X32), "ScaledDot", "K of shape (3, 4)", "d_k is 2", "d_k=4"),
+    (lambda: fit_exponent([1, 2], [1, 0]), "fit_exponent", "2 amounts", "above 0", "logarithm"),
+    (lambda: fit_exponent([1], [1]), "fit_exponent", "1 lengths", "two or more", "two points"),
+    (lambda: fit_exponent([1, 2], [1]), "fit_exponent", "1 amounts", "one amount for each", "measure"),
+    (
+        lambda: iter_multiplications(X32[None], X32, X32),
+        "iter_multiplications",
+        "(1, 3, 2)",
+        "one head",
+        "Q[0, 3]",
+    ),
+    (lambda: iter_multiplications(X32, X34, X32), "ScaledDot", "K of shape (3, 4)", "d_k is 2", "d_k=4"),
     (lambda: kernel_attention(X32, X34, X34), "kernel_attention", "(3, 4)", "(…, kv_len, d_k)", "same d_k"),
     (
         lambda: kernel_attention(X32, X32, X32, kernel=lambda q, k: -(q @ k.T)),
@@ -676,10 +688,10 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "exponential",
     ),
     (lambda: gaussian_kernel(X32, X32, width=0), "gaussian_kernel", "width 0", "above 0", "distance"),
-    (lambda: Recurrence(2, 3)(X34), "Recurrence", "(3, 4)", "(n, 2)", "size of your tokens"),
-    (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "equally many"),
+    (lambda: RecurrentNetwork(2, 3)(X34), "RecurrentNetwork", "(3, 4)", "(n, 2)", "size of your tokens"),
+    (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "same number"),
     (lambda: pad_batch(5), "pad_batch", "int 5", "list of sequences", "pad_batch([x])"),  # type: ignore[arg-type]
-    (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "equally many"),
+    (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "same number"),
 ]
 
 
