@@ -28,7 +28,7 @@ from regard import (
 from regard.errors import ArgumentError, TooLargeError
 from regard.frame import Frame
 from regard.lens.capture.interval_mask import Flat, Span
-from regard.masks import intervals as _runs
+from regard.masks.intervals import find_intervals
 from regard.pages import html, parts
 from regard.pages.payload import carried
 from regard.score_mods import ScoreMod
@@ -134,7 +134,7 @@ MASKS = {
 def test_runs_are_the_mask(mask, block):
     frame, rows = Frame((), ROWS, KEYS), np.arange(ROWS)[::-2].copy()
     with use_tile_sizes(rows=block, columns=block + 1):
-        found = _runs.runs(mask, frame, rows, "page")
+        found = find_intervals(mask, frame, rows, "page")
     built = np.zeros((len(rows), KEYS), bool)
     for i in range(len(rows)):
         own = found.edges[found.offsets[i] : found.offsets[i + 1]]
@@ -149,7 +149,7 @@ def test_runs_are_the_mask(mask, block):
 def test_a_mask_of_too_many_pieces_is_refused():
     A = attention(normal(40, 2), normal(40, 2), mask=dense(drawn((40, 40), 0.5)))
     with pytest.raises(
-        TooLargeError, match=r"page: received a mask with more than 100 runs .* A.lazy\[..., rows, :\]"
+        TooLargeError, match=r"page: received a mask with more than 100 intervals .* A.lazy\[..., rows, :\]"
     ):
         carried(A, "page")
 

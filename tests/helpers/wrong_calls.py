@@ -124,7 +124,7 @@ WRONG = {
     "lengths without a batch": Wrong(lambda: attention(query, key, mask=padding([3, 5])),
         ArgumentError, "padding", "q_len 5", "batch", "query[:, None]"),
     "padding on top": Wrong(lambda: padding(3, side="top"),
-        ArgumentError, "padding", "side='top'", "left|right", "where the padding stands"),
+        ArgumentError, "padding", "side='top'", "left|right", "where the padding is"),
     "ids too few": Wrong(lambda: attention(key, key, mask=document([0, 1])),
         ArgumentError, "document", "2 query ids|2 ids", "7 (q_len)|7 (kv_len)", "query_ids"),
     "ids are one number": Wrong(lambda: document(3),

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 import regard
 from regard import reference
-from regard.masks.atoms import Band, Dense, Document, Keys
+from regard.masks.dense_mask import DenseMask
+from regard.masks.documents import DocumentMask
+from regard.masks.keys import KeyRangeMask
+from regard.masks.window import BandMask
 from regard.measures import MaxWeight, Sum
 from regard.testing import FACTORS, Case, build_inputs, epsilon
 from regard.testing.cases.generate import MASK_ATOMS, build_mask
@@ -290,10 +293,10 @@ def test_a_block_is_never_called_empty_or_full_wrongly(lead, lengths, spec, inve
     (top, bottom), (left, right) = (sorted(rng.choice(n + 1, 2, replace=False)) for n in lengths)
     held = allowed[..., top:bottom, left:right] ^ inverted
     truth = "full" if held.all() else "partial" if held.any() else "empty"
-    told = (~mask if inverted else mask).block(range(top, bottom), range(left, right), shape=shape)
+    told = (~mask if inverted else mask).classify(range(top, bottom), range(left, right), shape=shape)
     assert told in (truth, "partial")
-    one_document = isinstance(mask, Document) and truth == ("empty" if inverted else "full")
-    if isinstance(mask, Band | Keys | Dense) or one_document:
+    one_document = isinstance(mask, DocumentMask) and truth == ("empty" if inverted else "full")
+    if isinstance(mask, BandMask | KeyRangeMask | DenseMask) or one_document:
         assert told == truth
 
 

@@ -71,7 +71,7 @@ def test_what_a_mask_says_of_a_block_is_never_wrong():
             allowed = mask.to_dense(*SHAPE)
             (q_lo, q_hi), (kv_lo, kv_hi) = (sorted(rng.choice(30, 2, replace=False)) for _ in range(2))
             block = allowed[..., q_lo:q_hi, kv_lo:kv_hi]
-            state = mask.block(range(q_lo, q_hi), range(kv_lo, kv_hi), shape=SHAPE)
+            state = mask.classify(range(q_lo, q_hi), range(kv_lo, kv_hi), shape=SHAPE)
             said.add(state)
             assert state == "partial" or block.any() == block.all() == (state == "full"), mask
     assert said == {"empty", "full", "partial"}
@@ -93,7 +93,7 @@ def test_what_a_mask_says_of_a_block_is_never_wrong():
 )
 def test_a_block_is_told_empty_full_or_partial(mask, state):
     blocks = (range(0, 8), range(20, 28)), (range(10, 18), range(10, 18)), (range(20, 28), range(0, 8))
-    assert tuple(mask.block(*block, shape=(29, 29)) for block in blocks) == state
+    assert tuple(mask.classify(*block, shape=(29, 29)) for block in blocks) == state
 
 
 @use_tile_sizes(rows=8, columns=16)

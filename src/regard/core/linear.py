@@ -192,7 +192,7 @@ class LinearProblem(Problem):
             may, must = np.ones(len(chunks), bool), np.ones(len(chunks), bool)
             if self.mask is not None:
                 q_idx = self.positions[rows]
-                may, must = self.mask.bounds(
+                may, must = self.mask.classify_blocks(
                     self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi + 1
                 )
             edges = np.flatnonzero(np.diff(np.concatenate([[0], may & must, [0]])))
@@ -212,7 +212,7 @@ class LinearProblem(Problem):
     def _groups(self) -> Iterator[LinearProblem]:
         """Pairs whose tiles fit together; of one batch entry only, where batch entries reach differently far."""
         heads = max(self.frame.leading_shape[-1] if self.frame.leading_shape else 1, 1)
-        ragged = self.mask is not None and self.mask.ragged
+        ragged = self.mask is not None and self.mask.varies_by_batch
         entry = self.frame.selected // heads if ragged else np.zeros_like(self.frame.selected)
         size = max(1, tile_sizes().entries // self._chunk**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):

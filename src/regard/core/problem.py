@@ -203,7 +203,7 @@ class Problem:
         q_idx = self.positions[rows]
         same_diagonal = (
             (columns[0] - q_idx[0], len(rows), len(columns))
-            if self.mask.slides and is_contiguous(q_idx)
+            if self.mask.is_relative and is_contiguous(q_idx)
             else None
         )
         if same_diagonal is None or same_diagonal not in cache:
@@ -224,5 +224,7 @@ class Problem:
         may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
         if self.mask is not None:
             q_idx = self.positions[rows]
-            may, must = self.mask.bounds(self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi)
+            may, must = self.mask.classify_blocks(
+                self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi
+            )
         return [(np.arange(kv_lo[i], kv_hi[i]), bool(must[i])) for i in np.flatnonzero(may)]

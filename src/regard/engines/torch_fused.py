@@ -302,7 +302,7 @@ def _all_finite(*tensors: Tensor) -> bool:
 def _split_pairs(problem: Problem) -> list[IntArray]:
     """Return all pairs as one group, or one group per batch entry if the mask differs between them."""
     count = len(problem.pair_ids)
-    if problem.mask is None or not problem.mask.ragged or count < 2:
+    if problem.mask is None or not problem.mask.varies_by_batch or count < 2:
         return [np.arange(count)]
     heads = problem.frame.leading_shape[-1] if problem.frame.leading_shape else 1
     batch_entry = problem.frame.selected // max(heads, 1)

@@ -15,7 +15,7 @@ import torch
 
 from regard.frame import Frame, is_contiguous
 from regard.masks import Mask
-from regard.masks.atoms import Band
+from regard.masks.window import BandMask
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray
 
@@ -59,7 +59,7 @@ def lower_mask(frame: Frame, mask: Mask | None, q_range: range, has_bias: bool) 
     row_splits = np.arange(0, frame.q_len, sizes.mask_tile_rows)
     column_splits = np.array([0])
     if mask is not None:
-        splits = mask.cuts(frame)
+        splits = mask.split_points(frame)
         row_splits = np.union1d(row_splits, splits.rows) if has_bias else splits.rows
         column_splits = splits.columns
     bands: list[LoweredBand] = []
@@ -91,7 +91,7 @@ def _lower_band(
     stops = np.append(starts[1:], frame.kv_len)
     nonempty, full = np.ones(len(starts), bool), np.ones(len(starts), bool)
     if mask is not None:
-        nonempty, full = mask.bounds(frame, rows.start, rows.stop, starts, stops)
+        nonempty, full = mask.classify_blocks(frame, rows.start, rows.stop, starts, stops)
     live = np.flatnonzero(nonempty)
     if _should_join(live, full, starts, stops, len(rows), sizes):
         columns = range(int(starts[live[0]]), int(stops[live[-1]]))
@@ -101,7 +101,7 @@ def _lower_band(
         columns = range(int(starts[i]), int(stops[i]))
         block = KernelBlock(columns, False, has_bias)
         if not full[i] and mask is not None:
-            rest = mask.within(frame, rows, columns)
+            rest = mask.restrict(frame, rows, columns)
             if rest is False:
                 continue
             is_causal = isinstance(rest, Mask) and rest.diagonal(frame) == columns.start - rows.start
@@ -138,7 +138,7 @@ def describe_bands(bands: list[LoweredBand], num_calls: int) -> str:
 
 def find_causal_diagonal(mask: Mask, q_len: int, kv_len: int) -> int | None:
     """Return the last key that query 0 attends to if a mask is causal and nothing else; None otherwise."""
-    if not isinstance(mask, Band) or mask.left is not None or mask.right is None or mask.right.array.ndim:
+    if not isinstance(mask, BandMask) or mask.left is not None or mask.right is None or mask.right.array.ndim:
         return None
     return int(mask.right.array) + (kv_len - q_len if mask.align == "lower_right" else 0)
 
@@ -146,7 +146,7 @@ def find_causal_diagonal(mask: Mask, q_len: int, kv_len: int) -> int | None:
 def make_tile_builder(problem: Problem) -> TileBuilder:
     """Return a function that builds the mask tile of a block of rows and columns."""
     xp, dtype = problem.engine.xp, problem.dtype
-    is_cacheable = problem.mask is not None and problem.mask.slides and not problem.score_mods
+    is_cacheable = problem.mask is not None and problem.mask.is_relative and not problem.score_mods
     cache: dict[tuple[int, int, int], Tensor] = {}  # blocks along a diagonal share a tile
 
     def build_tile(rows: range, columns: range) -> Tensor:
@@ -163,7 +163,7 @@ def make_tile_builder(problem: Problem) -> TileBuilder:
             bias = bias.detach()
             masked = masked | (bias == -math.inf)
             total = total + bias
-        rest = True if problem.mask is None else problem.mask.within(problem.frame, rows, columns)
+        rest = True if problem.mask is None else problem.mask.restrict(problem.frame, rows, columns)
         if isinstance(rest, Mask):
             masked = masked | ~rest.allows(problem.frame, q_idx, kv_idx, xp)
         if not isinstance(total, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a mask is, and how masks combine."""
+"""The base class of masks, and how masks combine with `&`, `|` and `~`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 
-class Bounds(NamedTuple):
-    """For consecutive blocks of keys: whether any entry may be let through, and whether every one must be.
+class BlockKinds(NamedTuple):
+    """Which of several blocks are not empty, and which are full; a block may be called partial by mistake.
 
-    `may` False is an empty block, `must` True a full one. Both err only towards partial.
+    Attributes:
+        nonempty: False if no entry of the block is allowed: (blocks,).
+        full: True if every entry of the block is allowed: (blocks,).
     """
 
-    may: Array
-    must: Array
+    nonempty: Array
+    full: Array
 
 
-class Cuts(NamedTuple):
-    """Positions at which rows and columns are best cut, ascending, 0 among them."""
+class SplitPoints(NamedTuple):
+    """Positions at which rows and columns are best split, ascending, with 0 first."""
 
     rows: IntArray
     columns: IntArray
 
 
 class Mask:
-    """Which keys each query may see; a value that combines with `&`, `|` and `~`.
+    """Which keys each query may attend to; a value that combines with `&`, `|` and `~`.
+
+    A subclass defines `allows`, and `classify_blocks` if it can tell empty and full blocks without building them.
 
     >>> from regard import causal, first, sliding_window
     >>> mask = causal() & (sliding_window(2) | first(1))
@@ -45,70 +49,139 @@ class Mask:
     """
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        """True where a query may see a key: `(pairs or 1, len(q_idx), len(kv_idx))` or what broadcasts to it."""
+        """Evaluate the mask on a block of rows and columns.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            q_idx: Positions of the queries: (r,).
+            kv_idx: Positions of the keys: (c,).
+            xp: Array API namespace of the result.
+
+        Returns:
+            Booleans, True where a query may attend to a key, that broadcast to (pairs, r, c).
+        """
         raise TypeError(f"{type(self).__name__} must define allows(frame, q_idx, kv_idx, xp)")
 
-    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
-        """What is known of the blocks [q_lo, q_hi) × [kv_lo, kv_hi), the latter ascending and adjoining."""
-        return Bounds(np.ones(len(kv_lo), bool), np.zeros(len(kv_lo), bool))
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        """Classify the blocks [q_lo, q_hi) × [kv_lo[i], kv_hi[i]) as empty, full or partial.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            q_lo: First row.
+            q_hi: Row after the last.
+            kv_lo: First column of each block; blocks are ascending and adjoining.
+            kv_hi: Column after the last of each block.
+
+        Returns:
+            Which blocks are not empty, and which are full. A block that is neither empty nor full for all pairs is
+            partial; the default calls every block partial.
+        """
+        return BlockKinds(np.ones(len(kv_lo), bool), np.zeros(len(kv_lo), bool))
 
     def check(self, frame: Frame) -> None:
-        """Refuse, with the hint, a matrix that the mask does not fit."""
+        """Raise an `ArgumentError` if the mask does not fit a matrix.
 
-    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        """The mask as it is on one block: True where it is full, False where empty, else what is left to test."""
-        may, must = self.bounds(
+        Args:
+            frame: The (batch, head) pairs and the lengths of the matrix.
+        """
+
+    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        """Simplify the mask on one block.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            rows: Rows of the block.
+            columns: Columns of the block.
+
+        Returns:
+            True if the block is full, False if it is empty, else a mask that is equal to this one on the block.
+        """
+        nonempty, full = self.classify_blocks(
             frame, rows.start, rows.stop, np.array([columns.start]), np.array([columns.stop])
         )
-        return True if must[0] else self if may[0] else False
+        return True if full[0] else self if nonempty[0] else False
 
-    def cuts(self, frame: Frame) -> Cuts:
-        """Where to cut rows and columns so that most blocks are full, empty or causal; any cuts are right."""
-        return Cuts(np.arange(0, frame.q_len, tile_sizes().mask_rows), np.array([0]))
+    def split_points(self, frame: Frame) -> SplitPoints:
+        """Return where to split rows and columns so that most blocks are full, empty or causal.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+        """
+        return SplitPoints(np.arange(0, frame.q_len, tile_sizes().mask_rows), np.array([0]))
 
     def diagonal(self, frame: Frame) -> int | None:
-        """kv_idx − q_idx of the last key let through, where that is the only edge and the same for every head."""
+        """Return the highest allowed kv_idx − q_idx if that is the only limit, and equal for all heads; else None.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+        """
         return None
 
     def diagonals(self, frame: Frame) -> set[int]:
-        """The `diagonal` of each part that has one."""
-        edge = self.diagonal(frame)
-        return set() if edge is None else {edge}
+        """Return the `diagonal` of each part of a combined mask that has one.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+        """
+        diagonal = self.diagonal(frame)
+        return set() if diagonal is None else {diagonal}
 
     @property
-    def slides(self) -> bool:
-        """Whether it depends on kv_idx − q_idx alone, so that blocks along a diagonal are alike."""
+    def is_relative(self) -> bool:
+        """Whether the mask depends on kv_idx − q_idx only, so that blocks along a diagonal are equal."""
         return False
 
     @property
-    def by_key(self) -> bool:
-        """Whether it lets the same keys through for every query."""
+    def is_key_only(self) -> bool:
+        """Whether the mask is the same for every query."""
         return False
 
     @property
-    def ragged(self) -> bool:
-        """Whether batch entries differ in how far they reach, so that each is better taken by itself."""
+    def varies_by_batch(self) -> bool:
+        """Whether the mask differs between batch entries, so that they are better computed one by one."""
         return False
 
-    def block(
+    def classify(
         self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
     ) -> Literal["empty", "full", "partial"]:
-        """What one block of a matrix of `shape` holds, told without building it.
+        """Classify one block of a matrix without building it.
+
+        Args:
+            q_range: Rows of the block.
+            kv_range: Columns of the block.
+            shape: Shape of the matrix, (…, q_len, kv_len).
+
+        Returns:
+            "empty" if the block has no allowed entry, "full" if all entries are allowed, else "partial".
+
+        Raises:
+            ArgumentError: If the mask does not fit the shape.
 
         >>> import regard
-        >>> regard.causal().block(range(0, 4), range(8, 12), shape=(16, 16))
+        >>> regard.causal().classify(range(0, 4), range(8, 12), shape=(16, 16))
         'empty'
         """
         self.check(frame := Frame.from_shape(shape))
         if not (len(q_range) and len(kv_range)):
             return "empty"
-        may, must = self.bounds(
+        nonempty, full = self.classify_blocks(
             frame, q_range.start, q_range.stop, np.array([kv_range.start]), np.array([kv_range.stop])
         )
-        return "full" if must[0] else "partial" if may[0] else "empty"
+        return "full" if full[0] else "partial" if nonempty[0] else "empty"
 
     def to_dense(self, *shape: int) -> Array:
-        """The whole mask as a boolean array of `shape`, to look at.
+        """Build the whole mask as a boolean NumPy array.
+
+        Args:
+            *shape: Lengths of the axes: …, q_len, kv_len.
+
+        Returns:
+            Booleans of that shape, True where a query may attend to a key.
+
+        Raises:
+            ArgumentError: If there are fewer than two lengths, or the mask does not fit them.
 
         >>> import regard
         >>> regard.causal(align="lower_right").to_dense(2, 5).astype(int)
@@ -128,13 +201,13 @@ class Mask:
         return np.broadcast_to(allowed, pairs).reshape(shape).copy()
 
     def __and__(self, other: object) -> Mask:
-        return _combine(AllOf, self, other, "&")
+        return _combine(AndMask, self, other, "&")
 
     def __or__(self, other: object) -> Mask:
-        return _combine(AnyOf, self, other, "|")
+        return _combine(OrMask, self, other, "|")
 
     def __invert__(self) -> Mask:
-        return Not(self)
+        return NotMask(self)
 
     def __bool__(self) -> bool:
         raise ArgumentTypeError(
@@ -145,68 +218,71 @@ class Mask:
         )
 
 
-def _combine(how: type[AllOf] | type[AnyOf], left: Mask, right: object, sign: str) -> Mask:
+def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, operator: str) -> Mask:
+    """Combine two masks; nested combinations of the same kind are flattened, and equal parts kept once."""
     if not isinstance(right, Mask):
         raise ArgumentTypeError(
-            f"mask {sign} other",
+            f"mask {operator} other",
             received=describe_argument(right),
             expected="another mask",
             hint="Wrap a boolean array, True = attend, as regard.dense(array).",
         )
     parts: list[Mask] = []
     for mask in (left, right):
-        for part in mask.parts if isinstance(mask, how) else (mask,):
+        for part in mask.parts if isinstance(mask, kind) else (mask,):
             if part not in parts:
                 parts.append(part)
-    return parts[0] if len(parts) == 1 else how(tuple(parts))
+    return parts[0] if len(parts) == 1 else kind(tuple(parts))
 
 
 @dataclass(frozen=True, eq=False)
-class _Several(Mask):
+class _CombinedMask(Mask):
     parts: tuple[Mask, ...]
 
     def check(self, frame: Frame) -> None:
         for part in self.parts:
             part.check(frame)
 
-    def cuts(self, frame: Frame) -> Cuts:
-        each = [part.cuts(frame) for part in self.parts]
-        rows, columns = (np.unique(np.concatenate(positions)) for positions in zip(*each, strict=True))
-        for edge in self.diagonals(frame):
+    def split_points(self, frame: Frame) -> SplitPoints:
+        splits = [part.split_points(frame) for part in self.parts]
+        rows, columns = (np.unique(np.concatenate(positions)) for positions in zip(*splits, strict=True))
+        for diagonal in self.diagonals(frame):
             # Corners on the diagonal make causal blocks.
-            rows, columns = np.union1d(rows, columns - edge), np.union1d(columns, rows + edge)
-        return Cuts(*(x[(x >= 0) & (x < n)] for x, n in ((rows, frame.q_len), (columns, frame.kv_len))))
+            rows, columns = np.union1d(rows, columns - diagonal), np.union1d(columns, rows + diagonal)
+        return SplitPoints(
+            *(x[(x >= 0) & (x < n)] for x, n in ((rows, frame.q_len), (columns, frame.kv_len)))
+        )
 
     def diagonals(self, frame: Frame) -> set[int]:
-        return {edge for part in self.parts for edge in part.diagonals(frame)}
+        return {diagonal for part in self.parts for diagonal in part.diagonals(frame)}
 
     @property
-    def slides(self) -> bool:
-        return all(part.slides for part in self.parts)
+    def is_relative(self) -> bool:
+        return all(part.is_relative for part in self.parts)
 
     @property
-    def by_key(self) -> bool:
-        return all(part.by_key for part in self.parts)
+    def is_key_only(self) -> bool:
+        return all(part.is_key_only for part in self.parts)
 
     @property
-    def ragged(self) -> bool:
-        return any(part.ragged for part in self.parts)
+    def varies_by_batch(self) -> bool:
+        return any(part.varies_by_batch for part in self.parts)
 
-    def _left_within(self, frame: Frame, rows: range, columns: range, settled: bool) -> Mask | bool:
-        """The parts that a block does not settle; `settled` alone decides the whole."""
-        left: list[Mask] = []
+    def _restrict_parts(self, frame: Frame, rows: range, columns: range, decisive: bool) -> Mask | bool:
+        """Restrict each part; a part that is `decisive` on the block decides the whole."""
+        rest: list[Mask] = []
         for part in self.parts:
-            here = part.within(frame, rows, columns)
-            if here is settled:
-                return settled
-            if isinstance(here, Mask) and here not in left:
-                left.append(here)
-        if not left:
-            return not settled
-        return left[0] if len(left) == 1 else type(self)(tuple(left))
+            restricted = part.restrict(frame, rows, columns)
+            if restricted is decisive:
+                return decisive
+            if isinstance(restricted, Mask) and restricted not in rest:
+                rest.append(restricted)
+        if not rest:
+            return not decisive
+        return rest[0] if len(rest) == 1 else type(self)(tuple(rest))
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other) or not isinstance(other, _Several):
+        if type(self) is not type(other) or not isinstance(other, _CombinedMask):
             return NotImplemented
         return len(self.parts) == len(other.parts) and all(part in other.parts for part in self.parts)
 
@@ -214,8 +290,8 @@ class _Several(Mask):
         return hash((type(self), frozenset(self.parts)))
 
 
-class AllOf(_Several):
-    """What every part lets through."""
+class AndMask(_CombinedMask):
+    """The entries that every part allows."""
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
@@ -223,19 +299,23 @@ class AllOf(_Several):
             allowed = allowed & part.allows(frame, q_idx, kv_idx, xp)
         return allowed
 
-    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
-        each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
-        return Bounds(np.all([b.may for b in each], 0), np.all([b.must for b in each], 0))
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        kinds = [part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
+        return BlockKinds(
+            np.all([kind.nonempty for kind in kinds], 0), np.all([kind.full for kind in kinds], 0)
+        )
 
-    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        return self._left_within(frame, rows, columns, settled=False)
+    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        return self._restrict_parts(frame, rows, columns, decisive=False)
 
     def __repr__(self) -> str:
-        return " & ".join(f"({part})" if isinstance(part, AnyOf) else repr(part) for part in self.parts)
+        return " & ".join(f"({part})" if isinstance(part, OrMask) else repr(part) for part in self.parts)
 
 
-class AnyOf(_Several):
-    """What at least one part lets through."""
+class OrMask(_CombinedMask):
+    """The entries that at least one part allows."""
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
@@ -243,51 +323,57 @@ class AnyOf(_Several):
             allowed = allowed | part.allows(frame, q_idx, kv_idx, xp)
         return allowed
 
-    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
-        each = [part.bounds(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
-        return Bounds(np.any([b.may for b in each], 0), np.any([b.must for b in each], 0))
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        kinds = [part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
+        return BlockKinds(
+            np.any([kind.nonempty for kind in kinds], 0), np.any([kind.full for kind in kinds], 0)
+        )
 
-    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        return self._left_within(frame, rows, columns, settled=True)
+    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        return self._restrict_parts(frame, rows, columns, decisive=True)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
 
 @dataclass(frozen=True)
-class Not(Mask):
-    """What the mask within does not let through."""
+class NotMask(Mask):
+    """The entries that another mask does not allow."""
 
     mask: Mask
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         return ~self.mask.allows(frame, q_idx, kv_idx, xp)
 
-    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
-        may, must = self.mask.bounds(frame, q_lo, q_hi, kv_lo, kv_hi)
-        return Bounds(~must, ~may)
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        nonempty, full = self.mask.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+        return BlockKinds(~full, ~nonempty)
 
-    def within(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        here = self.mask.within(frame, rows, columns)
-        return ~here if isinstance(here, Mask) else not here
+    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        rest = self.mask.restrict(frame, rows, columns)
+        return ~rest if isinstance(rest, Mask) else not rest
 
-    def cuts(self, frame: Frame) -> Cuts:
-        return self.mask.cuts(frame)
+    def split_points(self, frame: Frame) -> SplitPoints:
+        return self.mask.split_points(frame)
 
     def diagonals(self, frame: Frame) -> set[int]:
         return self.mask.diagonals(frame)
 
     @property
-    def slides(self) -> bool:
-        return self.mask.slides
+    def is_relative(self) -> bool:
+        return self.mask.is_relative
 
     @property
-    def by_key(self) -> bool:
-        return self.mask.by_key
+    def is_key_only(self) -> bool:
+        return self.mask.is_key_only
 
     @property
-    def ragged(self) -> bool:
-        return self.mask.ragged
+    def varies_by_batch(self) -> bool:
+        return self.mask.varies_by_batch
 
     def check(self, frame: Frame) -> None:
         self.mask.check(frame)
@@ -296,4 +382,4 @@ class Not(Mask):
         return self.mask
 
     def __repr__(self) -> str:
-        return f"~({self.mask})" if isinstance(self.mask, _Several) else f"~{self.mask}"
+        return f"~({self.mask})" if isinstance(self.mask, _CombinedMask) else f"~{self.mask}"

@@ -132,7 +132,7 @@ class Mass(Measure):
 
     def columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
         self.bind(problem)
-        if not self.mask.by_key:
+        if not self.mask.is_key_only:
             return None
         kv_idx, xp = np.arange(problem.frame.kv_len), problem.engine.xp
         allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, xp)

@@ -365,7 +365,7 @@ def _resolve_padding(padding: Any, k: Tensor) -> Any:
     if padding is None:
         return None
     batch, _, length, _ = k.shape
-    if isinstance(padding, Mask) and padding.by_key:
+    if isinstance(padding, Mask) and padding.is_key_only:
         return padding.to_dense(batch, 1, 1, length).reshape(batch, length)
     real = np.asarray(padding.cpu() if isinstance(padding, torch.Tensor) else padding)
     if isinstance(padding, Mask) or real.dtype != bool or real.shape not in ((length,), (batch, length)):

@@ -15,8 +15,9 @@ import numpy as np
 
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.atoms import Band, Keys
-from regard.masks.base import AllOf, AnyOf, Not
+from regard.masks.base import AndMask, NotMask, OrMask
+from regard.masks.keys import KeyRangeMask
+from regard.masks.window import BandMask
 from regard.score_mods import Alibi, RelativeBias, ScoreMod, Softcap
 from regard.types import Array, IntArray, Namespace
 
@@ -139,14 +140,14 @@ class TokenPositions:
 
 def _align_lower_right(mask: Mask) -> Mask | None:
     """Return the mask of the last rows without positions; None if one of its atoms does not support that."""
-    if isinstance(mask, Band):
+    if isinstance(mask, BandMask):
         return replace(mask, align="lower_right")
-    if isinstance(mask, Keys):
+    if isinstance(mask, KeyRangeMask):
         return mask
-    if isinstance(mask, Not):
+    if isinstance(mask, NotMask):
         inner = _align_lower_right(mask.mask)
         return None if inner is None else ~inner
-    if isinstance(mask, AllOf | AnyOf):
+    if isinstance(mask, AndMask | OrMask):
         parts = [_align_lower_right(part) for part in mask.parts]
         return None if None in parts else type(mask)(tuple(part for part in parts if part is not None))
     return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
-from regard.masks.intervals import Runs, runs
+from regard.masks.intervals import KeyIntervals, find_intervals
 from regard.pages.parts import Halves, covered, halves, levels, part
 from regard.score_mods import Bias, ScoreMod
 from regard.types import Array, IntArray
@@ -46,7 +46,7 @@ class Carried(NamedTuple):
 
     record: dict[str, Any]
     matrix: Any
-    runs: list[Runs]
+    runs: list[KeyIntervals]
     error: Error
 
     def overviews(self, edge: int, most: int | None = None) -> list[dict[str, Any]]:
@@ -126,18 +126,18 @@ def carried(matrix: Any, operation: str) -> Carried:
     return Carried(record, rounded, seen, error)
 
 
-def _masks(problem: Problem, operation: str) -> tuple[list[Runs], list[int]]:
+def _masks(problem: Problem, operation: str) -> tuple[list[KeyIntervals], list[int]]:
     """The masks that differ, as runs of keys, and which of them each pair has."""
     mask, frame, engine = problem.mask, problem.frame, problem.engine
 
-    def of(pair: int) -> Runs:
+    def of(pair: int) -> KeyIntervals:
         only = frame.select(np.array([pair]))
-        return runs(mask, only, problem.positions, operation, engine.xp, engine.to_numpy)
+        return find_intervals(mask, only, problem.positions, operation, engine.xp, engine.to_numpy)
 
     pairs = problem.shape[0]
     if _alike(mask, problem):
         return [of(0)], [0] * pairs
-    found: list[Runs] = []
+    found: list[KeyIntervals] = []
     which = []
     for pair in range(pairs):
         here = of(pair)
@@ -156,7 +156,7 @@ def _alike(mask: Mask | None, problem: Problem) -> bool:
     )
 
 
-def _reached(seen: Runs, keys: int) -> Array:
+def _reached(seen: KeyIntervals, keys: int) -> Array:
     """Which keys anyone sees."""
     starts, stops = (np.bincount(edge, minlength=keys + 1) for edge in seen.edges.T)
     return np.cumsum(starts - stops)[:keys] > 0

@@ -74,7 +74,7 @@ def test_other_runs_of_keys_are_held_as_their_ends(mask):
     for rows in (range(0, 2), range(2, 6)):
         for columns in (range(0, 3), range(3, 6)):
             block = allowed[rows.start : rows.stop, columns.start : columns.stop]
-            told = found.block(rows, columns, shape=(6, 6))
+            told = found.classify(rows, columns, shape=(6, 6))
             assert told in ("partial", "full" if block.all() else "empty" if not block.any() else "partial")
 
 

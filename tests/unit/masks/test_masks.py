@@ -106,7 +106,9 @@ def test_sizes_per_head() -> None:
     assert all([rows_of(head) for head in batch] == [one, three] for batch in batches)
     mixed = sliding_window(left=[0, 2], right=1, align=LR)
     assert [rows_of(head) for head in mixed.to_dense(2, 2, 5)] == [["00011", "00001"], ["01111", "00111"]]
-    (empty, late) = (windows.block(range(4, 5), range(*keys), shape=(2, 5, 5)) for keys in ((0, 2), (2, 4)))
+    (empty, late) = (
+        windows.classify(range(4, 5), range(*keys), shape=(2, 5, 5)) for keys in ((0, 2), (2, 4))
+    )
     assert (empty, late) == ("empty", "partial")
 
 
@@ -133,7 +135,7 @@ def test_lengths_need_a_batch_axis() -> None:
 def test_a_corner_is_asked_for_and_never_guessed(mask: Mask) -> None:
     for ask in (
         lambda: mask.to_dense(2, 5),
-        lambda: mask.block(range(1), range(1), shape=(2, 5)),
+        lambda: mask.classify(range(1), range(1), shape=(2, 5)),
         lambda: regard.attention(np.zeros((2, 3)), np.zeros((5, 3)), mask=mask),
         lambda: regard.attention(np.zeros((2, 3)), np.zeros((5, 3)), mask=mask & first(1)),
     ):
@@ -285,7 +287,7 @@ SQUARE = (19, 19)
     ],
 )
 def test_blocks(mask: Mask, q: Any, kv: Any, told: str) -> None:
-    assert mask.block(range(*q), range(*kv), shape=SQUARE) == told
+    assert mask.classify(range(*q), range(*kv), shape=SQUARE) == told
     held = mask.to_dense(*SQUARE)[slice(*q), slice(*kv)]
     assert told == ("full" if held.all() else "partial" if held.any() else "empty")
 
@@ -306,7 +308,7 @@ class Odd(Mask):
 def test_a_mask_of_ones_own_needs_only_allows() -> None:
     mask, n = Odd(), 19
     odd = np.array([[(j - i) % 2 == 1 or i == j for j in range(n)] for i in range(n)])
-    assert mask.block(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
+    assert mask.classify(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
     rng = np.random.default_rng(2)
     query, key, value = rng.normal(size=(2, n, 7)), rng.normal(size=(2, n, 7)), rng.normal(size=(2, n, 11))
     for one, allowed in ((mask, odd), (~mask, ~odd), (mask & causal(), odd & np.tri(n, dtype=bool))):

@@ -9,7 +9,7 @@ import numpy as np
 
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.base import Bounds
+from regard.masks.base import BlockKinds
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 
@@ -37,13 +37,15 @@ class Span(Mask):
         keys = xp.asarray(kv_idx)[None, None, :]
         return (keys >= low) & (keys < high)
 
-    def bounds(self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray) -> Bounds:
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
         low, high = (edge.reshape(-1, 1) for edge in self._edges(frame, slice(q_lo, q_hi)))
         may = (np.maximum(kv_lo, low) < np.minimum(kv_hi, high)).any(0)
-        return Bounds(may, ((kv_lo >= low) & (kv_hi <= high)).all(0))
+        return BlockKinds(may, ((kv_lo >= low) & (kv_hi <= high)).all(0))
 
     @property
-    def ragged(self) -> bool:
+    def varies_by_batch(self) -> bool:
         return bool(self.low.size > self.low.shape[-1])
 
     def __repr__(self) -> str:

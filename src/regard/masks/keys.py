@@ -1,0 +1,153 @@
+"""Masks of keys that are the same for every query: padding, the first keys, and the prefix of a prefix model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from regard.errors import ArgumentError
+from regard.frame import Frame
+from regard.masks.base import BlockKinds, Mask, SplitPoints
+from regard.masks.parameters import IntParameter, as_int_parameter, sort_splits
+from regard.masks.window import causal
+from regard.types import Align, Array, IntArray, Namespace
+from regard.validation import check_align
+
+
+def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> Mask:
+    """Make a mask that lets the real keys through and masks the padded ones: kv_idx < length.
+
+    Queries are not affected: a padded query still has its row.
+
+    Args:
+        lengths: Number of real keys. An integer, or an array of shape (batch,).
+        side: Where the padding is. With "left" it comes first, and the mask is kv_idx ≥ kv_len − length.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ArgumentError: If a length is not a whole number, or `side` is unknown.
+
+    >>> from regard import padding
+    >>> padding([2, 3]).to_dense(2, 1, 1, 4).astype(int).reshape(2, 4)
+    array([[1, 1, 0, 0],
+           [1, 1, 1, 0]])
+    >>> padding(2, side="left").to_dense(1, 4).astype(int)
+    array([[0, 0, 1, 1]])
+    """
+    if side not in ("left", "right"):
+        raise ArgumentError(
+            "padding",
+            received=f"side={side!r}",
+            expected='"left" or "right"',
+            hint="side is where the padding is.",
+        )
+    return KeyRangeMask(as_int_parameter(lengths, "padding", 0), side, "padding")
+
+
+def first(n: int | Array) -> Mask:
+    """Make a mask that lets the first `n` keys through: kv_idx < n.
+
+    Args:
+        n: Number of keys. An integer, or an array of shape (batch,).
+
+    Returns:
+        The mask.
+
+    Raises:
+        ArgumentError: If `n` is not a whole number.
+
+    >>> from regard import first, sliding_window
+    >>> (sliding_window(2) | first(1)).to_dense(4, 4).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 0, 1, 1]])
+    """
+    return KeyRangeMask(as_int_parameter(n, "first", 0), "right", "first")
+
+
+def prefix(length: int | Array, align: Align | None = None) -> Mask:
+    """Make the mask of a prefix language model: every query attends to the prefix, the rest is causal.
+
+    It equals `first(length) | causal(align)`.
+
+    Args:
+        length: Length of the prefix. An integer, or an array of shape (batch,).
+        align: Which corner the diagonal starts from, as in `causal`.
+
+    Returns:
+        The mask.
+
+    Raises:
+        ArgumentError: If `length` is not a whole number, or `align` is unknown.
+
+    >>> from regard import prefix
+    >>> prefix(2).to_dense(4, 4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    >>> prefix(2, align="lower_right").to_dense(2, 5).astype(int)
+    array([[1, 1, 1, 1, 0],
+           [1, 1, 1, 1, 1]])
+    """
+    check_align(align, "prefix")
+    return KeyRangeMask(as_int_parameter(length, "prefix", 0), "right", "first") | causal(align)
+
+
+@dataclass(frozen=True)
+class KeyRangeMask(Mask):
+    """The first `count` keys (side "right": the padding follows) or the last ones (side "left") of each batch entry."""
+
+    count: IntParameter
+    side: Literal["left", "right"]
+    constructor: str = field(compare=False)
+
+    def _range(self, frame: Frame) -> tuple[IntArray, IntArray]:
+        """Return the first allowed key and the one after the last, (pairs or 1, 1, 1) each."""
+        count = frame.per_batch(self.count.array, 0, self.constructor)[:, None, None]
+        if self.side == "right":
+            return np.zeros_like(count), count
+        return frame.kv_len - count, np.full_like(count, frame.kv_len)
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        start, stop = self._range(frame)
+        keys = xp.asarray(kv_idx)[None, None, :]
+        allowed = keys < xp.asarray(stop) if self.side == "right" else keys >= xp.asarray(start)
+        return xp.broadcast_to(allowed, (allowed.shape[0], len(q_idx), len(kv_idx)))
+
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        start, stop = (limit[:, 0] for limit in self._range(frame))
+        nonempty = (np.maximum(kv_lo, start) < np.minimum(kv_hi, stop)).any(0)
+        return BlockKinds(nonempty, ((kv_lo >= start) & (kv_hi <= stop)).all(0))
+
+    def split_points(self, frame: Frame) -> SplitPoints:
+        limits = np.concatenate([limit.ravel() for limit in self._range(frame)])
+        return SplitPoints(np.array([0]), sort_splits(limits, frame.kv_len))
+
+    @property
+    def is_key_only(self) -> bool:
+        return True
+
+    @property
+    def varies_by_batch(self) -> bool:
+        return self.count.array.ndim > 0
+
+    def check(self, frame: Frame) -> None:
+        count = frame.per_batch(self.count.array, 0, self.constructor)
+        if self.constructor == "padding" and count.size and count.max() > frame.kv_len:
+            raise ArgumentError(
+                "padding",
+                received=f"a length of {count.max()} for kv_len {frame.kv_len}",
+                expected=f"lengths from 0 to {frame.kv_len}",
+                hint="Lengths count the real keys of each batch entry, without the padding.",
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.constructor}({self.count}{', side=' + repr(self.side) if self.side == 'left' else ''})"
