@@ -59,10 +59,14 @@ def package_imports(graph: grimp.ImportGraph) -> Imports:
 
 
 def layers(imports: Imports) -> list[list[str]]:
-    """Return the packages from the bottom up, each one above the highest package that it imports."""
+    """Return the packages from the bottom up, each one above its imports and close below the packages that use it."""
+    order = list(TopologicalSorter(imports).static_order())  # raises CycleError
     height: dict[str, int] = {}
-    for package in TopologicalSorter(imports).static_order():  # raises CycleError
+    for package in order:
         height[package] = max((height[imported] + 1 for imported in imports[package]), default=0)
+    for package in reversed(order):
+        above = [height[importer] for importer in imports if package in imports[importer]]
+        height[package] = min(above, default=height[package] + 1) - 1
     return [sorted(it for it in imports if height[it] == level) for level in range(max(height.values()) + 1)]
 
 

@@ -291,6 +291,7 @@ def test_the_architecture_is_drawn_from_the_imports(import_graph):
     imports = package_imports(import_graph)
     assert imports == {"low": set(), "middle": {"low"}, "high": {"low", "middle"}}
     assert layers(imports) == [["low"], ["middle"], ["high"]]
+    assert layers(imports | {"leaf": set(), "top": {"leaf", "high"}})[2:] == [["high", "leaf"], ["top"]]
     assert transitive_reduction(imports)["high"] == {"middle"}
     drawing = draw(imports)
     assert drawing.count("<rect") == 3 and drawing.count("<path") == 2
