@@ -14,7 +14,9 @@ PROSE = runpy.run_path(str(ROOT / "scripts/prose"))
 def test_no_file_has_a_forbidden_phrase():
     files = PROSE["list_files"]()
     assert {"README.md", "docs/index.md", "src/regard/errors.py", "src/regard/cli/app.py"} <= set(files)
-    found = {name: hits for name in files if (hits := PROSE["find_phrases"]((ROOT / name).read_text("utf-8")))}
+    found = {
+        name: hits for name in files if (hits := PROSE["find_phrases"]((ROOT / name).read_text("utf-8")))
+    }
     assert found == {}
 
 
