@@ -1,11 +1,11 @@
-"""Score modifications: what happens to the scaled scores before the mask, in the order given.
+"""Score modifications: changes of the scaled scores before the mask, applied in the order given.
 
->>> import regard
+>>> import numpy as np, regard
 >>> query = key = np.ones((1, 3, 2))
 >>> regard.attention(query, key, score_mod=[alibi(), softcap(30.0)]).shape
 (1, 3, 3)
 
-To write one of your own, subclass `ScoreMod` and give it `apply`.
+To write your own, subclass `ScoreMod` and define `apply`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["ScoreMod", "alibi", "alibi_slopes", "bias", "relative_bias", "relati
 
 
 class ScoreMod:
-    """A change to the scaled scores, block by block; to write your own, give it `apply`.
+    """A change of the scaled scores, one block at a time; a subclass defines `apply` or `additive_bias`.
 
     >>> import numpy as np, regard
-    >>> class Doubled(ScoreMod):
+    >>> class Doubled(regard.ScoreMod):
     ...     def apply(self, scores, frame, q_idx, kv_idx, xp):
     ...         return 2 * scores
     >>> regard.attention(np.ones((1, 1)), [[1.0], [3.0]], score_mod=Doubled()).scores[0]
@@ -37,42 +37,76 @@ class ScoreMod:
     """
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        """New scores for old, both `(pairs, len(q_idx), len(kv_idx))`."""
-        added = self.added(frame, q_idx, kv_idx, xp, scores.dtype)
-        if added is None:
-            raise TypeError(f"{type(self).__name__} must define apply(scores, frame, q_idx, kv_idx, xp)")
-        return scores + added
+        """Change the scores of a block.
 
-    def added(
+        Args:
+            scores: Scaled scores: (pairs, r, c).
+            frame: The (batch, head) pairs and the lengths.
+            q_idx: Positions of the queries: (r,).
+            kv_idx: Positions of the keys: (c,).
+            xp: Array API namespace of the scores.
+
+        Returns:
+            The new scores: (pairs, r, c).
+        """
+        bias = self.additive_bias(frame, q_idx, kv_idx, xp, scores.dtype)
+        if bias is None:
+            raise TypeError(f"{type(self).__name__} must define apply(scores, frame, q_idx, kv_idx, xp)")
+        return scores + bias
+
+    def additive_bias(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
     ) -> Array | None:
-        """What is added to the scores, where adding is all that is done; fused kernels take that along."""
+        """Return the numbers that are added to the scores of a block, which fused kernels can do.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            q_idx: Positions of the queries: (r,).
+            kv_idx: Positions of the keys: (c,).
+            xp: Array API namespace of the result.
+            dtype: Dtype of the result.
+
+        Returns:
+            An array that broadcasts to (pairs, r, c); None if the modification is not an addition.
+        """
         return None
 
-    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any] | None:
-        """What a page needs to do the same to the rows `q_idx`, in numbers and arrays; None: only Python can do it.
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any] | None:
+        """Describe the modification of some rows as numbers and arrays, for a page that computes it.
 
-        One of {"kind": "softcap", "cap"}; {"kind": "distance", "table"}, added by kv_idx − q_idx, from 1 − q_len on;
-        {"kind": "bias", "array"}, added; {"kind": "flat", "rows"}, set to 0. Arrays begin with the pairs, or with 1.
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            q_idx: Positions of the queries: (r,).
+            xp: Array API namespace of the arrays.
+            dtype: Dtype of the arrays.
+
+        Returns:
+            {"kind": "softcap", "cap"}; {"kind": "distance", "table"}, a bias by kv_idx − q_idx from 1 − q_len on;
+            {"kind": "bias", "array"}; or {"kind": "flat", "rows"}, rows whose scores are 0. Arrays begin with an axis
+            of pairs, or of 1. None if only Python can compute the modification.
         """
-        added = self.added(frame, q_idx, np.arange(frame.kv_len), xp, dtype)
-        return None if added is None else {"kind": "bias", "array": added}
+        bias = self.additive_bias(frame, q_idx, np.arange(frame.kv_len), xp, dtype)
+        return None if bias is None else {"kind": "bias", "array": bias}
 
     def check(self, frame: Frame) -> None:
-        """Refuse, with the hint, a matrix that the modification does not fit."""
+        """Raise an `ArgumentError` if the modification does not fit a matrix.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths of the matrix.
+        """
 
 
-def _by_distance(mod: ScoreMod, frame: Frame, xp: Namespace, dtype: Any) -> dict[str, Any]:
-    """The record of what is added by distance alone: its first column upwards, then the rest of its first row."""
+def _make_distance_payload(mod: ScoreMod, frame: Frame, xp: Namespace, dtype: Any) -> dict[str, Any]:
+    """Describe a bias by distance: its first column from the last row up, then the rest of its first row."""
     first, rows, columns = np.zeros(1, np.int64), np.arange(frame.q_len), np.arange(1, frame.kv_len)
-    below = mod.added(frame, rows[::-1], first, xp, dtype)
-    above = mod.added(frame, first, columns, xp, dtype)
+    below = mod.additive_bias(frame, rows[::-1], first, xp, dtype)
+    above = mod.additive_bias(frame, first, columns, xp, dtype)
     assert below is not None and above is not None
     return {"kind": "distance", "table": xp.concat([below[:, :, 0], above[:, 0, :]], axis=1)}
 
 
 @dataclass(frozen=True)
-class Softcap(ScoreMod):
+class SoftcapMod(ScoreMod):
     """cap · tanh(scores / cap)."""
 
     cap: float
@@ -80,7 +114,7 @@ class Softcap(ScoreMod):
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         return self.cap * xp.tanh(scores / self.cap)
 
-    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
         return {"kind": "softcap", "cap": self.cap}
 
     def __repr__(self) -> str:
@@ -88,8 +122,18 @@ class Softcap(ScoreMod):
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Scores held between −cap and cap: cap · tanh(scores / cap), as in Gemma 2.
+    """Limit the scores to between −cap and cap: cap · tanh(scores / cap), as in Gemma 2.
 
+    Args:
+        cap: The limit, above 0.
+
+    Returns:
+        The score modification.
+
+    Raises:
+        ArgumentError: If `cap` is not a finite number above 0.
+
+    >>> from regard import softcap
     >>> softcap(50.0)
     softcap(50.0)
     """
@@ -97,14 +141,20 @@ def softcap(cap: float) -> ScoreMod:
         raise ArgumentError(
             "softcap", received=f"{cap!r}", expected="a number above 0", hint="Leave it out for no cap."
         )
-    return Softcap(float(cap))
+    return SoftcapMod(float(cap))
 
 
 def alibi_slopes(heads: int) -> Array:
-    """The published ALiBi slope of each head, shape (heads,); also where heads is not a power of two.
+    """Return the published ALiBi slope of each head (Press et al., 2108.12409).
 
-    The first power of two below `heads` gives a geometric series from 2^(−8/p); what is missing is every other
-    slope of the next power's series (Press et al., 2108.12409).
+    The largest power of two p ≤ `heads` gives a geometric series that starts at 2^(−8/p). The remaining heads take
+    every other slope of the series of 2p.
+
+    Args:
+        heads: Number of heads; it need not be a power of two.
+
+    Returns:
+        A float64 array of shape (heads,).
 
     >>> alibi_slopes(4)
     array([0.25      , 0.0625    , 0.015625  , 0.00390625])
@@ -116,7 +166,7 @@ def alibi_slopes(heads: int) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Alibi(ScoreMod):
+class AlibiMod(ScoreMod):
     """−slope · |q_idx − kv_idx|."""
 
     slopes: Array | None
@@ -128,13 +178,15 @@ class Alibi(ScoreMod):
             slopes = alibi_slopes(frame.leading_shape[-1] if frame.leading_shape else 1)
         return frame.per_head(slopes, "alibi")
 
-    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
-        away = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
+    def additive_bias(
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
+    ) -> Array:
+        distance = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
         slopes = xp.asarray(self._slopes(frame), dtype=dtype)[:, None, None]
-        return -slopes * xp.asarray(away, dtype=dtype)
+        return -slopes * xp.asarray(distance, dtype=dtype)
 
-    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
-        return _by_distance(self, frame, xp, dtype)
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return _make_distance_payload(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "alibi")
@@ -146,11 +198,21 @@ class Alibi(ScoreMod):
         return f"alibi({', '.join(filter(None, (slopes, align)))})"
 
 
-def alibi(slopes: Any = None, align: Align | None = None) -> ScoreMod:
-    """Scores that fall off with distance: scores − slope · |q_idx − kv_idx|, a slope for each head.
+def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
+    """Subtract a penalty that grows with distance: scores − slope · |q_idx − kv_idx|.
 
-    `slopes` has shape (heads,); left out, they are the published ones (`alibi_slopes`). `align` as in `causal`.
+    Args:
+        slopes: Slope of each head: (heads,). The default is `alibi_slopes`, the published ones.
+        align: Which query is at which key if the lengths differ, as in `causal`.
 
+    Returns:
+        The score modification.
+
+    Raises:
+        ArgumentTypeError: If the slopes are not numbers.
+        ArgumentError: If `align` is unknown.
+
+    >>> from regard import alibi
     >>> alibi()
     alibi()
     """
@@ -162,28 +224,30 @@ def alibi(slopes: Any = None, align: Align | None = None) -> ScoreMod:
                 "alibi",
                 received=describe_argument(slopes),
                 expected="a number for each head",
-                hint="alibi_slopes(heads) has them.",
+                hint="regard.score_mods.alibi_slopes(heads) returns the published ones.",
             )
         slopes = slopes.astype(np.float64)
-    return Alibi(slopes, align)
+    return AlibiMod(slopes, align)
 
 
 @dataclass(frozen=True, eq=False)
-class Bias(ScoreMod):
+class BiasMod(ScoreMod):
     """An array added to the scores."""
 
     array: Array
 
-    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
-        given = xp.asarray(frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias"))
-        added = xp.astype(given, dtype)
-        # float64's lowest number is −inf in float32, but it was a number.
-        return xp.where((added == -xp.inf) & (given != -xp.inf), xp.finfo(dtype).min, added)
+    def additive_bias(
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
+    ) -> Array:
+        entries = xp.asarray(frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias"))
+        bias = xp.astype(entries, dtype)
+        # The lowest float64 number becomes −inf in float32, but it must not mask.
+        return xp.where((bias == -xp.inf) & (entries != -xp.inf), xp.finfo(dtype).min, bias)
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        added = self.added(frame, q_idx, kv_idx, xp, scores.dtype)
-        # −inf hides even a NaN score, as a mask does.
-        return xp.where(added == -xp.inf, -xp.inf, scores + added)
+        bias = self.additive_bias(frame, q_idx, kv_idx, xp, scores.dtype)
+        # −inf masks even a NaN score, as a mask does.
+        return xp.where(bias == -xp.inf, -xp.inf, scores + bias)
 
     def check(self, frame: Frame) -> None:
         check_matrix_shape(self.array, frame, "bias")
@@ -192,12 +256,21 @@ class Bias(ScoreMod):
         return f"bias(<array of shape {tuple(self.array.shape)}>)"
 
 
-def bias(array: Any) -> ScoreMod:
-    """Scores plus an array that broadcasts to (…, q_len, kv_len), taken literally.
+def bias(array: Array) -> ScoreMod:
+    """Add an array to the scores.
 
-    −inf hides a key as a mask does; `finfo.min` does not, it is only a very low score.
+    Args:
+        array: Floating point numbers that broadcast to (…, q_len, kv_len). −inf masks a key; `finfo.min` does not, it
+            is only a very low score.
+
+    Returns:
+        The score modification.
+
+    Raises:
+        ArgumentTypeError: If the array does not hold floating point numbers.
 
     >>> import numpy as np
+    >>> from regard import bias
     >>> bias(np.zeros((5, 5)))
     bias(<array of shape (5, 5)>)
     """
@@ -210,11 +283,20 @@ def bias(array: Any) -> ScoreMod:
             expected="floating point numbers to add to the scores",
             hint="For booleans, True = attend, use mask=dense(array); for whole numbers, array.astype(float).",
         )
-    return Bias(array)
+    return BiasMod(array)
 
 
 def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidirectional: bool) -> IntArray:
-    """The T5 bucket of each relative position kv_idx − q_idx: exact when near, logarithmic farther out.
+    """Return the T5 bucket of each relative position: exact when near, logarithmic farther out.
+
+    Args:
+        ahead: Relative positions kv_idx − q_idx, of any shape.
+        buckets: Number of buckets.
+        max_distance: Distance from which on all positions share the last bucket.
+        bidirectional: Whether keys after the query have buckets of their own.
+
+    Returns:
+        Bucket numbers, of the same shape.
 
     >>> relative_buckets(np.array([-3, 0, 3, 500]), buckets=32, max_distance=128, bidirectional=True)
     array([ 3,  0, 19, 31])
@@ -233,15 +315,17 @@ def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidire
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeBias(ScoreMod):
-    """A learned number for each head and bucket of distance."""
+class RelativeBiasMod(ScoreMod):
+    """A bias for each head and bucket of distance."""
 
     table: Array
     bidirectional: bool
     max_distance: int
     align: Align | None
 
-    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
+    def additive_bias(
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
+    ) -> Array:
         ahead = kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "relative_bias")
         bucket = relative_buckets(
             ahead,
@@ -252,8 +336,8 @@ class RelativeBias(ScoreMod):
         per_pair = frame.take_pairs(self.table.T, 1, "relative_bias", "heads")
         return xp.asarray(per_pair[:, bucket], dtype=dtype)
 
-    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
-        return _by_distance(self, frame, xp, dtype)
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return _make_distance_payload(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "relative_bias")
@@ -266,26 +350,36 @@ class RelativeBias(ScoreMod):
 
 
 def relative_bias(
-    table: Any, *, bidirectional: bool, max_distance: int = 128, align: Align | None = None
+    table: Array, *, bidirectional: bool, max_distance: int = 128, align: Align | None = None
 ) -> ScoreMod:
-    """Scores plus T5's relative position bias: `table[bucket(kv_idx − q_idx), head]`.
+    """Add T5's relative position bias to the scores: `table[bucket(kv_idx − q_idx), head]`.
 
-    `table` has shape (buckets, heads), as T5 keeps it; encoders are bidirectional, decoders are not.
-    `align` as in `causal`.
+    Args:
+        table: Bias of each bucket and head, (buckets, heads), as T5 stores it.
+        bidirectional: Whether keys after the query have buckets of their own: True for encoders, False for decoders.
+        max_distance: Distance from which on all positions share the last bucket.
+        align: Which query is at which key if the lengths differ, as in `causal`.
+
+    Returns:
+        The score modification.
+
+    Raises:
+        ArgumentError: If the table does not have two axes or enough buckets, or `max_distance` is too small.
 
     >>> import numpy as np
+    >>> from regard import relative_bias
     >>> relative_bias(np.zeros((32, 8)), bidirectional=True)
     relative_bias(<32 buckets, 8 heads>, bidirectional=True)
     """
     if not hasattr(table, "dtype"):
         table = as_array(table, "relative_bias", "table")
     check_align(align, "relative_bias")
-    least = 4 if bidirectional else 2
-    if len(table.shape) != 2 or table.shape[0] < least or max_distance <= table.shape[0] // least:
+    min_buckets = 4 if bidirectional else 2
+    if len(table.shape) != 2 or table.shape[0] < min_buckets or max_distance <= table.shape[0] // min_buckets:
         raise ArgumentError(
             "relative_bias",
             received=f"a table of shape {tuple(table.shape)}, max_distance={max_distance!r}",
-            expected=f"(buckets, heads), {least} buckets at least, and a max_distance beyond the exact buckets",
+            expected=f"(buckets, heads), {min_buckets} buckets at least, and a max_distance beyond the exact buckets",
             hint="T5's relative_attention_bias.weight has this shape.",
         )
-    return RelativeBias(table, bidirectional, max_distance, align)
+    return RelativeBiasMod(table, bidirectional, max_distance, align)

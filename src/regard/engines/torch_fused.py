@@ -160,7 +160,7 @@ def find_kernel(problem: Problem) -> tuple[Kernel | None, str]:
     if not is_contiguous(problem.positions):
         return None, "the rows are not contiguous"
     for score_mod in problem.score_mods:
-        if type(score_mod).added is ScoreMod.added:
+        if type(score_mod).additive_bias is ScoreMod.additive_bias:
             return None, f"no fused kernel takes {score_mod}"
     return kernel, ""
 

@@ -158,7 +158,7 @@ def make_tile_builder(problem: Problem) -> TileBuilder:
         total: Any = 0.0
         masked: Any = False
         for score_mod in problem.score_mods:
-            bias = score_mod.added(problem.frame, q_idx, kv_idx, xp, dtype)
+            bias = score_mod.additive_bias(problem.frame, q_idx, kv_idx, xp, dtype)
             assert bias is not None
             bias = bias.detach()
             masked = masked | (bias == -math.inf)

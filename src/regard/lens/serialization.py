@@ -14,7 +14,7 @@ from regard.errors import ArgumentError
 from regard.lens.call import Call
 from regard.lens.capture.mask_recognition import Rules
 from regard.measures import Top
-from regard.score_mods import Alibi, Bias, RelativeBias, ScoreMod, Softcap
+from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
 Tensor = Any  # the types of torch are not followed
 
@@ -60,14 +60,14 @@ class _Writer:
     def score_mod(self, mod: ScoreMod | None, name: str) -> Any:
         if mod is None:
             return None
-        if isinstance(mod, Softcap):
+        if isinstance(mod, SoftcapMod):
             return {"kind": "softcap", "cap": mod.cap}
-        if isinstance(mod, Bias):
+        if isinstance(mod, BiasMod):
             return {"kind": "bias", "array": self.array(mod.array, name)}
-        if isinstance(mod, Alibi):
+        if isinstance(mod, AlibiMod):
             slopes = None if mod.slopes is None else np.asarray(mod.slopes).tolist()
             return {"kind": "alibi", "slopes": slopes, "align": mod.align}
-        if isinstance(mod, RelativeBias):
+        if isinstance(mod, RelativeBiasMod):
             table = self.array(mod.table, name)
             rest = {"bidirectional": mod.bidirectional, "max_distance": mod.max_distance, "align": mod.align}
             return {"kind": "relative_bias", "table": table, **rest}
@@ -148,12 +148,12 @@ class _Reader:
         if written is None:
             return None
         makers: dict[str, Callable[..., ScoreMod]] = {
-            "softcap": lambda: Softcap(written["cap"]),
-            "bias": lambda: Bias(self.array(written["array"])),
-            "alibi": lambda: Alibi(
+            "softcap": lambda: SoftcapMod(written["cap"]),
+            "bias": lambda: BiasMod(self.array(written["array"])),
+            "alibi": lambda: AlibiMod(
                 None if written["slopes"] is None else np.array(written["slopes"]), written["align"]
             ),
-            "relative_bias": lambda: RelativeBias(
+            "relative_bias": lambda: RelativeBiasMod(
                 self.array(written["table"]),
                 written["bidirectional"],
                 written["max_distance"],

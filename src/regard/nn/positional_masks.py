@@ -18,7 +18,7 @@ from regard.masks import Mask
 from regard.masks.base import AndMask, NotMask, OrMask
 from regard.masks.keys import KeyRangeMask
 from regard.masks.window import BandMask
-from regard.score_mods import Alibi, RelativeBias, ScoreMod, Softcap
+from regard.score_mods import AlibiMod, RelativeBiasMod, ScoreMod, SoftcapMod
 from regard.types import Array, IntArray, Namespace
 
 # Positions of columns that stand for no token of the sequence.
@@ -73,12 +73,12 @@ class TokenPositions:
 
     def restrict_score_mod(self, score_mod: ScoreMod) -> ScoreMod:
         """Return the score modification of the part, from that of the whole sequence."""
-        if isinstance(score_mod, Softcap):
+        if isinstance(score_mod, SoftcapMod):
             return score_mod
-        if self.is_suffix and isinstance(score_mod, Alibi | RelativeBias):
+        if self.is_suffix and isinstance(score_mod, AlibiMod | RelativeBiasMod):
             return replace(score_mod, align="lower_right")
         # A fused kernel recognises an additive score modification by its class.
-        is_additive = type(score_mod).added is not ScoreMod.added
+        is_additive = type(score_mod).additive_bias is not ScoreMod.additive_bias
         learned = next((array for array in vars(score_mod).values() if hasattr(array, "requires_grad")), None)
         return (PositionalBias if is_additive else PositionalScoreMod)(score_mod, self, learned)
 
@@ -203,9 +203,11 @@ class PositionalScoreMod(ScoreMod):
 class PositionalBias(PositionalScoreMod):
     """A positional score modification that only adds to the scores."""
 
-    def added(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any) -> Array:
+    def additive_bias(
+        self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
+    ) -> Array:
         def evaluate(pairs: Any, full: Frame, rows: IntArray, columns: IntArray) -> Array:
-            added = self.score_mod.added(full, rows, np.maximum(columns, 0), xp, dtype)
+            added = self.score_mod.additive_bias(full, rows, np.maximum(columns, 0), xp, dtype)
             return xp.where(xp.asarray(columns >= 0), added, 0.0)
 
         return self.positions.gather(frame, q_idx, kv_idx, xp, evaluate)

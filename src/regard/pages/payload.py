@@ -16,7 +16,7 @@ from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
 from regard.masks.intervals import KeyIntervals, find_intervals
 from regard.pages.parts import Halves, covered, halves, levels, part
-from regard.score_mods import Bias, ScoreMod
+from regard.score_mods import BiasMod, ScoreMod
 from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
@@ -270,8 +270,8 @@ def _compared(matrix: Any, rounded: Any, lse: Array, error: Error) -> Error:
 
 def _mod(mod: ScoreMod, problem: Problem, operation: str) -> dict[str, Any]:
     """What a page does to the scores, its arrays as parts."""
-    size = math.prod(mod.array.shape) if isinstance(mod, Bias) else math.prod(problem.shape)
-    dense = type(mod).record is ScoreMod.record
+    size = math.prod(mod.array.shape) if isinstance(mod, BiasMod) else math.prod(problem.shape)
+    dense = type(mod).to_payload is ScoreMod.to_payload
     if dense and size > MOST_ADDED:
         raise TooLargeError(
             operation,
@@ -279,7 +279,7 @@ def _mod(mod: ScoreMod, problem: Problem, operation: str) -> dict[str, Any]:
             expected=f"at most {MOST_ADDED:,} to be carried",
             hint="Take some rows, A.lazy[..., rows, :], or say it by distance: relative_bias, alibi.",
         )
-    record = mod.record(problem.frame, problem.positions, problem.engine.xp, problem.dtype)
+    record = mod.to_payload(problem.frame, problem.positions, problem.engine.xp, problem.dtype)
     if record is None:
         raise ArgumentError(
             operation,

@@ -105,7 +105,7 @@ def test_a_bias_is_told_by_its_table_or_not_at_all():
     table = torch.randn(8, 4)
     bias = relative_bias(table, bidirectional=False, max_distance=12, align="lower_right")
     frame = regard.frame.Frame((4,), 7, 7)
-    added = bias.added(frame, np.arange(7), np.arange(7), _recognise._Xp("cpu"), torch.float32)
+    added = bias.additive_bias(frame, np.arange(7), np.arange(7), _recognise._Xp("cpu"), torch.float32)
     lowest = torch.finfo(torch.float32).min
     masked = torch.where(torch.tensor(causal().to_dense(7, 7)), added, lowest)[None]
     other = relative_bias(table * 2, bidirectional=False, max_distance=12, align="lower_right")

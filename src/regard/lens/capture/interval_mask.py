@@ -62,7 +62,7 @@ class Flat(ScoreMod):
         flat = xp.asarray(frame.take_pairs(self.rows[..., q_idx], 1, "flat"))
         return xp.where(flat[:, :, None], xp.zeros((), dtype=scores.dtype), scores)
 
-    def record(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
         return {"kind": "flat", "rows": frame.take_pairs(self.rows[..., q_idx], 1, "flat")}
 
     def __repr__(self) -> str:

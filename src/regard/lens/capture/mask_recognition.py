@@ -163,7 +163,7 @@ def _explains(
         here = mask[..., rows, :]
         if added is not None:
             frame, q_idx = Frame(lead[-1:], q_len, kv_len), np.arange(q_len)[rows]
-            expected = added.added(frame, q_idx, np.arange(kv_len), _Xp(mask.device), mask.dtype)
+            expected = added.additive_bias(frame, q_idx, np.arange(kv_len), _Xp(mask.device), mask.dtype)
         if not bool(((here == expected) | (here <= lowest)).all()):
             return False
     return True

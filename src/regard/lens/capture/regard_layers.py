@@ -11,7 +11,7 @@ import torch
 from regard.core.matrix import AttentionMatrix
 from regard.lens.capture import wrappers as capture
 from regard.masks import causal
-from regard.score_mods import Softcap
+from regard.score_mods import SoftcapMod
 
 
 def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
@@ -23,7 +23,7 @@ def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., At
         module = capture._running()
         if module is not None and capture._watched(module):
             mods = [each for each in options.get("score_mod") or () if each is not None]
-            if any(not isinstance(each, Softcap) for each in mods) or len(mods) > 1:
+            if any(not isinstance(each, SoftcapMod) for each in mods) or len(mods) > 1:
                 for recorder, name in tuple(capture.owners.get(id(module), ())):
                     if name is not None:
                         capture._thread.captured = capture.captured() + 1
