@@ -1,4 +1,4 @@
-"""Models for the survey's tests, opened by name in processes of their own."""
+"""Models for the tests of the survey, loaded by name in worker processes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ from typing import Any
 import torch
 
 from examples.induction.model import Config, Model, load
-from tests.helpers.survey_stub import suffer
+from tests.helpers.survey_stub import obey
 
 
 def tiny(seed: int = 0) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = Model(Config(vocabulary=256, width=16, heads=2, layers=2))
-    return model.eval().requires_grad_(False), ids
-
-
-def other() -> tuple[Any, Any]:
-    return tiny(1)
+    return model.eval().requires_grad_(False), encode
 
 
 def text() -> tuple[Any, Any]:
-    return load("text"), ids
+    return load("text"), encode
 
 
-def ids(text: str) -> list[int]:
-    suffer(text)
+def encode(text: str) -> list[int]:
+    obey(text)
     return list(text.encode())
 
 
 def broken() -> Any:
-    raise RuntimeError("these weights are nowhere")
+    raise RuntimeError("these weights do not exist")

@@ -1,4 +1,4 @@
-"""A stand-in for a model that needs no torch, and what poison documents do to whoever reads them."""
+"""A stand-in for a model that needs no torch, and documents that harm the process that measures them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from regard.survey.schema import widths
+from regard.survey.schema import list_columns
+from regard.survey.worker_process import ModelInfo
 
 LAYERS, HEADS = 2, 3
 
 
 class Stub:
-    """Rows that depend on the text alone."""
+    """Returns rows that depend on the text alone."""
 
     name = "stub"
 
-    def about(self) -> dict[str, Any]:
-        heads = [HEADS] * LAYERS
+    def describe(self) -> ModelInfo:
         return {
-            "model": self.name,
+            "name": self.name,
             "weights": "none",
             "tokenizer": "none",
             "layers": LAYERS,
-            "heads": heads,
+            "heads": [HEADS] * LAYERS,
             "notes": [],
         }
 
     def measure(self, text: str) -> dict[str, Any]:
-        suffer(text)
+        obey(text)
         random = np.random.default_rng(zlib.crc32(text.encode()))
         count = LAYERS * HEADS
         rows: dict[str, Any] = {
@@ -43,42 +43,43 @@ class Stub:
             "kv_head": np.zeros(count, np.int16),
             "module": [f"layers.{layer}" for layer in range(LAYERS) for _ in range(HEADS)],
             "tokens": len(text),
-            "cut": False,
+            "truncated": False,
         }
-        for name, width in widths().items():
+        for name, width in list_columns().items():
             shape = count if width == 1 else (count, width)
             rows[name] = random.random(shape, np.float32)
         return rows
 
 
-class Unsteady(Stub):
-    """Another model in every process."""
+class UnstableStub(Stub):
+    """Has other weights in every process."""
 
-    def about(self) -> dict[str, Any]:
-        return {**super().about(), "weights": str(os.getpid())}
+    def describe(self) -> ModelInfo:
+        return {**super().describe(), "weights": str(os.getpid())}
 
 
-def suffer(text: str) -> None:
-    """What a document that begins with POISON does; with a path as its last word, only if nothing is there yet.
+def obey(text: str) -> None:
+    """Do what a document that begins with POISON says: raise, hang, kill, segfault or kill-worker.
 
-    `kill-worker` kills who started this process, so many milliseconds after it answered.
+    If its last word is a path, the document does so once: only while no file exists there. `kill-worker` kills the
+    parent of this process, the given number of milliseconds after the answer.
     """
     if not text.startswith("POISON"):
         return
-    _, what, *once = text.split()
-    wait = int(once.pop(0)) / 1000 if what == "kill-worker" else 0.0
+    _, action, *once = text.split()
+    wait = int(once.pop(0)) / 1000 if action == "kill-worker" else 0.0
     if once:
         if Path(once[0]).exists():
             return
         Path(once[0]).touch()
-    if what == "raise":
+    if action == "raise":
         raise RuntimeError("this document cannot be read")
-    if what == "hang":
+    if action == "hang":
         time.sleep(3600)
-    if what == "kill":
+    if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "segfault":
+    if action == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if what == "kill-worker":
+    if action == "kill-worker":
         subprocess.Popen(["sh", "-c", f"sleep {wait}; kill -9 {os.getppid()}"], start_new_session=True)
         time.sleep(0.0 if wait else 3600)

@@ -1,9 +1,8 @@
-"""Documents in order: what a corpus holds, cut into shards that are the same on every machine and every run.
+"""A corpus: its documents in order, split into shards that are the same on every machine and in every run.
 
-A document is a text file, a line of a JSON lines file, or a row of a Parquet file. Its id is where it stands, so that
-no two have the same: `guide/intro.txt`, `pages.jsonl@18034` (the byte at which the line begins), `pages.parquet@17`.
-To cut the corpus, only the names and sizes of its files are read, the footers of Parquet files, and the beginning of
-one file of lines.
+A document is a text file, a line of a JSON lines file, or a row of a Parquet file. Its id is its position, which is
+unique: `guide/intro.txt`, `pages.jsonl@18034` (the byte offset of the line), `pages.parquet@17`. Splitting the corpus
+reads only the names and sizes of its files, the footers of Parquet files, and the beginning of one JSON lines file.
 """
 
 from __future__ import annotations
@@ -15,30 +14,33 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from regard.errors import ArgumentError
 
-LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
-COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-# So much of the first file of lines is read to see how long they are; of compressed ones it is taken for granted.
-SAMPLE, LINE = 1 << 18, 4096
-BLOCK = 1 << 20
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+LINE_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst", ".lz4")
+# The average line length is estimated from this much of the first JSON lines file; compressed files use the default.
+SAMPLE_BYTES, DEFAULT_LINE_BYTES = 1 << 18, 4096
+BLOCK_BYTES = 1 << 20
 
 
-class Document(NamedTuple):
-    """A document, or why there is none: `problem` is (kind, reason) where it cannot be measured."""
+class CorpusDocument(NamedTuple):
+    """A document of a corpus; if it cannot be measured, `problem` holds (kind, reason)."""
 
     id: str
     text: str = ""
-    label: str | None = None
+    name: str | None = None
     problem: tuple[str, str] | None = None
 
 
-class Part(NamedTuple):
-    """A stretch of a file: all of a text, the lines that begin in bytes start … stop, or rows start … stop.
+class FileRange(NamedTuple):
+    """A range of a file: a whole text file, the lines that begin in bytes start … stop, or the rows start … stop.
 
-    A compressed file cannot be entered in the middle, and is one stretch (stop −1).
+    A compressed file cannot be read from the middle, so it is one range (stop −1).
     """
 
     path: str
@@ -48,49 +50,53 @@ class Part(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What is measured and committed together."""
+    """The documents that are measured and committed together."""
 
     number: int
-    parts: tuple[Part, ...]
+    ranges: tuple[FileRange, ...]
 
     def dumps(self) -> str:
-        """As one line of text."""
-        return json.dumps([self.number, self.parts])
+        """Serialize to one line of JSON."""
+        return json.dumps([self.number, self.ranges])
 
     @classmethod
     def loads(cls, line: str) -> Shard:
-        """Back again."""
-        number, parts = json.loads(line)
-        return cls(number, tuple(Part(*part) for part in parts))
+        """Parse the output of `dumps`."""
+        number, ranges = json.loads(line)
+        return cls(number, tuple(FileRange(*fields) for fields in ranges))
 
 
 @dataclass(frozen=True)
 class Corpus:
     """A file, a directory, or a pattern with `*`, on a local path or any that pyarrow opens (`s3://`, `gs://`, …).
 
-    `text` and `label` are the fields of JSON lines, or the columns of Parquet, that hold the text and, if there is
-    one, the documents' own name. A shard has about `per_shard` documents.
+    Attributes:
+        path: The file, directory or pattern.
+        text_field: Field of JSON lines, or column of Parquet, that holds the text.
+        name_field: Field or column that holds the name of a document, if there is one.
+        shard_size: Approximate number of documents in a shard.
+        max_bytes: Documents with more bytes are rejected.
 
     >>> Corpus("pages/*.txt").root
     'pages'
     """
 
     path: str
-    text: str = "text"
-    label: str | None = None
-    per_shard: int = 64
+    text_field: str = "text"
+    name_field: str | None = None
+    shard_size: int = 64
     max_bytes: int = 1 << 24
 
     def __reduce__(self) -> Any:
-        """Its settings alone: what was listed stays with the driver."""
+        """Pickle the settings only; the file listing stays with the driver."""
         return Corpus, tuple(asdict(self).values())
 
     @property
     def root(self) -> str:
-        """The directory that ids are counted from; of one file, the file."""
+        """The directory that document ids are relative to; for a single file, the file itself."""
         fixed = []
         for part in self.path.split("/"):
-            if any(each in part for each in "*?["):
+            if any(wildcard in part for wildcard in "*?["):
                 break
             fixed.append(part)
         return "/".join(fixed) or ("/" if self.path.startswith("/") else ".")
@@ -99,8 +105,8 @@ class Corpus:
     def _pattern(self) -> str:
         return self.path[len(self.root) :].lstrip("/")
 
-    def holds(self, folder: Path) -> bool:
-        """Whether files of a local directory would be taken for documents."""
+    def includes(self, folder: Path) -> bool:
+        """Return whether the shard files of a survey in a local directory would be read as documents."""
         root = Path(self.root).expanduser().resolve()
         if "://" in self.root or not folder.resolve().is_relative_to(root) or root.is_file():
             return False
@@ -108,179 +114,199 @@ class Corpus:
         return not self._pattern or _matches(name, self._pattern)
 
     @cached_property
-    def _system(self) -> tuple[Any, str]:
-        """The file system, and the root on it."""
+    def _filesystem(self) -> tuple[fs.FileSystem, str]:
+        """The pyarrow file system, and the root on it."""
         from pyarrow import fs
 
         if "://" in self.root:
-            system, base = fs.FileSystem.from_uri(self.root)
-            return system, str(base)
+            filesystem, base = fs.FileSystem.from_uri(self.root)
+            return filesystem, str(base)
         return fs.LocalFileSystem(), Path(self.root).expanduser().resolve().as_posix()
 
     @cached_property
     def files(self) -> list[tuple[str, int]]:
-        """Names below the root and sizes, in order; hidden files and directories are left out."""
+        """Paths relative to the root, with sizes, sorted; dotfiles and dot-directories are skipped."""
         from pyarrow import fs
 
-        system, base = self._system
-        info = system.get_file_info(base)
+        filesystem, base = self._filesystem
+        info = filesystem.get_file_info(base)
         if info.type == fs.FileType.File:
             return [("", int(info.size))]
         if info.type == fs.FileType.NotFound:
-            raise self._refused("where nothing is", "Check the path; a pattern is written in quotes.")
-        found = system.get_file_info(fs.FileSelector(base, recursive=True))
-        names = [(each.path[len(base) :].lstrip("/"), each.size) for each in found if each.is_file]
-        shown = [(name, int(size)) for name, size in names if not any(p[0] == "." for p in name.split("/"))]
-        if self._pattern:
-            shown = [(name, size) for name, size in shown if _matches(name, self._pattern)]
-        if not shown:
-            raise self._refused(
-                "in which no file is", "Give a directory of files, or a pattern that matches some."
+            raise self._error(
+                "which does not exist",
+                "Check the path, and put a pattern in quotes so that the shell keeps it.",
             )
-        return sorted(shown)
+        entries = filesystem.get_file_info(fs.FileSelector(base, recursive=True))
+        files = [(entry.path[len(base) :].lstrip("/"), int(entry.size)) for entry in entries if entry.is_file]
+        files = [(name, size) for name, size in files if not any(p[0] == "." for p in name.split("/"))]
+        if self._pattern:
+            files = [(name, size) for name, size in files if _matches(name, self._pattern)]
+        if not files:
+            raise self._error(
+                "which contains no files", "Pass a directory with files, or a pattern that matches some."
+            )
+        return sorted(files)
 
-    def _refused(self, what: str, hint: str) -> ArgumentError:
+    def _error(self, problem: str, hint: str) -> ArgumentError:
         return ArgumentError(
-            "survey",
-            received=f"the corpus {self.path!r}, {what}",
+            "survey.run",
+            received=f"the corpus {self.path!r}, {problem}",
             expected="text files, JSON lines (.jsonl) or Parquet",
             hint=hint,
         )
 
-    def facts(self) -> dict[str, Any]:
-        """What must be the same for a survey to go on: names, sizes, and how they are cut."""
+    def compute_fingerprint(self) -> dict[str, Any]:
+        """Return the facts that must not change between the runs of a survey: files, sizes and the split."""
         digest = hashlib.sha256()
         for name, size in self.files:
             digest.update(f"{name}\0{size}\n".encode())
         settings = {key: value for key, value in asdict(self).items() if key != "path"}
         return {"files": len(self.files), "bytes": sum(size for _, size in self.files), **settings,
-                "line": self._line_bytes, "sha256": digest.hexdigest()}  # fmt: skip
+                "line_bytes": self._line_bytes, "sha256": digest.hexdigest()}  # fmt: skip
 
-    # How it is cut
+    # Splitting
 
-    def shards(self) -> Iterator[Shard]:
-        """Every shard, in order."""
-        number, held, parts = 0, 0.0, []
+    def iter_shards(self) -> Iterator[Shard]:
+        """Yield the shards in order."""
+        number, documents, ranges = 0, 0.0, []
         for name, size in self.files:
-            for part, weight in self._parts(name, size):
-                parts.append(part)
-                held += weight
-                if held >= self.per_shard:
-                    yield Shard(number, tuple(parts))
-                    number, held, parts = number + 1, 0.0, []
-        if parts:
-            yield Shard(number, tuple(parts))
+            for file_range, count in self._split(name, size):
+                ranges.append(file_range)
+                documents += count
+                if documents >= self.shard_size:
+                    yield Shard(number, tuple(ranges))
+                    number, documents, ranges = number + 1, 0.0, []
+        if ranges:
+            yield Shard(number, tuple(ranges))
 
-    def _parts(self, name: str, size: int) -> Iterator[tuple[Part, float]]:
-        """The stretches of a file, and about how many documents each has."""
-        kind, packed = _kind(name or self.path)
+    def _split(self, name: str, size: int) -> Iterator[tuple[FileRange, float]]:
+        """Yield the ranges of a file, each with its approximate number of documents."""
+        kind, compressed = _detect_format(name or self.path)
         if kind == "text":
-            yield Part(name, kind), 1
-        elif packed:
-            yield Part(name, kind), max(1.0, size / LINE)
+            yield FileRange(name, kind), 1
+        elif compressed:
+            yield FileRange(name, kind), max(1.0, size / DEFAULT_LINE_BYTES)
         else:
-            step = self.per_shard
-            total, weight = (size, step * self._line_bytes) if kind == "lines" else (self._rows(name), step)
-            for start in range(0, total, weight):
-                stop = min(start + weight, total)
-                yield Part(name, kind, start, stop), step * (stop - start) / weight
+            documents = self.shard_size
+            if kind == "lines":
+                total, step = size, documents * self._line_bytes
+            else:
+                total, step = self._count_rows(name), documents
+            for start in range(0, total, step):
+                stop = min(start + step, total)
+                yield FileRange(name, kind, start, stop), documents * (stop - start) / step
 
     @cached_property
     def _line_bytes(self) -> int:
-        """About how long a line is."""
+        """The approximate length of a line."""
         for name, size in self.files:
-            if size and _kind(name or self.path) == ("lines", False):
-                with self._system[0].open_input_file(self._at(name)) as file:
-                    block = bytes(file.read(SAMPLE))
+            if size and _detect_format(name or self.path) == ("lines", False):
+                with self._filesystem[0].open_input_file(self._full_path(name)) as file:
+                    block = bytes(file.read(SAMPLE_BYTES))
                 return max(64, len(block) // max(1, block.count(b"\n")))
-        return LINE
+        return DEFAULT_LINE_BYTES
 
-    def _rows(self, name: str) -> int:
+    def _count_rows(self, name: str) -> int:
         from pyarrow import ArrowInvalid, parquet
 
-        system, _ = self._system
+        filesystem, _ = self._filesystem
         try:
-            with system.open_input_file(self._at(name)) as file:
-                opened = parquet.ParquetFile(file)
-                columns, rows = opened.schema_arrow.names, int(opened.metadata.num_rows)
+            with filesystem.open_input_file(self._full_path(name)) as file:
+                table = parquet.ParquetFile(file)
+                columns, rows = table.schema_arrow.names, int(table.metadata.num_rows)
         except ArrowInvalid as error:
-            raise self._refused(
-                f"whose {name or 'file'} is no Parquet ({error})", "Take the file out, or mend it."
+            raise self._error(
+                f"whose {name or 'file'} is not valid Parquet ({error})", "Repair the file or remove it."
             ) from None
-        missing = [each for each in (self.text, self.label) if each is not None and each not in columns]
+        missing = [
+            field
+            for field in (self.text_field, self.name_field)
+            if field is not None and field not in columns
+        ]
         if missing:
-            raise self._refused(
+            raise self._error(
                 f"whose {name or 'file'} has no column {missing[0]!r}",
-                f"It has {', '.join(columns[:8])}: name the one that holds the text, survey(…, text=…).",
+                f"Its columns are {', '.join(columns[:8])}. Pass the one with the text as text_field.",
             )
         return rows
 
-    def _at(self, name: str) -> str:
-        base = self._system[1]
+    def _full_path(self, name: str) -> str:
+        base = self._filesystem[1]
         return f"{base}/{name}" if name else base
 
-    # How it is read
+    # Reading
 
-    def documents(self, shard: Shard) -> Iterator[Document]:
-        """The documents of a shard, in order."""
-        read = {"text": self._text, "lines": self._lines, "table": self._table}
-        for part in shard.parts:
-            yield from read[part.kind](part, part.path or self._system[1].rsplit("/", 1)[-1])
+    def iter_documents(self, shard: Shard) -> Iterator[CorpusDocument]:
+        """Yield the documents of a shard in order."""
+        readers = {"text": self._read_text, "lines": self._read_lines, "table": self._read_table}
+        for file_range in shard.ranges:
+            name = file_range.path or self._filesystem[1].rsplit("/", 1)[-1]
+            yield from readers[file_range.kind](file_range, name)
 
-    def _text(self, part: Part, name: str) -> Iterator[Document]:
+    def _read_text(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
+        path = self._full_path(file_range.path)
         try:
-            with self._system[0].open_input_stream(self._at(part.path), compression="detect") as file:
-                data = _upto(file, self.max_bytes + 1)
+            with self._filesystem[0].open_input_stream(path, compression="detect") as file:
+                data = _read_up_to(file, self.max_bytes + 1)
         except (FileNotFoundError, PermissionError) as error:
-            yield Document(name, problem=("unread", _short(error)))
+            yield CorpusDocument(name, problem=("unreadable", _first_line(error)))
         else:
-            yield self._document(name, data, None)
+            yield self._build_document(name, data, None)
 
-    def _lines(self, part: Part, name: str) -> Iterator[Document]:
-        system, path = self._system[0], self._at(part.path)
-        if part.stop < 0:
-            file, start, stop = system.open_input_stream(path, compression="detect"), 0, 1 << 62
+    def _read_lines(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
+        filesystem, path = self._filesystem[0], self._full_path(file_range.path)
+        if file_range.stop < 0:
+            file, start, stop = filesystem.open_input_stream(path, compression="detect"), 0, 1 << 62
         else:
-            file, (start, stop) = system.open_input_file(path), part[2:]
+            file, start, stop = filesystem.open_input_file(path), file_range.start, file_range.stop
         with file:
-            for at, line in lines(file, start, stop, self.max_bytes):
-                yield self._line(f"{name}@{at}", line)
+            for offset, line in iter_lines(file, start, stop, self.max_bytes):
+                yield self._parse_line(f"{name}@{offset}", line)
 
-    def _line(self, name: str, line: bytes | None) -> Document:
+    def _parse_line(self, name: str, line: bytes | None) -> CorpusDocument:
         if line is None:
-            return Document(name, problem=self._long())
+            return CorpusDocument(name, problem=self._too_long)
         try:
             fields = json.loads(line)
         except ValueError as error:
-            return Document(name, problem=("not text", f"a line that is not JSON: {_short(error)}"))
+            return CorpusDocument(
+                name, problem=("not text", f"the line is not valid JSON: {_first_line(error)}")
+            )
         if not isinstance(fields, dict):
-            return Document(name, problem=("not text", f"a line of JSON that is a {type(fields).__name__}"))
-        return self._document(name, fields.get(self.text), fields.get(self.label) if self.label else None)
+            kind = type(fields).__name__
+            return CorpusDocument(
+                name, problem=("not text", f"the line is a JSON {kind}, expected an object")
+            )
+        own_name = fields.get(self.name_field) if self.name_field else None
+        return self._build_document(name, fields.get(self.text_field), own_name)
 
-    def _table(self, part: Part, name: str) -> Iterator[Document]:
+    def _read_table(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
         from pyarrow import parquet
 
-        columns = [self.text] + ([self.label] if self.label else [])
-        with self._system[0].open_input_file(self._at(part.path)) as file:
-            opened = parquet.ParquetFile(file)
-            first, groups, at = None, [], 0
-            for group in range(opened.num_row_groups):
-                rows = opened.metadata.row_group(group).num_rows
-                if at < part.stop and at + rows > part.start:
+        columns = [self.text_field] + ([self.name_field] if self.name_field else [])
+        with self._filesystem[0].open_input_file(self._full_path(file_range.path)) as file:
+            table = parquet.ParquetFile(file)
+            first, groups, offset = None, [], 0
+            for group in range(table.num_row_groups):
+                rows = table.metadata.row_group(group).num_rows
+                if offset < file_range.stop and offset + rows > file_range.start:
                     groups.append(group)
-                    first = at if first is None else first
-                at += rows
-            at = first or 0
-            for batch in opened.iter_batches(256, row_groups=groups, columns=columns):
-                low, high = max(part.start - at, 0), min(part.stop - at, len(batch))
+                    first = offset if first is None else first
+                offset += rows
+            offset = first or 0
+            for batch in table.iter_batches(256, row_groups=groups, columns=columns):
+                low, high = max(file_range.start - offset, 0), min(file_range.stop - offset, len(batch))
                 for row in range(low, high):
-                    text, *label = (batch.column(column)[row].as_py() for column in columns)
-                    yield self._document(f"{name}@{at + row}", text, label[0] if label else None)
-                at += len(batch)
-                if at >= part.stop:
+                    text, *own_name = (batch.column(column)[row].as_py() for column in columns)
+                    yield self._build_document(
+                        f"{name}@{offset + row}", text, own_name[0] if own_name else None
+                    )
+                offset += len(batch)
+                if offset >= file_range.stop:
                     return
 
-    def _document(self, name: str, text: Any, label: Any) -> Document:
+    def _build_document(self, document_id: str, text: Any, name: Any) -> CorpusDocument:
         problem = None
         try:
             if isinstance(text, bytes) and len(text) <= self.max_bytes:
@@ -288,93 +314,97 @@ class Corpus:
             elif isinstance(text, str):
                 text.encode()
             if not isinstance(text, str | bytes):
-                problem = "not text", f"a {type(text).__name__} where a text is expected"
+                problem = "not text", f"the text field is of type {type(text).__name__}"
             elif len(text) > self.max_bytes:
-                problem = self._long()
+                problem = self._too_long
             elif not text.strip():
-                problem = "not text", "nothing but white space"
+                problem = "not text", "the text is empty or white space"
         except UnicodeError as error:
-            problem = "not text", f"no UTF-8: {_short(error)}"
-        label = None if label is None else str(label)
-        return Document(name, "", label, problem) if problem else Document(name, text, label)
+            problem = "not text", f"not valid UTF-8: {_first_line(error)}"
+        name = None if name is None else str(name)
+        if problem:
+            return CorpusDocument(document_id, "", name, problem)
+        return CorpusDocument(document_id, text, name)
 
-    def _long(self) -> tuple[str, str]:
+    @property
+    def _too_long(self) -> tuple[str, str]:
         return "too long", f"more than {self.max_bytes:,} bytes"
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a name below the root fits a pattern, in which `**/` is any number of directories."""
+    """Return whether a path below the root matches a pattern, in which `**/` is any number of directories."""
     if pattern.startswith("**/"):
-        rest = name.split("/")
-        return any(_matches("/".join(rest[i:]), pattern[3:]) for i in range(len(rest)))
-    parts, wanted = name.split("/"), pattern.split("/")
-    if len(wanted) > 1:
-        return len(parts) > 1 and fnmatch.fnmatchcase(parts[0], wanted[0]) and _matches(
-            "/".join(parts[1:]), "/".join(wanted[1:])
+        parts = name.split("/")
+        return any(_matches("/".join(parts[i:]), pattern[3:]) for i in range(len(parts)))
+    parts, patterns = name.split("/"), pattern.split("/")
+    if len(patterns) > 1:
+        return len(parts) > 1 and fnmatch.fnmatchcase(parts[0], patterns[0]) and _matches(
+            "/".join(parts[1:]), "/".join(patterns[1:])
         )  # fmt: skip
     return len(parts) == 1 and fnmatch.fnmatchcase(name, pattern)
 
 
-def _kind(name: str) -> tuple[str, bool]:
-    """What a file's name says that it holds, and whether it is compressed.
+def _detect_format(name: str) -> tuple[str, bool]:
+    """Return the format of a file by its name, and whether it is compressed.
 
-    >>> [_kind(name) for name in ("a.txt", "b.jsonl", "b.json.gz", "c.parquet", "README")]
+    >>> [_detect_format(name) for name in ("a.txt", "b.jsonl", "b.json.gz", "c.parquet", "README")]
     [('text', False), ('lines', False), ('lines', True), ('table', False), ('text', False)]
     """
-    name, packed = name.lower(), False
-    for suffix in COMPRESSED:
+    name, compressed = name.lower(), False
+    for suffix in COMPRESSED_SUFFIXES:
         if name.endswith(suffix):
-            name, packed = name.removesuffix(suffix), True
-    kind = "lines" if name.endswith(LINES) else "table" if name.endswith(TABLES) else "text"
-    return kind, packed
+            name, compressed = name.removesuffix(suffix), True
+    kind = "lines" if name.endswith(LINE_SUFFIXES) else "table" if name.endswith(TABLE_SUFFIXES) else "text"
+    return kind, compressed
 
 
-def lines(file: Any, start: int, stop: int, most: int) -> Iterator[tuple[int, bytes | None]]:
-    r"""The lines that begin in bytes start … stop, with the byte at which each begins; None for one longer than `most`.
+def iter_lines(file: BinaryIO, start: int, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    r"""Yield the lines that begin in bytes start … stop, each with its byte offset.
 
-    Blank lines are left out. Stretches that follow each other give every line once.
+    A line longer than `max_bytes` is None. Blank lines are skipped. Consecutive ranges yield every line once.
 
     >>> import io
-    >>> [list(lines(io.BytesIO(b"ab\n\ncdef\ng"), *each, 3)) for each in ((0, 3), (3, 5), (5, 10))]
+    >>> [list(iter_lines(io.BytesIO(b"ab\n\ncdef\ng"), *bounds, 3)) for bounds in ((0, 3), (3, 5), (5, 10))]
     [[(0, b'ab')], [(4, None)], [(9, b'g')]]
     """
-    at, ours = start, start == 0
+    # `in_range` is False until the first line that begins at or after `start`.
+    offset, in_range = start, start == 0
     if start:
-        at = start - 1  # if a line ends there, the next one is ours
-        file.seek(at)
-    begin, held, size = at, [], 0
-    while block := file.read(BLOCK):
-        here = 0
-        while here < len(block):
-            end = block.find(b"\n", here)
-            piece = block[here : len(block) if end < 0 else end]
+        offset = start - 1  # if a line ends there, the next one begins at `start`
+        file.seek(offset)
+    begin, pieces, size = offset, [], 0
+    while block := file.read(BLOCK_BYTES):
+        position = 0
+        while position < len(block):
+            end = block.find(b"\n", position)
+            piece = block[position : len(block) if end < 0 else end]
             size += len(piece)
-            if ours and size <= most:
-                held.append(piece)
+            if in_range and size <= max_bytes:
+                pieces.append(piece)
             if end < 0:
                 break
-            if ours and size:
-                line = b"".join(held) if size <= most else None
+            if in_range and size:
+                line = b"".join(pieces) if size <= max_bytes else None
                 if line is None or line.strip():
                     yield begin, line
-            here, begin, ours = end + 1, at + end + 1, True
-            held, size = [], 0
+            position, begin, in_range = end + 1, offset + end + 1, True
+            pieces, size = [], 0
             if begin >= stop:
                 return
-        at += len(block)
-    if ours and size:
-        line = b"".join(held) if size <= most else None
+        offset += len(block)
+    if in_range and size:
+        line = b"".join(pieces) if size <= max_bytes else None
         if line is None or line.strip():
             yield begin, line
 
 
-def _upto(file: Any, count: int) -> bytes:
+def _read_up_to(file: BinaryIO, count: int) -> bytes:
     pieces = []
-    while count > 0 and (piece := file.read(min(count, BLOCK))):
+    while count > 0 and (piece := file.read(min(count, BLOCK_BYTES))):
         pieces.append(piece)
         count -= len(piece)
     return b"".join(pieces)
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

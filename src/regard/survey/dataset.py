@@ -1,4 +1,4 @@
-"""A survey as it lies in its directory, finished or not."""
+"""A survey on disk, finished or not: its rows, its means by head and its report."""
 
 from __future__ import annotations
 
@@ -11,36 +11,46 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.survey.manifest import MANIFEST, SETTINGS, damaged, read_manifest
-from regard.survey.schema import VERSION, column_to_numpy, schema_of
+from regard.survey.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, find_damaged, read_manifest
+from regard.survey.schema import SCHEMA_VERSION, build_schema, column_to_numpy
+from regard.types import Array
 
 if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow as pa
+    from pyarrow import dataset
+
     from regard.pages.html import Page
 
 
 class Survey:
-    """What a survey has committed: `dataset` for pyarrow and DuckDB, tables of pandas and polars, means by head.
+    """The committed rows of a survey, for pyarrow, DuckDB, pandas and polars, and their means by head.
 
-    Only shards that the manifest names are read; what a run is writing meanwhile is seen by opening it anew.
+    Only shards that the manifest lists are read. To see shards that a run has committed since, open the survey again.
+
+    Attributes:
+        path: Directory of the survey.
+        settings: Settings of the survey: model, measures, corpus and schema version.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], committed: dict[int, dict[str, Any]]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], committed: dict[int, Entry]) -> None:
         self.path, self.settings = path, settings
         self._committed = dict(sorted(committed.items()))
 
     @property
     def files(self) -> list[Path]:
-        """The files of the committed shards, in order."""
+        """Files of the committed shards, in order."""
         return [self.path / entry["file"] for entry in self._committed.values()]
 
     @property
     def documents(self) -> int:
-        """How many documents were measured."""
+        """Number of measured documents."""
         return sum(entry["documents"] for entry in self._committed.values())
 
     @property
     def tokens(self) -> int:
-        """How many tokens they have."""
+        """Number of tokens in the measured documents."""
         return sum(entry["tokens"] for entry in self._committed.values())
 
     @property
@@ -50,15 +60,15 @@ class Survey:
 
     @property
     def quarantined(self) -> list[dict[str, str]]:
-        """The documents that could not be measured: `document`, `kind` and `reason`, in the order of the corpus."""
-        return [each for entry in self._committed.values() for each in entry["quarantined"]]
+        """Documents that could not be measured, in the order of the corpus, with `document`, `kind` and `reason`."""
+        return [document for entry in self._committed.values() for document in entry["quarantined"]]
 
     @cached_property
-    def dataset(self) -> Any:
-        """A `pyarrow.dataset.Dataset` of the rows, in the order of the corpus; its columns are told in `_schema`."""
+    def dataset(self) -> dataset.Dataset:
+        """A `pyarrow.dataset.Dataset` of the rows, in the order of the corpus."""
         from pyarrow import dataset
 
-        schema = schema_of(self._widths)
+        schema = build_schema(self._widths)
         if not self._committed:
             return dataset.dataset(schema.empty_table())
         return dataset.dataset([str(path) for path in self.files], schema=schema)
@@ -67,10 +77,14 @@ class Survey:
     def _widths(self) -> dict[str, int]:
         return {name: int(width) for name, width in self.settings["columns"].items()}
 
-    def batches(self, columns: list[str] | None = None) -> Iterator[Any]:
-        """The rows as record batches of pyarrow, a file after the other; memory does not grow with the files.
+    def iter_batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows as pyarrow record batches, one file at a time.
 
-        A scan of `dataset` reads ahead and keeps every file's metadata, which is much where files are many.
+        Memory does not grow with the number of files. A scan of `dataset` reads ahead and keeps the metadata of every
+        file, which is a lot for many files.
+
+        Args:
+            columns: Columns to read; all by default.
         """
         from pyarrow import parquet
 
@@ -78,83 +92,108 @@ class Survey:
             with parquet.ParquetFile(path) as file:
                 yield from filter(len, file.iter_batches(columns=columns))
 
-    def to_pandas(self, columns: list[str] | None = None) -> Any:
-        """The rows as a DataFrame of pandas; `columns` for some of them."""
+    def to_pandas(self, columns: list[str] | None = None) -> pandas.DataFrame:
+        """Return the rows as a pandas DataFrame.
+
+        Args:
+            columns: Columns to read; all by default.
+        """
         return self.dataset.to_table(columns=columns).to_pandas()
 
-    def to_polars(self, columns: list[str] | None = None) -> Any:
-        """The rows as a DataFrame of polars."""
+    def to_polars(self, columns: list[str] | None = None) -> polars.DataFrame:
+        """Return the rows as a polars DataFrame.
+
+        Args:
+            columns: Columns to read; all by default.
+        """
         import polars
 
         return polars.from_arrow(self.dataset.to_table(columns=columns))
 
-    def heads(self, weight: Literal["documents", "tokens"] = "documents") -> Any:
-        """One row for each layer and head, a `pyarrow.Table`: the mean of every measure over the documents.
+    def heads(self, weight: Literal["documents", "tokens"] = "documents") -> pa.Table:
+        """Return the mean of every measure over the documents, one row for each layer and head.
 
-        Each document counts the same, or by its tokens. A document that tells nothing of a measure is left out of that
-        one's mean; `documents` and `tokens` are what was measured.
+        A document for which a measure is undefined is left out of the mean of that measure. The columns `documents` and
+        `tokens` count everything that was measured.
+
+        Args:
+            weight: "documents" weights each document equally, "tokens" by its number of tokens.
+
+        Returns:
+            A `pyarrow.Table`.
+
+        Raises:
+            ArgumentError: If `weight` is neither.
         """
         import pyarrow as pa
 
         if weight not in ("documents", "tokens"):
             raise ArgumentError(
-                "heads",
+                "survey.heads",
                 received=f"weight {weight!r}",
                 expected='"documents" or "tokens"',
-                hint="By documents, each counts the same.",
+                hint='Use "documents" to weight each document equally.',
             )
         heads = self.settings["heads"]
         layers = np.repeat(np.arange(len(heads)), heads)
-        begins = np.concatenate([[0], np.cumsum(heads)])
-        means = {name: _Mean(len(layers), width) for name, width in self._widths.items()}
-        seen = _Mean(len(layers), 1)
+        starts = np.concatenate([[0], np.cumsum(heads)])
+        means = {name: _RunningMean(len(layers), width) for name, width in self._widths.items()}
+        measured = _RunningMean(len(layers), 1)
         modules, kv_heads = [""] * len(layers), np.zeros(len(layers), np.int16)
-        for batch in self.batches():
+        for batch in self.iter_batches():
             column = {name: batch.column(name) for name in batch.schema.names}
-            at = begins[column["layer"].to_numpy()] + column["head"].to_numpy()
+            index = starts[column["layer"].to_numpy()] + column["head"].to_numpy()
             tokens = column["tokens"].to_numpy().astype(float)
-            by = tokens if weight == "tokens" else np.ones(len(at))
-            seen.add(at, tokens, np.ones(len(at)))
+            weights = tokens if weight == "tokens" else np.ones(len(index))
+            measured.add(index, tokens, np.ones(len(index)))
             for name, mean in means.items():
-                mean.add(at, column_to_numpy(column[name]), by)
-            kv_heads[at] = column["kv_head"].to_numpy()
-            for row in np.unique(at, return_index=True)[1]:
-                modules[at[row]] = column["module"][int(row)].as_py()
-        numbers = np.concatenate([np.arange(count) for count in heads])
+                mean.add(index, column_to_numpy(column[name]), weights)
+            kv_heads[index] = column["kv_head"].to_numpy()
+            for row in np.unique(index, return_index=True)[1]:
+                modules[index[row]] = column["module"][int(row)].as_py()
         table: dict[str, Any] = {
             "layer": layers.astype(np.int16),
-            "head": numbers.astype(np.int16),
+            "head": np.concatenate([np.arange(count) for count in heads]).astype(np.int16),
             "kv_head": kv_heads,
             "module": modules,
-            "documents": seen.weights[:, 0].astype(np.int64),
-            "tokens": seen.sums[:, 0].astype(np.int64),
+            "documents": measured.weights[:, 0].astype(np.int64),
+            "tokens": measured.sums[:, 0].astype(np.int64),
         }
         for name, mean in means.items():
-            result = mean.result()
-            if result.shape[1] == 1:
-                table[name] = pa.array(result[:, 0], mask=result[:, 0] != result[:, 0])
+            values = mean.compute()
+            if values.shape[1] == 1:
+                table[name] = pa.array(values[:, 0], mask=values[:, 0] != values[:, 0])
             else:
-                table[name] = pa.FixedSizeListArray.from_arrays(pa.array(result.reshape(-1)), result.shape[1])
+                table[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
         return pa.table(table)
 
     def page(self, title: str | None = None) -> Page:
-        """A report of the survey in a file of its own: an answer in words, every head, its documents and its kind.
+        """Build the report: a summary in words, every head, its documents and its behaviour.
 
-        The page needs no network. Making it reads the rows in batches; it has the same size for any number of
-        documents, since of each head and measure it carries counts in fixed bins and the few documents at either end.
+        The page is one HTML file that needs no network. Its size does not depend on the number of documents: for each
+        head and measure it holds counts in fixed bins and the few documents with the largest and smallest values.
+
+        Args:
+            title: Title of the page; the model and the number of documents by default.
+
+        Returns:
+            The page.
+
+        Raises:
+            ArgumentError: If no document is measured yet.
         """
-        from regard.survey.report import Report
+        from regard.survey.report import SurveyReport
 
-        return Report(self).page(title)
+        return SurveyReport(self).page(title)
 
-    def broken(self) -> list[str]:
-        """The committed files that are not what was written, by their sha256; a resumed run measures them again."""
-        return [entry["file"] for entry, _ in damaged(self.path, self._committed.values())]
+    def find_damaged(self) -> list[str]:
+        """Return the names of committed files that no longer match their sha256; a resumed run measures them again."""
+        return [entry["file"] for entry, _ in find_damaged(self.path, self._committed.values())]
 
     def __repr__(self) -> str:
         heads = sum(self.settings["heads"])
         state = (
-            "" if self.complete else f", {len(self._committed)} of {self.settings['shards']} shards so far"
+            "" if self.complete else f", {len(self._committed)} of {self.settings['shards']} shards committed"
         )
         return (
             f"Survey of {self.settings['model']['name']}: {self.documents:,} documents, {self.tokens:,} tokens, "
@@ -162,44 +201,56 @@ class Survey:
         )
 
 
-class _Mean:
-    """Sums and weights of some numbers for each head, over rows that come a batch at a time."""
+class _RunningMean:
+    """Weighted means for each head, (heads, width), over rows that arrive in batches; NaN is skipped."""
 
     def __init__(self, heads: int, width: int) -> None:
         self.sums, self.weights = np.zeros((heads, width)), np.zeros((heads, width))
 
-    def add(self, at: Any, values: Any, by: Any) -> None:
-        values = values.reshape(len(at), -1)
-        there = values == values
-        np.add.at(self.sums, at, np.where(there, values, 0.0) * by[:, None])
-        np.add.at(self.weights, at, there * by[:, None])
+    def add(self, index: Array, values: Array, weights: Array) -> None:
+        values = values.reshape(len(index), -1)
+        defined = values == values
+        np.add.at(self.sums, index, np.where(defined, values, 0.0) * weights[:, None])
+        np.add.at(self.weights, index, defined * weights[:, None])
 
-    def result(self) -> Any:
+    def compute(self) -> Array:
         with np.errstate(invalid="ignore"):
             return self.sums / self.weights
 
 
 def open(path: str | Path) -> Survey:
-    """What `regard.survey` wrote to a directory, whether or not it is finished; see `Survey`."""
+    """Open a survey that `regard.survey.run` wrote, finished or not.
+
+    Args:
+        path: The output directory of the survey.
+
+    Returns:
+        The survey.
+
+    Raises:
+        ArgumentError: If the directory holds no survey, or one with another schema version.
+        ImportError: If pyarrow is not installed.
+    """
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise ImportError("survey.open: pyarrow is not installed. pip install 'regard[survey]'") from error
     path = Path(path).expanduser().absolute()
-    if not (path / SETTINGS).is_file():
+    if not (path / SETTINGS_FILE).is_file():
         raise ArgumentError(
             "survey.open",
-            received=f"{str(path)!r}, where no {SETTINGS} is",
-            expected="a directory that regard.survey wrote",
-            hint="Give the directory that was its out.",
+            received=f"{str(path)!r}, which contains no {SETTINGS_FILE}",
+            expected="the output directory of a survey",
+            hint="Pass the directory that the survey was written to.",
         )
-    settings = json.loads((path / SETTINGS).read_text())
-    if settings["schema"] != VERSION:
+    settings = json.loads((path / SETTINGS_FILE).read_text())
+    version = settings.get("schema_version")
+    if version != SCHEMA_VERSION:
         raise ArgumentError(
             "survey.open",
-            received=f"a survey of schema {settings['schema']}",
-            expected=f"schema {VERSION}",
-            hint="Open it with the regard that wrote it; settings.json says which.",
+            received=f"a survey with schema version {version}",
+            expected=f"schema version {SCHEMA_VERSION}",
+            hint=f"Open it with the version of regard that wrote it: see regard_version in {SETTINGS_FILE}.",
         )
-    manifest = path / MANIFEST
+    manifest = path / MANIFEST_FILE
     return Survey(path, settings, read_manifest(manifest)[0] if manifest.exists() else {})

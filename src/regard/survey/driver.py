@@ -1,60 +1,42 @@
-"""The job: a model over a corpus, resumed where it stopped, each shard committed once."""
+"""The driver: runs a model over a corpus, resumes an interrupted run, and commits each shard once."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from regard.errors import ArgumentError
-from regard.survey import dataset
 from regard.survey.corpus import Corpus, Shard
 from regard.survey.dataset import Survey
-from regard.survey.executors import Local, Ray
+from regard.survey.dataset import open as open_survey
+from regard.survey.errors import SurveyError
+from regard.survey.executors import EXECUTORS, Executor
 from regard.survey.manifest import Manifest
-from regard.survey.schema import KINDS, VERSION, widths
-from regard.survey.shard_writer import Work, unwritten
-from regard.survey.worker_client import Measurer
-from regard.survey.worker_process import PickledModel, Task
+from regard.survey.progress import Progress, ProgressTracker
+from regard.survey.schema import MEASURES, SCHEMA_VERSION, list_columns
+from regard.survey.shard_writer import ShardJob, ShardResult, build_write_error
+from regard.survey.worker_process import ModelSpec, PickledModel, TextMeasurer
 
-log = logging.getLogger("regard.survey")
-
-
-class Progress(NamedTuple):
-    """How far a survey is, for a display: counts of this run and of what was there before it.
-
-    `left` is the time left in seconds, None before anything is known; `note` is something to tell, or "".
-    """
-
-    documents: int
-    tokens: int
-    quarantined: int
-    shards: int
-    of: int
-    seconds: float
-    rate: float  # tokens of this run, by second
-    left: float | None
-    note: str = ""
+if TYPE_CHECKING:
+    from regard.models import LoadedModel
 
 
 def run(
-    model: Any,
+    model: str | Path | LoadedModel | TextMeasurer,
     corpus: str | Path,
     out: str | Path,
     *,
     measures: Iterable[str] | None = None,
     max_tokens: int = 1024,
     workers: int = 1,
-    engine: Literal["local", "ray"] = "local",
-    text: str = "text",
-    label: str | None = None,
-    shard: int = 64,
+    executor: Literal["local", "ray"] = "local",
+    text_field: str = "text",
+    name_field: str | None = None,
+    shard_size: int = 64,
     timeout: float = 600.0,
     max_bytes: int = 1 << 24,
     device: str | None = None,
@@ -63,186 +45,157 @@ def run(
     trust_remote_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Survey:
-    """A model's heads measured over a corpus, as Parquet in the directory `out`; see `regard.survey.open`.
+    """Measure the heads of a model over a corpus, and write the rows as Parquet to the directory `out`.
 
-    `model` is a folder, a name on the hub, `module:function`, or what `regard.models.load` returned; `corpus` a
-    file, a directory or a pattern of text files, JSON lines or Parquet, whose field `text` is read, and `label` if the
-    documents have names. A document is read up to `max_tokens` tokens. `measures` are some of "entropy", "distance",
-    "first", "heavy", "copies"; all by default.
+    A row has the same size for a document of any length. A shard of about `shard_size` documents is committed as a
+    whole or not at all: after an interruption of any kind, the same call resumes the survey. A document that raises an
+    error, times out, crashes its process, is not text or is too long is quarantined with the reason, and the run
+    continues.
 
-    Rows have the same size whatever the length of a document. About `shard` documents are committed together, once or
-    not at all: the same call in the same directory goes on where a run stopped, however it stopped. A document that
-    raises, takes longer than `timeout` seconds, kills its process, is not text or has more than `max_bytes` bytes is
-    set aside with the reason, and the run goes on. `engine="ray"` takes Ray Data's actors, here or on the cluster that
-    `ray.init` was told of; `out` must then be a directory that all machines see. A worker is a process with `threads`
-    threads. `progress` is called now and then with a `Progress`.
+    Args:
+        model: A folder, a name on the Hub, `module:function`, or the result of `regard.models.load`.
+        corpus: A file, a directory or a pattern of text files, JSON lines or Parquet.
+        out: The output directory: new, empty, or that of the survey to resume. With `executor="ray"`, all machines
+            must share it.
+        measures: Some of "entropy", "distance", "first", "heavy" and "copies"; all by default.
+        max_tokens: Documents are truncated to this many tokens.
+        workers: Number of worker processes, each with its own copy of the model.
+        executor: "local" runs the workers on this machine, "ray" as actors of Ray Data, on this machine or on the
+            cluster that `ray.init` connected to.
+        text_field: Field of JSON lines, or column of Parquet, that holds the text.
+        name_field: Field or column that holds the name of a document.
+        shard_size: Approximate number of documents that are committed together.
+        timeout: Seconds that a document may take.
+        max_bytes: Longer documents are quarantined.
+        device: Device to run on, e.g. "cuda:0".
+        dtype: "float32", "bfloat16", "float16" or "auto"; see `regard.models.load`.
+        threads: Number of torch threads in each worker.
+        trust_remote_code: Run the code that comes with a model.
+        progress: Called with a `Progress`, at most ten times a second and after every shard.
+
+    Returns:
+        The finished survey, as `regard.survey.open(out)` returns it.
+
+    Raises:
+        ArgumentError: If an argument or the corpus is invalid, or `out` holds a survey with other settings.
+        SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
+        ImportError: If pyarrow, or ray with `executor="ray"`, is not installed.
     """
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise ImportError("survey.run: pyarrow is not installed. pip install 'regard[survey]'") from error
-    kinds = _kinds(measures)
-    model = str(model) if isinstance(model, str | Path) else PickledModel.of(model)
-    task = Task(model, kinds, max_tokens, device, threads, dtype, trust_remote_code)
-    source = Corpus(str(corpus), text, label, shard, max_bytes)
+    source = str(model) if isinstance(model, str | Path) else PickledModel.dump(model)
+    spec = ModelSpec(source, _check_measures(measures), max_tokens, device, threads, dtype, trust_remote_code)
+    documents = Corpus(str(corpus), text_field, name_field, shard_size, max_bytes)
     for name, value in {
         "max_tokens": max_tokens,
         "workers": workers,
-        "shard": shard,
+        "shard_size": shard_size,
         "threads": threads,
     }.items():
         if value < 1:
             raise ArgumentError(
-                "survey", received=f"{name} {value}", expected="at least 1", hint=f"Leave {name} out."
+                "survey.run",
+                received=f"{name} {value}",
+                expected="at least 1",
+                hint=f"Omit {name} for the default.",
             )
-    if engine not in ENGINES:
+    if executor not in EXECUTORS:
         raise ArgumentError(
-            "survey",
-            received=f"engine {engine!r}",
-            expected=" or ".join(map(repr, ENGINES)),
-            hint='"local" needs nothing but this machine.',
+            "survey.run",
+            received=f"executor {executor!r}",
+            expected=" or ".join(map(repr, EXECUTORS)),
+            hint='"local" needs only this machine.',
         )
     folder = Path(out).expanduser().absolute()
-    if source.holds(folder):
+    if documents.includes(folder):
         raise ArgumentError(
-            "survey",
+            "survey.run",
             received=f"out {str(out)!r} inside the corpus {str(corpus)!r}",
-            expected="a directory whose files are not taken for documents",
-            hint="Write elsewhere, or give a pattern for the documents: 'texts/*.txt'.",
+            expected="a directory whose files are not part of the corpus",
+            hint="Write to another directory, or pass a pattern for the documents: 'texts/*.txt'.",
         )
-    return _drive(task, source, folder, ENGINES[engine](workers), timeout, progress)
+    return _run_survey(spec, documents, folder, EXECUTORS[executor](workers), timeout, progress)
 
 
-ENGINES: dict[str, Callable[[int], Any]] = {"local": Local, "ray": Ray}
-
-
-def _drive(task: Task, corpus: Corpus, out: Path, engine: Any, timeout: float, progress: Any) -> Survey:
-    columns = widths(task.measures)
-    with Manifest(out) as ledger, engine:
-        total = sum(1 for _ in corpus.shards())
-        about = engine.about(Measurer(task, timeout))
-        ledger.settle(
+def _run_survey(
+    spec: ModelSpec,
+    corpus: Corpus,
+    out: Path,
+    executor: Executor,
+    timeout: float,
+    progress: Callable[[Progress], None] | None,
+) -> Survey:
+    columns = list_columns(spec.measures)
+    with Manifest(out) as manifest, executor:
+        total = sum(1 for _ in corpus.iter_shards())
+        info = executor.describe_model(spec, timeout)
+        manifest.write_settings(
             {
-                "schema": VERSION,
-                "regard": metadata.version("regard"),
+                "schema_version": SCHEMA_VERSION,
+                "regard_version": metadata.version("regard"),
                 "model": {
-                    "name": about["model"],
-                    "weights": about["weights"],
-                    "tokenizer": about["tokenizer"],
+                    "name": info["name"],
+                    "weights": info["weights"],
+                    "tokenizer": info["tokenizer"],
                 },
-                "layers": about["layers"],
-                "heads": about["heads"],
-                "measures": list(task.measures),
+                "layers": info["layers"],
+                "heads": info["heads"],
+                "measures": list(spec.measures),
                 "columns": columns,
-                "max_tokens": task.max_tokens,
-                "dtype": task.dtype,
-                "corpus": {"path": corpus.path, **corpus.facts()},
+                "max_tokens": spec.max_tokens,
+                "dtype": spec.dtype,
+                "corpus": {"path": corpus.path, **corpus.compute_fingerprint()},
                 "shards": total,
-                "notes": about["notes"],
-                "began": datetime.now(UTC).isoformat(timespec="seconds"),
+                "notes": info["notes"],
+                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             }
         )
-        committed, notes = ledger.recover()
-        count = Count(committed.values(), total, progress)
-        for note in [*about["notes"], *notes]:
-            count.say(note)
+        committed, notes = manifest.recover()
+        tracker = ProgressTracker(committed.values(), total, progress)
+        for note in [*info["notes"], *notes]:
+            tracker.warn(note)
         done = set(committed)
         committed.clear()
-        work = Work(task, corpus, str(out), ledger.run, columns, timeout, about)
+        job = ShardJob(spec, corpus, str(out), manifest.run, columns, timeout, info)
         if len(done) < total:
-            # Closed whatever happens, so that nobody writes while the ledger is being put away.
-            with closing(engine.run(work, _left(corpus, done), count.tell)) as receipts:
-                for receipt in receipts:
-                    _take(receipt, ledger, done, count)
-    return dataset.open(out)
+            # Closed in any case, so that no worker writes while the lock is released.
+            with closing(executor.run(job, _iter_remaining(corpus, done), tracker.add)) as results:
+                for result in results:
+                    _commit(result, manifest, done, tracker)
+    return open_survey(out)
 
 
-def _take(receipt: dict[str, Any], ledger: Manifest, done: set[int], count: Count) -> None:
-    """Commit what a worker wrote, unless it is there already: an engine may start a shard again that was done."""
-    if "error" in receipt:
-        raise receipt["error"]
-    if receipt["shard"] in done:
-        ledger.discard(receipt)
+def _commit(
+    result: ShardResult | SurveyError, manifest: Manifest, done: set[int], tracker: ProgressTracker
+) -> None:
+    """Commit a shard, unless it is committed already: an executor may rerun a finished shard."""
+    if isinstance(result, SurveyError):
+        raise result
+    if result.shard in done:
+        manifest.discard(result)
         return
     try:
-        ledger.commit(receipt)
+        manifest.commit(result)
     except OSError as error:
-        raise unwritten(receipt["shard"], error) from error
-    done.add(receipt["shard"])
-    count.shard()
+        raise build_write_error(result.shard, error) from error
+    done.add(result.shard)
+    tracker.add_shard()
 
 
-def _left(corpus: Corpus, done: set[int]) -> Iterator[Shard]:
-    return (shard for shard in corpus.shards() if shard.number not in done)
+def _iter_remaining(corpus: Corpus, done: set[int]) -> Iterator[Shard]:
+    return (shard for shard in corpus.iter_shards() if shard.number not in done)
 
 
-class Count:
-    """What has been done so far; told by threads, and to whoever shows it at most ten times a second."""
-
-    def __init__(self, committed: Iterable[dict[str, Any]], of: int, progress: Any) -> None:
-        self.of, self._progress = of, progress
-        self.documents = self.tokens = self.quarantined = self.shards = 0
-        for entry in committed:
-            self.documents += entry["documents"]
-            self.tokens += entry["tokens"]
-            self.quarantined += len(entry["quarantined"])
-            self.shards += 1
-        self._before = self.shards, self.tokens
-        self._start = time.monotonic()
-        self._told = 0.0
-        self._lock = threading.Lock()
-
-    def tell(self, documents: int, tokens: int, quarantined: int) -> None:
-        """So many more."""
-        with self._lock:
-            self.documents += documents
-            self.tokens += tokens
-            self.quarantined += quarantined
-        if self._progress is not None and time.monotonic() - self._told > 0.1:
-            self._show()
-
-    def shard(self) -> None:
-        """One more is committed."""
-        self.shards += 1
-        if self._progress is not None:
-            self._show()
-
-    def say(self, note: str) -> None:
-        """Something that should be known."""
-        log.warning(note)
-        if self._progress is not None:
-            self._show(note)
-
-    def _show(self, note: str = "") -> None:
-        with self._lock:
-            seconds = self._told = time.monotonic()
-            seconds -= self._start
-            fresh = self.shards - self._before[0]
-            left = seconds / fresh * (self.of - self.shards) if fresh else None
-            rate = (self.tokens - self._before[1]) / max(seconds, 1e-9)
-            self._progress(
-                Progress(
-                    self.documents,
-                    self.tokens,
-                    self.quarantined,
-                    self.shards,
-                    self.of,
-                    seconds,
-                    rate,
-                    left,
-                    note,
-                )
-            )
-
-
-def _kinds(measures: Iterable[str] | None) -> tuple[str, ...]:
-    asked = KINDS if measures is None else tuple([measures] if isinstance(measures, str) else measures)
-    wrong = [each for each in asked if each not in KINDS]
-    if wrong or not asked:
+def _check_measures(measures: Iterable[str] | None) -> tuple[str, ...]:
+    selected = MEASURES if measures is None else tuple([measures] if isinstance(measures, str) else measures)
+    unknown = [measure for measure in selected if measure not in MEASURES]
+    if unknown or not selected:
         raise ArgumentError(
-            "survey",
-            received=f"measures with {wrong[0]!r}" if wrong else "no measures",
-            expected="some of " + ", ".join(map(repr, KINDS)),
-            hint="Leave it out for all of them.",
+            "survey.run",
+            received=f"measures with {unknown[0]!r}" if unknown else "no measures",
+            expected="some of " + ", ".join(map(repr, MEASURES)),
+            hint="Omit measures for all of them.",
         )
-    return tuple(each for each in KINDS if each in asked)
+    return tuple(measure for measure in MEASURES if measure in selected)

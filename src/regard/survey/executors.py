@@ -1,4 +1,4 @@
-"""Who does the work: threads of this process, each with a model's process, or actors of Ray Data."""
+"""Executors run the workers: threads of this process with a worker process each, or actors of Ray Data."""
 
 from __future__ import annotations
 
@@ -8,81 +8,100 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
 
 from regard.survey.corpus import Shard
-from regard.survey.shard_writer import Work, Worker
-from regard.survey.worker_client import Measurer, SurveyError, python_path
+from regard.survey.errors import SurveyError
+from regard.survey.shard_writer import OnProgress, ShardJob, ShardResult, ShardWorker
+from regard.survey.worker_client import WorkerClient, format_python_path
+from regard.survey.worker_process import ModelInfo, ModelSpec
 
-Tell = Callable[[int, int, int], None]
+
+class Executor(Protocol):
+    """Runs the shards of a survey on several workers; used as a context manager."""
+
+    def __enter__(self) -> Executor: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+        """Load the model on a worker and return its properties."""
+
+    def run(
+        self, job: ShardJob, shards: Iterator[Shard], on_progress: OnProgress
+    ) -> Generator[ShardResult | SurveyError, None, None]:
+        """Yield the result of every shard, in the order in which they finish."""
 
 
-class Local:
-    """The laptop's way: `workers` threads here, each with a process that has the model."""
+class LocalExecutor:
+    """Runs `workers` threads in this process, each with a worker process that holds the model."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._first: Measurer | None = None
+        self._first: WorkerClient | None = None
 
-    def __enter__(self) -> Local:
+    def __enter__(self) -> LocalExecutor:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._first is not None:
             self._first.close()
 
-    def about(self, measurer: Measurer) -> dict[str, Any]:
-        """What the model is. The process that told it is the first worker's."""
-        self._first = measurer
-        return measurer.about()
+    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+        """Load the model in a process, which the first worker then uses, and return its properties."""
+        self._first = WorkerClient(spec, timeout)
+        return self._first.describe()
 
-    def run(self, work: Work, shards: Iterator[Shard], tell: Tell) -> Iterator[dict[str, Any]]:
-        """A receipt for every shard, in the order in which they are done."""
-        done: queue.Queue[Any] = queue.Queue(2 * self.workers)
-        stop, turn = threading.Event(), threading.Lock()
-        workers = [Worker(work, self._first if n == 0 else None) for n in range(self.workers)]
+    def run(
+        self, job: ShardJob, shards: Iterator[Shard], on_progress: OnProgress
+    ) -> Generator[ShardResult | SurveyError, None, None]:
+        """Yield the result of every shard, in the order in which they finish."""
+        results: queue.Queue[ShardResult | BaseException | None] = queue.Queue(2 * self.workers)
+        stop, lock = threading.Event(), threading.Lock()
+        workers = [ShardWorker(job, self._first if n == 0 else None) for n in range(self.workers)]
 
-        def serve(worker: Worker) -> None:
+        def work(worker: ShardWorker) -> None:
             try:
                 while not stop.is_set():
-                    with turn:
+                    with lock:
                         shard = next(shards, None)
                     if shard is None:
                         break
-                    done.put(worker(shard, tell))
-                done.put(None)
-            except BaseException as error:  # it is raised where the receipts are taken
-                done.put(error)
+                    results.put(worker(shard, on_progress))
+                results.put(None)
+            except BaseException as error:  # raised in the thread that takes the results
+                results.put(error)
 
-        threads = [threading.Thread(target=serve, args=[worker], daemon=True) for worker in workers]
+        threads = [threading.Thread(target=work, args=[worker], daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
-        left = len(threads)
+        running = len(threads)
         try:
-            while left:
-                receipt = done.get()
-                if isinstance(receipt, BaseException):
-                    raise receipt
-                if receipt is None:
-                    left -= 1
+            while running:
+                result = results.get()
+                if result is None:
+                    running -= 1
+                elif isinstance(result, ShardResult | SurveyError):
+                    yield result
                 else:
-                    yield receipt
+                    raise result
         finally:
             stop.set()
             for worker in workers:
-                worker.measurer.stop()
+                worker.client.stop()
             while any(thread.is_alive() for thread in threads):
                 with contextlib.suppress(queue.Empty):
-                    done.get(timeout=0.01)
+                    results.get(timeout=0.01)
             for worker in workers:
                 worker.close()
 
 
-class Ray:
-    """Actors of Ray Data, as many as `workers`, on the cluster that is there or on this machine.
+class RayExecutor:
+    """Runs `workers` actors of Ray Data, on the current Ray cluster or on this machine.
 
-    Ray schedules, and starts a shard again whose actor or machine is gone; a shard that comes twice is committed once.
+    Ray schedules the shards and restarts one whose actor or machine is lost. A shard that returns twice is committed
+    once.
     """
 
     def __init__(self, workers: int) -> None:
@@ -90,65 +109,64 @@ class Ray:
             import ray
             import ray.data
         except ImportError as error:
-            raise ImportError("survey: ray is not installed. pip install 'regard[survey]'") from error
-        self.workers, self._ray, self._ours = workers, ray, False
+            raise ImportError("survey.run: ray is not installed. pip install 'regard[survey]'") from error
+        self.workers, self._ray, self._started = workers, ray, False
 
-    def __enter__(self) -> Ray:
+    def __enter__(self) -> RayExecutor:
         if not self._ray.is_initialized():
-            self._ours = True
-            start(self.workers)
+            self._started = True
+            start_ray(self.workers)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        if self._ours:
+    def __exit__(self, *_: object) -> None:
+        if self._started:
             self._ray.shutdown()
 
-    def about(self, measurer: Measurer) -> dict[str, Any]:
-        """What the model is, told by a machine that would run it."""
+    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+        """Load the model on a machine of the cluster and return its properties."""
 
-        def ask(task: Any, timeout: float) -> Any:
-            own = Measurer(task, timeout)
+        def describe(spec: ModelSpec, timeout: float) -> ModelInfo | SurveyError:
+            client = WorkerClient(spec, timeout)
             try:
-                return own.about()
+                return client.describe()
             except SurveyError as error:
                 return error
             finally:
-                own.close()
+                client.close()
 
-        remote = self._ray.remote(max_retries=0, **resources(measurer.task.device))(ask)
-        about = self._ray.get(remote.remote(measurer.task, measurer.timeout))
-        if isinstance(about, SurveyError):
-            raise about
-        return dict(about)
+        remote = self._ray.remote(max_retries=0, **get_worker_resources(spec.device))(describe)
+        info: ModelInfo | SurveyError = self._ray.get(remote.remote(spec, timeout))
+        if isinstance(info, SurveyError):
+            raise info
+        return info
 
-    def run(self, work: Work, shards: Iterator[Shard], tell: Tell) -> Iterator[dict[str, Any]]:
-        """A receipt for every shard, in the order in which they are done."""
+    def run(
+        self, job: ShardJob, shards: Iterator[Shard], on_progress: OnProgress
+    ) -> Generator[ShardResult | SurveyError, None, None]:
+        """Yield the result of every shard, in the order in which they finish."""
         ray_data = self._ray.data
         items = [{"shard": shard.dumps()} for shard in shards]
-        with quiet(ray_data):
-            receipts = ray_data.from_items(items, override_num_blocks=len(items)).map_batches(
-                Actor,
-                fn_constructor_args=(work,),
+        with silence_ray_data(ray_data):
+            batches = ray_data.from_items(items, override_num_blocks=len(items)).map_batches(
+                ShardActor,
+                fn_constructor_args=(job,),
                 batch_size=1,
                 compute=ray_data.ActorPoolStrategy(size=self.workers),
-                **resources(work.task.device),
+                **get_worker_resources(job.spec.device),
             )
-            # As each comes: one that waited for the next would be lost with a driver that is killed.
-            for batch in receipts.iter_batches(batch_size=None, prefetch_batches=0):
-                for data in batch["receipt"]:
-                    receipt = pickle.loads(data)
-                    tell(
-                        receipt.get("documents", 0),
-                        receipt.get("tokens", 0),
-                        len(receipt.get("quarantined", ())),
-                    )
-                    yield receipt
+            # Without prefetching: a result that waits for the next one is lost if the driver is killed.
+            for batch in batches.iter_batches(batch_size=None, prefetch_batches=0):
+                for data in batch["result"]:
+                    result: ShardResult | SurveyError = pickle.loads(data)
+                    if isinstance(result, ShardResult):
+                        on_progress(result.documents, result.tokens, len(result.quarantined))
+                    yield result
 
 
 @contextlib.contextmanager
-def quiet(data: Any) -> Iterator[None]:
-    """No bars and no lines of Ray Data meanwhile: the survey has a display of its own."""
-    context, log = data.DataContext.get_current(), logging.getLogger("ray.data")
+def silence_ray_data(ray_data: Any) -> Iterator[None]:
+    """Turn off the progress bars and messages of Ray Data; the survey has its own display."""
+    context, log = ray_data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.enable_progress_bars, context.print_on_execution_start, log.level
     context.enable_progress_bars = context.print_on_execution_start = False
     log.setLevel(logging.ERROR)
@@ -159,35 +177,43 @@ def quiet(data: Any) -> Iterator[None]:
         log.setLevel(before[2])
 
 
-def start(workers: int, **options: Any) -> None:
-    """Start Ray on this machine, or join the cluster that RAY_ADDRESS names, quietly; nothing is told to anyone."""
+def start_ray(workers: int, **options: Any) -> None:
+    """Start Ray on this machine, or join the cluster at RAY_ADDRESS, without usage statistics.
+
+    Args:
+        workers: Number of CPUs that a local Ray offers.
+        **options: Arguments of `ray.init`.
+    """
     import ray
 
     if "RAY_ADDRESS" not in os.environ:
         options = {"num_cpus": workers, "include_dashboard": False, **options}
     before = dict(os.environ)
-    # Its processes find what is found here.
-    found = {"PYTHONPATH": python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ.update(found)
+    # Ray's processes search the same paths as this one.
+    settings = {"PYTHONPATH": format_python_path(), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.update(settings)
     try:
         ray.init(log_to_driver=False, logging_level="error", **options)
     finally:
-        for name in found:
+        for name in settings:
             del os.environ[name]
             os.environ.update({name: before[name]} if name in before else {})
 
 
-class Actor:
-    """A worker, as Ray Data calls it."""
+class ShardActor:
+    """A worker in the form that Ray Data calls."""
 
-    def __init__(self, work: Work) -> None:
-        self.worker = Worker(work)
+    def __init__(self, job: ShardJob) -> None:
+        self.worker = ShardWorker(job)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        done = [self.worker(Shard.loads(str(line))) for line in batch["shard"]]
-        return {"receipt": [pickle.dumps(receipt) for receipt in done]}
+        results = [self.worker(Shard.loads(str(line))) for line in batch["shard"]]
+        return {"result": [pickle.dumps(result) for result in results]}
 
 
-def resources(device: str | None) -> dict[str, float]:
-    """What one worker takes of a machine."""
+def get_worker_resources(device: str | None) -> dict[str, float]:
+    """Return the resources of a machine that one worker takes."""
     return {"num_cpus": 1, "num_gpus": 1} if device and device.startswith("cuda") else {"num_cpus": 1}
+
+
+EXECUTORS: dict[str, type[LocalExecutor] | type[RayExecutor]] = {"local": LocalExecutor, "ray": RayExecutor}

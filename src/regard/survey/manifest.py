@@ -1,7 +1,7 @@
-"""The directory of a survey: one driver at a time, settings that do not change, and a manifest of what is committed.
+"""The directory of a survey: a lock for one driver at a time, fixed settings, and a manifest of committed shards.
 
-A shard counts when the manifest names it, and not before. The manifest is lines of JSON that are only ever added, each
-with a checksum of its own; the last word on a shard holds. Only the driver that holds the lock renames and adds.
+A shard is committed once the manifest lists it. The manifest is an append-only file of JSON lines, each with a checksum
+of its own; the last entry of a shard is the valid one. Only the driver that holds the lock renames files and appends.
 """
 
 from __future__ import annotations
@@ -14,60 +14,66 @@ import socket
 import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from regard.errors import ArgumentError
-from regard.survey.shard_writer import name_of, sha256_of
-from regard.survey.worker_client import SurveyError
+from regard.survey.errors import SurveyError
+from regard.survey.shard_writer import ShardResult, compute_sha256, format_shard_name
 
-SETTINGS, MANIFEST, LOCK = "settings.json", "manifest.jsonl", "lock"
+SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE = "settings.json", "manifest.jsonl", "lock"
+# A name can change while the thing it names stays the same; fingerprints are compared instead.
+UNCOMPARED_SETTINGS = ("name", "path", "notes", "started_at")
+
+# One line of the manifest, parsed.
+Entry = dict[str, Any]
 
 
 class Manifest:
-    """The directory while a driver has it."""
+    """The directory of a survey while a driver holds its lock."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.run = out, secrets.token_hex(8)
-        self._lock: Any = None
-        self._manifest: Any = None
+        self._lock: IO[str]
+        self._manifest: IO[bytes] | None = None
 
-    # One driver at a time
+    # The lock
 
     def __enter__(self) -> Manifest:
         try:
             import fcntl
         except ImportError:
             raise SurveyError(
-                "survey",
+                "survey.run",
                 received="a system without fcntl",
-                expected="one whose files can be locked",
-                hint="Run it on Linux or macOS.",
+                expected="a system with file locks",
+                hint="Run the survey on Linux or macOS.",
             ) from None
-        known = {SETTINGS, MANIFEST, LOCK}
-        if self.out.exists() and not (self.out / SETTINGS).exists():
-            strange = [each.name for each in self.out.iterdir() if each.name.split(".tmp-")[0] not in known]
-            if strange:
+        known = {SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE}
+        if self.out.exists() and not (self.out / SETTINGS_FILE).exists():
+            foreign = [path.name for path in self.out.iterdir() if path.name.split(".tmp-")[0] not in known]
+            if foreign:
                 raise ArgumentError(
-                    "survey",
-                    received=f"the directory {str(self.out)!r}, which holds {strange[0]!r} and no survey",
-                    expected="a new directory, an empty one, or one that a survey began",
-                    hint="Give another name after --out.",
+                    "survey.run",
+                    received=f"the directory {str(self.out)!r}, which contains {foreign[0]!r} but no survey",
+                    expected="a new directory, an empty one, or one with an unfinished survey",
+                    hint="Pass another output directory.",
                 )
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.out / LOCK, "a+")
+        self._lock = open(self.out / LOCK_FILE, "a+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
-            who = self._lock.read().strip() or "another process"
+            owner = self._lock.read().strip() or "another process"
             self._lock.close()
             raise SurveyError(
-                "survey",
-                received=f"{str(self.out)!r}, which is being written by {who}",
+                "survey.run",
+                received=f"{str(self.out)!r}, which is locked by {owner}",
                 expected="one driver at a time",
-                hint="Wait for it, or end it; then the same command goes on where it stopped.",
+                hint="Wait for that run or stop it, then run the same command again to resume.",
             ) from None
         self._lock.seek(0)
         self._lock.truncate()
@@ -75,158 +81,163 @@ class Manifest:
         self._lock.flush()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._manifest is not None:
             self._manifest.close()
         with contextlib.suppress(OSError):
-            self.sweep()
+            self.remove_uncommitted()
         self._lock.truncate(0)
         self._lock.close()
 
-    # Settings that do not change
+    # The settings
 
-    def settle(self, settings: dict[str, Any]) -> None:
-        """Write the settings of a new survey; refuse to go on with one whose settings were others."""
-        path = self.out / SETTINGS
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Write the settings of a new survey, or compare them with those of the survey that is resumed.
+
+        Raises:
+            ArgumentError: If the survey was started with other settings.
+        """
+        path = self.out / SETTINGS_FILE
         if path.exists():
-            before = json.loads(path.read_text())
-            changed = list(differences(before, settings))
-            if changed:
+            changes = list(find_differences(json.loads(path.read_text()), settings))
+            if changes:
                 raise ArgumentError(
-                    "survey",
-                    received=f"{str(self.out)!r}, begun otherwise: " + "; ".join(changed),
-                    expected="what it was begun with, so that its rows can be compared",
-                    hint="Go on as it was begun, or begin another survey in a new directory.",
+                    "survey.run",
+                    received=f"{str(self.out)!r}, started with other settings: " + "; ".join(changes),
+                    expected="the settings it was started with, so that its rows can be compared",
+                    hint="Resume with those settings, or start another survey in a new directory.",
                 )
             return
-        beside = self.out / f"{SETTINGS}.tmp-{self.run}"
-        with open(beside, "x") as file:
+        temporary = self.out / f"{SETTINGS_FILE}.tmp-{self.run}"
+        with open(temporary, "x") as file:
             json.dump(settings, file, indent=1, ensure_ascii=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
-        self._flush_names()
+        os.replace(temporary, path)
+        self._sync_directory()
 
     # The manifest
 
-    def recover(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
-        """What is committed and whole, by shard, and what was found amiss; that will be measured again."""
-        path = self.out / MANIFEST
+    def recover(self) -> tuple[dict[int, Entry], list[str]]:
+        """Return the committed, intact shards by number, and notes about the damaged ones, which are withdrawn."""
+        path = self.out / MANIFEST_FILE
         notes = []
         with open(path, "ab") as file:
-            torn = torn_tail(path)
-            if torn:
-                file.truncate(file.tell() - torn)
+            partial = count_partial_bytes(path)
+            if partial:
+                file.truncate(file.tell() - partial)
                 os.fsync(file.fileno())
-                notes.append("the manifest's last line was not written whole; it was taken off")
+                notes.append("the last line of the manifest is incomplete; it was removed")
         self._manifest = open(path, "ab")  # noqa: SIM115 - closed by __exit__
-        committed, bad = read_manifest(path)
-        if bad:
-            notes.append(f"{bad} lines of the manifest are damaged; their shards are measured again")
-        for entry, why in damaged(self.out, sorted(committed.values(), key=itemgetter("shard"))):
-            notes.append(f"shard {entry['shard']} is broken ({why}); it is measured again")
-            self._add({"shard": entry["shard"], "withdrawn": why})
+        committed, damaged_lines = read_manifest(path)
+        if damaged_lines:
+            notes.append(
+                f"{damaged_lines} lines of the manifest are damaged; their shards are measured again"
+            )
+        for entry, problem in find_damaged(self.out, sorted(committed.values(), key=itemgetter("shard"))):
+            notes.append(f"shard {entry['shard']} is damaged ({problem}); it is measured again")
+            self._append({"shard": entry["shard"], "withdrawn": problem})
             del committed[entry["shard"]]
-        self.sweep({entry["file"] for entry in committed.values()})
+        self.remove_uncommitted({entry["file"] for entry in committed.values()})
         return committed, notes
 
-    def commit(self, receipt: dict[str, Any]) -> dict[str, Any]:
-        """Give a shard's file its name, and only then name it in the manifest."""
-        name = name_of(receipt["shard"])
-        os.replace(self.out / receipt["written"], self.out / name)
-        self._flush_names()
-        entry = {"shard": receipt["shard"], "file": name}
-        entry |= {key: value for key, value in receipt.items() if key not in ("shard", "written")}
-        self._add(entry)
-        return entry
+    def commit(self, result: ShardResult) -> None:
+        """Rename the temporary file of a shard, then list it in the manifest."""
+        name = format_shard_name(result.shard)
+        os.replace(self.out / result.temp_file, self.out / name)
+        self._sync_directory()
+        entry = {"shard": result.shard, "file": name}
+        entry |= {key: value for key, value in asdict(result).items() if key not in ("shard", "temp_file")}
+        self._append(entry)
 
-    def _add(self, entry: dict[str, Any]) -> None:
+    def _append(self, entry: Entry) -> None:
+        assert self._manifest is not None
         end = self._manifest.tell()
         try:
-            self._manifest.write(line_of(entry))
+            self._manifest.write(format_entry(entry))
             self._manifest.flush()
             os.fsync(self._manifest.fileno())
         except OSError:
-            # What got through of the line is taken off again, if it can be; the next run would do it.
+            # Remove a partially written line now if possible; otherwise the next run does.
             with contextlib.suppress(OSError):
-                os.truncate(self.out / MANIFEST, end)
+                os.truncate(self.out / MANIFEST_FILE, end)
             raise
 
-    def discard(self, receipt: dict[str, Any]) -> None:
-        """Throw away what a worker wrote a second time."""
+    def discard(self, result: ShardResult) -> None:
+        """Delete the temporary file of a shard that is already committed."""
         with contextlib.suppress(OSError):
-            (self.out / receipt["written"]).unlink(missing_ok=True)
+            (self.out / result.temp_file).unlink(missing_ok=True)
 
-    def sweep(self, named: set[str] | None = None) -> None:
-        """Remove what was not finished, and, if those that count are given, files that the manifest does not name."""
+    def remove_uncommitted(self, committed: set[str] | None = None) -> None:
+        """Delete temporary files and, if the committed file names are passed, every other shard file."""
         for path in self.out.iterdir():
-            unfinished = ".tmp-" in path.name
-            stray = named is not None and path.name.startswith("shard-") and path.name not in named
-            if unfinished or stray:
+            temporary = ".tmp-" in path.name
+            unlisted = committed is not None and path.name.startswith("shard-") and path.name not in committed
+            if temporary or unlisted:
                 path.unlink(missing_ok=True)
 
-    def _flush_names(self) -> None:
-        number = os.open(self.out, os.O_RDONLY)
+    def _sync_directory(self) -> None:
+        descriptor = os.open(self.out, os.O_RDONLY)
         try:
-            os.fsync(number)
+            os.fsync(descriptor)
         finally:
-            os.close(number)
+            os.close(descriptor)
 
 
-def line_of(entry: dict[str, Any]) -> bytes:
-    """A line of the manifest, with its checksum."""
+def format_entry(entry: Entry) -> bytes:
+    """Format a line of the manifest: the CRC-32 of the JSON, then the JSON."""
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x} {text}\n".encode()
 
 
-def entries(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a manifest, None for one that is damaged; a last line without its end is left out."""
+def iter_entries(path: Path) -> Iterator[Entry | None]:
+    """Yield the entries of a manifest, None for a damaged line; an incomplete last line is skipped."""
     with open(path, "rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             checksum, _, text = line[:-1].partition(b" ")
             try:
-                right = int(checksum, 16) == zlib.crc32(text)
-                yield json.loads(text) if right else None
+                valid = int(checksum, 16) == zlib.crc32(text)
+                yield json.loads(text) if valid else None
             except ValueError:
                 yield None
 
 
-def read_manifest(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """The last word on each shard that is committed, and how many lines are damaged."""
-    committed: dict[int, dict[str, Any]] = {}
-    bad = 0
-    for entry in entries(path):
+def read_manifest(path: Path) -> tuple[dict[int, Entry], int]:
+    """Return the last entry of each committed shard, and the number of damaged lines."""
+    committed: dict[int, Entry] = {}
+    damaged_lines = 0
+    for entry in iter_entries(path):
         if entry is None:
-            bad += 1
+            damaged_lines += 1
         elif "withdrawn" in entry:
             committed.pop(entry["shard"], None)
         else:
             committed[entry["shard"]] = entry
-    return committed, bad
+    return committed, damaged_lines
 
 
-def damaged(out: Path, committed: Collection[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The entries whose files are not what was written, and why. Files are read side by side."""
+def find_damaged(out: Path, committed: Collection[Entry]) -> Iterator[tuple[Entry, str]]:
+    """Yield the entries whose files differ from what was written, each with the problem; files are read in parallel."""
 
-    def why(entry: dict[str, Any]) -> str:
+    def check(entry: Entry) -> str:
         path = out / entry["file"]
         if not path.exists():
-            return "its file is gone"
+            return "its file is missing"
         if path.stat().st_size != entry["bytes"]:
-            return f"{path.stat().st_size:,} bytes where {entry['bytes']:,} were written"
-        return "" if sha256_of(path) == entry["sha256"] else "its sha256 is another"
+            return f"{path.stat().st_size:,} bytes, expected {entry['bytes']:,}"
+        return "" if compute_sha256(path) == entry["sha256"] else "its sha256 differs"
 
     with ThreadPoolExecutor() as pool:
-        yield from (
-            (entry, said) for entry, said in zip(committed, pool.map(why, committed), strict=True) if said
-        )
+        for entry, problem in zip(committed, pool.map(check, committed), strict=True):
+            if problem:
+                yield entry, problem
 
 
-def torn_tail(path: Path) -> int:
-    """How many bytes stand after the last whole line."""
+def count_partial_bytes(path: Path) -> int:
+    """Count the bytes after the last complete line."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         back = 0
@@ -239,25 +250,21 @@ def torn_tail(path: Path) -> int:
     return size
 
 
-def differences(before: Any, after: Any, name: str = "") -> Iterator[str]:
-    """What differs between two settings, in words.
+def find_differences(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    """Yield the differences between two settings as text.
 
-    >>> list(differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
+    >>> list(find_differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
     ['b.c was 2 and is 3']
     """
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
-            if key in NOT_COMPARED:
+            if key in UNCOMPARED_SETTINGS:
                 continue
-            yield from differences(before.get(key), after.get(key), f"{name}.{key}" if name else key)
+            yield from find_differences(before.get(key), after.get(key), f"{name}.{key}" if name else key)
     elif before != after:
-        yield f"{name} was {_brief(before)} and is {_brief(after)}"
+        yield f"{name} was {_abbreviate(before)} and is {_abbreviate(after)}"
 
 
-# A name may change while what it names stays; the fingerprints tell.
-NOT_COMPARED = ("name", "path", "notes", "began")
-
-
-def _brief(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 24 else f"{text[:10]}…"

@@ -1,8 +1,9 @@
-"""The report of a survey: what each head does over a corpus, told by plain rules, as a page and as a record."""
+"""The report of a survey: the behaviour of each head over a corpus, by simple rules, as a page and for scripts."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,56 +14,57 @@ from regard.errors import ArgumentError
 from regard.pages.html import Page, page
 from regard.pages.parts import part
 from regard.render.text import escape_unprintable
-from regard.survey.aggregate import Ends, Gathered, edges_of, gather
+from regard.survey.aggregate import CorpusStats, DocumentRef, TopDocuments, aggregate_rows, get_bin_edges
 from regard.survey.schema import WINDOWS
+from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
     from regard.survey.dataset import Survey
 
-# A head is local where a window holds so much of its weight; the page lets its readers choose among others.
-LOCAL, LEVELS = 0.99, (0.9, 0.95, 0.99, 0.999)
-# The window that is told of first.
-WINDOW = 128
-# Quarantined documents that are shown, and characters of a document's id.
-SHOWN, LETTERS = 20, 160
+# A head is local if a window holds this share of its weight; the page offers the other shares as well.
+LOCAL_SHARE, SHARES = 0.99, (0.9, 0.95, 0.99, 0.999)
+# The window that the answer names.
+ANSWER_WINDOW = 128
+# Quarantined documents that the page lists, and the most characters of a document's id.
+MAX_QUARANTINED, MAX_CHARACTERS = 20, 160
 
-MEANINGS = {
+CAPTIONS = {
     "entropy": "How evenly a token spreads its weight, in nats: 0 is all on one token.",
-    "distance": "How far away a token looks, in tokens, by weight.",
-    "previous": "The share on the token before.",
+    "distance": "Mean distance to the keys, in tokens, by weight.",
+    "previous": "The share on the previous token.",
     "first": "The share on the first token.",
-    "heavy": "The share of all weight that the tenth of the tokens that receives most has.",
-    "duplicate": "Of tokens that came before: the share on their earlier copies.",
-    "induction": "Of tokens that came before: the share on what followed their earlier copies.",
+    "heavy": "The share of all weight that goes to the tenth of the tokens that receives most.",
+    "duplicate": "Of repeated tokens: the share on their earlier copies.",
+    "induction": "Of repeated tokens: the share on the tokens after their earlier copies.",
 }
 
 
-class Rule(NamedTuple):
-    """A behaviour: heads are named by the first that fits."""
+class BehaviourRule(NamedTuple):
+    """A rule that names a behaviour: the mean of a measure is above a threshold. The first rule that fits counts."""
 
     name: str
     measure: str
-    above: float
-    words: str
+    threshold: float
+    description: str
     source: str
 
 
 RULES = (
-    Rule(
+    BehaviourRule(
         "previous-token",
         "previous",
         0.5,
-        "more than half of the weight on the token before",
-        "Measured as Olsson et al., 2209.11895, do; the threshold is ours.",
+        "more than half of the weight on the previous token",
+        "Measured as in Olsson et al., 2209.11895; the threshold is ours.",
     ),
-    Rule(
+    BehaviourRule(
         "induction",
         "induction",
         0.3,
-        "of tokens that came before, more than 0.3 of the weight on what followed them then",
+        "of repeated tokens, more than 0.3 of the weight on the tokens after their earlier copies",
         "The prefix matching of Olsson et al., 2209.11895; the threshold is ours.",
     ),
-    Rule(
+    BehaviourRule(
         "first-token sink",
         "first",
         0.3,
@@ -73,7 +75,7 @@ RULES = (
 
 
 class Behaviour(NamedTuple):
-    """Heads that do alike, by their place in `Survey.heads`; the rule in words, and where it comes from."""
+    """Heads that behave alike, as indices into `Survey.heads`, with the rule in words and its source."""
 
     name: str
     rule: str
@@ -81,206 +83,190 @@ class Behaviour(NamedTuple):
     heads: list[int]
 
 
-class Report:
-    """A survey, read once. `page()` shows it, `summary` is for scripts."""
+class SurveyReport:
+    """The report of a survey: `page` builds the page, `summary` is for scripts.
+
+    Args:
+        survey: A survey with at least one measured document.
+
+    Raises:
+        ArgumentError: If no document is measured yet.
+    """
 
     def __init__(self, survey: Survey) -> None:
         if not survey.documents:
             raise ArgumentError(
-                "report",
-                received=f"{str(survey.path)!r}, where no document is measured so far",
-                expected="a survey with at least one",
-                hint="Let the survey go on first; what it set aside is in its manifest.",
+                "survey.page",
+                received=f"{str(survey.path)!r}, where no document is measured yet",
+                expected="a survey with at least one measured document",
+                hint="Resume the survey first. Its manifest lists the quarantined documents.",
             )
         self.survey = survey
 
     @cached_property
-    def table(self) -> dict[str, Any]:
-        """`Survey.heads`, each column as an array."""
+    def heads(self) -> dict[str, Array]:
+        """The columns of `Survey.heads` as NumPy arrays."""
+        table = self.survey.heads()
         return {
             name: np.array(column.to_pylist(), dtype=None if name == "module" else float)
-            for name, column in zip(*_columns(self.survey.heads()), strict=True)
+            for name, column in zip(table.column_names, table.columns, strict=True)
         }
 
     @cached_property
-    def gathered(self) -> Gathered:
-        """What else the rows tell."""
-        return gather(self.survey)
+    def stats(self) -> CorpusStats:
+        """The statistics over the documents."""
+        return aggregate_rows(self.survey)
 
     @cached_property
     def windows(self) -> list[int]:
-        """Places in `WINDOWS` of those that some document is longer than."""
-        return [place for place, count in enumerate(self.gathered.longer) if count.max(initial=0)]
+        """Indices into `WINDOWS` of the windows that some document is longer than."""
+        return [place for place, count in enumerate(self.stats.longer) if count.max(initial=0)]
 
     @cached_property
     def behaviours(self) -> list[Behaviour]:
-        """Each head once, by the first rule that fits it."""
-        left = np.ones(len(self.table["layer"]), bool)
-        found: list[Behaviour] = []
+        """The behaviours with their heads; each head has the first one that fits."""
+        unnamed = np.ones(len(self.heads["layer"]), bool)
+        behaviours: list[Behaviour] = []
 
-        def add(name: str, fits: Any, rule: str, source: str = "") -> None:
-            found.append(Behaviour(name, rule, source, np.flatnonzero(left & fits).tolist()))
-            left[fits] = False
+        def add(name: str, fits: Array, rule: str, source: str = "") -> None:
+            behaviours.append(Behaviour(name, rule, source, np.flatnonzero(unnamed & fits).tolist()))
+            unnamed[fits] = False
 
         for rule in RULES:
-            if rule.measure in self.table:
-                words = f"{rule.words} ({rule.measure} > {rule.above:g})"
-                add(rule.name, self.table[rule.measure] > rule.above, words, rule.source)
-        told = np.zeros_like(left)
+            if rule.measure in self.heads:
+                words = f"{rule.description} ({rule.measure} > {rule.threshold:g})"
+                add(rule.name, self.heads[rule.measure] > rule.threshold, words, rule.source)
+        measured = np.zeros_like(unnamed)
+        local = format_share(LOCAL_SHARE)
         for place in self.windows:
-            mass = self.gathered.within[place]
-            told |= ~np.isnan(mass)
-            words = f"at least {share(LOCAL)} of the weight within {WINDOWS[place]:,} tokens, in no smaller window"
-            add(f"local within {WINDOWS[place]:,}", mass >= LOCAL, words, "The threshold is ours.")
-        add("wide", told, f"less than {share(LOCAL)} in every window that some document is longer than")
-        add("not told", left.copy(), "no window was measured that some document is longer than")
+            within, window = self.stats.within[place], f"{WINDOWS[place]:,}"
+            measured |= ~np.isnan(within)
+            words = f"at least {local} of the weight within {window} tokens, in no smaller window"
+            add(f"local within {window}", within >= LOCAL_SHARE, words, "The threshold is ours.")
+        add("wide", measured, f"less than {local} in every window that some document is longer than")
+        add("undetermined", unnamed.copy(), "no document is longer than a measured window")
         always = {rule.name for rule in RULES} | {"wide"}
-        return [each for each in found if each.heads or each.name in always]
+        return [behaviour for behaviour in behaviours if behaviour.heads or behaviour.name in always]
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The report for scripts."""
-        survey, gathered = self.survey, self.gathered
+        """The report as a dictionary that JSON can hold."""
         windows = []
         for place in self.windows:
-            within, kept = gathered.within[place], gathered.kept[place]
+            within, kept = self.stats.within[place], self.stats.kept[place]
             windows.append(
                 {
                     "window": WINDOWS[place],
-                    "documents": int(gathered.longer[place].max()),
+                    "documents": int(self.stats.longer[place].max()),
                     "heads": int((~np.isnan(within)).sum()),
-                    "within": {f"{level:g}": int((within >= level).sum()) for level in LEVELS},
-                    "kept": {f"{level:g}": int((kept >= level).sum()) for level in LEVELS},
+                    "within": {f"{share:g}": int((within >= share).sum()) for share in SHARES},
+                    "kept": {f"{share:g}": int((kept >= share).sum()) for share in SHARES},
                 }
             )
         return {
-            **_about(survey),
+            **_describe_survey(self.survey),
             "windows": windows,
             "behaviours": [
                 {
-                    "name": each.name,
-                    "rule": each.rule,
-                    "heads": [[int(self.table[name][at]) for name in ("layer", "head")] for at in each.heads],
+                    "name": behaviour.name,
+                    "rule": behaviour.rule,
+                    "heads": [
+                        [int(self.heads[name][head]) for name in ("layer", "head")]
+                        for head in behaviour.heads
+                    ],
                 }
-                for each in self.behaviours
+                for behaviour in self.behaviours
             ],
             "answer": self.answer(),
         }
 
     def answer(self) -> str:
-        """How many heads never look past the window that is told of first."""
+        """Return how many heads stay within 128 tokens, or the measured window nearest to that, as a sentence."""
         if not self.windows:
             return (
                 f"No document has more than {min(WINDOWS)} tokens, or distances were not measured: "
-                "of windows nothing can be told."
+                "there is no window to compare with."
             )
-        place = min(self.windows, key=lambda each: abs(WINDOWS[each] - WINDOW))
-        within, longer = self.gathered.within[place], int(self.gathered.longer[place].max())
-        fit, told = int((within >= LOCAL).sum()), int((~np.isnan(within)).sum())
+        place = min(self.windows, key=lambda place: abs(WINDOWS[place] - ANSWER_WINDOW))
+        within, longer = self.stats.within[place], int(self.stats.longer[place].max())
+        local, measured = int((within >= LOCAL_SHARE).sum()), int((~np.isnan(within)).sum())
         return (
-            f"{fit:,} of {told:,} heads have {share(LOCAL)} of their weight within {WINDOWS[place]:,} tokens, "
-            f"over {longer:,} documents that are longer."
+            f"{local:,} of {measured:,} heads have {format_share(LOCAL_SHARE)} of their weight within "
+            f"{WINDOWS[place]:,} tokens, over {longer:,} documents that are longer."
         )
 
     def page(self, title: str | None = None) -> Page:
-        """The page of `Survey.page`."""
+        """Build the page of `Survey.page`.
+
+        Args:
+            title: Title of the page; the model and the number of documents by default.
+
+        Returns:
+            The page.
+        """
         survey = self.survey
         if title is None:
-            # A page is mailed: of a folder's path it tells the end only.
+            # Pages are shared, so the title has only the end of a folder's path.
             name = "/".join(Path(survey.settings["model"]["name"]).parts[-2:]).strip("/")
             title = f"{name} over {survey.documents:,} documents"
-        known: dict[Any, int] = {}
-        record = {
-            "title": escape_unprintable(title),
-            "about": {name: each for name, each in _about(survey).items() if name not in ("model", "corpus")},
-            "layers": self.table["layer"].astype(int),
-            "heads": self.table["head"].astype(int),
-            "kv_heads": self.table["kv_head"].astype(int),
-            "modules": _modules(self.table),
-            "measures": [self._measure(name, known) for name in self._measures()],
-            "windows": [
-                {"window": WINDOWS[place], "documents": int(self.gathered.longer[place].max())}
-                for place in self.windows
-            ],
-            "within": part(self.gathered.within[self.windows], first=True),
-            "kept": part(self.gathered.kept[self.windows], first=True),
-            "far": self._far(),
-            "levels": LEVELS,
-            "level": LEVELS.index(LOCAL),
-            "behaviours": [each._asdict() for each in self.behaviours],
-            "quarantined": _quarantined(survey),
-        }
-        record["documents"] = [
-            [_short(each.id), None if each.label is None else _short(each.label), each.tokens]
-            for each in known
-        ]
-        return page(escape_unprintable(title), "report.js", record)
+        facts = _describe_survey(survey)
+        return report_page(
+            title=title,
+            facts={name: fact for name, fact in facts.items() if name not in ("model", "corpus")},
+            heads=self.heads,
+            measures=[self._build_measure(name) for name in self._list_measures()],
+            windows=[(WINDOWS[place], int(self.stats.longer[place].max())) for place in self.windows],
+            within=self.stats.within[self.windows],
+            kept=self.stats.kept[self.windows],
+            shares=SHARES,
+            default_share=LOCAL_SHARE,
+            behaviours=[behaviour._asdict() for behaviour in self.behaviours],
+            quarantined=survey.quarantined,
+        )
 
-    def _measures(self) -> list[str]:
-        """Those that say something: a window that holds every document whole holds all weight."""
-        told = {WINDOWS[place] for place in self.windows}
-        names = self.gathered.counts
+    def _list_measures(self) -> list[str]:
+        """List the measures that vary: a window that no document exceeds holds all weight."""
+        exceeded = {WINDOWS[place] for place in self.windows}
         return [
             name
-            for name in names
-            if not name.startswith(("within_", "kept_")) or int(name.split("_")[1]) in told
+            for name in self.stats.counts
+            if not name.startswith(("within_", "kept_")) or int(name.split("_")[1]) in exceeded
         ]
 
-    def _measure(self, name: str, known: dict[Any, int]) -> dict[str, Any]:
-        """One measure; `known` are the documents that are named so far, and their numbers."""
+    def _build_measure(self, name: str) -> ReportMeasure:
         kind, _, window = name.partition("_")
-        meaning = MEANINGS.get(name, "")
+        caption = CAPTIONS.get(name, "")
         if window:
-            besides = " or on the first token" if kind == "kept" else ""
-            meaning = f"The share less than {int(window):,} tokens away{besides}, over all documents, short ones too."
-        largest, smallest = self.gathered.ends[name]
-        return {
-            "name": name,
-            "meaning": meaning,
-            "means": part(self.table[name], first=True),
-            "edges": edges_of(name),
-            "counts": part(self.gathered.counts[name], first=True),
-            "ends": [_end(largest, 1, known), _end(smallest, -1, known)],
-        }
-
-    def _far(self) -> Any:
-        """How much lies at each distance, (heads, bins), or None."""
-        histogram = self.table.get("distance_histogram")
-        return None if histogram is None else part(histogram, first=True)
+            first = " or on the first token" if kind == "kept" else ""
+            caption = (
+                f"The share less than {int(window):,} tokens away{first}, over all documents, short ones too."
+            )
+        largest, smallest = self.stats.extremes[name]
+        return ReportMeasure(
+            name,
+            caption,
+            self.heads[name],
+            get_bin_edges(name),
+            self.stats.counts[name],
+            _list_extremes(largest, 1),
+            _list_extremes(smallest, -1),
+        )
 
 
-def share(part: float) -> str:
-    """A share in percent.
+def format_share(share: float) -> str:
+    """Format a share in percent.
 
-    >>> share(0.99), share(0.999)
+    >>> format_share(0.99), format_share(0.999)
     ('99 %', '99.9 %')
     """
-    return f"{100 * part:g} %"
+    return f"{100 * share:g} %"
 
 
-def _end(ends: Ends, sign: int, known: dict[Any, int]) -> dict[str, Any]:
-    where = np.array(
-        [
-            [-1 if each is None else known.setdefault(each, len(known)) for each in row]
-            for row in ends.documents
-        ]
-    )
-    values = np.where(where >= 0, sign * ends.values, np.nan)
-    return {"values": part(values.astype(np.float32), first=True), "documents": part(where, first=True)}
+def _list_extremes(top: TopDocuments, sign: int) -> tuple[Array, list[list[DocumentRef | None]]]:
+    return sign * top.values, top.documents.tolist()
 
 
-def _columns(table: Any) -> tuple[list[str], list[Any]]:
-    return table.column_names, table.columns
-
-
-def _modules(table: dict[str, Any]) -> list[str]:
-    """The module of each layer."""
-    names = dict(zip(table["layer"].astype(int).tolist(), table["module"].tolist(), strict=True))
-    return [escape_unprintable(names[layer]) for layer in sorted(names)]
-
-
-def _about(survey: Survey) -> dict[str, Any]:
-    """What was surveyed."""
+def _describe_survey(survey: Survey) -> dict[str, Any]:
     settings = survey.settings
     return {
         "model": settings["model"]["name"],
@@ -295,18 +281,125 @@ def _about(survey: Survey) -> dict[str, Any]:
     }
 
 
-def _quarantined(survey: Survey) -> dict[str, Any]:
-    """How many by kind, and the first few."""
-    aside = survey.quarantined
-    shown = [{name: _short(each[name]) for name in ("document", "kind", "reason")} for each in aside[:SHOWN]]
-    return {"kinds": sorted(Counter(each["kind"] for each in aside).items()), "shown": shown}
+# The page
 
 
-def _short(text: str) -> str:
-    r"""A text on one line, its middle left out where it is long.
+class ReportMeasure(NamedTuple):
+    """One measure on the page.
 
-    >>> _short("tab\t"), len(_short("long" * 100))
+    Attributes:
+        name: Name of the measure.
+        caption: What it means.
+        means: Mean of each head over the documents, (heads,).
+        edges: Edges of the bins, (bins + 1,).
+        counts: Documents in each bin, (heads, bins).
+        largest: The largest values of each head, (heads, count), and their documents (id, name, tokens) or None.
+        smallest: The smallest values and their documents, alike.
+    """
+
+    name: str
+    caption: str
+    means: Array
+    edges: Array
+    counts: IntArray
+    largest: tuple[Array, list[list[DocumentRef | None]]]
+    smallest: tuple[Array, list[list[DocumentRef | None]]]
+
+
+def report_page(
+    *,
+    title: str,
+    facts: Mapping[str, Any],
+    heads: Mapping[str, Array],
+    measures: Sequence[ReportMeasure],
+    windows: Sequence[tuple[int, int]],
+    within: Array,
+    kept: Array,
+    shares: Sequence[float],
+    default_share: float,
+    behaviours: Sequence[dict[str, Any]],
+    quarantined: Sequence[Mapping[str, str]],
+) -> Page:
+    """Build the page of a survey from plain data.
+
+    Args:
+        title: Title of the page.
+        facts: documents, tokens, max_tokens, quarantined, complete, shards and committed.
+        heads: The columns layer, head, kv_head, module, and distance_histogram if it was measured, (heads, …).
+        measures: The measures that the page offers.
+        windows: Each window, with the number of documents longer than it.
+        within: Weight within each window, (windows, heads).
+        kept: Weight within each window or on the first token, (windows, heads).
+        shares: The shares of the weight that the page offers.
+        default_share: The share that is selected at first.
+        behaviours: name, rule, source and heads (indices) of each behaviour.
+        quarantined: document, kind and reason of each quarantined document.
+
+    Returns:
+        The page.
+    """
+    documents: dict[DocumentRef, int] = {}
+    modules = dict(zip(heads["layer"].astype(int).tolist(), heads["module"].tolist(), strict=True))
+    distances = heads.get("distance_histogram")
+    record = {
+        "title": escape_unprintable(title),
+        "about": dict(facts),
+        "layers": heads["layer"].astype(int),
+        "heads": heads["head"].astype(int),
+        "kv_heads": heads["kv_head"].astype(int),
+        "modules": [escape_unprintable(modules[layer]) for layer in sorted(modules)],
+        "measures": [
+            {
+                "name": measure.name,
+                "meaning": measure.caption,
+                "means": part(measure.means, first=True),
+                "edges": measure.edges,
+                "counts": part(measure.counts, first=True),
+                "ends": [_pack_extremes(*end, documents) for end in (measure.largest, measure.smallest)],
+            }
+            for measure in measures
+        ],
+        "windows": [{"window": window, "documents": longer} for window, longer in windows],
+        "within": part(within, first=True),
+        "kept": part(kept, first=True),
+        "far": None if distances is None else part(distances, first=True),
+        "levels": tuple(shares),
+        "level": list(shares).index(default_share),
+        "behaviours": list(behaviours),
+        "quarantined": {
+            "kinds": sorted(Counter(document["kind"] for document in quarantined).items()),
+            "shown": [
+                {name: shorten(document[name]) for name in ("document", "kind", "reason")}
+                for document in quarantined[:MAX_QUARANTINED]
+            ],
+        },
+    }
+    record["documents"] = [
+        [shorten(document.id), None if document.name is None else shorten(document.name), document.tokens]
+        for document in documents
+    ]
+    return page(escape_unprintable(title), "report.js", record)
+
+
+def _pack_extremes(
+    values: Array, rows: Sequence[Sequence[DocumentRef | None]], documents: dict[DocumentRef, int]
+) -> dict[str, Any]:
+    """Pack the values and documents at one end; a document is stored once and referred to by its number."""
+    numbers = np.array(
+        [
+            [-1 if document is None else documents.setdefault(document, len(documents)) for document in row]
+            for row in rows
+        ]
+    )
+    values = np.where(numbers >= 0, values, np.nan)
+    return {"values": part(values.astype(np.float32), first=True), "documents": part(numbers, first=True)}
+
+
+def shorten(text: str) -> str:
+    r"""Return a text on one line, without its middle if it is long.
+
+    >>> shorten("tab\t"), len(shorten("long" * 100))
     ('tab\\t', 160)
     """
     text = escape_unprintable(text)
-    return text if len(text) <= LETTERS else f"{text[: LETTERS - 41]}…{text[-40:]}"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 41]}…{text[-40:]}"

@@ -1,60 +1,63 @@
-"""What a survey writes: Parquet files of one row for each (document, layer, head), all rows of one size.
+"""The rows of a survey: Parquet files with one row for each (document, layer, head).
 
-Version 1 of the schema. A row has no length that grows with its document's:
+Schema version 1. The size of a row does not depend on the length of its document:
 
-| column | type | what it is |
+| column | type | meaning |
 | --- | --- | --- |
-| `document` | string | where the document stands in the corpus: `guide/intro.txt`, `pages.jsonl@18034` |
-| `label` | string, or null | its own name, where the corpus gives one |
-| `tokens` | int32 | the tokens that were measured |
-| `cut` | bool | whether the document had more than that |
-| `layer` | int16 | which attention of the forward pass, in the order they ran |
-| `head`, `kv_head` | int16 | which head of it, and whose keys that reads |
-| `module` | string | the layer's name in the model |
-| `entropy` | float32 | mean over rows, nats |
+| `document` | string | position of the document in the corpus: `guide/intro.txt`, `pages.jsonl@18034` |
+| `name` | string or null | the document's own name, if the corpus has a name field |
+| `tokens` | int32 | number of tokens measured |
+| `truncated` | bool | whether the document has more tokens than were measured |
+| `layer` | int16 | index of the attention layer, in the order the layers ran |
+| `head`, `kv_head` | int16 | head of that layer, and the key/value head that it reads |
+| `module` | string | name of the layer in the model |
+| `entropy` | float32 | mean entropy of a row of weights, in nats |
 | `entropy_histogram` | 17 × float32 | share of the rows whose entropy is 0–1, 1–2, … 15–16, more than 16 bits |
-| `distance` | float32 | mean distance between a token and where it looks |
-| `previous` | float32 | mean weight on the token before |
-| `distance_histogram` | 18 × float32 | mass at distance 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond |
-| `within_64` … `within_65536` | float32 | mass in a window of so many keys, the token's own among them |
-| `kept_64` … `kept_65536` | float32 | the same where the first key is kept besides |
+| `distance` | float32 | mean distance between a token and the keys it attends to, by weight |
+| `previous` | float32 | mean weight on the previous token |
+| `distance_histogram` | 18 × float32 | weight at distance 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond |
+| `within_64` … `within_65536` | float32 | weight inside a window of that many keys, including the token itself |
+| `kept_64` … `kept_65536` | float32 | weight inside that window or on the first key |
 | `first` | float32 | mean weight on the first token |
-| `heavy` | float32 | share of all mass that the tenth of the keys that receives most has |
-| `duplicate`, `induction` | float32 | of tokens that came before: mass on their copies, on what followed those |
+| `heavy` | float32 | share of all weight that goes to the tenth of the keys that receives most |
+| `duplicate`, `induction` | float32 | of repeated tokens: weight on the earlier copies, and on the tokens after them |
 
-Means are over the document's tokens. Null stands where there is nothing to tell: no distances where rows and keys are
-two sequences, no copies where no token comes twice. A shard is one file; the JSON under `regard.survey` in its
-footer has the version, the shard's number, and what of it went to quarantine.
+Means are over the document's tokens. A value is null if it is undefined: distances if queries and keys belong to two
+sequences, copies if no token is repeated. A shard is one file. The JSON under `regard.survey` in its footer holds the
+schema version, the number of the shard and its quarantined documents.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-VERSION = 1
-KEY = "regard.survey"
-# Windows of so many keys, a row's own among them; on both sides where a layer looks ahead.
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SCHEMA_VERSION = 1
+METADATA_KEY = "regard.survey"
+# Windows of this many keys, including the row's own; a layer without a causal mask has one on either side.
 WINDOWS = tuple(2**power for power in range(6, 17))
-# Distances 0, 1, 2–3, 4–7, … 32,768–65,535, and all beyond: a window of 2^k keys is the first k + 1 of them.
-DISTANCES = 18
-# The entropy of a row in bits: below 1, below 2, … below 16, and all above.
-BITS = 17
-KINDS = ("entropy", "distance", "first", "heavy", "copies")
-WHERE = ("document", "label", "tokens", "cut", "layer", "head", "kv_head", "module")
+# Distances 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond: a window of 2^k keys is the first k + 1 of these bins.
+DISTANCE_BINS = 18
+# The entropy of a row in bits: below 1, below 2, … below 16, and above.
+ENTROPY_BINS = 17
+MEASURES = ("entropy", "distance", "first", "heavy", "copies")
+ID_COLUMNS = ("document", "name", "tokens", "truncated", "layer", "head", "kv_head", "module")
 
 
-def widths(kinds: Collection[str] = KINDS) -> dict[str, int]:
-    """The columns that are measured, in order, and how many numbers each has: 1, or the bins of a histogram."""
-    of = {
-        "entropy": {"entropy": 1, "entropy_histogram": BITS},
+def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
+    """List the measured columns in order, each with its count of numbers: 1, or the bins of a histogram."""
+    widths = {
+        "entropy": {"entropy": 1, "entropy_histogram": ENTROPY_BINS},
         "distance": {
             "distance": 1,
             "previous": 1,
-            "distance_histogram": DISTANCES,
+            "distance_histogram": DISTANCE_BINS,
             **{f"within_{window}": 1 for window in WINDOWS},
             **{f"kept_{window}": 1 for window in WINDOWS},
         },
@@ -62,11 +65,13 @@ def widths(kinds: Collection[str] = KINDS) -> dict[str, int]:
         "heavy": {"heavy": 1},
         "copies": {"duplicate": 1, "induction": 1},
     }
-    return {name: width for kind in KINDS if kind in kinds for name, width in of[kind].items()}
+    return {
+        name: width for measure in MEASURES if measure in measures for name, width in widths[measure].items()
+    }
 
 
-def schema_of(widths: Mapping[str, int]) -> Any:
-    """The schema of a table whose measures have these names and so many numbers each."""
+def build_schema(widths: Mapping[str, int]) -> pa.Schema:
+    """Build the Arrow schema of a table whose measured columns have these widths."""
     import pyarrow as pa
 
     types = [
@@ -79,42 +84,44 @@ def schema_of(widths: Mapping[str, int]) -> Any:
         pa.int16(),
         pa.string(),
     ]
-    fields = [pa.field(name, kind, nullable=name == "label") for name, kind in zip(WHERE, types, strict=True)]
+    fields = [
+        pa.field(name, dtype, nullable=name == "name") for name, dtype in zip(ID_COLUMNS, types, strict=True)
+    ]
     for name, width in widths.items():
         fields.append(pa.field(name, pa.float32() if width == 1 else pa.list_(pa.float32(), width)))
     return pa.schema(fields)
 
 
-class Rows(NamedTuple):
-    """One document's rows: `columns` as they came from its process, one entry for each layer and head."""
+class RowBatch(NamedTuple):
+    """The rows of one document: `columns` as its worker process returned them, an entry for each layer and head."""
 
     document: str
-    label: str | None
+    name: str | None
     columns: Mapping[str, Any]
 
 
-def batch_of(documents: Sequence[Rows], schema: Any) -> Any:
-    """The rows of some documents, one after the other, as a batch of this schema."""
+def build_record_batch(documents: Sequence[RowBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """Concatenate the rows of several documents into one Arrow record batch."""
     import pyarrow as pa
 
-    counts = [len(each.columns["layer"]) for each in documents]
+    counts = [len(document.columns["layer"]) for document in documents]
 
-    def column(name: str) -> Any:
-        if name in ("document", "label"):
-            given = [getattr(each, name) for each in documents]
-        elif name in ("tokens", "cut"):
-            given = [each.columns[name] for each in documents]
+    def concatenate(name: str) -> Any:
+        if name in ("document", "name"):
+            values = [getattr(document, name) for document in documents]
+        elif name in ("tokens", "truncated"):
+            values = [document.columns[name] for document in documents]
         elif name == "module":
-            return [module for each in documents for module in each.columns[name]]
+            return [module for document in documents for module in document.columns[name]]
         else:
-            return np.concatenate([each.columns[name] for each in documents])
-        return [value for value, count in zip(given, counts, strict=True) for _ in range(count)]
+            return np.concatenate([document.columns[name] for document in documents])
+        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
     arrays = []
     for field in schema:
-        values = column(field.name)
+        values = concatenate(field.name)
         if pa.types.is_fixed_size_list(field.type):
-            # NaN says that there is nothing to tell, which is null here.
+            # NaN stands for an undefined value, which is null in the file.
             flat, missing = pa.array(values.reshape(-1)), pa.array(values[:, 0] != values[:, 0])
             arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size, mask=missing))
         elif pa.types.is_floating(field.type):
@@ -124,13 +131,14 @@ def batch_of(documents: Sequence[Rows], schema: Any) -> Any:
     return pa.record_batch(arrays, schema=schema)
 
 
-def footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
-    """What stands in a file's footer."""
-    return {KEY: json.dumps({"version": VERSION, "shard": shard, "quarantined": list(quarantined)})}
+def build_footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
+    """Build the key-value metadata of a shard's file."""
+    metadata = {"version": SCHEMA_VERSION, "shard": shard, "quarantined": list(quarantined)}
+    return {METADATA_KEY: json.dumps(metadata)}
 
 
-def column_to_numpy(column: Any) -> Any:
-    """Convert a pyarrow column to float64, (rows,) or (rows, bins); null becomes NaN."""
+def column_to_numpy(column: pa.Array) -> Any:
+    """Convert an Arrow column to float64, (rows,) or (rows, bins); null becomes NaN."""
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type):

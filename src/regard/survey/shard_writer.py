@@ -1,4 +1,4 @@
-"""One shard: its documents are measured, its rows written beside their place, flushed, and read back."""
+"""One shard: measure its documents, write the rows to a temporary file, flush it and read it back."""
 
 from __future__ import annotations
 
@@ -9,249 +9,273 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from regard.survey.corpus import Corpus, Document, Shard
-from regard.survey.schema import Rows, batch_of, footer, schema_of
-from regard.survey.worker_client import Measurer, Refused, SurveyError
-from regard.survey.worker_process import Task
+from regard.survey.corpus import Corpus, CorpusDocument, Shard
+from regard.survey.errors import SurveyError
+from regard.survey.schema import RowBatch, build_footer, build_record_batch, build_schema
+from regard.survey.worker_client import Rejected, WorkerClient
+from regard.survey.worker_process import ModelInfo, ModelSpec
 
-# Rows that are held before they are written.
-HELD = 1 << 15
-# Workers that may be lost at one document: machines are lost by chance, too.
-LOST = 3
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Rows buffered before they are written.
+BUFFERED_ROWS = 1 << 15
+# Workers that may be lost at one document before it is rejected: a machine can also fail by chance.
+MAX_LOST_WORKERS = 3
+
+# Called with the numbers of documents, tokens and quarantined documents that were added.
+OnProgress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
-class Work:
-    """All that a worker is told, wherever it runs."""
+class ShardJob:
+    """Everything a worker needs, on any machine."""
 
-    task: Task
+    spec: ModelSpec
     corpus: Corpus
     out: str
-    run: str  # the token of the driver's lock
+    run: str  # the token in the driver's lock file
     widths: dict[str, int]
     timeout: float
-    about: dict[str, Any]  # what the driver found the model to be
+    info: ModelInfo  # the model as the driver loaded it
 
 
-class Worker:
-    """Takes shards, gives receipts; a receipt's file is complete and on the disk, but nobody has committed it.
+@dataclass(frozen=True)
+class ShardResult:
+    """A shard whose temporary file is complete and on disk, but not yet committed."""
 
-    It is the same for every engine. A receipt may hold an `error` instead, which stops the run: a full disk, or a model
-    that does not run on this machine, is no fault of any document.
+    shard: int
+    temp_file: str
+    sha256: str
+    bytes: int
+    rows: int
+    documents: int
+    tokens: int
+    ids_sha256: str
+    quarantined: list[dict[str, str]]
+
+
+class ShardWorker:
+    """Measures shards and writes their files; all executors use it.
+
+    A call returns a `SurveyError` instead of a result if the run must stop: a full disk, or a model that does not run
+    on this machine, is not the fault of a document.
     """
 
-    def __init__(self, work: Work, measurer: Measurer | None = None) -> None:
-        self.work, self.measurer = work, measurer or Measurer(work.task, work.timeout)
-        self._known = measurer is not None
+    def __init__(self, job: ShardJob, client: WorkerClient | None = None) -> None:
+        self.job, self.client = job, client or WorkerClient(job.spec, job.timeout)
+        self._checked = client is not None
 
-    def __call__(self, shard: Shard, tell: Callable[[int, int, int], None] | None = None) -> dict[str, Any]:
+    def __call__(self, shard: Shard, on_progress: OnProgress | None = None) -> ShardResult | SurveyError:
         try:
-            if not self._known:
-                self._compare(self.measurer.about())
-                self._known = True
-            return self._made(shard, tell or (lambda *_: None))
+            if not self._checked:
+                self._check_model(self.client.describe())
+                self._checked = True
+            return self._write_shard(shard, on_progress or (lambda *_: None))
         except SurveyError as error:
-            return {"shard": shard.number, "error": error}
+            return error
         except OSError as error:
-            return {"shard": shard.number, "error": unwritten(shard.number, error)}
+            return build_write_error(shard.number, error)
 
     def close(self) -> None:
-        """End the model's process."""
-        self.measurer.close()
+        """Kill the worker process."""
+        self.client.close()
 
-    def _compare(self, about: dict[str, Any]) -> None:
-        for name in ("weights", "tokenizer"):
-            if about[name] != self.work.about[name]:
+    def _check_model(self, info: ModelInfo) -> None:
+        expected = self.job.info
+        for name, found, recorded in (
+            ("weights", info["weights"], expected["weights"]),
+            ("tokenizer", info["tokenizer"], expected["tokenizer"]),
+        ):
+            if found != recorded:
                 raise SurveyError(
-                    "survey",
+                    "survey.run",
                     received=f"a worker whose {name} differ from the driver's",
                     expected="the same model on every machine",
-                    hint="Put the same files on each, or give a path that all of them see.",
+                    hint="Copy the same files to each machine, or pass a path that all machines share.",
                 )
 
-    def _made(self, shard: Shard, tell: Callable[[int, int, int], None]) -> dict[str, Any]:
-        work = self.work
-        path = Path(work.out) / f"{name_of(shard.number)}.tmp-{work.run}-{secrets.token_hex(4)}"
-        schema, ids, measured = schema_of(work.widths), hashlib.sha256(), []
+    def _write_shard(self, shard: Shard, on_progress: OnProgress) -> ShardResult:
+        job = self.job
+        path = Path(job.out) / f"{format_shard_name(shard.number)}.tmp-{job.run}-{secrets.token_hex(4)}"
+        schema, ids, measured = build_schema(job.widths), hashlib.sha256(), []
         quarantined: list[dict[str, str]] = []
         tokens = rows = 0
         try:
-            with Trail(path, work.run) as trail, Writer(path, schema) as writer:
-                for document in work.corpus.documents(shard):
+            with ProgressMarker(path, job.run) as marker, ShardFile(path, schema) as file:
+                for document in job.corpus.iter_documents(shard):
                     ids.update(f"{document.id}\n".encode())
-                    found = trail.lost(document.id) or self._rows(document)
-                    if isinstance(found, Refused):
-                        quarantined.append({"document": document.id, **found._asdict()})
-                        tell(0, 0, 1)
+                    columns = marker.update(document.id) or self._measure(document)
+                    if isinstance(columns, Rejected):
+                        quarantined.append({"document": document.id, **columns._asdict()})
+                        on_progress(0, 0, 1)
                         continue
-                    writer.write(Rows(document.id, document.label, found))
+                    file.write(RowBatch(document.id, document.name, columns))
                     measured.append(document.id)
-                    tokens, rows = tokens + found["tokens"], rows + len(found["layer"])
-                    tell(1, found["tokens"], 0)
-                self._still_ours()
-                writer.finish(footer(shard.number, quarantined))
-            digest = checked(path, rows, measured)
+                    tokens, rows = tokens + columns["tokens"], rows + len(columns["layer"])
+                    on_progress(1, columns["tokens"], 0)
+                self._check_lock()
+                file.finish(build_footer(shard.number, quarantined))
+            digest = verify_file(path, rows, measured)
         except BaseException:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             raise
-        return {
-            "shard": shard.number,
-            "written": path.name,
-            "sha256": digest,
-            "bytes": path.stat().st_size,
-            "rows": rows,
-            "documents": len(measured),
-            "tokens": tokens,
-            "ids": ids.hexdigest(),
-            "quarantined": quarantined,
-        }
+        return ShardResult(
+            shard=shard.number,
+            temp_file=path.name,
+            sha256=digest,
+            bytes=path.stat().st_size,
+            rows=rows,
+            documents=len(measured),
+            tokens=tokens,
+            ids_sha256=ids.hexdigest(),
+            quarantined=quarantined,
+        )
 
-    def _rows(self, document: Document) -> dict[str, Any] | Refused:
+    def _measure(self, document: CorpusDocument) -> dict[str, Any] | Rejected:
         if document.problem is not None:
-            return Refused(*document.problem)
-        return self.measurer.measure(document.text)
+            return Rejected(*document.problem)
+        return self.client.measure(document.text)
 
-    def _still_ours(self) -> None:
-        """A worker that outlived its driver must leave the directory to the next one."""
+    def _check_lock(self) -> None:
+        """Refuse to write if a worker has outlived its driver and another run owns the directory."""
         try:
-            held = (Path(self.work.out) / "lock").read_text()
+            owner = (Path(self.job.out) / "lock").read_text()
         except FileNotFoundError:
-            held = ""
-        if self.work.run not in held:
+            owner = ""
+        if self.job.run not in owner:
             raise SurveyError(
-                "survey",
+                "survey.run",
                 received="a directory that another run has taken over",
                 expected="one run at a time",
-                hint="Nothing is lost: that run goes on.",
+                hint="Nothing is lost: the other run continues.",
             )
 
 
-class Trail:
-    """Which document a worker is at, beside its file, for whoever starts the shard again when that worker is gone.
+class ProgressMarker:
+    """A file that records which document a worker is measuring, next to the shard's temporary file.
 
-    A document may take its worker along rather than its own process: a machine that runs out of memory kills whom it
-    likes. Where `LOST` workers of this run were last seen at the same document, it is not tried again.
+    A document can crash the worker instead of the model's process, for example when memory runs out. If
+    `MAX_LOST_WORKERS` workers of this run were lost at the same document, the document is rejected.
     """
 
     def __init__(self, path: Path, run: str) -> None:
         shard = path.name.split(".tmp-")[0]
-        self._before: list[str] = []
-        for each in path.parent.glob(f"{shard}.tmp-{run}-*.at"):
+        self._lost_at: list[str] = []
+        for marker in path.parent.glob(f"{shard}.tmp-{run}-*.at"):
             with contextlib.suppress(OSError):
-                self._before.append(each.read_text().strip())
+                self._lost_at.append(marker.read_text().strip())
         self._path = path.with_name(f"{path.name}.at")
 
-    def __enter__(self) -> Trail:
+    def __enter__(self) -> ProgressMarker:
         self._file = open(self._path, "w")
         return self
 
-    def lost(self, document: str) -> Refused | None:
-        """Note that this document is next; refuse it if it was the end of others."""
+    def update(self, document: str) -> Rejected | None:
+        """Record the current document; reject it if too many workers were lost at it."""
         self._file.seek(0)
         self._file.truncate()
         self._file.write(document)
         self._file.flush()
-        if self._before.count(document) >= LOST:
-            return Refused("kills", f"{LOST} workers were lost while they measured it")
+        if self._lost_at.count(document) >= MAX_LOST_WORKERS:
+            return Rejected("crash", f"{MAX_LOST_WORKERS} workers were lost while they measured it")
         return None
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
 
 
-def unwritten(shard: int, error: OSError) -> SurveyError:
-    """The error where a shard finds no place."""
+def build_write_error(shard: int, error: OSError) -> SurveyError:
+    """Build the error for a shard that could not be written."""
     return SurveyError(
-        "survey",
+        "survey.run",
         received=f"shard {shard}, which could not be written: {error}",
-        expected="a directory that can be written to",
-        hint="Make room, then run the same again: what is committed stays.",
+        expected="a writable directory with enough free space",
+        hint="Free some space, then run the same command again to resume. Committed shards are kept.",
     )
 
 
-class Writer:
-    """A Parquet file that is written a few documents at a time, flushed to the disk when it is finished."""
+class ShardFile:
+    """A Parquet file that is written a few documents at a time."""
 
-    def __init__(self, path: Path, schema: Any) -> None:
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
         from pyarrow import parquet
 
         self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
-        strings = ["document", "label", "module"]
         self._writer = parquet.ParquetWriter(
             self._file,
             schema,
             compression="none",
-            use_dictionary=strings,
+            use_dictionary=["document", "name", "module"],
             write_statistics=["document", "layer"],
         )
-        self._held: list[Rows] = []
+        self._buffer: list[RowBatch] = []
         self._rows = 0
         self._schema = schema
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardFile:
         return self
 
-    def write(self, rows: Rows) -> None:
-        """Take a document's rows; they may wait for others."""
-        self._held.append(rows)
+    def write(self, rows: RowBatch) -> None:
+        """Buffer the rows of a document, and write the buffer when it is full."""
+        self._buffer.append(rows)
         self._rows += len(rows.columns["layer"])
-        if self._rows >= HELD:
+        if self._rows >= BUFFERED_ROWS:
             self._flush()
 
     def _flush(self) -> None:
-        if self._held:
-            self._writer.write_batch(batch_of(self._held, self._schema))
-            self._held.clear()
+        if self._buffer:
+            self._writer.write_batch(build_record_batch(self._buffer, self._schema))
+            self._buffer.clear()
             self._rows = 0
 
-    def finish(self, about: dict[str, str]) -> None:
-        """The last rows, the footer, and all of it on the disk."""
+    def finish(self, metadata: dict[str, str]) -> None:
+        """Write the remaining rows and the footer, and flush the file to disk."""
         self._flush()
-        self._writer.add_key_value_metadata(about)
+        self._writer.add_key_value_metadata(metadata)
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def __exit__(self, *_: Any) -> None:
-        # A file that was not finished is thrown away: what its writer would still like to add does not matter.
+    def __exit__(self, *_: object) -> None:
+        # An unfinished file is deleted, so an error while closing it does not matter.
         with contextlib.suppress(Exception):
             self._writer.close()
         with contextlib.suppress(OSError):
             self._file.close()
 
 
-def checked(path: Path, rows: int, documents: list[str]) -> str:
-    """The sha256 of a file, after it was read back from the disk and found to be what was written."""
+def verify_file(path: Path, rows: int, documents: list[str]) -> str:
+    """Read a file back from disk, compare it with what was written, and return its sha256."""
     from pyarrow import parquet
 
-    digest = sha256_of(path, fresh=True)
+    digest = compute_sha256(path, from_disk=True)
     try:
         column = parquet.read_table(path, columns=["document"]).column(0)
-        found = column.unique().to_pylist()
-        right = len(column) == rows and found == documents
-    except Exception as error:  # whatever a broken file makes of its reader
-        right, found = False, [str(error)]
-    if not right:
+        valid = len(column) == rows and column.unique().to_pylist() == documents
+    except Exception:  # a damaged file can raise anything
+        valid = False
+    if not valid:
         raise OSError(f"{path.name} does not read back as it was written")
     return digest
 
 
-def sha256_of(path: Path, fresh: bool = False) -> str:
-    """The sha256 of a file; `fresh` from the disk rather than from memory, where the system can."""
+def compute_sha256(path: Path, from_disk: bool = False) -> str:
+    """Compute the sha256 of a file; `from_disk` drops it from the page cache first, if the system supports that."""
     with open(path, "rb") as file:
-        if fresh and hasattr(os, "posix_fadvise"):
+        if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def name_of(shard: int) -> str:
-    """The name of a shard's file.
+def format_shard_name(shard: int) -> str:
+    """Format the file name of a shard.
 
-    >>> name_of(123)
+    >>> format_shard_name(123)
     'shard-000123.parquet'
     """
     return f"shard-{shard:06}.parquet"

@@ -1,4 +1,4 @@
-"""The other side of the process that has the model: it is started, asked, timed, and started again when it dies."""
+"""The client of a worker process: start it, send it texts, apply the timeout, and restart it after a crash."""
 
 from __future__ import annotations
 
@@ -7,67 +7,67 @@ import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from regard.errors import RegardError
-from regard.survey.worker_process import Task
+from regard.survey.errors import SurveyError
+from regard.survey.worker_process import ModelInfo, ModelSpec
 
 
-class SurveyError(RegardError, RuntimeError):
-    """A survey that cannot go on; what is committed stays, and the same call resumes it."""
-
-
-class Refused(NamedTuple):
-    """A document that goes to quarantine: what it did, and the reason."""
+class Rejected(NamedTuple):
+    """A document that could not be measured: the kind of problem, and the reason."""
 
     kind: str
     reason: str
 
 
-class Measurer:
-    """A model in a process of its own. `measure(text)` gives its rows, or why there are none.
+class WorkerClient:
+    """A model in a process of its own, started by the first request.
 
-    A text that takes longer than `timeout` seconds has its process killed; one that kills its process is tried once
-    more in a fresh one. Nothing is started before the first question.
+    If a text takes longer than `timeout` seconds, its process is killed. If a text crashes its process, it is retried
+    once in a new one.
     """
 
-    def __init__(self, task: Task, timeout: float) -> None:
-        self.task, self.timeout = task, timeout
+    def __init__(self, spec: ModelSpec, timeout: float) -> None:
+        self.spec, self.timeout = spec, timeout
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Any = None
+        self._connection: Connection | None = None
         self._stopped = False
 
-    def about(self) -> dict[str, Any]:
-        """What the model is, with its fingerprints; starts the process."""
-        return self._start(about=True)
+    def describe(self) -> ModelInfo:
+        """Start the process and return the properties of the model."""
+        info: ModelInfo = self._start(describe=True)
+        return info
 
-    def measure(self, text: str) -> dict[str, Any] | Refused:
-        for again in (False, True):
-            if self._process is None:
+    def measure(self, text: str) -> dict[str, Any] | Rejected:
+        """Return the rows of a text as columns, or the reason why it was rejected."""
+        for retry in (False, True):
+            if self._connection is None:
                 self._start()
+            assert self._connection is not None
             try:
                 self._connection.send(text)
                 if not self._connection.poll(self.timeout):
                     self.close()
-                    return Refused("hangs", f"no answer within {self.timeout:g} s")
+                    return Rejected("timeout", f"no result within {self.timeout:g} s")
                 kind, answer = self._connection.recv()
             except (EOFError, OSError):
-                how = self._ended()
-                if again:
-                    return Refused("kills", f"its process ended twice, the second time by {how}")
+                cause = self._reap()
+                if retry:
+                    return Rejected("crash", f"the worker process ended twice, the second time by {cause}")
             else:
-                return answer if kind == "rows" else Refused(kind, answer)
+                return answer if kind == "rows" else Rejected(kind, answer)
         raise AssertionError("unreachable")
 
     def stop(self) -> None:
-        """End the process for good, from any thread: whoever waits for an answer gets an error."""
+        """Kill the process for good, from any thread; a pending request raises an error."""
         self._stopped = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """End the process; the next question would start another."""
+        """Kill the process; the next request starts another."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
@@ -75,54 +75,54 @@ class Measurer:
             self._process.wait()
         self._process = self._connection = None
 
-    def _start(self, about: bool = False) -> dict[str, Any]:
-        """Start the process anew, and what the model says of itself."""
+    def _start(self, describe: bool = False) -> Any:
+        """Start a new process and return what it reports: the model's properties if `describe`, else None."""
         self.close()
-        self._check()
-        self._connection, theirs = Pipe()
-        # As it is found here, and without what a caller's main module would do when it is imported again.
-        env = {**os.environ, "PYTHONPATH": python_path()}
-        code = f"from regard.survey.worker_process import main; main({theirs.fileno()}, {os.getpid()})"
+        self._check_not_stopped()
+        self._connection, remote = Pipe()
+        # The worker searches the same paths as this process, and does not import the caller's main module.
+        env = {**os.environ, "PYTHONPATH": format_python_path()}
+        code = f"from regard.survey.worker_process import main; main({remote.fileno()}, {os.getpid()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=env,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        theirs.close()
-        self._check()
+        remote.close()
+        self._check_not_stopped()
         try:
-            self._connection.send(self.task)
-            self._connection.send(about)
+            self._connection.send(self.spec)
+            self._connection.send(describe)
             kind, answer = self._connection.recv()
         except (EOFError, OSError):
-            kind, answer = "refused", f"its process ended by {self._ended()} before it was ready"
-        if kind == "refused":
+            kind, answer = "failed", f"the worker process ended by {self._reap()} before it was ready"
+        if kind == "failed":
             self.close()
-            name = getattr(self.task.model, "name", self.task.model)
+            name = getattr(self.spec.model, "name", self.spec.model)
             raise SurveyError(
-                "survey",
-                received=f"the model {name!r}, which does not run: {answer}",
-                expected="a model that can be opened, and watched on a sentence",
-                hint="Try it alone: regard.watch(model) around one call says the same.",
+                "survey.run",
+                received=f"the model {name!r}, which failed to run: {answer}",
+                expected="a model that can be loaded and run under regard.watch",
+                hint="Run it alone to debug: call it once inside regard.watch(model).",
             )
-        return dict(answer)
+        return answer
 
-    def _check(self) -> None:
+    def _check_not_stopped(self) -> None:
         if self._stopped:
             self.close()
             raise SurveyError(
-                "survey",
-                received="a question to a model that was stopped",
-                expected="a run that goes on",
-                hint="Run the same again: what is committed stays.",
+                "survey.run",
+                received="a request to a stopped worker",
+                expected="a running survey",
+                hint="Run the same command again to resume.",
             )
 
-    def _ended(self) -> str:
-        """What ended the process, which is then gone."""
+    def _reap(self) -> str:
+        """Wait for the process to end, and return the signal or exit status."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)
@@ -132,6 +132,6 @@ class Measurer:
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def python_path() -> str:
-    """Where this process finds modules, for another one."""
-    return os.pathsep.join(each or os.getcwd() for each in sys.path)
+def format_python_path() -> str:
+    """Format this process's `sys.path` as a PYTHONPATH for another process."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -1,6 +1,6 @@
-"""The process that has the model: it is sent texts, one at a time, and answers each with its rows.
+"""The worker process that holds the model: it receives one text at a time and returns the rows of each.
 
-It runs apart so that a document that hangs or kills it takes nothing else along.
+The model has a process of its own, so that a document that hangs or crashes it does not stop the survey.
 """
 
 from __future__ import annotations
@@ -12,41 +12,71 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
 from regard.errors import ArgumentError, RegardError
 
-TRIAL = "One sentence, to see that the model runs. One sentence, to see that it runs."
+if TYPE_CHECKING:
+    import torch
+
+    from regard.lens.call import Call
+
+TRIAL_TEXT = "One sentence, to see that the model runs. One sentence, to see that it runs."
+
+
+class ModelInfo(TypedDict):
+    """The properties of a model that the driver records; `weights` and `tokenizer` are fingerprints."""
+
+    name: str
+    weights: str
+    tokenizer: str
+    layers: int
+    heads: list[int]
+    notes: list[str]
+
+
+class TextMeasurer(Protocol):
+    """An object that measures texts, such as `ModelRunner`, or a stand-in for it that needs no torch."""
+
+    def describe(self) -> ModelInfo:
+        """Return the properties of the model."""
+
+    def measure(self, text: str) -> dict[str, Any]:
+        """Return the rows of a text as columns."""
 
 
 class PickledModel(NamedTuple):
-    """A model as bytes, which only the process that runs it opens."""
+    """A model as pickled bytes, which only the worker process loads."""
 
     name: str
     data: bytes
 
     @classmethod
-    def of(cls, model: Any) -> PickledModel:
-        """Seal what `load` returned, or a stand-in that answers `about()` and `measure(text)` as `Model` does."""
+    def dump(cls, model: object) -> PickledModel:
+        """Pickle a `LoadedModel` or a `TextMeasurer`.
+
+        Raises:
+            ArgumentError: If the model cannot be pickled, or its class is defined in `__main__`.
+        """
         own = type(getattr(model, "model", model))
         try:
             if own.__module__ == "__main__":
-                raise TypeError(f"its class {own.__name__} is defined in the script that runs")
+                raise TypeError(f"its class {own.__name__} is defined in __main__")
             return cls(str(getattr(model, "name", own.__name__)), pickle.dumps(model))
-        except Exception as error:  # pickle raises what it likes
+        except Exception as error:  # pickle raises many kinds of errors
             raise ArgumentError(
-                "survey",
-                received=f"a model that cannot be sent to another process: {' '.join(str(error).split())[:200]}",
-                expected="a name, module:function, or a model that pickle takes",
-                hint="Write a function that makes it into a module, and give its name: survey('my_models:load', …).",
+                "survey.run",
+                received=f"a model that cannot be pickled for a worker: {' '.join(str(error).split())[:200]}",
+                expected="a name, module:function, or a model that can be pickled",
+                hint="Write a function that builds it into a module and pass its name: run('my_models:load', …).",
             ) from None
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is done with every text; `model` is a name for `load`, or sealed."""
+class ModelSpec:
+    """The model to run on every text and how; `model` is a name for `regard.models.load`, or pickled."""
 
     model: str | PickledModel
     measures: tuple[str, ...]
@@ -57,61 +87,62 @@ class Task:
     trust_remote_code: bool = False
 
 
-class NotFinite(ValueError):
-    """Weights that are NaN: the model broke down on this text."""
+class NotFiniteError(ValueError):
+    """Attention weights that are NaN or infinite: the model fails on this text."""
 
 
-class Model:
-    """A model that is asked for rows."""
+class ModelRunner:
+    """A loaded model that measures texts under the lens."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         import torch
 
         from regard.models import load
 
-        torch.set_num_threads(task.threads)
-        if isinstance(task.model, str):
-            opened = load(task.model, trust_remote_code=task.trust_remote_code, dtype=task.dtype)
+        torch.set_num_threads(spec.threads)
+        if isinstance(spec.model, str):
+            loaded = load(spec.model, trust_remote_code=spec.trust_remote_code, dtype=spec.dtype)
         else:
-            opened = pickle.loads(task.model.data)
-        if task.device is not None:
-            opened.model.to(task.device)
-        self.opened, self.task = opened, task
+            loaded = pickle.loads(spec.model.data)
+        if spec.device is not None:
+            loaded.model.to(spec.device)
+        self.loaded, self.spec = loaded, spec
 
-    def about(self) -> dict[str, Any]:
-        """What is to be known of the model before it is asked, its fingerprints among it."""
-        tried = self.measure(TRIAL)
-        layers = int(tried["layer"].max()) + 1
+    def describe(self) -> ModelInfo:
+        """Run the model on one sentence and return its properties and fingerprints."""
+        rows = self.measure(TRIAL_TEXT)
+        layers = int(rows["layer"].max()) + 1
         return {
-            "model": self.opened.name,
-            "weights": weights_of(self.opened.model),
-            "tokenizer": tokenizer_of(self.opened.tokenizer),
+            "name": self.loaded.name,
+            "weights": hash_weights(self.loaded.model),
+            "tokenizer": hash_tokenizer(self.loaded.tokenizer),
             "layers": layers,
-            "heads": [int((tried["layer"] == each).sum()) for each in range(layers)],
-            "notes": list(self.opened.notes),
+            "heads": [int((rows["layer"] == layer).sum()) for layer in range(layers)],
+            "notes": list(self.loaded.notes),
         }
 
     def measure(self, text: str) -> dict[str, Any]:
-        """The rows of a text as columns: layer, head, kv_head, module, then what was measured, float32."""
+        """Return the rows of a text as columns: layer, head, kv_head, module, then the measures as float32."""
         from regard.lens.watch import watch
-        from regard.survey.head_stats import profile
+        from regard.survey.head_stats import measure_call
 
-        read = self.opened.encode(text, self.task.max_tokens)
-        tokens, copies = [read.ids[0].tolist()], {}  # type: ignore[var-annotated]
-        if self.task.device is not None:
-            read = replace(read, ids=read.ids.to(self.task.device))
+        encoded = self.loaded.encode(text, self.spec.max_tokens)
+        tokens = [encoded.ids[0].tolist()]
+        copies: dict[Any, Any] = {}
+        if self.spec.device is not None:
+            encoded = replace(encoded, ids=encoded.ids.to(self.spec.device))
         layers: list[tuple[str, int, dict[str, Any]]] = []
 
-        def keep(call: Any) -> dict[str, Any]:
-            columns = profile(call, tokens, copies, self.task.measures)
+        def collect(call: Call) -> dict[str, Any]:
+            columns = measure_call(call, tokens, copies, self.spec.measures)
             for name in ("entropy", "first", "heavy"):
                 if not np.isfinite(columns.get(name, 0.0)).all():
-                    raise NotFinite(f"{call.name} has weights that are not finite")
+                    raise NotFiniteError(f"the attention weights of {call.name} are not finite")
             layers.append((call.name, call.groups, columns))
             return {}
 
-        with watch(self.opened.model, keep="measures", measures=keep):
-            self.opened.forward(read)
+        with watch(self.loaded.model, keep="measures", measures=collect):
+            self.loaded.forward(encoded)
         counts = [len(next(iter(columns.values()))) for _, _, columns in layers]
         rows: dict[str, Any] = {
             "layer": np.repeat(np.arange(len(layers), dtype=np.int16), counts),
@@ -125,16 +156,16 @@ class Model:
             "module": [
                 name for count, (name, _, _) in zip(counts, layers, strict=True) for _ in range(count)
             ],
-            "tokens": len(read),
-            "cut": read.full_length > len(read),
+            "tokens": len(encoded),
+            "truncated": encoded.full_length > len(encoded),
         }
         for name in layers[0][2]:
             rows[name] = np.concatenate([columns[name] for _, _, columns in layers]).astype(np.float32)
         return rows
 
 
-def weights_of(model: Any) -> str:
-    """A fingerprint of a model: its class, its configuration, and every weight."""
+def hash_weights(model: torch.nn.Module) -> str:
+    """Return the sha256 of a model's class name, configuration and weights."""
     import torch
 
     digest = hashlib.sha256(type(model).__name__.encode())
@@ -154,30 +185,37 @@ def weights_of(model: Any) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_of(tokenizer: Any) -> str:
-    """A fingerprint of a tokenizer; of a function only its name is known."""
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return the sha256 of a tokenizer's vocabulary, or its qualified name if it is a plain function."""
     if tokenizer is None:
         return "bytes"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        told = backend.to_str()
+        vocabulary = backend.to_str()
     elif hasattr(tokenizer, "get_vocab"):
-        told = repr(sorted(tokenizer.get_vocab().items()))
+        vocabulary = repr(sorted(tokenizer.get_vocab().items()))
     else:
         return f"{tokenizer.__module__}:{getattr(tokenizer, '__qualname__', type(tokenizer).__name__)}"
-    return hashlib.sha256(told.encode()).hexdigest()
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 def main(channel: int, parent: int) -> None:
-    """Answer what comes through a connection until it ends, or its other end is gone."""
-    _die_with(parent)
-    _first_to_die()
+    """Answer the requests on a connection until it closes or the parent process exits.
+
+    The first two messages are a `ModelSpec` and whether to describe the model; every later one is a text.
+
+    Args:
+        channel: File descriptor of the connection.
+        parent: Process id of the parent.
+    """
+    _exit_with_parent(parent)
+    _prefer_for_oom_kill()
     connection = Connection(channel)
     try:
-        model = _answering(connection.recv())
-        connection.send(("ready", model.about() if connection.recv() else {}))
-    except Exception as error:  # whatever keeps the model from being opened is told to whoever asked
-        connection.send(("refused", said(error)))
+        measurer = _load_measurer(connection.recv())
+        connection.send(("ready", measurer.describe() if connection.recv() else None))
+    except Exception as error:  # any failure to load the model is reported to the parent
+        connection.send(("failed", format_error(error)))
         return
     while True:
         try:
@@ -185,40 +223,39 @@ def main(channel: int, parent: int) -> None:
         except EOFError:
             return
         try:
-            answer: tuple[str, Any] = ("rows", model.measure(text))
-        except Exception as error:  # a document may do anything; it is told, and the next one comes
-            answer = ("not finite" if isinstance(error, NotFinite) else "raises", said(error))
+            answer: tuple[str, Any] = ("rows", measurer.measure(text))
+        except Exception as error:  # a document may raise anything; it is reported, and the next one is read
+            answer = ("not finite" if isinstance(error, NotFiniteError) else "error", format_error(error))
         connection.send(answer)
 
 
-def _answering(task: Task) -> Any:
-    """Who answers: the model, or a stand-in for one."""
-    if isinstance(task.model, PickledModel):
-        opened = pickle.loads(task.model.data)
-        if hasattr(opened, "measure"):
-            return opened
-    return Model(task)
+def _load_measurer(spec: ModelSpec) -> TextMeasurer:
+    if isinstance(spec.model, PickledModel):
+        model = pickle.loads(spec.model.data)
+        if hasattr(model, "measure"):
+            return model  # type: ignore[no-any-return]
+    return ModelRunner(spec)
 
 
-def said(error: Exception) -> str:
-    """An error in a line or two."""
+def format_error(error: Exception) -> str:
+    """Format an error on one line of at most 500 characters."""
     text = " ".join(str(error).split())[:500]
-    return text if isinstance(error, RegardError | NotFinite) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, RegardError | NotFiniteError) else f"{type(error).__name__}: {text}"
 
 
-def _die_with(parent: int) -> None:
-    """End with the process that started this one, even where that is killed while the model runs."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit with the parent process, even if the parent is killed while the model runs."""
 
-    def watch_over() -> None:
+    def poll_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch_over, daemon=True).start()
+    threading.Thread(target=poll_parent, daemon=True).start()
 
 
-def _first_to_die() -> None:
-    """Where memory runs out, the system is to take this process rather than the one that watches it."""
+def _prefer_for_oom_kill() -> None:
+    """Let the system kill this process before its parent when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
