@@ -1,4 +1,4 @@
-"""The report of a survey in a real browser, held against pandas over the same rows; and both commands."""
+"""The report of a survey in a real browser, compared with pandas over the same rows; and both commands."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytest.importorskip("pandas")
 
 import regard
 from regard.render.text import escape_unprintable
-from regard.survey import schema as _schema
-from regard.survey.aggregate import Ends, edges_of, gather
-from regard.survey.report import LEVELS, Report, _short
-from tests.helpers.survey_made import HEADS, make_survey
+from regard.survey import schema
+from regard.survey.aggregate import TopDocuments, aggregate_rows, get_bin_edges
+from regard.survey.report import SHARES, SurveyReport, shorten
+from tests.helpers.survey_files import HEADS, write_survey
 
 ROOT = Path(__file__).parents[2]
 NAMES = [*HOSTILE[:7], *HOSTILE[8:], *(f"pages/{number:02}.txt" for number in range(31))]  # no lone surrogate
@@ -33,8 +33,8 @@ PLACES = [f"{layer}.{head}" for layer, heads in enumerate(HEADS) for head in ran
 
 @pytest.fixture(scope="module")
 def survey(tmp_path_factory):
-    quarantined = ({"document": HOSTILE[1], "kind": "raises", "reason": HOSTILE[0]},)
-    return make_survey(
+    quarantined = ({"document": HOSTILE[1], "kind": "error", "reason": HOSTILE[0]},)
+    return write_survey(
         tmp_path_factory.mktemp("survey") / "out", NAMES, quarantined=quarantined, module="<i>{}</i>"
     )
 
@@ -58,7 +58,7 @@ def tab(show, page):
     return tab
 
 
-def atlas(tab) -> dict[str, float]:
+def read_cells(tab) -> dict[str, float]:
     """The numbers on screen by head, in their order."""
     cells = tab.locator(".cell").evaluate_all(
         "nodes => nodes.map(n => [n.dataset.head, Number(n.dataset.value)])"
@@ -73,7 +73,7 @@ def choose(tab, measure: str) -> None:
 # -- The page against pandas ------------------------------------------------------------------------------
 
 
-def test_the_atlas_has_the_means_in_any_order(tab, rows):
+def test_the_grid_shows_the_means_in_any_order(tab, rows):
     for measure in ("entropy", "induction", "within_128", "heavy"):
         choose(tab, measure)
         means = rows.groupby("place")[measure].mean()
@@ -83,9 +83,9 @@ def test_the_atlas_has_the_means_in_any_order(tab, rows):
             "smallest first": list(means.sort_values(kind="stable").index),
         }.items():
             tab.get_by_label("Order", exact=True).select_option(order)
-            shown = atlas(tab)
+            shown = read_cells(tab)
             assert list(shown) == expected
-            np.testing.assert_allclose([shown[each] for each in PLACES], means[PLACES], rtol=1e-6)
+            np.testing.assert_allclose([shown[place] for place in PLACES], means[PLACES], rtol=1e-6)
     strength = tab.locator(".cell").evaluate_all(
         "nodes => nodes.map(n => Number(n.style.getPropertyValue('--strength')))"
     )
@@ -97,34 +97,34 @@ def test_the_atlas_has_the_means_in_any_order(tab, rows):
     )
 
 
-def inside(rows, kind: str, window: int, level: float) -> tuple[int, int]:
-    """Heads with so much in a window, over documents that are longer; and how many heads that is known of."""
+def count_inside(rows, kind: str, window: int, level: float) -> tuple[int, int]:
+    """Number of heads with this share in a window, over longer documents; and number of heads with a mean."""
     means = rows[rows["tokens"] > window].groupby("place")[f"{kind}_{window}"].mean().dropna()
     return int((means >= level).sum()), len(means)
 
 
 def test_the_answer_counts_heads_over_documents_that_are_longer(tab, survey, rows):
-    report = Report(survey)
-    assert [each["window"] for each in report.summary["windows"]] == [64, 128, 256, 512]
-    said = tab.locator("#answer").inner_text()
-    counts = inside(rows, "within", 128, 0.99)
+    report = SurveyReport(survey)
+    assert [window["window"] for window in report.summary["windows"]] == [64, 128, 256, 512]
+    answer = tab.locator("#answer").inner_text()
+    counts = count_inside(rows, "within", 128, 0.99)
     assert counts == (1, 5) and report.answer().startswith(
         "1 of 5 heads have 99 % of their weight within 128 tokens"
     )
-    assert re.sub(r"\s+", " ", said).startswith("1 of 5 heads have at least")
+    assert re.sub(r"\s+", " ", answer).startswith("1 of 5 heads have at least")
     longer = rows[rows["tokens"] > 128]["document"].nunique()
     assert f"{longer} documents with more than 128" in tab.locator("#more").inner_text()
     assert f"over {longer} documents" in report.answer()
     found = set()
-    for told in report.summary["windows"]:
-        tab.get_by_label("Window", exact=True).select_option(str(told["window"]))
-        for level in LEVELS:
+    for summary in report.summary["windows"]:
+        tab.get_by_label("Window", exact=True).select_option(str(summary["window"]))
+        for level in SHARES:
             tab.get_by_label("Share of the weight").select_option(f"{100 * level:g} %")
-            expected = inside(rows, "within", told["window"], level)
-            kept = inside(rows, "kept", told["window"], level)[0]
+            expected = count_inside(rows, "within", summary["window"], level)
+            kept = count_inside(rows, "kept", summary["window"], level)[0]
             assert tab.locator("#fitting").inner_text() == str(expected[0])
             assert tab.locator("#more").inner_text().startswith(f"{kept} do")
-            assert (told["within"][f"{level:g}"], told["heads"], told["kept"][f"{level:g}"]) == (
+            assert (summary["within"][f"{level:g}"], summary["heads"], summary["kept"][f"{level:g}"]) == (
                 *expected,
                 kept,
             )
@@ -154,24 +154,24 @@ def test_heads_are_named_by_the_rules_on_the_page(tab, survey, rows):
             own = rows[rows["place"] == place]
             within = {w: own[own["tokens"] > w][f"within_{w}"].mean() for w in (64, 128, 256, 512)}
             fits = [f"local within {w}" for w, mass in within.items() if mass >= 0.99]
-            named[place] = "not told" if np.isnan(within[64]) else fits[0] if fits else "wide"
+            named[place] = "undetermined" if np.isnan(within[64]) else fits[0] if fits else "wide"
     assert list(named.values()) == [
         "previous-token",
         "first-token sink",
         "induction",
         "local within 256",
         "wide",
-        "not told",
+        "undetermined",
     ]
     shown = tab.locator(".behaviour").evaluate_all(
         "nodes => nodes.map(n => [n.dataset.name, [...n.querySelectorAll('button')].map(b => b.dataset.head)])"
     )
     assert {place: name for name, places in shown for place in places} == named
-    assert [place for each in Report(survey).summary["behaviours"] for place in each["heads"]] == [
-        [int(n) for n in place.split(".")] for _, places in shown for place in places
-    ]
-    words = tab.locator("#behaviours").inner_text()
-    assert "first > 0.3" in words and "2410.10781" in words and "previous > 0.5" in words
+    assert [
+        place for behaviour in SurveyReport(survey).summary["behaviours"] for place in behaviour["heads"]
+    ] == [[int(n) for n in place.split(".")] for _, places in shown for place in places]
+    rules = tab.locator("#behaviours").inner_text()
+    assert "first > 0.3" in rules and "2410.10781" in rules and "previous > 0.5" in rules
     tab.locator(".behaviour button[data-head='1.0']").click()
     assert tab.locator("#head h3").inner_text() == "Layer 1, head 0"
 
@@ -182,7 +182,7 @@ def test_the_documents_behind_a_head(tab, rows, measure):
     tab.locator(".cell[data-head='0.2']").click()
     own = rows[rows["place"] == "0.2"].dropna(subset=[measure])
     counts = tab.locator(".column").evaluate_all("nodes => nodes.map(n => Number(n.dataset.count))")
-    edges = edges_of(measure)
+    edges = get_bin_edges(measure)
     wanted = np.histogram(rows[measure].dropna(), edges)[0].nonzero()[0]
     expected = np.histogram(own[measure].astype(float), edges)[0][wanted[0] : wanted[-1] + 1]
     assert counts == expected.tolist() and sum(counts) == len(own)
@@ -194,33 +194,33 @@ def test_the_documents_behind_a_head(tab, rows, measure):
         shown = items.evaluate_all(
             "nodes => nodes.map(n => [Number(n.dataset.value), n.querySelector('bdi').textContent])"
         )
-        assert [name for _, name in shown] == [escape_unprintable(each) for each in best["document"]]
+        assert [name for _, name in shown] == [escape_unprintable(document) for document in best["document"]]
         np.testing.assert_array_equal([value for value, _ in shown], best[measure].astype(float))
 
 
-# -- Nothing breaks out, everybody can use it --------------------------------------------------------------
+# -- Hostile names and accessibility ----------------------------------------------------------------------
 
 
-def test_hostile_names_are_text(show, tmp_path):
-    survey = make_survey(
+def test_hostile_names_are_shown_as_text(show, tmp_path):
+    survey = write_survey(
         tmp_path / "out",
         NAMES[:9],
         lengths=(300,),
-        quarantined=({"document": HOSTILE[1], "kind": "raises", "reason": HOSTILE[0]},),
+        quarantined=({"document": HOSTILE[1], "kind": "error", "reason": HOSTILE[0]},),
         module="<i>{}</i>",
     )
     tab = show(survey.page(title=HOSTILE[0]))
     tab.locator("#app[data-ready]").wait_for()
     assert tab.locator("h1").inner_text() == HOSTILE[0] and tab.locator("main i, main img").count() == 0
-    seen = set()
+    shown = set()
     for measure in ("entropy", "distance", "heavy"):
         choose(tab, measure)
         for place in PLACES:
             tab.locator(f".cell[data-head='{place}']").click()
-            seen |= set(tab.locator("ol.documents bdi").all_text_contents())
-    assert seen >= {escape_unprintable(each) for each in NAMES[:9]}
-    tab.get_by_text("1 document set aside: 1 raises").click()
-    assert tab.locator("#quarantine td").all_text_contents() == [HOSTILE[1], "raises", HOSTILE[0]]
+            shown |= set(tab.locator("ol.documents bdi").all_text_contents())
+    assert shown >= {escape_unprintable(name) for name in NAMES[:9]}
+    tab.get_by_text("1 document set aside: 1 error").click()
+    assert tab.locator("#quarantine td").all_text_contents() == [HOSTILE[1], "error", HOSTILE[0]]
     assert "<i>2</i>" in tab.locator("#head").inner_text()  # the module of the last head that was opened
 
 
@@ -251,66 +251,68 @@ def test_the_keyboard_and_the_address_lead_to_a_head(tab):
     tab.locator("#head h3", has_text="Layer 0, head 0").wait_for()
 
 
-# -- How much is kept -------------------------------------------------------------------------------------
+# -- Aggregation ------------------------------------------------------------------------------------------
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0, float("nan")])), max_size=40),
     st.data(),
 )
-def test_the_ends_are_those_of_a_sort_however_rows_come(found, draw):
-    ends = Ends(3, 2)
+def test_top_documents_equal_those_of_a_sort_for_any_batches(found, draw):
+    top = TopDocuments(3, 2)
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(found)), max_size=3)))
     for start, stop in zip([0, *cuts], [*cuts, len(found)], strict=True):
         part = found[start:stop]
-        at, values = (np.array(each) for each in (zip(*part, strict=True) if part else ([], [])))
-        ends.take(at.astype(int), values.astype(float), lambda row, start=start: start + row)
+        index, values = (np.array(column) for column in (zip(*part, strict=True) if part else ([], [])))
+        top.update(index.astype(int), values.astype(float), lambda row, start=start: start + row)
     for head in range(3):
-        own = [(-value, row) for row, (at, value) in enumerate(found) if at == head and value == value]
+        own = [(-value, row) for row, (other, value) in enumerate(found) if other == head and value == value]
         expected = [row for _, row in sorted(own)[:2]]
-        assert list(ends.documents[head]) == expected + [None] * (2 - len(expected))
+        assert list(top.documents[head]) == expected + [None] * (2 - len(expected))
 
 
-def test_a_page_has_one_size_however_many_documents(tmp_path):
-    few = make_survey(tmp_path / "few", [f"{n:05}" for n in range(60)])
-    many = make_survey(tmp_path / "many", [f"{n:05}" for n in range(600)])
-    pages = [each.page(title="a").html for each in (few, many)]
-    # Counts and names have more digits, and documents at the ends are less often the same.
+def test_the_size_of_a_page_does_not_depend_on_the_documents(tmp_path):
+    few = write_survey(tmp_path / "few", [f"{n:05}" for n in range(60)])
+    many = write_survey(tmp_path / "many", [f"{n:05}" for n in range(600)])
+    pages = [survey.page(title="a").html for survey in (few, many)]
+    # Counts and ids have more digits, and heads share fewer extreme documents.
     assert len(pages[1]) - len(pages[0]) < 20_000
     named = json.loads(re.search(r'id="record">(.*?)</script>', pages[1])[1])["documents"]
-    assert 60 < len(named) <= 2 * 5 * len(PLACES) * 15 and len(_short("x" * 10_000)) == 160
+    assert 60 < len(named) <= 2 * 5 * len(PLACES) * 15 and len(shorten("x" * 10_000)) == 160
 
 
-def test_batches_do_not_matter(survey, monkeypatch):
-    whole = gather(survey)
-    monkeypatch.setattr("regard.survey.aggregate.ROWS", 7)
-    small = [batch.slice(start, 5) for batch in survey.batches() for start in range(0, len(batch), 5)]
-    monkeypatch.setattr(type(survey), "batches", lambda _, columns: (each.select(columns) for each in small))
-    parts = gather(survey)
-    assert repr(whole.ends["first"][0].documents) == repr(parts.ends["first"][0].documents)
+def test_aggregates_do_not_depend_on_batches(survey, monkeypatch):
+    whole = aggregate_rows(survey)
+    monkeypatch.setattr("regard.survey.aggregate.BATCH_ROWS", 7)
+    small = [batch.slice(start, 5) for batch in survey.iter_batches() for start in range(0, len(batch), 5)]
+    monkeypatch.setattr(
+        type(survey), "iter_batches", lambda _, columns: (batch.select(columns) for batch in small)
+    )
+    parts = aggregate_rows(survey)
+    assert repr(whole.extremes["first"][0].documents) == repr(parts.extremes["first"][0].documents)
     for name, counts in whole.counts.items():
         np.testing.assert_array_equal(counts, parts.counts[name])
     np.testing.assert_allclose(whole.within, parts.within, rtol=1e-12)
     np.testing.assert_array_equal(whole.longer, parts.longer)
 
 
-def test_what_is_not_there_is_not_told(show, tmp_path):
-    short = make_survey(tmp_path / "short", ["a", "b"], lengths=(20, 64))
+def test_missing_measures_are_left_out(show, tmp_path):
+    short = write_survey(tmp_path / "short", ["a", "b"], lengths=(20, 64))
     assert short.page().title == "where/a model <b> over 2 documents"
-    assert Report(short).answer().startswith("No document has more than 64 tokens")
-    assert [each.name for each in Report(short).behaviours][-2:] == ["wide", "not told"]
+    assert SurveyReport(short).answer().startswith("No document has more than 64 tokens")
+    assert [behaviour.name for behaviour in SurveyReport(short).behaviours][-2:] == ["wide", "undetermined"]
     tab = show(short.page())
     assert tab.locator("#answer").inner_text().startswith("No document has more than 64 tokens")
-    only = make_survey(tmp_path / "only", ["a", "b", "c"], kinds=("entropy",), shards=1)
+    only = write_survey(tmp_path / "only", ["a", "b", "c"], measures=("entropy",), shards=1)
     tab = show(only.page())
     tab.locator("#app[data-ready]").wait_for()
     assert tab.locator("#measure option").all_text_contents() == ["entropy"]
-    assert tab.locator(".behaviour").count() == 2 and len(atlas(tab)) == 6
+    assert tab.locator(".behaviour").count() == 2 and len(read_cells(tab)) == 6
 
 
-def test_a_survey_without_documents_is_refused(tmp_path):
-    empty = make_survey(tmp_path / "empty", [])
-    with pytest.raises(regard.ArgumentError, match="no document is measured so far"):
+def test_a_survey_without_documents_raises(tmp_path):
+    empty = write_survey(tmp_path / "empty", [])
+    with pytest.raises(regard.ArgumentError, match="no document is measured yet"):
         empty.page()
 
 
@@ -324,7 +326,7 @@ def run(capsys):
     from regard.cli import main
 
     def run(*arguments, code=0):
-        assert main([str(each) for each in arguments]) == code
+        assert main([str(argument) for argument in arguments]) == code
         return capsys.readouterr()
 
     return run
@@ -332,11 +334,11 @@ def run(capsys):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """The command runs a stand-in for the model that it was given."""
+    """The command runs a stand-in instead of its model."""
     from tests.helpers.survey_stub import Stub
 
     real = regard.survey.run
-    monkeypatch.setattr("regard.survey.run", lambda _, *args, **named: real(Stub(), *args, **named))
+    monkeypatch.setattr("regard.survey.run", lambda _, *args, **kwargs: real(Stub(), *args, **kwargs))
 
 
 @pytest.fixture
@@ -349,43 +351,48 @@ def texts(tmp_path):
     return folder
 
 
-def test_report_says_the_answer_and_writes_the_page(run, survey, tmp_path, page):
+def test_report_prints_the_answer_and_writes_the_page(run, survey, tmp_path, page):
     path = tmp_path / "page.html"
-    said = run("report", survey.path, "-o", path)
-    assert said.err == "" and said.out.splitlines()[0] == Report(survey).answer()
-    assert "  induction: 1\n" in said.out and said.out.splitlines()[-1].startswith(f"{page.title}: {path}, ")
+    captured = run("report", survey.path, "-o", path)
+    assert captured.err == "" and captured.out.splitlines()[0] == SurveyReport(survey).answer()
+    assert "  induction: 1\n" in captured.out and captured.out.splitlines()[-1].startswith(
+        f"{page.title}: {path}, "
+    )
     assert path.read_text() == page.html
-    said = run("report", survey.path, "-o", path, "--json")
-    record = json.loads(said.out)
-    assert said.err == "" and record["page"] == str(path) and record["bytes"] == path.stat().st_size
-    assert {name: record[name] for name in Report(survey).summary} == json.loads(
-        json.dumps(Report(survey).summary)
+    captured = run("report", survey.path, "-o", path, "--json")
+    record = json.loads(captured.out)
+    assert captured.err == "" and record["page"] == str(path) and record["bytes"] == path.stat().st_size
+    assert {name: record[name] for name in SurveyReport(survey).summary} == json.loads(
+        json.dumps(SurveyReport(survey).summary)
     )
 
 
-def test_survey_goes_on_and_tells_what_it_set_aside(run, stub, texts, tmp_path):
+def test_survey_resumes_and_prints_quarantined_documents(run, stub, texts, tmp_path):
     out = tmp_path / "out"
-    said = run("survey", "a-model", texts, "--out", out, "--shard", 3)
-    first, aside, hint = said.out.splitlines()
+    captured = run("survey", "a-model", texts, "--output", out, "--shard-size", 3)
+    first, quarantined, hint = captured.out.splitlines()
     assert first.startswith("stub: 6 documents, ") and first.endswith(f": {out}")
-    assert aside.startswith("set aside: bad.txt (") and hint == f"regard report {out} makes the page of it."
-    assert said.err == ""
+    assert (
+        quarantined.startswith("quarantined: bad.txt (not text: ")
+        and hint == f"To write the report: regard report {out}"
+    )
+    assert captured.err == ""
     before = {path: path.stat().st_mtime_ns for path in out.glob("shard-*")}
     next(iter(before)).write_bytes(b"broken")
-    said = run("survey", "a-model", texts, "--out", out, "--shard", 3, "--json")
-    record = json.loads(said.out)
+    captured = run("survey", "a-model", texts, "--output", out, "--shard-size", 3, "--json")
+    record = json.loads(captured.out)
     assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 6)
     assert (
-        len(record["notes"]) == 1 and said.err == f"note: {record['notes'][0]}\n"
-    )  # once, and not by logging too
-    assert "is broken" in said.err and regard.survey.open(out).broken() == []
+        len(record["notes"]) == 1 and captured.err == f"warning: {record['notes'][0]}\n"
+    )  # once: logging does not repeat it
+    assert "is damaged" in captured.err and regard.survey.open(out).find_damaged() == []
 
 
-def test_survey_shows_how_far_it_is(run, stub, texts, tmp_path, monkeypatch):
+def test_survey_shows_its_progress(run, stub, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    said = run("survey", "a-model", texts, "--out", tmp_path / "out", "--shard", 2)
-    assert "6 documents" in said.err and "/s)" in said.err and "1 set aside" in said.err
+    captured = run("survey", "a-model", texts, "-o", tmp_path / "out", "--shard-size", 2)
+    assert "6 documents" in captured.err and "/s)" in captured.err and "1 quarantined" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -393,28 +400,30 @@ def test_survey_shows_how_far_it_is(run, stub, texts, tmp_path, monkeypatch):
     [
         (["--measures", "entropy,colour"], 2, "received measures with 'colour'"),
         (["--max-tokens", "0"], 2, "--max-tokens"),
-        (["--engine", "spark"], 2, "--engine"),
+        (["--executor", "spark"], 2, "--executor"),
     ],
 )
-def test_what_survey_refuses_is_one_line(run, stub, texts, tmp_path, options, code, words):
-    said = run("survey", "a-model", texts, "--out", tmp_path / "out", *options, code=code)
-    assert said.out == "" and said.err.startswith("regard survey: ") and words in said.err
-    assert said.err.count("\n") == 1
+def test_a_usage_error_of_survey_is_one_line(run, stub, texts, tmp_path, options, code, words):
+    captured = run("survey", "a-model", texts, "--output", tmp_path / "out", *options, code=code)
+    assert captured.out == "" and captured.err.startswith("regard survey: ") and words in captured.err
+    assert captured.err.count("\n") == 1
 
 
-def test_what_is_no_survey_or_lacks_an_extra_is_one_line(run, stub, texts, tmp_path, monkeypatch):
-    said = run("report", tmp_path, code=2)
-    assert said.err.startswith("regard report: received ") and "no settings.json" in said.err
-    said = run("survey", "a-model", texts, code=2)
-    assert "--out" in said.err and said.err.count("\n") == 1
-    for command in (["report", tmp_path], ["survey", "a-model", texts, "--out", tmp_path / "out"]):
+def test_a_missing_survey_or_extra_is_one_line(run, stub, texts, tmp_path, monkeypatch):
+    captured = run("report", tmp_path, code=2)
+    assert captured.err.startswith("regard report: received ") and "no settings.json" in captured.err
+    captured = run("survey", "a-model", texts, code=2)
+    assert "'--output'" in captured.err and captured.err.count("\n") == 1
+    for command in (["report", tmp_path], ["survey", "a-model", texts, "--output", tmp_path / "out"]):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
-        said = run(*command, code=3)
-        assert said.err == f"regard {command[0]}: pyarrow is not installed. pip install 'regard[survey]'\n"
+        captured = run(*command, code=3)
+        assert (
+            captured.err == f"regard {command[0]}: pyarrow is not installed. pip install 'regard[survey]'\n"
+        )
     monkeypatch.undo()
 
 
-def test_a_survey_that_cannot_go_on_says_so_and_an_interrupt_is_no_error(run, monkeypatch, tmp_path):
+def test_a_survey_that_cannot_continue_exits_with_4_and_an_interrupt_with_130(run, monkeypatch, tmp_path):
     from regard.survey import SurveyError
 
     def stop(error):
@@ -423,18 +432,19 @@ def test_a_survey_that_cannot_go_on_says_so_and_an_interrupt_is_no_error(run, mo
 
         monkeypatch.setattr("regard.survey.run", survey)
 
-    stop(SurveyError("survey", received="a full disk", expected="room", hint="Make some."))
-    said = run("survey", "a", "b", "--out", tmp_path, code=4)
-    assert said.err == "regard survey: received a full disk; expected room. Make some.\n"
+    stop(SurveyError("survey.run", received="a full disk", expected="free space", hint="Free some."))
+    captured = run("survey", "a", "b", "--output", tmp_path, code=4)
+    assert captured.err == "regard survey: received a full disk; expected free space. Free some.\n"
     stop(KeyboardInterrupt())
-    said = run("survey", "a", "b", "--out", tmp_path, code=130)
-    assert said.err.startswith("note: Stopped. The same command goes on where it stopped")
+    captured = run("survey", "a", "b", "--output", tmp_path, code=130)
+    assert captured.err.startswith("warning: Interrupted. Run the same command again to resume; ")
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_a_model_from_the_shell_to_the_page(run, texts, tmp_path):
+def test_survey_and_report_of_a_model(run, texts, tmp_path):
     pytest.importorskip("torch")
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     out = tmp_path / "out"
     command = [
@@ -444,49 +454,49 @@ def test_a_model_from_the_shell_to_the_page(run, texts, tmp_path):
         "survey",
         "tests.helpers.survey_models:tiny",
         texts,
-        "--out",
+        "--output",
         out,
         "--json",
     ]
     command += ["--max-tokens", 96]
-    made = subprocess.run(
+    done = subprocess.run(
         [*map(str, command)], env=env, capture_output=True, text=True, timeout=120, check=True
     )
-    record = json.loads(made.stdout)
-    assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 4) and made.stderr == ""
-    said = run("report", out, "-o", tmp_path / "page.html").out
-    assert re.match(r"\d of 4 heads have 99 % of their weight within 64 tokens, over \d documents", said)
+    record = json.loads(done.stdout)
+    assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 4) and done.stderr == ""
+    answer = run("report", out, "-o", tmp_path / "page.html").out
+    assert re.match(r"\d of 4 heads have 99 % of their weight within 64 tokens, over \d documents", answer)
     assert (tmp_path / "page.html").stat().st_size < 200_000
 
 
-# -- The page of the docs ---------------------------------------------------------------------------------
+# -- The docs ---------------------------------------------------------------------------------------------
 
 DOCS = (ROOT / "docs/survey.md").read_text()
 
 
-def test_the_docs_have_the_schema_as_it_is():
-    table = [line for line in _schema.__doc__.splitlines() if line.startswith("|")]
+def test_the_docs_have_the_table_of_the_schema():
+    table = [line for line in schema.__doc__.splitlines() if line.startswith("|")]
     assert len(table) > 15 and "\n".join(table) in DOCS
     names: list[str] = []
     for line in table[2:]:
         first = line.split("|")[1]
         own = re.findall(r"`(\w+)`", first)
         if "…" in first:
-            own = [f"{own[0].rpartition('_')[0]}_{window}" for window in _schema.WINDOWS]
+            own = [f"{own[0].rpartition('_')[0]}_{window}" for window in schema.WINDOWS]
         names += own
-    assert sorted(names) == sorted(_schema.schema_of(_schema.widths()).names)
+    assert sorted(names) == sorted(schema.build_schema(schema.list_columns()).names)
 
 
 def test_the_sql_of_the_docs_runs(survey, rows):
     duckdb = pytest.importorskip("duckdb")
     (query,) = re.findall(r"^```sql\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
-    found = duckdb.sql(query.replace("found/", f"{survey.path}/")).fetchall()
+    found = duckdb.sql(query.replace("results/", f"{survey.path}/")).fetchall()
     longer = rows[rows["tokens"] > 128].groupby(["layer", "head"])
     expected = []
     for (layer, head), own in longer:
         if own["within_128"].mean() >= 0.9:
             least = own.loc[own["within_128"].idxmin()]
             expected.append(((layer, head), least["within_128"], least["document"]))
-    expected.sort(key=lambda each: each[1])
+    expected.sort(key=lambda row: row[1])
     assert len(expected) >= 2
     assert [((layer, head), least, at) for layer, head, _, least, at in found] == expected

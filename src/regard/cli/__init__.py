@@ -1,6 +1,6 @@
-"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `survey`, `report`, `profile`.
+"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `survey`, `report` and `profile`.
 
-It needs `regard[cli]`.
+`main` is the entry point; it needs `regard[cli]`. The package is the top layer and may import every other one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the process's own; the exit code.
+    """Run a command line and return its exit code.
 
-    0: done. 1: `doctor` found an error. 2: the question was wrong. 3: an extra is missing. 4: something else failed.
+    Args:
+        arguments: The arguments; by default those of the process.
+
+    Returns:
+        0 for success, 1 if `doctor` found an error, 2 for a usage error, 3 if an extra is missing, 4 for any other
+        failure, 130 after an interrupt.
 
     >>> main(["--version"])
     regard ...
@@ -25,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"regard: {missing[0]} is not installed. pip install 'regard[cli]'", file=sys.stderr)
         return 3
-    from regard.cli.app import run
+    from regard.cli.runner import run
 
     if arguments is not None:
         return run(list(arguments))
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that knows no · or █ shows a ?
+        if hasattr(stream, "reconfigure"):  # a terminal without · or █ shows a ?
             stream.reconfigure(errors="replace")
     return run(sys.argv[1:])

@@ -1,30 +1,42 @@
-"""The commands as they are typed, and the one place where what goes wrong becomes a line and an exit code."""
+"""The commands with their arguments and help."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from regard.cli.output import Out, fail
-from regard.errors import RegardError
+from regard.cli.options import (
+    CausalOption,
+    DtypeOption,
+    ExecutorName,
+    ExplorerName,
+    FileOption,
+    HeadOption,
+    JsonOption,
+    LayersOption,
+    MatrixFile,
+    MaxTokensOption,
+    ModelName,
+    OpenOption,
+    ProfileDtype,
+    TextOption,
+    TrustOption,
+    WeightDtype,
+)
+from regard.cli.output import Printer
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 doctor found an error, 2 the question was wrong, 3 an extra is missing, "
-    "4 something else failed."
+    "Exit codes: 0 success, 1 doctor found an error, 2 usage error, 3 an extra is missing, 4 other failure."
 )
 
-LOOK, REPORT = Path("look.html"), Path("report.html")
+LOOK_PAGE, REPORT_PAGE = Path("look.html"), Path("report.html")
 
 app = typer.Typer(
     name="regard",
-    help="Scaled dot-product attention you can look at, in models and by itself.",
+    help="Inspect scaled dot-product attention, in models and on its own.",
     epilog=EXIT_CODES,
     rich_markup_mode=None,  # plain help: shorter, and the same in a pipe
     pretty_exceptions_enable=False,
@@ -32,205 +44,247 @@ app = typer.Typer(
 )
 
 
-class Explorer(StrEnum):
-    """The pages of `regard.explore`."""
-
-    pipeline = "pipeline"
-    heatmap = "heatmap"
-    scaling = "scaling"
-    geometry = "geometry"
-    cost = "cost"
-    code = "code"
-
-
-class Dtype(StrEnum):
-    """What a model's weights are turned into."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    auto = "auto"
-
-
-class Engine(StrEnum):
-    """What runs a survey's workers."""
-
-    local = "local"
-    ray = "ray"
-
-
-class Number(StrEnum):
-    """What `profile` computes with."""
-
-    float32 = "float32"
-    float64 = "float64"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output, for scripts.")]
-Head = Annotated[
-    str | None,
-    typer.Option("--head", metavar="H", help="Which head of larger arrays: 3, or 0,3 with a batch."),
-]
-Causal = Annotated[bool, typer.Option("--causal", help="No query sees a later key.")]
-Show = Annotated[bool, typer.Option("--open", help="Open it in a browser.")]
-Given = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[FILE]", show_default=False, help="JSON or NPZ with query, key, value, tokens, mask."
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", show_default=False, help="A folder, a name on the hub, or module:function."
-    ),
-]
-TextOption = Annotated[str | None, typer.Option("--text", "-t", metavar="TEXT", help="What the model reads.")]
-FileOption = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="FILE", help="A text file; - is standard input.")
-]
-Layers = Annotated[
-    list[str] | None,
-    typer.Option("--layers", "-l", metavar="NAME", help="Only these modules; * matches. May be repeated."),
-]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Read no more tokens than this.")
-]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Of the weights. float32 by default, of module:function its own."),
-]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Read it first.")
-]
-
-
 def explain(
-    file: Given = None,
+    file: MatrixFile = None,
     query: Annotated[
-        str, typer.Option("--query", "-q", metavar="N", help="Which query: its position, or its token.")
+        str, typer.Option("--query", "-q", metavar="QUERY", help="Query to explain: a position or a token.")
     ] = "0",
-    head: Head = None,
-    causal: Causal = False,
-    as_json: Json = False,
+    head: HeadOption = None,
+    causal: CausalOption = False,
+    as_json: JsonOption = False,
 ) -> int:
-    """The four steps of one query with every number: of the book's example, or of a FILE of your own."""
+    """Explain the attention of one query in four steps, with every number."""
     from regard.cli.explain_commands import explain
 
-    return explain(Out(as_json), file, query, head, causal)
+    return explain(Printer(as_json), file, query, head, causal)
 
 
 def explore(
-    name: Annotated[Explorer, typer.Argument(show_default=False, help="Which page.")],
-    file: Given = None,
+    name: Annotated[ExplorerName, typer.Argument(show_default=False, help="Page to write.")],
+    file: MatrixFile = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Where to; NAME.html by default.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="PAGE", help="File to write. Default: NAME.html."),
     ] = None,
-    head: Head = None,
-    causal: Causal = False,
-    show: Show = False,
-    as_json: Json = False,
+    head: HeadOption = None,
+    causal: CausalOption = False,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
 ) -> int:
-    """A page to work through, one file without a server: of the book's example, or of a FILE of your own."""
+    """Write an interactive page about attention. The page is one file and needs no server."""
     from regard.cli.explain_commands import explore
 
-    return explore(Out(as_json), name.value, file, output or Path(f"{name.value}.html"), head, causal, show)
+    return explore(
+        Printer(as_json), name.value, file, output or Path(f"{name.value}.html"), head, causal, show
+    )
 
 
 def look(
-    model: Model,
+    model: ModelName,
     text: TextOption = None,
     file: FileOption = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="Where to.")] = LOOK,
-    layers: Layers = None,
-    max_tokens: MaxTokens = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PAGE", help="File to write.")
+    ] = LOOK_PAGE,
+    layers: LayersOption = None,
+    max_tokens: MaxTokensOption = None,
     dtype: DtypeOption = None,
-    trust: Trust = False,
-    show: Show = False,
-    as_json: Json = False,
+    trust: TrustOption = False,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
 ) -> int:
-    """A page of every head of a model on a text: maps, measures, findings, and who looks at whom."""
-    from regard.cli.model_commands import Asked, look
+    """Write a page with every head of a model on a text: attention maps, measures and findings."""
+    from regard.cli.model_commands import ModelOptions, look
 
-    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
-    return look(Out(as_json), asked, output, show)
+    options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
+    return look(Printer(as_json), options, output, show)
 
 
 def doctor(
-    model: Model,
+    model: ModelName,
     text: TextOption = None,
     file: FileOption = None,
-    layers: Layers = None,
-    max_tokens: MaxTokens = None,
+    layers: LayersOption = None,
+    max_tokens: MaxTokensOption = None,
     dtype: DtypeOption = None,
-    trust: Trust = False,
-    as_json: Json = False,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> int:
-    """What looks wrong with a model's attention, where, and what to do. Exits with 1 if there is an error."""
-    from regard.cli.model_commands import Asked, doctor
+    """Diagnose the attention of a model on a text, with hints. Exits with 1 if there is an error."""
+    from regard.cli.model_commands import ModelOptions, doctor
 
-    return doctor(Out(as_json), Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust))
+    options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
+    return doctor(Printer(as_json), options)
 
 
 def heads(
-    model: Model,
+    model: ModelName,
     text: TextOption = None,
     file: FileOption = None,
     by: Annotated[
-        str | None, typer.Option("--by", metavar="MEASURE", help="Order by a column, the largest first.")
+        str | None, typer.Option("--by", metavar="MEASURE", help="Sort by a column, largest first.")
     ] = None,
-    smallest: Annotated[bool, typer.Option("--smallest", help="The smallest first.")] = False,
+    smallest: Annotated[bool, typer.Option("--smallest", help="Sort smallest first.")] = False,
     top: Annotated[
         int | None,
         typer.Option(
-            "--top", "-n", metavar="N", min=1, help="So many rows; by default 20 in a terminal, else all."
+            "--top", "-n", metavar="N", min=1, help="Print N rows. Default: 20 in a terminal, else all."
         ),
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV.")] = False,
-    layers: Layers = None,
-    max_tokens: MaxTokens = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    layers: LayersOption = None,
+    max_tokens: MaxTokensOption = None,
     dtype: DtypeOption = None,
-    trust: Trust = False,
-    as_json: Json = False,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> int:
-    """What each head of a model does on a text, in numbers: entropy, distance, sinks, induction, and more."""
-    from regard.cli.model_commands import Asked, heads
+    """Print a table of measures for each head of a model on a text: entropy, distance, induction, …."""
+    from regard.cli.model_commands import ModelOptions, heads
 
-    asked = Asked(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
-    return heads(Out(as_json, as_csv), asked, by, smallest, top)
+    options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
+    return heads(Printer(as_json, as_csv), options, by, smallest, top)
+
+
+def survey(
+    model: ModelName,
+    corpus: Annotated[
+        str,
+        typer.Argument(
+            metavar="CORPUS",
+            show_default=False,
+            help="A file, directory or pattern of text files, JSON lines or Parquet.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            show_default=False,
+            help="Directory to write to; an unfinished survey is resumed.",
+        ),
+    ],
+    measures: Annotated[
+        str | None,
+        typer.Option(
+            "--measures",
+            metavar="NAMES",
+            help="Comma-separated: entropy,distance,first,heavy,copies. Default: all.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Truncate each document to this many tokens."),
+    ] = 1024,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="Number of processes, each with a model.")
+    ] = 1,
+    executor: Annotated[
+        ExecutorName, typer.Option("--executor", help="Where workers run; ray for several machines.")
+    ] = ExecutorName.local,
+    text_field: Annotated[
+        str, typer.Option("--text-field", metavar="NAME", help="Field or column that holds the text.")
+    ] = "text",
+    name_field: Annotated[
+        str | None,
+        typer.Option("--name-field", metavar="NAME", help="Field or column that holds a document's name."),
+    ] = None,
+    shard_size: Annotated[
+        int, typer.Option("--shard-size", metavar="N", min=1, help="Number of documents in a shard.")
+    ] = 64,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for a document."),
+    ] = 600.0,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Device to run on, e.g. cuda:0.")
+    ] = None,
+    dtype: Annotated[
+        WeightDtype, typer.Option("--dtype", help="Dtype of the weights.")
+    ] = WeightDtype.float32,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure the heads of a model over a corpus and write the rows as Parquet.
+
+    Run the same command again to resume an interrupted survey.
+    """
+    from regard.cli.survey_commands import survey
+
+    options = {
+        "measures": None if measures is None else [name.strip() for name in measures.split(",")],
+        "max_tokens": max_tokens,
+        "workers": workers,
+        "executor": executor.value,
+        "text_field": text_field,
+        "name_field": name_field,
+        "shard_size": shard_size,
+        "timeout": timeout,
+        "device": device,
+        "dtype": dtype.value,
+        "trust_remote_code": trust,
+    }
+    return survey(Printer(as_json), model, corpus, output, options)
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", show_default=False, help="Output of regard survey, finished or not."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PAGE", help="File to write.")
+    ] = REPORT_PAGE,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Write the page of a survey: which heads need a long context, their behaviour, and their documents."""
+    from regard.cli.survey_commands import report
+
+    return report(Printer(as_json), folder, output, show)
 
 
 def profile(
     length: Annotated[
         list[int] | None,
-        typer.Option("--length", "-n", metavar="N", min=1, help="Tokens, 2048 by default; may be repeated."),
+        typer.Option(
+            "--length", "-n", metavar="N", min=1, help="Number of tokens. Default: 2048. Repeatable."
+        ),
     ] = None,
     queries: Annotated[
-        int | None, typer.Option("--queries", metavar="N", min=1, help="Fewer queries, as 1 when decoding.")
+        int | None,
+        typer.Option("--queries", metavar="N", min=1, help="Number of queries, e.g. 1 for decoding."),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1)] = 1,
-    heads: Annotated[int, typer.Option("--heads", metavar="N", min=1)] = 8,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")] = 8,
     kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", metavar="N", min=1, help="Fewer heads of keys and values.")
+        int | None,
+        typer.Option("--kv-heads", metavar="N", min=1, help="Number of key/value heads. Default: heads."),
     ] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", metavar="N", min=1)] = 64,
+    head_dim: Annotated[
+        int, typer.Option("--head-dim", metavar="N", min=1, help="Width of queries and keys.")
+    ] = 64,
     value_dim: Annotated[
-        int | None, typer.Option("--value-dim", metavar="N", min=1, help="Where it is not head_dim.")
+        int | None,
+        typer.Option("--value-dim", metavar="N", min=1, help="Width of values. Default: head_dim."),
     ] = None,
     mask: Annotated[
         str, typer.Option("--mask", metavar="MASK", help="none, causal, window:N, padding:N or documents:N.")
     ] = "causal",
-    dtype: Annotated[Number, typer.Option("--dtype")] = Number.float32,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="How often each is timed.")] = 7,
-    as_json: Json = False,
+    dtype: Annotated[
+        ProfileDtype, typer.Option("--dtype", help="Dtype to compute with.")
+    ] = ProfileDtype.float32,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, help="Number of timings of each variant.")
+    ] = 7,
+    as_json: JsonOption = False,
 ) -> int:
-    """What attention of a size costs here, which kernel runs, and why: time, spread and memory of each way."""
-    from regard.cli.profile_command import Size, profile
+    """Time attention of a given size on this machine, with the kernel and peak memory of each variant."""
+    from regard.cli.profile_command import ProfileSize, profile
 
     sizes = [
-        Size(
+        ProfileSize(
             batch,
             heads,
             kv_heads or heads,
@@ -243,177 +297,50 @@ def profile(
         )
         for n in length or [2048]
     ]
-    return profile(Out(as_json), sizes, rounds)
+    return profile(Printer(as_json), sizes, rounds)
 
 
-def survey(
-    model: Model,
-    corpus: Annotated[
-        str,
-        typer.Argument(
-            metavar="CORPUS",
-            show_default=False,
-            help="A file, a directory or a pattern: text, JSON lines, Parquet.",
-        ),
-    ],
-    folder: Annotated[
-        Path,
-        typer.Option(
-            "--out", "-o", metavar="DIR", show_default=False, help="Where to; goes on with what is there."
-        ),
-    ],
-    measures: Annotated[
-        str | None,
-        typer.Option(
-            "--measures", metavar="NAMES", help="Some of entropy,distance,first,heavy,copies; else all."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=1, help="Read no more of a document than this.")
-    ] = 1024,
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="Processes with a model each.")
-    ] = 1,
-    engine: Annotated[Engine, typer.Option("--engine", help="ray is for several machines.")] = Engine.local,
-    field: Annotated[
-        str, typer.Option("--field", metavar="NAME", help="Where lines and tables have the text.")
-    ] = "text",
-    label: Annotated[
-        str | None, typer.Option("--label", metavar="NAME", help="… and the documents' own names.")
-    ] = None,
-    shard: Annotated[
-        int, typer.Option("--shard", metavar="N", min=1, help="Documents that are committed together.")
-    ] = 64,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0.001, help="Seconds that a document may take.")
-    ] = 600.0,
-    device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="As cuda:0.")] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.float32,
-    trust: Trust = False,
-    as_json: Json = False,
-) -> int:
-    """A model's heads measured over a corpus, as Parquet in a directory. Broken off, the same command goes on."""
-    from regard.cli.survey_commands import survey
-
-    options = {
-        "measures": None if measures is None else [each.strip() for each in measures.split(",")],
-        "max_tokens": max_tokens,
-        "workers": workers,
-        "engine": engine.value,
-        "text": field,
-        "label": label,
-        "shard": shard,
-        "timeout": timeout,
-        "device": device,
-        "dtype": dtype.value,
-        "trust_remote_code": trust,
-    }
-    return survey(Out(as_json), model, corpus, folder, options)
-
-
-def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", show_default=False, help="What regard survey wrote, finished or not."),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="Where to.")] = REPORT,
-    show: Show = False,
-    as_json: Json = False,
-) -> int:
-    """A page of a survey: which heads need the context, what each does, and the documents behind it."""
-    from regard.cli.survey_commands import report
-
-    return report(Out(as_json), folder, output, show)
-
-
-SHORT = {
-    explain: ("The four steps of one query, every number.", "regard explain --query sat --causal"),
-    explore: ("A page to work through.", "regard explore heatmap mine.npz -o mine.html"),
-    look: ("A page of every head of a model.", 'regard look ./model --text "The cat sat" -o page.html'),
-    doctor: ("What looks wrong with a model's attention.", "regard doctor ./model --file text.txt"),
+SHORT_HELP = {
+    explain: ("Explain one query step by step.", "regard explain --query sat --causal"),
+    explore: ("Write an interactive page.", "regard explore heatmap mine.npz -o mine.html"),
+    look: (
+        "Write a page with every head of a model.",
+        'regard look ./model --text "The cat sat" -o page.html',
+    ),
+    doctor: ("Diagnose the attention of a model.", "regard doctor ./model --file text.txt"),
     heads: (
-        "What each head does, in numbers.",
+        "Print measures of each head of a model.",
         "regard heads my_models:make --file text.txt --by induction --top 5",
     ),
     survey: (
-        "A model over a corpus: every head, every document.",
-        "regard survey ./model 'texts/*.txt' --out found",
+        "Measure a model over a corpus.",
+        "regard survey ./model 'texts/*.txt' -o results",
     ),
-    report: ("A page of a survey.", "regard report found -o report.html"),
-    profile: ("What attention costs here, and why.", "regard profile -n 4096 --mask window:256"),
+    report: ("Write the page of a survey.", "regard report results -o report.html"),
+    profile: ("Time attention on this machine.", "regard profile -n 4096 --mask window:256"),
 }
-for command, (short, example) in SHORT.items():
-    app.command(command.__name__, short_help=short, epilog=f"For example: {example}")(command)
+for command, (short_help, example) in SHORT_HELP.items():
+    app.command(command.__name__, short_help=short_help, epilog=f"Example: {example}")(command)
 
 
-_settings = {"traceback": False}
-
-
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"regard {metadata.version('regard')}")
         raise typer.Exit
 
 
-def _main(
+def _set_global_options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
     show_traceback: Annotated[
-        bool, typer.Option("--traceback", envvar="REGARD_TRACEBACK", help="Show where an error came from.")
+        bool,
+        typer.Option("--traceback", envvar="REGARD_TRACEBACK", help="Print the traceback of an error."),
     ] = False,
 ) -> None:
-    _settings["traceback"] = show_traceback
+    context.obj["traceback"] = show_traceback
 
 
-app.callback()(_main)
-
-
-def run(arguments: list[str]) -> int:
-    """Run a command line; whatever goes wrong is one line on standard error and an exit code."""
-    name = next((each for each in arguments if not each.startswith("-")), "")
-    known = {command.name for command in app.registered_commands}
-    command = f"regard {name}" if name in known else "regard"
-    _settings["traceback"] = False
-    try:
-        code = typer.main.get_command(app).main(
-            arguments or ["--help"], prog_name="regard", standalone_mode=False
-        )
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except typer.TyperException as error:
-        words = error.format_message().replace("Value error, ", "").rstrip(".")
-        fail(command, f"{words}{'' if words.endswith('?') else '.'} Try '{command} --help'.")
-        return 2
-    except BrokenPipeError:  # somebody has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except typer.Abort:
-        fail(command, "stopped.")
-        return 130
-    except Exception as error:
-        if _settings["traceback"]:
-            traceback.print_exc()
-        words, code = _told(error)
-        fail(command, words)
-        return code
-
-
-def _told(error: Exception) -> tuple[str, int]:
-    """The line for an error, and its exit code."""
-    if isinstance(error, RegardError):
-        # What stops a survey half-way is nobody's question.
-        code = 4 if isinstance(error, RuntimeError) else 2
-        return f"received {error.received}; expected {error.expected}. {error.hint}", code
-    if isinstance(error, ImportError) and "is not installed. pip install" in str(error):
-        return str(error).partition(": ")[2], 3
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"received {str(error.filename)!r}; {error.strerror}.", 2
-    where: Any = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    place = (
-        "" if where is None else f" in {Path(where.tb_frame.f_code.co_filename).name}, line {where.tb_lineno}"
-    )
-    said = f"{type(error).__name__}{place}: {error}."
-    return f"{said} This was not foreseen; regard --traceback … shows where it came from.", 4
+app.callback()(_set_global_options)

@@ -1,4 +1,4 @@
-"""`regard explain` and `regard explore`: the example, or matrices from a file. NumPy is enough."""
+"""`regard explain` and `regard explore`: the built-in example, or matrices from a file. They need NumPy only."""
 
 from __future__ import annotations
 
@@ -8,133 +8,124 @@ from typing import Any
 
 from rich.text import Text
 
-from regard.cli.files import matrices, one_head
-from regard.cli.output import NUMBER, Out, styled
+from regard.cli.files import read_matrices, select_head
+from regard.cli.output import NUMBER_STYLE, Printer, style_text
+from regard.cli.page_files import check_output, save_page
 from regard.core.attention import attention
 from regard.errors import ArgumentError
 from regard.learn.examples import cat
 from regard.masks import causal as causal_mask
-from regard.pages.html import Page
-from regard.render.table import format_bytes
 
+# The attributes of an explanation that --json prints.
 FIELDS = (
-    *(
-        "query",
-        "key",
-        "value",
-        "scale",
-        "score_mods",
-        "masks",
-        "raw_scores",
-        "scaled_scores",
-        "scores",
-        "shift",
-    ),
+    *("query", "key", "value", "scale", "score_mods", "masks", "raw_scores", "scaled_scores", "scores", "shift"),
     *("exponentials", "sink_exponential", "total", "weights", "contributions", "output"),
-)
+)  # fmt: skip
 
 
-def explain(out: Out, file: Path | None, query: str, head: str | None, causal: bool) -> int:
-    """Print the four steps of a query."""
-    given = _given(file, head, causal, "explain")
-    A = attention(given["query"], given["key"], mask=given["mask"], scale=given["scale"])
-    tokens = given["tokens"]
-    steps = A.explain(_position(query, tokens, A.shape), given["value"], tokens)
-    out.record(
-        {"title": steps.title, "tokens": list(steps.key_tokens)}
-        | {name: getattr(steps, name) for name in FIELDS}
+def explain(printer: Printer, file: Path | None, query: str, head: str | None, causal: bool) -> int:
+    """Print the four steps of a query.
+
+    Args:
+        printer: Prints the result.
+        file: JSON or NPZ file with the matrices; None for the built-in example.
+        query: A position, or a token.
+        head: Index into the leading axes, e.g. "0,3".
+        causal: Apply a causal mask.
+
+    Returns:
+        The exit code.
+    """
+    inputs = _load_inputs(file, head, causal, "explain")
+    A = attention(inputs["query"], inputs["key"], mask=inputs["mask"], scale=inputs["scale"])
+    tokens = inputs["tokens"]
+    explanation = A.explain(_find_query(query, tokens, A.shape), inputs["value"], tokens)
+    printer.record(
+        {"title": explanation.title, "tokens": list(explanation.key_tokens)}
+        | {name: getattr(explanation, name) for name in FIELDS}
     )
-    for line in str(steps).split("\n"):
-        out.say(_coloured(line))
+    for line in str(explanation).split("\n"):
+        printer.print(_style_line(line))
     return 0
 
 
 def explore(
-    out: Out, name: str, file: Path | None, output: Path, head: str | None, causal: bool, show: bool
+    printer: Printer, name: str, file: Path | None, output: Path, head: str | None, causal: bool, show: bool
 ) -> int:
-    """Write one of the explorers' pages."""
-    check_place(output, "explore")
+    """Write one of the pages of `regard.explore`.
+
+    Args:
+        printer: Prints the result.
+        name: Name of the explorer.
+        file: JSON or NPZ file with the matrices; None for the built-in example.
+        output: File to write.
+        head: Index into the leading axes, e.g. "0,3".
+        causal: Apply a causal mask.
+        show: Open the page in a browser.
+
+    Returns:
+        The exit code.
+    """
+    check_output(output, "explore")
     from regard import explore
 
     explorer = getattr(explore, name)
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if file is not None or causal or head is not None:
-        given = {key: each for key, each in _given(file, head, causal, "explore").items() if each is not None}
-    takes = inspect.signature(explorer).parameters
-    refused = [key for key in given if key not in takes and key != "value"]
-    if refused or (given and "query" not in takes):
+        loaded = _load_inputs(file, head, causal, "explore")
+        inputs = {key: value for key, value in loaded.items() if value is not None}
+    parameters = inspect.signature(explorer).parameters
+    unsupported = [key for key in inputs if key not in parameters and key != "value"]
+    if unsupported or (inputs and "query" not in parameters):
+        accepted = ", ".join(parameters) if "query" in parameters else "no input but the built-in example"
         raise ArgumentError(
             "explore",
-            received=f"{', '.join(refused)} for {name}",
-            expected="what that page shows: "
-            + (", ".join(takes) if "query" in takes else "the example alone"),
-            hint=f"In Python regard.explore.{name} takes more." if name == "code" else "Leave it out.",
+            received=f"{', '.join(unsupported)} for {name}",
+            expected=f"input that this page shows: {accepted}",
+            hint=f"Use regard.explore.{name} in Python." if name == "code" else "Omit it.",
         )
-    page = explorer(**{key: each for key, each in given.items() if key in takes})
-    written(out, page, output, show, {"explorer": name})
+    page = explorer(**{key: value for key, value in inputs.items() if key in parameters})
+    save_page(printer, page, output, show, {"explorer": name})
     return 0
 
 
-def check_place(output: Path, operation: str) -> None:
-    """Refuse a place where no page can be written, before the work is done."""
-    missing = not output.parent.is_dir()
-    if missing or output.is_dir():
-        raise ArgumentError(
-            operation,
-            received=f"-o {str(output)!r} ({'No such file or directory' if missing else 'Is a directory'})",
-            expected="a file in a folder that is there",
-            hint=f"Make the folder first: mkdir -p {output.parent}."
-            if missing
-            else f"Name the file too: -o {output / 'page.html'}.",
-        )
-
-
-def written(out: Out, page: Page, output: Path, show: bool, record: dict[str, Any]) -> None:
-    """Save a page, say where it is, and open it if that was asked for."""
-    page.save(output)
-    bytes_written = output.stat().st_size
-    out.record(record | {"title": page.title, "page": str(output), "bytes": bytes_written})
-    out.say(styled((page.title, "bold"), f": {output}, ", (format_bytes(bytes_written), NUMBER)))
-    if show:
-        import webbrowser
-
-        webbrowser.open(output.resolve().as_uri())
-
-
-def _given(file: Path | None, head: str | None, causal: bool, operation: str) -> dict[str, Any]:
+def _load_inputs(file: Path | None, head: str | None, causal: bool, operation: str) -> dict[str, Any]:
+    inputs: dict[str, Any]
     if file is None:
-        given: dict[str, Any] = {"query": cat.Q, "key": cat.K, "value": cat.V, "tokens": list(cat.tokens)}
-        given |= {"mask": None, "scale": None}
+        inputs = {"query": cat.Q, "key": cat.K, "value": cat.V, "tokens": list(cat.tokens)}
+        inputs |= {"mask": None, "scale": None}
     else:
-        given = matrices(file, operation)
-    given = one_head(given, head, operation)
+        inputs = read_matrices(file, operation)
+    inputs = select_head(inputs, head, operation)
     if causal:
-        given["mask"] = causal_mask() if given["mask"] is None else given["mask"] & causal_mask()
-    return given
+        inputs["mask"] = causal_mask() if inputs["mask"] is None else inputs["mask"] & causal_mask()
+    return inputs
 
 
-def _position(query: str, tokens: list[str] | None, shape: tuple[int, ...]) -> int:
-    """The query that was asked for, by its position or by its token."""
+def _find_query(query: str, tokens: list[str] | None, shape: tuple[int, ...]) -> int:
+    """Return the position of a query, given as a position or as a token."""
     try:
         return int(query)
     except ValueError:
-        found = [i for i, token in enumerate(tokens or []) if token == query]
-    if shape[0] != shape[1] or len(found) != 1:
+        positions = [i for i, token in enumerate(tokens or []) if token == query]
+    if shape[0] != shape[1] or len(positions) != 1:
+        problem = (
+            f"which occurs at {', '.join(map(str, positions))}" if positions else "which is not a token here"
+        )
         raise ArgumentError(
             "explain",
-            received=f"--query {query}, "
-            + ("which names no query here" if not found else f"which stands at {', '.join(map(str, found))}"),
+            received=f"--query {query}, {problem}",
             expected="the position of a query, or a token that occurs once",
-            hint=f"There are {shape[0]} queries; they count from 0.",
+            hint=f"There are {shape[0]} queries, counted from 0.",
         )
-    return found[0]
+    return positions[0]
 
 
-def _coloured(line: str) -> Text:
-    """A line of the explanation: steps bold, bars in colour, what is hidden dim."""
-    text = styled(line)
+def _style_line(line: str) -> Text:
+    """Style a line of the explanation: step titles bold, bars in colour, masked keys dim."""
+    text = style_text(line)
     if line[:1].isdigit() or line.startswith("How "):
         text.stylize("bold")
-    text.highlight_regex("█+", NUMBER)
-    text.highlight_regex(" hidden$", "dim")
+    text.highlight_regex("█+", NUMBER_STYLE)
+    text.highlight_regex(" masked$", "dim")
     return text

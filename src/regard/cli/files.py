@@ -1,4 +1,4 @@
-"""Files that a command reads: matrices from JSON or NPZ, and texts. Nothing in them is run."""
+"""Read the input files of commands: matrices from JSON or NPZ, and texts. No code in them is run."""
 
 from __future__ import annotations
 
@@ -12,148 +12,187 @@ import numpy as np
 
 from regard.errors import ArgumentError
 from regard.masks import Mask, causal, dense
+from regard.types import Array
 
 NAMES = ("query", "key", "value", "tokens", "mask", "scale")
 
 
-def matrices(path: Path, operation: str) -> dict[str, Any]:
-    """What a file holds under the names query, key, value, tokens, mask and scale, as `regard.attention` takes it."""
-    found = _npz(path, operation) if path.suffix.lower() == ".npz" else _json(path, operation)
-    if not isinstance(found, dict) or not {"query", "key"} <= found.keys() or found.keys() - set(NAMES):
-        has = ", ".join(map(str, found)) if isinstance(found, dict) else f"a {type(found).__name__}"
+def read_matrices(path: Path, operation: str) -> dict[str, Any]:
+    """Read query, key, value, tokens, mask and scale from a file, in the form that `regard.attention` accepts.
+
+    Args:
+        path: A JSON or NPZ file.
+        operation: Name of the command, for errors.
+
+    Returns:
+        The values by name; None for those that the file does not have.
+
+    Raises:
+        ArgumentError: If the file cannot be read, or a value is invalid.
+    """
+    content = _read_npz(path, operation) if path.suffix.lower() == ".npz" else _read_json(path, operation)
+    if not isinstance(content, dict) or not {"query", "key"} <= content.keys() or content.keys() - set(NAMES):
+        keys = ", ".join(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise ArgumentError(
             operation,
-            received=f"{str(path)!r} with {has or 'nothing'}",
-            expected="query and key, and perhaps value, tokens, mask (True = attend, or the text causal), scale",
-            hint='As in {"query": [[1, 0]], "key": [[1, 0], [0, 1]], "tokens": ["a", "b"]}.',
+            received=f"{str(path)!r} with {keys or 'nothing'}",
+            expected="query and key; optionally value, tokens, mask (True = attend, or the text causal) and scale",
+            hint='Example: {"query": [[1, 0]], "key": [[1, 0], [0, 1]], "tokens": ["a", "b"]}.',
         )
-    given: dict[str, Any] = {name: None for name in NAMES}
+    inputs: dict[str, Any] = {name: None for name in NAMES}
     for name in ("query", "key", "value"):
-        if name in found:
-            given[name] = _array(found[name], name, path, operation)
-    if "tokens" in found:
-        given["tokens"] = [str(each) for each in np.ravel(np.asarray(found["tokens"], dtype=object))]
-    if "scale" in found:
-        given["scale"] = float(_array(found["scale"], "scale", path, operation))
-    if "mask" in found:
-        given["mask"] = _mask(found["mask"], path, operation)
-    return given
+        if name in content:
+            inputs[name] = _parse_array(content[name], name, path, operation)
+    if "tokens" in content:
+        inputs["tokens"] = [str(token) for token in np.ravel(np.asarray(content["tokens"], dtype=object))]
+    if "scale" in content:
+        inputs["scale"] = float(_parse_array(content["scale"], "scale", path, operation))
+    if "mask" in content:
+        inputs["mask"] = _parse_mask(content["mask"], path, operation)
+    return inputs
 
 
-def one_head(given: dict[str, Any], head: str | None, operation: str) -> dict[str, Any]:
-    """The matrices of one head: `head` says which, as in "0,3" for head 3 of batch entry 0."""
+def select_head(inputs: dict[str, Any], head: str | None, operation: str) -> dict[str, Any]:
+    """Select the matrices of one head.
+
+    Args:
+        inputs: What `read_matrices` returned.
+        head: Index into the leading axes, e.g. "0,3" for head 3 of batch entry 0; None if there are none.
+        operation: Name of the command, for errors.
+
+    Returns:
+        The inputs with query, key and value of shape (length, width).
+
+    Raises:
+        ArgumentError: If the index does not select one head.
+    """
     try:
-        index = () if head is None else tuple(int(each) for each in head.split(","))
-        picked = {name: given[name][index] for name in ("query", "key", "value") if given[name] is not None}
+        index = () if head is None else tuple(int(number) for number in head.split(","))
+        selected = {
+            name: inputs[name][index] for name in ("query", "key", "value") if inputs[name] is not None
+        }
     except (ValueError, IndexError) as error:
-        shape = tuple(given["query"].shape[:-2])
+        shape = tuple(inputs["query"].shape[:-2])
         raise ArgumentError(
             operation,
             received=f"--head {head}",
             expected=f"an index into the leading axes, here {shape}",
-            hint="Write --head 3, or --head 0,3 for head 3 of batch entry 0; they count from 0.",
+            hint="Write --head 3, or --head 0,3 for head 3 of batch entry 0. Indices start at 0.",
         ) from error
-    for name, array in picked.items():
+    for name, array in selected.items():
         if array.ndim != 2:
             raise ArgumentError(
                 operation,
-                received=f"{name} with shape {given[name].shape}" + (f" and --head {head}" if head else ""),
+                received=f"{name} with shape {inputs[name].shape}" + (f" and --head {head}" if head else ""),
                 expected="one head, with 2 axes",
-                hint="Leave --head out: this is one head already."
-                if given[name].ndim == 2
-                else "Choose one with --head 3, or --head 0,3 for head 3 of batch entry 0.",
+                hint="Omit --head: the arrays have one head already."
+                if inputs[name].ndim == 2
+                else "Select one with --head 3, or --head 0,3 for head 3 of batch entry 0.",
             )
-    return given | picked
+    return inputs | selected
 
 
-def text_of(text: str | None, file: Path | None, operation: str) -> str:
-    """The text that was given, or that of a file, or of standard input for `-`."""
+def read_text(text: str | None, file: Path | None, operation: str) -> str:
+    """Return the text of --text, of a file, or of standard input.
+
+    Args:
+        text: The text, or None.
+        file: A file, `-` for standard input, or None.
+        operation: Name of the command, for errors.
+
+    Returns:
+        A text that is not blank.
+
+    Raises:
+        ArgumentError: If not exactly one of `text` and `file` is given, or there is no text in it.
+    """
+    hint = 'Pass --text "…", --file FILE, or --file - for standard input.'
     if (text is None) == (file is None):
         raise ArgumentError(
             operation,
             received="no text" if text is None else "--text and --file",
             expected="one text",
-            hint='Give --text "…", --file FILE, or --file - for standard input.',
+            hint=hint,
         )
-    words = _words(file, operation) if file is not None else str(text)
-    if not words.strip():  # a tokenizer would make its special tokens of it, and the model read those
+    content = _read_utf8(file, operation) if file is not None else str(text)
+    if not content.strip():  # a tokenizer would return its special tokens only
         raise ArgumentError(
             operation,
-            received="an empty text" if file is None else f"{str(file)!r}, which has no text in it",
-            expected="at least a word",
-            hint='Give --text "…", --file FILE, or --file - for standard input.',
+            received="an empty text" if file is None else f"{str(file)!r}, which is empty",
+            expected="at least one word",
+            hint=hint,
         )
-    return words
+    return content
 
 
-def _words(file: Path, operation: str) -> str:
+def _read_utf8(file: Path, operation: str) -> str:
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
-        raise _unread(file, operation, error.strerror or str(error)) from error
+        raise _build_error(file, operation, error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
         raise ArgumentError(
             operation,
-            received=f"{str(file)!r}, whose byte {error.start:,} is no UTF-8",
-            expected="a text in UTF-8",
+            received=f"{str(file)!r}, which is not valid UTF-8 at byte {error.start:,}",
+            expected="a text file in UTF-8",
             hint="Convert it first: iconv -f LATIN1 -t UTF-8.",
         ) from error
 
 
-def _json(path: Path, operation: str) -> Any:
+def _read_json(path: Path, operation: str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise _unread(path, operation, error.strerror or str(error)) from error
+        raise _build_error(path, operation, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _unread(path, operation, f"no JSON: {error}") from error
+        raise _build_error(path, operation, f"not valid JSON: {error}") from error
 
 
-def _npz(path: Path, operation: str) -> dict[str, Any]:
+def _read_npz(path: Path, operation: str) -> dict[str, Any]:
     try:
-        # Pickled arrays could run code when they are read.
+        # Reading a pickled array could run code.
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except OSError as error:
-        raise _unread(path, operation, error.strerror or str(error)) from error
+        raise _build_error(path, operation, error.strerror or str(error)) from error
     except (ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise _unread(path, operation, "no NPZ of plain arrays, or pickled: " + str(error)) from error
+        raise _build_error(path, operation, f"not an NPZ file of plain arrays: {error}") from error
 
 
-def _array(thing: Any, name: str, path: Path, operation: str) -> Any:
+def _parse_array(value: Any, name: str, path: Path, operation: str) -> Array:
     try:
-        array = np.asarray(thing)
+        array = np.asarray(value)
         if not np.issubdtype(array.dtype, np.number):
-            array = np.asarray(thing, dtype=np.float64)
+            array = np.asarray(value, dtype=np.float64)
         return array if np.issubdtype(array.dtype, np.floating) else array.astype(np.float64)
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             operation,
-            received=f"{name} in {str(path)!r} that is no array of numbers ({error})",
+            received=f"{name} in {str(path)!r}, which is not an array of numbers ({error})",
             expected="rows of equal length",
-            hint="Look at the rows: each has head_dim numbers.",
+            hint="Check the rows: each needs head_dim numbers.",
         ) from error
 
 
-def _mask(thing: Any, path: Path, operation: str) -> Mask:
-    array = np.asarray(thing)
+def _parse_mask(value: Any, path: Path, operation: str) -> Mask:
+    array = np.asarray(value)
     if array.ndim == 0 and str(array) == "causal":
         return causal()
     if array.dtype == bool or (array.size and np.isin(array, (0, 1)).all()):
         return dense(array.astype(bool))
     raise ArgumentError(
         operation,
-        received=f"mask in {str(path)!r} that is neither true and false nor the text causal",
+        received=f"mask in {str(path)!r}, which is neither boolean nor the text causal",
         expected="True where a query may attend to a key",
         hint='Write [[true, false], [true, true]], or "causal".',
     )
 
 
-def _unread(path: Path, operation: str, why: str) -> ArgumentError:
+def _build_error(path: Path, operation: str, problem: str) -> ArgumentError:
     return ArgumentError(
         operation,
-        received=f"{str(path)!r} ({why})",
-        expected="a file that can be read",
-        hint="Check its name and what is in it.",
+        received=f"{str(path)!r} ({problem})",
+        expected="a readable file",
+        hint="Check its name and content.",
     )

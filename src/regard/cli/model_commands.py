@@ -1,4 +1,4 @@
-"""`regard look`, `doctor` and `heads`: a model, a text, and what its attention did."""
+"""`regard look`, `doctor` and `heads`: run a model on a text and inspect its attention."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from regard.cli.explain_commands import check_place, written
-from regard.cli.files import text_of
-from regard.cli.output import NUMBER, Out, styled
-from regard.errors import ArgumentError
+from regard.cli.files import read_text
+from regard.cli.output import NUMBER_STYLE, Printer, style_text
+from regard.cli.page_files import check_output, save_page
+from regard.errors import ArgumentError, NotCapturedError
 from regard.models import EncodedText, LoadedModel, load
 from regard.render.text import escape_unprintable
 
-SHOWN = 20
-BY = (
-    *(
-        "layer",
-        "call",
-        "head",
-        "entropy",
-        "first",
-        "previous",
-        "distance",
-        "within_16",
-        "within_128",
-        "heavy",
-    ),
+if TYPE_CHECKING:
+    from regard.lens.analysis.finding import Severity
+    from regard.lens.recording import Recording
+
+# Rows of the table in a terminal.
+MAX_ROWS = 20
+COLUMNS = (
+    *("layer", "call", "head", "entropy", "first", "previous", "distance", "within_16", "within_128", "heavy"),
     *("duplicate", "induction"),
-)
-COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+)  # fmt: skip
+SEVERITY_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What was asked of a model on the command line."""
+class ModelOptions:
+    """The arguments of a command that runs a model on a text."""
 
     model: str
     text: str | None
@@ -50,142 +44,173 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A model that has read a text under the lens."""
+class ModelRun:
+    """A model after a run on a text under the lens; `record` is for --json."""
 
-    opened: LoadedModel
     text: EncodedText
-    recording: Any
+    recording: Recording
     record: dict[str, Any]
 
 
-def look(out: Out, asked: Asked, output: Path, show: bool) -> int:
-    """Write the page of a model on a text."""
-    check_place(output, "look")
-    ran = _run(out, asked, "look")
-    with out.busy("Making the page"):
-        # A page is mailed: of a folder's path it tells the end only.
-        name = "/".join(Path(asked.model).parts[-2:]).strip("/")
-        page = ran.recording.page(
-            ran.text.tokens, title=f"{escape_unprintable(name)} on {len(ran.text):,} tokens"
-        )
-    written(out, page, output, show, ran.record)
+def look(printer: Printer, options: ModelOptions, output: Path, show: bool) -> int:
+    """Write the page of a model on a text.
+
+    Args:
+        printer: Prints the result.
+        options: The model and the text.
+        output: File to write.
+        show: Open the page in a browser.
+
+    Returns:
+        The exit code.
+    """
+    check_output(output, "look")
+    run = _run_model(printer, options, "look")
+    with printer.progress("Building the page"):
+        # Pages are shared, so the title has only the end of a folder's path.
+        name = escape_unprintable("/".join(Path(options.model).parts[-2:]).strip("/"))
+        page = run.recording.page(run.text.tokens, title=f"{name} on {len(run.text):,} tokens")
+    save_page(printer, page, output, show, run.record)
     return 0
 
 
-def doctor(out: Out, asked: Asked) -> int:
-    """Print what looks wrong; 1 where something is."""
-    ran = _run(out, asked, "doctor")
-    with out.busy("Examining"):
-        findings = ran.recording.diagnose(ran.text.tokens)
-    errors = len(findings.by_severity("error"))
-    counts = {severity: len(findings.by_severity(severity)) for severity in COLOURS}
-    out.record(
-        ran.record
-        | {"scope": findings.scope, "counts": counts, "findings": [each.as_dict() for each in findings]}
+def doctor(printer: Printer, options: ModelOptions) -> int:
+    """Print the findings about a model on a text.
+
+    Args:
+        printer: Prints the result.
+        options: The model and the text.
+
+    Returns:
+        The exit code: 1 if a finding is an error.
+    """
+    run = _run_model(printer, options, "doctor")
+    with printer.progress("Diagnosing"):
+        findings = run.recording.diagnose(run.text.tokens)
+    counts = {severity: len(findings.by_severity(severity)) for severity in SEVERITY_STYLES}
+    printer.record(
+        run.record
+        | {
+            "scope": findings.scope,
+            "counts": counts,
+            "findings": [finding.as_dict() for finding in findings],
+        }
     )
-    first, *blocks = repr(findings).split("\n\n")
-    out.say(first, "bold red" if errors else "bold" if findings else "bold green")
+    summary, *blocks = repr(findings).split("\n\n")
+    printer.print(summary, "bold red" if counts["error"] else "bold" if findings else "bold green")
     for finding, block in zip(findings, blocks, strict=True):
-        out.say()
-        head, *rest = block.split("\n")
-        severity, _, words = head.partition(": ")
-        out.say(styled((f"{severity}: ", COLOURS[finding.severity]), (words, "bold")))
+        printer.print()
+        title, *rest = block.split("\n")
+        severity, _, message = title.partition(": ")
+        printer.print(style_text((f"{severity}: ", SEVERITY_STYLES[finding.severity]), (message, "bold")))
         for line in rest:
-            out.say(styled((line[:12], "dim"), line[12:]))
-    return 1 if errors else 0
+            printer.print(style_text((line[:12], "dim"), line[12:]))
+    return 1 if counts["error"] else 0
 
 
-def heads(out: Out, asked: Asked, by: str | None, smallest: bool, top: int | None) -> int:
-    """Print the table of heads."""
-    if out.as_csv and out.as_json:
+def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: bool, top: int | None) -> int:
+    """Print the table of heads.
+
+    Args:
+        printer: Prints the result.
+        options: The model and the text.
+        by: Column to sort by.
+        smallest: Sort smallest first.
+        top: Number of rows; by default 20 in a terminal, else all.
+
+    Returns:
+        The exit code.
+    """
+    if printer.as_csv and printer.as_json:
         raise ArgumentError(
-            "heads", received="--csv and --json", expected="one of them", hint="Leave one out."
+            "heads", received="--csv and --json", expected="at most one of them", hint="Omit one."
         )
-    if by is not None and by not in BY:  # known before the model has run
+    if by is not None and by not in COLUMNS:  # checked before the model runs
         raise ArgumentError(
-            "heads", received=f"--by {by}", expected=f"one of {', '.join(BY)}", hint="Check the name."
+            "heads", received=f"--by {by}", expected=f"one of {', '.join(COLUMNS)}", hint="Check the name."
         )
-    ran = _run(out, asked, "heads")
-    with out.busy("Measuring the heads"):
-        table = ran.recording.heads(ran.text.ids)
+    run = _run_model(printer, options, "heads")
+    with printer.progress("Measuring the heads"):
+        table = run.recording.heads(run.text.ids)
     if by is not None:
         table = table.sort(by, largest_first=not smallest)
-    everything = not out.for_people or not sys.stdout.isatty()
-    rows = table[: top or (len(table) if everything else SHOWN)]
-    if out.as_csv:
+    limited = printer.as_text and sys.stdout.isatty()
+    rows = table[: top or (MAX_ROWS if limited else len(table))]
+    if printer.as_csv:
         lines = io.StringIO()
         writer = csv.DictWriter(lines, table.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        out.write(lines.getvalue())
+        printer.write(lines.getvalue())
         return 0
-    out.record(ran.record | {"heads": rows})
-    dropped = {"module"} | ({"call"} if not any(table.column("call")) else set())
-    columns = [name for name in table.columns if name not in dropped]
-    out.table(columns, [[row[name] for name in columns] for row in rows], bold=by or "")
+    printer.record(run.record | {"heads": list(rows)})
+    omitted = {"module"} | ({"call"} if not any(table.column("call")) else set())
+    columns = [name for name in table.columns if name not in omitted]
+    printer.table(columns, [[row[name] for name in columns] for row in rows], bold=by or "")
     if len(rows) < len(table):
-        out.say(f"… and {len(table) - len(rows):,} more heads: --top, --by, --csv", "dim")
+        printer.print(f"… and {len(table) - len(rows):,} more heads: use --top, --by or --csv", "dim")
     return 0
 
 
-def _run(out: Out, asked: Asked, command: str) -> Ran:
-    """The model opened, the text read, and the model run on it under the lens."""
-    words = text_of(asked.text, asked.file, command)
-    with out.busy(f"Opening {Path(asked.model).name}"):
-        opened = load(asked.model, trust_remote_code=asked.trust, dtype=asked.dtype)
-        text = opened.encode(words, asked.max_tokens)
-    about = opened.info
-    for note in opened.notes:
-        out.note(note)
+def _run_model(printer: Printer, options: ModelOptions, command: str) -> ModelRun:
+    """Load the model, encode the text, and run the model on it under the lens."""
+    content = read_text(options.text, options.file, command)
+    with printer.progress(f"Loading {Path(options.model).name}"):
+        loaded = load(options.model, trust_remote_code=options.trust, dtype=options.dtype)
+        text = loaded.encode(content, options.max_tokens)
+    info = loaded.info
+    for note in loaded.notes:
+        printer.warn(note)
     if len(text) < text.full_length:
-        limit = "--max-tokens" if len(text) == asked.max_tokens else "as many as the model has positions for"
-        out.note(f"The text has {text.full_length:,} tokens; the first {len(text):,} are read, {limit}.")
-    from regard.errors import NotCapturedError
+        limit = "--max-tokens" if len(text) == options.max_tokens else "the model's maximum length"
+        printer.warn(
+            f"The text has {text.full_length:,} tokens; truncated to the first {len(text):,} ({limit})."
+        )
     from regard.lens.watch import watch
 
-    watching = watch(opened.model, layers=asked.layers or None)
+    watcher = watch(loaded.model, layers=options.layers or None)
     start = time.perf_counter()
-    steps = opened.num_chunks(text)
+    chunks = loaded.num_chunks(text)
     recording: Any = None
     try:
-        with watching as recording:
-            # Of one step the layers that have run are counted, of several the steps.
-            total, done = (steps, None) if steps > 1 else (_layers(opened), lambda: len(recording))
-            with out.busy(f"Reading {len(text):,} tokens", total, done) as step:
-                for _ in opened.forward_chunks(text):
-                    step()
+        with watcher as recording:
+            # The bar counts chunks if there are several, else the layers that have run.
+            total, count_done = (
+                (chunks, None) if chunks > 1 else (_count_layers(loaded), lambda: len(recording))
+            )
+            with printer.progress(f"Running {len(text):,} tokens", total, count_done) as advance:
+                for _ in loaded.forward_chunks(text):
+                    advance()
     except NotCapturedError:
-        # The doctor tells it as a finding, among the others.
+        # `doctor` reports layers that were not captured as a finding.
         if command != "doctor" or not len(recording):
             raise
     seconds = time.perf_counter() - start
     calls = [call for name in recording for call in recording.calls(name)]
     count = sum(call.shape[-3] for call in calls)
-    stored = (
-        f" (stored as {about['stored_dtype']})"
-        if about.get("stored_dtype", about["dtype"]) != about["dtype"]
-        else ""
-    )
-    out.aside(
-        styled(
-            (asked.model, "bold"),
-            f": {about['class']}, {about['parameters']:,} parameters, {about['dtype']}{stored}; ",
-            (f"{len(text):,}", NUMBER), " tokens, ", (f"{len(recording):,}", NUMBER), " layers, ",
-            (f"{count:,}", NUMBER), f" heads, {seconds:.1f} s",
+    stored = ""
+    if info.get("stored_dtype", info["dtype"]) != info["dtype"]:
+        stored = f" (stored as {info['stored_dtype']})"
+    printer.info(
+        style_text(
+            (options.model, "bold"),
+            f": {info['class']}, {info['parameters']:,} parameters, {info['dtype']}{stored}; ",
+            (f"{len(text):,}", NUMBER_STYLE), " tokens, ", (f"{len(recording):,}", NUMBER_STYLE), " layers, ",
+            (f"{count:,}", NUMBER_STYLE), f" heads, {seconds:.1f} s",
         )
     )  # fmt: skip
-    record: dict[str, Any] = {"model": {"name": opened.name, **about}, "notes": list(opened.notes)}
-    record |= {
+    record: dict[str, Any] = {
+        "model": {"name": loaded.name, **info},
+        "notes": list(loaded.notes),
         "tokens": len(text),
         "text_tokens": text.full_length,
         "layers": len(recording),
         "seconds": seconds,
     }
-    return Ran(opened, text, recording, record)
+    return ModelRun(text, recording, record)
 
 
-def _layers(opened: LoadedModel) -> int | None:
-    """How many layers the model says it has, for a bar."""
-    count = getattr(getattr(opened.model, "config", None), "num_hidden_layers", None)
+def _count_layers(loaded: LoadedModel) -> int | None:
+    """Return the number of layers by the configuration, for a progress bar; None if unknown."""
+    count = getattr(getattr(loaded.model, "config", None), "num_hidden_layers", None)
     return count if isinstance(count, int) else None

@@ -1,4 +1,4 @@
-"""What a command says: results to standard output, everything else to standard error."""
+"""Print results to standard output, and progress, warnings and errors to standard error."""
 
 from __future__ import annotations
 
@@ -9,149 +9,168 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from regard.render.table import format_cell
+from regard.render.table import Alignment, format_cell, format_table
 from regard.render.text import escape_unprintable
 
-NUMBER = "cyan"
+NUMBER_STYLE = "cyan"
 
 
-class Out:
-    """Where a command speaks: `say` and `table` for people, `record` for scripts, `note` and `busy` meanwhile.
+class Printer:
+    """Prints the output of a command: text for people, or JSON or CSV for scripts.
 
-    Texts are never read as markup, and control characters are shown, not obeyed: a token or a file name may be
-    anything. What goes into a pipe is neither cut nor wrapped.
+    Text is never parsed as markup, and control characters are escaped: a token or a file name may contain anything.
+    Output to a pipe is neither truncated nor wrapped.
+
+    Args:
+        as_json: Print the result as JSON.
+        as_csv: Print the result as CSV.
     """
 
     def __init__(self, as_json: bool = False, as_csv: bool = False) -> None:
         self.as_json, self.as_csv = as_json, as_csv
 
     @property
-    def for_people(self) -> bool:
+    def as_text(self) -> bool:
         """Whether standard output is for people to read."""
         return not self.as_json and not self.as_csv
 
-    def say(self, text: str | Text = "", style: str = "") -> None:
-        """Lines for people; with --json there are none."""
-        if self.for_people:
-            console_of().print(text if isinstance(text, Text) else Text(_lines(text), style), soft_wrap=True)
+    def print(self, text: str | Text = "", style: str = "") -> None:
+        """Print text to standard output; nothing with --json or --csv."""
+        if self.as_text:
+            rendered = text if isinstance(text, Text) else Text(_escape_lines(text), style)
+            build_console().print(rendered, soft_wrap=True)
 
     def table(
         self,
         columns: Sequence[str],
-        rows: Sequence[Sequence[Any]],
+        rows: Sequence[Sequence[object]],
         bold: str = "",
         right: Collection[str] = (),
     ) -> None:
-        """Rows in columns: texts to the left, numbers and the columns named in `right` to the right.
+        """Print a table: text columns aligned left, numbers right.
 
-        In a terminal that is too narrow the last column is folded; `bold` names one that stands out.
+        If a terminal is too narrow, the last column is folded.
+
+        Args:
+            columns: Names of the columns.
+            rows: The cells.
+            bold: Name of a column to emphasise.
+            right: Names of text columns to align right.
         """
-        if not self.for_people:
+        if not self.as_text:
             return
-        made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for i, name in enumerate(columns):
-            texts = name not in right and all(isinstance(row[i], str) for row in rows)
-            style, last = f"bold {NUMBER}" if name and name == bold else "", i == len(columns) - 1
-            justify = "left" if texts else "right"
-            made.add_column(
-                Text(escape_unprintable(name)),
-                justify=justify,
-                style=style,
-                no_wrap=not last,
-                overflow="fold",
-            )
-        for row in rows:
-            made.add_row(*(Text(format_cell(value)) for value in row))
-        console = console_of()
-        if console.is_terminal:
-            console.print(made)
+        sides: list[Alignment] = [
+            "left" if name not in right and all(isinstance(row[i], str) for row in rows) else "right"
+            for i, name in enumerate(columns)
+        ]
+        names = [escape_unprintable(name) for name in columns]
+        cells = [[format_cell(value) for value in row] for row in rows]
+        console = build_console()
+        if not console.is_terminal:
+            self.write(format_table(cells, names, align=sides) + "\n")
             return
-        with console.capture() as capture:
-            console.print(made)
-        self.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for i, (name, side) in enumerate(zip(names, sides, strict=True)):
+            style, last = f"bold {NUMBER_STYLE}" if name and name == bold else "", i == len(columns) - 1
+            table.add_column(Text(name), justify=side, style=style, no_wrap=not last, overflow="fold")
+        for row in cells:
+            table.add_row(*map(Text, row))
+        console.print(table)
 
-    def record(self, record: Any) -> None:
-        """The result for scripts, with --json: one JSON document, and nothing else on standard output."""
+    def record(self, record: object) -> None:
+        """Print the result as one JSON document; nothing without --json."""
         if self.as_json:
-            self.write(json.dumps(plain(record), indent=2, allow_nan=False) + "\n")
+            self.write(json.dumps(to_json(record), indent=2, allow_nan=False) + "\n")
 
     def write(self, text: str) -> None:
-        """A text as it is, to standard output."""
+        """Write text to standard output as it is."""
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            raise BrokenPipeError from None  # without its number: typer would exit with 1
+            raise BrokenPipeError from None  # without its errno: typer would exit with 1
 
-    def note(self, text: str) -> None:
-        """A sentence beside the result, which is always told."""
-        console_of(stderr=True).print(Text(f"note: {escape_unprintable(text)}", "yellow"), soft_wrap=True)
+    def warn(self, text: str) -> None:
+        """Print a warning to standard error, with --json and --csv too."""
+        build_console(stderr=True).print(
+            Text(f"warning: {escape_unprintable(text)}", "yellow"), soft_wrap=True
+        )
 
-    def aside(self, text: Text) -> None:
-        """What people like to know and scripts do not."""
-        if self.for_people:
-            console_of(stderr=True).print(text, soft_wrap=True)
+    def info(self, text: Text) -> None:
+        """Print information to standard error; nothing with --json or --csv."""
+        if self.as_text:
+            build_console(stderr=True).print(text, soft_wrap=True)
 
     @contextmanager
-    def busy(
-        self, words: str, total: int | None = None, done: Callable[[], int] | None = None
+    def progress(
+        self, description: str, total: int | None = None, count_done: Callable[[], int] | None = None
     ) -> Iterator[Callable[[], None]]:
-        """A bar while something takes its time, gone when it is done; none into a pipe, and none with --json.
+        """Show a progress bar on standard error until the block ends; only in a terminal, and not with --json or --csv.
 
-        `done` is asked how far it has come, or the function that is handed over is called for each step.
+        Args:
+            description: Text beside the bar.
+            total: Number of steps, if known.
+            count_done: Returns the number of finished steps each time the bar is drawn.
+
+        Yields:
+            A function that advances the bar by one step.
         """
-        console = console_of(stderr=True)
-        shown = console.is_terminal and self.for_people
-        columns = TextColumn("{task.description}", markup=False), _Bar(bar_width=30), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-            task = progress.add_task(escape_unprintable(words), total=total, done=done)
+        console = build_console(stderr=True)
+        visible = console.is_terminal and self.as_text
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            _PolledBar(bar_width=30),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
+            task = progress.add_task(escape_unprintable(description), total=total, count_done=count_done)
             yield lambda: progress.advance(task)
 
 
-class _Bar(BarColumn):  # type: ignore[misc]
-    """A bar that asks how far a task has come each time it is drawn."""
+class _PolledBar(BarColumn):  # type: ignore[misc]
+    """A bar that polls the number of finished steps each time it is drawn."""
 
-    def render(self, task: Any) -> Any:
-        if task.fields["done"] is not None:
-            task.completed = task.fields["done"]()
+    def render(self, task: Task) -> RenderableType:
+        if task.fields["count_done"] is not None:
+            task.completed = task.fields["count_done"]()
         return super().render(task)
 
 
-class _Console(Console):  # type: ignore[misc]
-    """A console that leaves it to the command what to do when nobody reads any more; rich would exit with 1."""
+class _PipeConsole(Console):  # type: ignore[misc]
+    """A console that raises BrokenPipeError when the reader of a pipe has closed it; rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
-def console_of(stderr: bool = False) -> Console:
-    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+def build_console(stderr: bool = False) -> Console:
+    """Build a console for standard output, or standard error."""
+    console = _PipeConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10_000
     return console
 
 
-def styled(*parts: str | tuple[str, str]) -> Text:
-    """One line of texts, each with its style or without; what is not printable is escaped."""
+def style_text(*parts: str | tuple[str, str]) -> Text:
+    """Join texts, or (text, style) pairs, into one line; control characters are escaped."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((escape_unprintable(text), style) for text, style in pairs))
 
 
-def _lines(text: str) -> str:
-    """Text of several lines, everything else that is not printable escaped."""
+def _escape_lines(text: str) -> str:
+    """Escape the control characters of a text, except line ends."""
     return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
-def fail(command: str, words: str) -> None:
-    """The one line of an error."""
-    said = " ".join(words.split())
-    console_of(stderr=True).print(
-        styled((f"{command}: ", "bold red"), said),
+def print_error(command: str, message: str) -> None:
+    """Print an error on one line of standard error."""
+    build_console(stderr=True).print(
+        style_text((f"{command}: ", "bold red"), " ".join(message.split())),
         soft_wrap=True,
         no_wrap=True,
         overflow="ignore",
@@ -159,18 +178,20 @@ def fail(command: str, words: str) -> None:
     )
 
 
-def plain(thing: Any) -> Any:
-    """What JSON can hold: NaN becomes null, an infinity the text that Python's float and JavaScript's Number read.
+def to_json(value: Any) -> Any:
+    """Convert a value to one that JSON can hold.
 
-    >>> plain({"weights": (0.5, math.nan), "shift": -math.inf})
+    NaN becomes null, and an infinity the text that Python's float and JavaScript's Number parse.
+
+    >>> to_json({"weights": (0.5, math.nan), "shift": -math.inf})
     {'weights': [0.5, None], 'shift': '-Infinity'}
     """
-    if isinstance(thing, dict):
-        return {str(name): plain(each) for name, each in thing.items()}
-    if isinstance(thing, list | tuple):
-        return [plain(each) for each in thing]
-    if hasattr(thing, "tolist"):
-        return plain(thing.tolist())
-    if isinstance(thing, float) and not math.isfinite(thing):
-        return None if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
-    return thing if isinstance(thing, bool | int | float | str | None) else str(thing)
+    if isinstance(value, dict):
+        return {str(name): to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,4 +1,4 @@
-"""`regard profile`: what attention of one size costs on this machine, by each way there is, and why."""
+"""`regard profile`: time attention of one size on this machine in several variants, and explain the differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.cli.output import NUMBER, Out, styled
+from regard.cli.output import NUMBER_STYLE, Printer, style_text
 from regard.core.attention import attention
 from regard.errors import ArgumentError
 from regard.learn.cost import fit_exponent
@@ -20,14 +20,14 @@ from regard.masks import Mask, causal, document, padding, sliding_window
 from regard.measures import Coarse, Distance, Entropy, Received
 from regard.render.table import format_bytes, format_seconds
 
-# Beyond this the ways that store weights or a mask are not tried: they hold a few of their size at once.
-STORED_BYTES = 1 << 29
-BARE, OURS = "F.scaled_dot_product_attention", "A @ value"
+# Variants that store more weights, or a larger mask, than this are skipped: they hold several copies at once.
+MAX_STORED_BYTES = 1 << 29
+SDPA, LAZY = "F.scaled_dot_product_attention", "A @ value"
 
 
 @dataclass(frozen=True)
-class Size:
-    """The attention that is asked about."""
+class ProfileSize:
+    """The sizes, mask and dtype to profile."""
 
     batch: int
     heads: int
@@ -40,243 +40,242 @@ class Size:
     dtype: str
 
     @property
-    def entries(self) -> int:
-        """The weights of all heads."""
+    def num_weights(self) -> int:
+        """Number of attention weights of all heads."""
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
-class Way(NamedTuple):
-    """One way to the output: its name, which kernel it takes, and a call."""
+class Variant(NamedTuple):
+    """One way to compute the output: its name, its kernel, and a function that runs it."""
 
     name: str
     kernel: str
     call: Callable[[], object]
 
 
-def profile(out: Out, sizes: list[Size], rounds: int) -> int:
-    """Measure and print, for each size."""
-    for each in sizes:
-        _check(each)
+def profile(printer: Printer, sizes: list[ProfileSize], rounds: int) -> int:
+    """Time each size and print the results.
+
+    Args:
+        printer: Prints the result.
+        sizes: Sizes to profile.
+        rounds: Number of timings of each variant.
+
+    Returns:
+        The exit code.
+    """
+    for size in sizes:
+        _check_size(size)
     try:
         import torch
     except ImportError as error:
         raise ImportError("profile: torch is not installed. pip install 'regard[torch]'") from error
     records = []
     machine = {"torch": torch.__version__, "device": "cpu", "threads": torch.get_num_threads()}
-    for each in sizes:
-        record = asdict(each) | _measured(out, each, rounds)
+    for size in sizes:
+        record = asdict(size) | _time_variants(printer, size, rounds)
         records.append(record)
-        _print(out, each, record, machine)
-    growth = _growth(records)
-    for name, exponent in growth.items():
-        out.say(styled(f"{name} grows as ", (f"n^{exponent:.2f}", NUMBER)))
-    out.record({"machine": machine, "rounds": rounds, "sizes": records, "grows_as": growth})
+        _print_size(printer, size, record, machine)
+    exponents = _fit_exponents(records)
+    for name, exponent in exponents.items():
+        printer.print(style_text(f"{name} grows as ", (f"n^{exponent:.2f}", NUMBER_STYLE)))
+    printer.record({"machine": machine, "rounds": rounds, "sizes": records, "growth_exponents": exponents})
     return 0
 
 
-def mask_of(size: Size) -> tuple[Mask | None, float]:
-    """The mask that was asked for, as the library has it, and the share of the pairs that it lets through.
+def parse_mask(size: ProfileSize) -> tuple[Mask | None, float]:
+    """Return the mask of a size, and the share of the pairs that it leaves visible.
 
-    >>> mask_of(Size(1, 8, 8, 4, 4, 64, 64, "window:2", "float32"))
+    >>> parse_mask(ProfileSize(1, 8, 8, 4, 4, 64, 64, "window:2", "float32"))
     (causal() & sliding_window(2), 0.4375)
     """
     kind, _, count = size.mask.partition(":")
     square = size.q_len == size.kv_len
     align: Any = None if square else "lower_right"
     number = int(count) if count.isdecimal() else 0
-    ends = np.arange(size.kv_len - size.q_len, size.kv_len) + 1  # the keys up to each query's own place
+    ends = np.arange(size.kv_len - size.q_len, size.kv_len) + 1  # the keys up to each query's own position
     mask: Mask | None
     if size.mask == "none":
-        mask, seen = None, np.full_like(ends, size.kv_len)
+        mask, visible = None, np.full_like(ends, size.kv_len)
     elif size.mask == "causal":
-        mask, seen = causal(align), ends
+        mask, visible = causal(align), ends
     elif kind == "window" and 1 <= number <= size.kv_len:
         mask = causal(align) & (sliding_window(number) if square else sliding_window(number, align=align))
-        seen = np.minimum(ends, number)
+        visible = np.minimum(ends, number)
     elif kind == "padding" and 1 <= number < size.kv_len:
-        mask, seen = padding(size.kv_len - number), np.full_like(ends, size.kv_len - number)
+        mask, visible = padding(size.kv_len - number), np.full_like(ends, size.kv_len - number)
     elif kind == "documents" and square and 1 <= number <= size.kv_len:
         ids = np.arange(size.kv_len) * number // size.kv_len
-        mask, seen = causal() & document(ids), ends - np.searchsorted(ids, ids)
+        mask, visible = causal() & document(ids), ends - np.searchsorted(ids, ids)
     else:
         raise ArgumentError(
             "profile",
             received=f"--mask {size.mask} for {size.q_len:,} queries and {size.kv_len:,} keys",
             expected="none, causal, window:N, padding:N, or, with as many queries as keys, documents:N",
-            hint="N counts tokens or documents, as in --mask window:256; there are no more than tokens.",
+            hint="N is a number of tokens or documents, at most the number of keys, e.g. --mask window:256.",
         )
-    return mask, float(seen.mean()) / size.kv_len
+    return mask, float(visible.mean()) / size.kv_len
 
 
-def _check(size: Size) -> None:
-    mask_of(size)  # refuses what is none
+def _check_size(size: ProfileSize) -> None:
+    parse_mask(size)
     if size.heads % size.kv_heads or size.q_len > size.kv_len:
         raise ArgumentError(
             "profile",
-            received=f"{size.heads} heads with {size.kv_heads} of keys, {size.q_len:,} queries on {size.kv_len:,} keys",
-            expected="heads divisible by those of keys, and no more queries than keys",
-            hint="As in --heads 32 --kv-heads 8 --queries 1.",
+            received=f"{size.heads} heads with {size.kv_heads} key/value heads, "
+            f"{size.q_len:,} queries on {size.kv_len:,} keys",
+            expected="heads divisible by the key/value heads, and no more queries than keys",
+            hint="Example: --heads 32 --kv-heads 8 --queries 1.",
         )
 
 
-def _measured(out: Out, size: Size, rounds: int) -> dict[str, Any]:
-    """Each way in turn, round after round: medians and the middle half of the times, and the most memory."""
+def _time_variants(printer: Printer, size: ProfileSize, rounds: int) -> dict[str, Any]:
+    """Time the variants in turn, round after round, and measure their peak memory."""
     import torch
 
-    ways, facts = _ways(torch, size)
-    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    variants, facts = _build_variants(torch, size)
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     memory: dict[str, int | None] = {}
-    words = f"Timing {size.kv_len:,} tokens, {len(ways)} ways, {rounds} rounds"
-    with out.busy(words, len(ways) * (rounds + 1)) as step, torch.no_grad():
-        for way in ways:  # once to warm up, watched for its memory
-            memory[way.name] = _peak(way.call)
-            step()
+    description = f"Timing {size.kv_len:,} tokens, {len(variants)} variants, {rounds} rounds"
+    with printer.progress(description, len(variants) * (rounds + 1)) as advance, torch.no_grad():
+        for variant in variants:  # the warm-up call measures the memory
+            memory[variant.name] = _measure_peak(variant.call)
+            advance()
         for _ in range(rounds):
-            for way in ways:
-                begin = time.perf_counter()
-                way.call()
-                times[way.name].append(time.perf_counter() - begin)
-                step()
+            for variant in variants:
+                start = time.perf_counter()
+                variant.call()
+                times[variant.name].append(time.perf_counter() - start)
+                advance()
     rows = []
-    for way in ways:
-        spent = sorted(times[way.name])
-        quarter = len(spent) // 4
+    for variant in variants:
+        ordered = sorted(times[variant.name])
+        quarter = len(ordered) // 4
         rows.append(
             {
-                "way": way.name,
-                "kernel": way.kernel,
-                "median_seconds": statistics.median(spent),
-                "middle_half_seconds": [spent[quarter], spent[-1 - quarter]],
-                "peak_bytes": memory[way.name],
+                "name": variant.name,
+                "kernel": variant.kernel,
+                "median_seconds": statistics.median(ordered),
+                "quartile_seconds": [ordered[quarter], ordered[-1 - quarter]],
+                "peak_bytes": memory[variant.name],
             }
         )
-    return facts | {"ways": rows, "said": _said(size, facts, rows)}
+    return facts | {"variants": rows, "notes": _explain_times(size, facts, rows)}
 
 
-def _ways(torch: Any, size: Size) -> tuple[list[Way], dict[str, Any]]:
-    """The ways there are to the output of this size, and what is known of it before anything is timed."""
+def _build_variants(torch: Any, size: ProfileSize) -> tuple[list[Variant], dict[str, Any]]:
+    """Build the variants for a size, and the facts that are known before anything is timed."""
     from regard.engines.torch_kernels import find_sdpa_backend
 
     torch.manual_seed(0)
-    number = getattr(torch, size.dtype)
-    query = torch.randn(size.batch, size.heads, size.q_len, size.head_dim).to(number)
-    key = torch.randn(size.batch, size.kv_heads, size.kv_len, size.head_dim).to(number)
-    value = torch.randn(size.batch, size.kv_heads, size.kv_len, size.value_dim).to(number)
-    (mask, seen), gqa = mask_of(size), size.kv_heads != size.heads
+    dtype = getattr(torch, size.dtype)
+    query = torch.randn(size.batch, size.heads, size.q_len, size.head_dim).to(dtype)
+    key = torch.randn(size.batch, size.kv_heads, size.kv_len, size.head_dim).to(dtype)
+    value = torch.randn(size.batch, size.kv_heads, size.kv_len, size.value_dim).to(dtype)
+    (mask, visible), gqa = parse_mask(size), size.kv_heads != size.heads
     A = attention(query, key, mask=mask, enable_gqa=gqa)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    flag = size.mask == "causal" and size.q_len == size.kv_len
-    tensor = mask is not None and not flag
-    fits = not tensor or size.q_len * size.kv_len <= STORED_BYTES
-    dense = (
-        torch.from_numpy(mask.to_dense(size.q_len, size.kv_len))
-        if mask is not None and tensor and fits
-        else None
-    )
-    options = {"attn_mask": dense, "is_causal": flag, "enable_gqa": gqa}
-    bare = find_sdpa_backend(query, key, value, dense, 0.0, flag, None, gqa)
-    how = (
-        "is_causal=True"
-        if flag
-        else "no mask"
-        if dense is None
-        else f"attn_mask {size.q_len} × {size.kv_len}"
-    )
+    is_causal = size.mask == "causal" and size.q_len == size.kv_len
+    needs_tensor = mask is not None and not is_causal
+    fits = not needs_tensor or size.q_len * size.kv_len <= MAX_STORED_BYTES
+    mask_tensor = None
+    if mask is not None and needs_tensor and fits:
+        mask_tensor = torch.from_numpy(mask.to_dense(size.q_len, size.kv_len))
+    options = {"attn_mask": mask_tensor, "is_causal": is_causal, "enable_gqa": gqa}
+    sdpa_kernel = find_sdpa_backend(query, key, value, mask_tensor, 0.0, is_causal, None, gqa)
+    argument = "no mask"
+    if is_causal:
+        argument = "is_causal=True"
+    elif mask_tensor is not None:
+        argument = f"attn_mask {size.q_len} × {size.kv_len}"
     measures = Entropy(), Received(), Distance("lower_right"), Coarse(min(64, size.q_len, size.kv_len))
     plan = A.plan(*measures)
-    A @ value  # then its kernel is known
+    A @ value  # A.kernel is known after the product
 
-    def measured() -> object:
+    def run_measured() -> object:
         fresh = attention(query, key, mask=mask, enable_gqa=gqa)
         return fresh @ value, fresh.measure(*measures)
 
-    def stored() -> object:
+    def run_stored() -> object:
         groups = size.heads // size.kv_heads
         k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
         scores = query @ k.mT * size.head_dim**-0.5
-        hidden = dense
-        if flag:
-            hidden = torch.ones(size.q_len, size.kv_len, dtype=torch.bool).tril()
-        if hidden is not None:
-            scores = scores.masked_fill(~hidden, -torch.inf)
+        visible = mask_tensor
+        if is_causal:
+            visible = torch.ones(size.q_len, size.kv_len, dtype=torch.bool).tril()
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
         return scores.softmax(-1) @ v
 
-    ways = [
-        Way(BARE, f"torch: {bare}, {how}", lambda: sdpa(query, key, value, **options)),
-        Way(OURS, A.kernel, lambda: attention(query, key, mask=mask, enable_gqa=gqa) @ value),
-        Way("A @ value and four measures", plan.replace("\n", "; "), measured),
+    variants = [
+        Variant(SDPA, f"torch: {sdpa_kernel}, {argument}", lambda: sdpa(query, key, value, **options)),
+        Variant(LAZY, A.kernel, lambda: attention(query, key, mask=mask, enable_gqa=gqa) @ value),
+        Variant("A @ value and four measures", plan.replace("\n", "; "), run_measured),
     ]
-    weights = size.entries * query.element_size()
+    weight_bytes = size.num_weights * query.element_size()
     if not fits:
-        del ways[0]
-    if weights <= STORED_BYTES:
-        ways.append(Way("softmax(scores) @ value", "one call for each step, weights stored", stored))
-    return ways, {"matrix_bytes": weights, "seen": seen}
+        del variants[0]
+    if weight_bytes <= MAX_STORED_BYTES:
+        kernel = "one call for each step, weights stored"
+        variants.append(Variant("softmax(scores) @ value", kernel, run_stored))
+    return variants, {"matrix_bytes": weight_bytes, "visible_share": visible}
 
 
-def _said(size: Size, facts: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """What explains the numbers, and what could be done."""
-    said, found = [], {row["way"]: row for row in rows}
-    if BARE not in found:
-        return [
-            f"As a tensor the mask alone would take {format_bytes(size.q_len * size.kv_len)}; "
-            "the bare call was not tried."
-        ]
-    bare, ours = found[BARE], found[OURS]
-    if "math" in bare["kernel"]:
-        why = "Its conditions are not met here"
+def _explain_times(size: ProfileSize, facts: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return notes that explain the times, and what to try."""
+    notes, by_name = [], {row["name"]: row for row in rows}
+    if SDPA not in by_name:
+        mask_bytes = format_bytes(size.q_len * size.kv_len)
+        return [f"{SDPA} was skipped: its mask tensor alone would take {mask_bytes}."]
+    sdpa, lazy = by_name[SDPA], by_name[LAZY]
+    if "math" in sdpa["kernel"]:
+        reason = "The conditions of the fused kernel are not met here"
         if size.value_dim != size.head_dim:
-            why = f"The fused one wants value_dim {size.value_dim} to be head_dim {size.head_dim}"
-        said.append(f"The bare call takes the math kernel, which stores all weights. {why}.")
-    elif "attn_mask" in bare["kernel"] and facts["seen"] < 1:
-        said.append(
-            f"The mask lets {facts['seen']:.1%} of the pairs through. As a tensor it is read for every pair and "
-            "saves nothing; as regard's mask, empty blocks are never computed."
+            reason = f"The fused kernel requires value_dim {size.value_dim} to equal head_dim {size.head_dim}"
+        notes.append(f"{SDPA} uses the math kernel, which stores all weights. {reason}.")
+    elif "attn_mask" in sdpa["kernel"] and facts["visible_share"] < 1:
+        notes.append(
+            f"The mask leaves {facts['visible_share']:.1%} of the pairs visible. As a tensor it is read for every pair "
+            "and saves nothing; with regard's mask, empty blocks are skipped."
         )
-    ratio = ours["median_seconds"] / bare["median_seconds"]
+    ratio = lazy["median_seconds"] / sdpa["median_seconds"]
     if ratio < 0.8:
-        said.append(f"{OURS} takes {ratio:.2f} of the bare call's time.")
+        notes.append(f"{LAZY} takes {ratio:.2f} of the time of {SDPA}.")
     if size.dtype in ("float16", "bfloat16"):
-        said.append(
-            f"{size.dtype} halves the memory; whether it is faster depends on the processor: try --dtype float32."
+        notes.append(
+            f"{size.dtype} halves the memory. Whether it is faster depends on the processor: try --dtype float32."
         )
-    return said
+    return notes
 
 
-def _peak(call: Callable[[], object]) -> int | None:
-    """The most bytes a call held beyond those before it, by the kernel's own mark of the process; None elsewhere."""
+def _measure_peak(call: Callable[[], object]) -> int | None:
+    """Return the peak memory of a call beyond what the process held before; None if the system does not report it."""
     try:
-        # What was freed is given back first, or it would be used again unseen.
+        # Freed memory is returned to the system first; otherwise its reuse would not be counted.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
-        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _read_status("VmRSS")
         call()
-        return max(0, _status("VmHWM") - before)
-    except (AttributeError, OSError):  # another C library, another system
+        return max(0, _read_status("VmHWM") - before)
+    except (AttributeError, OSError):  # not Linux with glibc
         call()
         return None
 
 
-def _status(name: str) -> int:
+def _read_status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _growth(records: list[dict[str, Any]]) -> dict[str, float]:
-    """The exponent of each way's time over the lengths, where there are several."""
-    lengths = [record["kv_len"] for record in records]
-    if len(set(lengths)) < 2:
+def _fit_exponents(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Fit the exponent of each variant's time over the lengths, if there are several."""
+    if len({record["kv_len"] for record in records}) < 2:
         return {}
-    names = [row["way"] for row in records[0]["ways"]]
-    times = {
-        name: [
-            (record["kv_len"], row["median_seconds"])
-            for record in records
-            for row in record["ways"]
-            if row["way"] == name
-        ]
-        for name in names
-    }
+    times: dict[str, list[tuple[int, float]]] = {row["name"]: [] for row in records[0]["variants"]}
+    for record in records:
+        for row in record["variants"]:
+            if row["name"] in times:
+                times[row["name"]].append((record["kv_len"], row["median_seconds"]))
     return {
         name: fit_exponent(*zip(*pairs, strict=True))
         for name, pairs in times.items()
@@ -284,36 +283,36 @@ def _growth(records: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _print(out: Out, size: Size, record: dict[str, Any], machine: dict[str, Any]) -> None:
-    heads = f"{size.heads}" + (f" ({size.kv_heads} of keys)" if size.kv_heads != size.heads else "")
+def _print_size(printer: Printer, size: ProfileSize, record: dict[str, Any], machine: dict[str, Any]) -> None:
+    heads = f"{size.heads}" + (f" ({size.kv_heads} key/value)" if size.kv_heads != size.heads else "")
     shape = f"batch {size.batch}, heads {heads}, {size.q_len:,} × {size.kv_len:,}, head_dim {size.head_dim}"
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     rest = f", {size.dtype}, mask {size.mask}; torch {machine['torch']}, {threads}"
-    out.say(styled((shape, "bold"), rest))
-    out.say(
-        f"If it were stored, the matrix would take {format_bytes(record['matrix_bytes'])}; "
-        f"{record['seen']:.1%} of its pairs are seen."
+    printer.print(style_text((shape, "bold"), rest))
+    printer.print(
+        f"The whole matrix would take {format_bytes(record['matrix_bytes'])}; "
+        f"{record['visible_share']:.1%} of its pairs are visible."
     )
-    out.say()
-    first = record["ways"][0]["median_seconds"]
+    printer.print()
+    first = record["variants"][0]["median_seconds"]
     rows, kernels = [], []
-    for row in record["ways"]:
-        low, high = row["middle_half_seconds"]
+    for row in record["variants"]:
+        low, high = row["quartile_seconds"]
         rows.append(
             [
-                row["way"],
+                row["name"],
                 format_seconds(row["median_seconds"]),
                 f"{format_seconds(low)} … {format_seconds(high)}",
                 f"{row['median_seconds'] / first:.2f}×",
                 "–" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
             ]
         )
-        kernels.append([row["way"], row["kernel"]])
-    names = ["median", "middle half", "of the first", "memory"]
-    out.table(["", *names], rows, bold="median", right=names)
-    out.say()
-    out.table(["", "kernel"], kernels)
-    for line in record["said"]:
-        out.say()
-        out.say(line)
-    out.say()
+        kernels.append([row["name"], row["kernel"]])
+    names = ["median", "quartiles", "ratio", "peak memory"]
+    printer.table(["", *names], rows, bold="median", right=names)
+    printer.print()
+    printer.table(["", "kernel"], kernels)
+    for note in record["notes"]:
+        printer.print()
+        printer.print(note)
+    printer.print()

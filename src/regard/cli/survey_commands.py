@@ -1,4 +1,4 @@
-"""`regard survey` and `regard report`: a model over a corpus, and what came of it."""
+"""`regard survey` and `regard report`: run a model over a corpus, and write the page of the result."""
 
 from __future__ import annotations
 
@@ -7,102 +7,152 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBar
 
-from regard.cli.explain_commands import written
-from regard.cli.output import NUMBER, Out, console_of, styled
+from regard.cli.output import NUMBER_STYLE, Printer, build_console, style_text
+from regard.cli.page_files import check_output, save_page
 from regard.render.text import escape_unprintable
 
-SHOWN = 5  # of the documents that were set aside
-STOPPED = 130  # as a shell tells of an interrupt
+if TYPE_CHECKING:
+    from regard.survey import Progress
+
+# Quarantined documents that are printed.
+MAX_QUARANTINED = 5
+INTERRUPTED = 130
 
 
-def survey(out: Out, model: str, corpus: str, folder: Path, options: dict[str, Any]) -> int:
-    """Run a survey, or resume one."""
+def survey(printer: Printer, model: str, corpus: str, output: Path, options: dict[str, Any]) -> int:
+    """Run or resume a survey.
+
+    Args:
+        printer: Prints the result.
+        model: A folder, a name on the Hub, or `module:function`.
+        corpus: A file, directory or pattern.
+        output: Directory to write to.
+        options: Further arguments of `regard.survey.run`.
+
+    Returns:
+        The exit code.
+    """
     from regard.survey import run
 
     notes: list[str] = []
     start = time.perf_counter()
     try:
-        with _display(out, model, notes) as shown, _quiet():
-            made = run(model, corpus, folder, progress=shown, **options)
+        with _show_progress(printer, model, notes) as progress, _silence_logging():
+            result = run(model, corpus, output, progress=progress, **options)
     except KeyboardInterrupt:
-        out.note(f"Stopped. The same command goes on where it stopped; what is committed is in {folder}.")
-        return STOPPED
+        printer.warn(
+            f"Interrupted. Run the same command again to resume; committed shards are kept in {output}."
+        )
+        return INTERRUPTED
     seconds = time.perf_counter() - start
-    aside = made.quarantined
-    record = {"model": made.settings["model"]["name"], "corpus": corpus, "out": str(folder)}
-    record |= {"documents": made.documents, "tokens": made.tokens, "layers": made.settings["layers"]}
-    record |= {"heads": sum(made.settings["heads"]), "shards": made.settings["shards"]}
-    record |= {"quarantined": len(aside), "notes": notes, "seconds": seconds}
-    out.record(record)
-    out.say(
-        styled(
-            (made.settings["model"]["name"], "bold"), ": ", (f"{made.documents:,}", NUMBER), " documents, ",
-            (f"{made.tokens:,}", NUMBER), " tokens, ", (f"{sum(made.settings['heads']):,}", NUMBER),
-            f" heads, {duration(seconds)}: {folder}",
+    name, heads, quarantined = (
+        result.settings["model"]["name"],
+        sum(result.settings["heads"]),
+        result.quarantined,
+    )
+    printer.record(
+        {
+            "model": name,
+            "corpus": corpus,
+            "output": str(output),
+            "documents": result.documents,
+            "tokens": result.tokens,
+            "layers": result.settings["layers"],
+            "heads": heads,
+            "shards": result.settings["shards"],
+            "quarantined": len(quarantined),
+            "notes": notes,
+            "seconds": seconds,
+        }
+    )
+    printer.print(
+        style_text(
+            (name, "bold"), ": ", (f"{result.documents:,}", NUMBER_STYLE), " documents, ",
+            (f"{result.tokens:,}", NUMBER_STYLE), " tokens, ", (f"{heads:,}", NUMBER_STYLE),
+            f" heads, {format_duration(seconds)}: {output}",
         )
     )  # fmt: skip
-    for each in aside[:SHOWN]:
-        out.say(styled(("set aside: ", "yellow"), f"{each['document']} ({each['kind']}: {each['reason']})"))
-    if len(aside) > SHOWN:
-        out.say(f"… and {len(aside) - SHOWN:,} more: regard.survey.open(…).quarantined", "dim")
-    out.say(f"regard report {folder} makes the page of it.", "dim")
+    for document in quarantined[:MAX_QUARANTINED]:
+        problem = f"{document['document']} ({document['kind']}: {document['reason']})"
+        printer.print(style_text(("quarantined: ", "yellow"), problem))
+    if len(quarantined) > MAX_QUARANTINED:
+        more = len(quarantined) - MAX_QUARANTINED
+        printer.print(f"… and {more:,} more: see regard.survey.open({str(output)!r}).quarantined", "dim")
+    printer.print(f"To write the report: regard report {output}", "dim")
     return 0
 
 
-def report(out: Out, folder: Path, output: Path, show: bool) -> int:
-    """Write the page of a survey."""
-    from regard.survey import open as open_survey
-    from regard.survey.report import Report
+def report(printer: Printer, folder: Path, output: Path, show: bool) -> int:
+    """Write the page of a survey.
 
-    with out.busy(f"Reading {folder.name}"):
-        made = Report(open_survey(folder))
-        page = made.page()
-    out.say(made.answer())
-    for behaviour in made.behaviours:
-        out.say(styled(f"  {behaviour.name}: ", (f"{len(behaviour.heads):,}", NUMBER)))
-    written(out, page, output, show, made.summary)
+    Args:
+        printer: Prints the result.
+        folder: Directory of the survey.
+        output: File to write.
+        show: Open the page in a browser.
+
+    Returns:
+        The exit code.
+    """
+    check_output(output, "report")
+    from regard.survey import open as open_survey
+    from regard.survey.report import SurveyReport
+
+    with printer.progress(f"Reading {folder.name}"):
+        result = SurveyReport(open_survey(folder))
+        page = result.page()
+    printer.print(result.answer())
+    for behaviour in result.behaviours:
+        printer.print(style_text(f"  {behaviour.name}: ", (f"{len(behaviour.heads):,}", NUMBER_STYLE)))
+    save_page(printer, page, output, show, result.summary)
     return 0
 
 
 @contextmanager
-def _display(out: Out, model: str, notes: list[str]) -> Iterator[Callable[[Any], None]]:
-    """A line that tells how far it is, in a terminal; notes stay, above it."""
-    where = console_of(stderr=True)
-    shown = where.is_terminal and out.for_people
+def _show_progress(printer: Printer, model: str, notes: list[str]) -> Iterator[Callable[[Progress], None]]:
+    """Show a progress line in a terminal, with notes above it; yield the callback, which also collects the notes."""
+    console = build_console(stderr=True)
+    visible = console.is_terminal and printer.as_text
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
-    with Progress(*columns, console=where, transient=True, disable=not shown) as bar:
-        task = bar.add_task(escape_unprintable(f"Opening {Path(model).name}"), total=None)
+    with ProgressBar(*columns, console=console, transient=True, disable=not visible) as bar:
+        task = bar.add_task(escape_unprintable(f"Loading {Path(model).name}"), total=None)
 
-        def tell(progress: Any) -> None:
+        def update(progress: Progress) -> None:
             if progress.note:
                 notes.append(progress.note)
-                bar.console.print(styled((f"note: {progress.note}", "yellow")), soft_wrap=True)
-            bar.update(task, description=words(progress), completed=progress.shards, total=progress.of)
+                bar.console.print(style_text((f"warning: {progress.note}", "yellow")), soft_wrap=True)
+            description = format_progress(progress)
+            bar.update(task, description=description, completed=progress.shards, total=progress.total_shards)
 
-        yield tell
+        yield update
 
 
-def words(progress: Any) -> str:
-    """How far a survey is, in a line.
+def format_progress(progress: Progress) -> str:
+    """Format the progress of a survey on one line.
 
     >>> from regard.survey import Progress
-    >>> words(Progress(1234, 56789, 2, 3, 40, 8.0, 7098.6, 98.7))
-    '1,234 documents, 56,789 tokens (7,099/s), 2 set aside, 1:39 left'
+    >>> format_progress(Progress(1234, 56789, 2, 3, 40, 8.0, 7098.6, 98.7))
+    '1,234 documents, 56,789 tokens (7,099/s), 2 quarantined, 1:39 left'
     """
-    parts = [f"{progress.documents:,} documents", f"{progress.tokens:,} tokens ({progress.rate:,.0f}/s)"]
-    parts += [f"{progress.quarantined:,} set aside"]
-    parts += [] if progress.left is None else [f"{duration(progress.left)} left"]
+    parts = [
+        f"{progress.documents:,} documents",
+        f"{progress.tokens:,} tokens ({progress.tokens_per_second:,.0f}/s)",
+        f"{progress.quarantined:,} quarantined",
+    ]
+    if progress.remaining is not None:
+        parts.append(f"{format_duration(progress.remaining)} left")
     return ", ".join(parts)
 
 
-def duration(seconds: float) -> str:
-    """A time as a clock shows it.
+def format_duration(seconds: float) -> str:
+    """Format a duration as minutes and seconds, with hours if there are any.
 
-    >>> duration(8.4), duration(98.7), duration(3725)
+    >>> format_duration(8.4), format_duration(98.7), format_duration(3725)
     ('0:08', '1:39', '1:02:05')
     """
     minutes, rest = divmod(round(seconds), 60)
@@ -111,11 +161,11 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Notes are shown here; where nobody listens, logging would say them again."""
-    log, handler = logging.getLogger("regard.survey"), logging.NullHandler()
-    log.addHandler(handler)
+def _silence_logging() -> Iterator[None]:
+    """Keep logging from printing the notes of a survey a second time."""
+    logger, handler = logging.getLogger("regard.survey"), logging.NullHandler()
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        log.removeHandler(handler)
+        logger.removeHandler(handler)

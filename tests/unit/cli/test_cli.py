@@ -1,4 +1,4 @@
-"""The command line: what it prints, for people and for scripts, with which exit codes, and what it refuses."""
+"""The command line: its output for people and for scripts, its exit codes and its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 
 import regard
 from regard.cli import main
-from regard.cli.model_commands import BY
+from regard.cli.model_commands import COLUMNS
 from regard.learn import cat
 
 ROOT = Path(__file__).parents[3]
@@ -30,52 +30,58 @@ INDUCTION = "examples.induction:load"
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command line in this process: exit code, standard output, standard error."""
+    """Runs a command line in this process, checks its exit code, and returns standard output and standard error."""
 
     def run(*arguments, code=0):
-        assert main([str(each) for each in arguments]) == code
-        said = capsys.readouterr()
-        return said.out, said.err
+        assert main([str(argument) for argument in arguments]) == code
+        captured = capsys.readouterr()
+        return captured.out, captured.err
 
     return run
 
 
-def process(*arguments, **options):
-    """Runs it as a process of its own, as people do."""
+def run_process(*arguments, **options):
+    """Runs a command line in a process of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", "regard", *map(str, arguments)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, **options)
 
 
-# -- The commands as they are ---------------------------------------------------------------------------------
+# -- Commands -----------------------------------------------------------------------------------------------
 
 
-def test_help_is_short_and_tells_the_exit_codes(run):
+def test_help_is_short_and_lists_the_exit_codes(run):
     out, _ = run("--help")
-    assert run() == (out, "")  # alone it says the same
+    assert run() == (out, "")
     assert len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 100
-    assert "2 the question was wrong, 3 an extra is missing" in " ".join(out.split())
-    for command in ("explain", "explore", "look", "doctor", "heads", "profile"):
+    assert "2 usage error, 3 an extra is missing, 4 other failure." in " ".join(out.split())
+    for command in ("explain", "explore", "look", "doctor", "heads", "survey", "report", "profile"):
         own, _ = run(command, "-h")
-        assert f"For example: regard {command}" in own and "--json" in own
+        assert f"Example: regard {command}" in own and "--json" in own
+        assert max(map(len, own.splitlines())) <= 100
 
 
-def test_every_command_in_the_docs_is_one(run):
+@pytest.mark.parametrize("command", ["explore", "look", "survey", "report"])
+def test_commands_that_write_have_an_output_option(command, run):
+    assert re.search(r"-o, --output +(PAGE|DIR)", run(command, "-h")[0])
+
+
+def test_every_command_in_the_docs_exists(run):
     page = (ROOT / "docs" / "command-line.md").read_text()
     lines = [line.split("#")[0].split("|")[-1 if "| regard" in line else 0] for line in page.splitlines()]
     commands = [shlex.split(line) for line in lines if line.lstrip().startswith("regard ")]
     assert len(commands) > 10
     for _, command, *rest in commands:
-        words, _ = run(command, "--help")
-        for option in (each for each in rest if each.startswith("-") and each != "-"):
-            assert re.search(rf"(?<![\w-]){option}(?![\w-])", words), f"{command} {option}"
+        text, _ = run(command, "--help")
+        for option in (word for word in rest if word.startswith("-") and word != "-"):
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", text), f"{command} {option}"
 
 
 def test_version(run):
     assert run("--version") == (f"regard {regard.__version__}\n", "")
 
 
-def test_it_is_a_command_once_installed():
+def test_the_package_installs_the_command():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -83,7 +89,7 @@ def test_it_is_a_command_once_installed():
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_one_line_says_what_to_install(missing, run, monkeypatch):
+def test_a_missing_extra_is_named_in_one_line(missing, run, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else find(name))
     assert run("--help", code=3) == ("", f"regard: {missing} is not installed. pip install 'regard[cli]'\n")
@@ -99,18 +105,18 @@ def test_explain_prints_the_example(run):
     assert run("explain", "--query", "sat", "--causal")[0] == f"{A.explain(2, cat.V, cat.tokens)}\n"
 
 
-def test_explain_for_scripts_is_the_explanation(run):
+def test_explain_prints_json(run):
     out, err = run("explain", "--causal", "-q", "1", "--json")
     steps = regard.attention(cat.Q, cat.K, mask=regard.causal()).explain(1, cat.V, cat.tokens)
     record = json.loads(out)
     assert err == "" and record["title"] == steps.title and record["tokens"] == list(cat.tokens)
     for name in ("query", "raw_scores", "weights", "contributions", "output"):
         np.testing.assert_array_equal(record[name], getattr(steps, name))
-    assert [float(each) for each in record["scores"]] == steps.scores.tolist()
+    assert [float(score) for score in record["scores"]] == steps.scores.tolist()
     assert record["scores"][-1] == "-Infinity" and record["masks"] == ["causal()"]
 
 
-def test_explain_takes_a_file(run, tmp_path):
+def test_explain_reads_a_file(run, tmp_path):
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, 2, 3, 5, 4))
     mask = np.tril(np.ones((5, 5), bool))
@@ -126,7 +132,7 @@ def test_explain_takes_a_file(run, tmp_path):
     assert run("explain", tmp_path / "mine.json", "-q", "-1")[0] == f"{expected.explain(4)}\n"
 
 
-def test_what_is_in_a_file_is_shown_and_not_obeyed(run, tmp_path):
+def test_file_contents_are_escaped(run, tmp_path):
     tokens = ["[bold]x[/bold]", "\x1b[31mred", "line\nend", ":smile:"]
     (tmp_path / "mine.json").write_text(
         json.dumps({"query": np.eye(4).tolist(), "key": np.eye(4).tolist(), "tokens": tokens})
@@ -139,17 +145,19 @@ def test_what_is_in_a_file_is_shown_and_not_obeyed(run, tmp_path):
     assert "[bold]no[/bold]" in err and "\x1b" not in err and err.count("\n") == 1
 
 
-class Runs:
-    """What a pickled file can hold: reading it calls a function."""
+class CallsOnLoad:
+    """An object that calls a function when it is unpickled."""
 
     def __reduce__(self):
         return (pytest.fail, ("a pickled file was read",))
 
 
-def test_a_pickled_file_is_refused_unread(run, tmp_path):
-    np.savez(tmp_path / "mine.npz", query=np.array([Runs()], dtype=object), key=np.eye(2), allow_pickle=True)
+def test_a_pickled_file_is_not_loaded(run, tmp_path):
+    np.savez(
+        tmp_path / "mine.npz", query=np.array([CallsOnLoad()], dtype=object), key=np.eye(2), allow_pickle=True
+    )
     _, err = run("explain", tmp_path / "mine.npz", code=2)
-    assert "no NPZ of plain arrays, or pickled" in err
+    assert "not an NPZ file of plain arrays" in err
 
 
 # -- explore ------------------------------------------------------------------------------------------------
@@ -175,14 +183,14 @@ def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "own.html").as_uri()]
 
 
-def test_a_terminal_may_know_few_letters(tmp_path):
+def test_characters_outside_the_encoding_are_replaced(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "regard", "explore", "cost", "-o", tmp_path / "\u00e9\x1b[1m.html"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and r"?\x1b[1m.html" in done.stdout
 
 
-def test_explore_takes_a_file(run, tmp_path):
+def test_explore_reads_a_file(run, tmp_path):
     query, key = np.random.default_rng(1).normal(size=(2, 3, 4))
     np.savez(tmp_path / "mine.npz", query=query, key=key, tokens=["x", "y", "z"])
     run("explore", "heatmap", tmp_path / "mine.npz", "--causal", "-o", tmp_path / "page.html")
@@ -196,49 +204,49 @@ TEXT = ("--text", "abc")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["heds"], "regard: No such command 'heds'. Did you mean 'heads'? Try 'regard --help'."),
         (["--nonsense"], "regard: No such option: --nonsense"),
         (["look"], "regard look: Missing argument 'MODEL'"),
         (["explore", "nothing"], "'name': 'nothing' is not one of 'pipeline', 'heatmap'"),
         (["explain", "no.json"], "regard explain: received 'no.json' (No such file or directory)"),
-        (["explain", "bad.json"], "received 'bad.json' (no JSON: "),
+        (["explain", "bad.json"], "received 'bad.json' (not valid JSON: "),
         (["explain", "list.json"], "received 'list.json' with a list; expected query and key"),
         (["explain", "names.json"], "with query, keys; expected query and key"),
-        (["explain", "ragged.json"], "query in 'ragged.json' that is no array of numbers"),
-        (["explain", "mask.json"], "neither true and false nor the text causal"),
-        (["explain", "bad.npz"], "received 'bad.npz' (no NPZ of plain arrays"),
+        (["explain", "ragged.json"], "query in 'ragged.json', which is not an array of numbers"),
+        (["explain", "mask.json"], "which is neither boolean nor the text causal"),
+        (["explain", "bad.npz"], "received 'bad.npz' (not an NPZ file of plain arrays"),
         (["explain", "heads.json"], "query with shape (2, 1, 2); expected one head"),
         (["explain", "heads.json", "--head", "7"], "expected an index into the leading axes, here (2,)"),
-        (["explain", "--head", "1"], "Leave --head out: this is one head already."),
-        (["explore", "heatmap", "--head", "1"], "Leave --head out: this is one head already."),
-        (["explain", "-q", "dog"], "received --query dog, which names no query here"),
+        (["explain", "--head", "1"], "Omit --head: the arrays have one head already."),
+        (["explore", "heatmap", "--head", "1"], "Omit --head: the arrays have one head already."),
+        (["explain", "-q", "dog"], "received --query dog, which is not a token here"),
         (["explain", "-q", "9"], "received index 9 for axis 0; expected from -5 to 4"),
         (["explore", "code", "bad.json", "--causal"], "received 'bad.json'"),
-        (["explore", "code", "--causal"], "expected what that page shows: the example alone"),
+        (["explore", "code", "--causal"], "expected input that this page shows: no input but the built-in example"),
         (["explore", "scaling", "--causal"], "received mask for scaling"),
-        (["explore", "pipeline", "-o", "no/such/place.html"], "Make the folder first: mkdir -p no/such."),
+        (["explore", "pipeline", "-o", "no/such/place.html"], "Create the folder first: mkdir -p no/such."),
         (["explore", "pipeline", "-o", "."], "-o '.' (Is a directory); expected a file"),
         (["look", "./nowhere", *TEXT, "-o", "no/page.html"], "received -o 'no/page.html' (No such file"),
-        (["heads", INDUCTION], 'received no text; expected one text. Give --text "…", --file FILE'),
-        (["heads", INDUCTION, "--text", ""], "received an empty text; expected at least a word"),
-        (["heads", INDUCTION, "--file", "blank.txt"], "received 'blank.txt', which has no text in it"),
+        (["heads", INDUCTION], 'received no text; expected one text. Pass --text "…", --file FILE'),
+        (["heads", INDUCTION, "--text", ""], "received an empty text; expected at least one word"),
+        (["heads", INDUCTION, "--file", "blank.txt"], "received 'blank.txt', which is empty"),
         (["heads", INDUCTION, *TEXT, "--file", "x"], "received --text and --file"),
-        (["heads", INDUCTION, "--file", "latin.txt"], "received 'latin.txt', whose byte 1 is no UTF-8"),
+        (["heads", INDUCTION, "--file", "latin.txt"], "received 'latin.txt', which is not valid UTF-8 at byte 1"),
         (["heads", INDUCTION, *TEXT, "--by", "beauty"], "received --by beauty; expected one of layer, call, head"),
         (["heads", INDUCTION, *TEXT, "--csv", "--json"], "received --csv and --json"),
-        (["heads", INDUCTION, *TEXT, "--layers", "nobody"], "received layers with 'nobody'"),
+        (["heads", INDUCTION, *TEXT, "--layers", "absent"], "received layers with 'absent'"),
         (["heads", INDUCTION, "--text", "é"], "received a token with the id 195; expected ids below 128"),
         (["doctor", "./nowhere", *TEXT], "regard doctor: received './nowhere', which does not exist"),
         (["look", "pickled", *TEXT], "with pytorch_model.bin and no *.safetensors"),
         (["profile", "--mask", "windw:3"], "received --mask windw:3 for 2,048 queries"),
         (["profile", "--mask", "window:0"], "expected none, causal, window:N"),
-        (["profile", "--heads", "3", "--kv-heads", "2"], "received 3 heads with 2 of keys"),
+        (["profile", "--heads", "3", "--kv-heads", "2"], "received 3 heads with 2 key/value heads"),
         (["profile", "-n", "0"], "regard profile: Invalid value for '--length' / '-n'"),
     ],
 )  # fmt: skip
-def test_every_error_is_one_line(arguments, words, run, tmp_path, monkeypatch):
+def test_a_usage_error_is_one_line(arguments, message, run, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     files = {
         "bad.json": "{",
@@ -258,32 +266,34 @@ def test_every_error_is_one_line(arguments, words, run, tmp_path, monkeypatch):
     (tmp_path / "latin.txt").write_bytes("né".encode("latin1"))
     monkeypatch.chdir(tmp_path)
     out, err = run(*arguments, code=2)
-    assert out == "" and words in err
+    assert out == "" and message in err
     assert err.count("\n") == 1 and err.endswith("\n") and "Traceback" not in err
     assert err.startswith("regard")
 
 
-def test_what_was_not_foreseen_is_one_line_too_unless_the_rest_is_asked_for(run, monkeypatch):
-    def breaks(*_, **__):
+def test_an_unexpected_error_is_one_line_without_the_traceback_option(run, monkeypatch):
+    def fail(*_, **__):
         raise ZeroDivisionError("many\nlines")
 
-    monkeypatch.setattr("regard.cli.explain_commands.attention", breaks)
+    monkeypatch.setattr("regard.cli.explain_commands.attention", fail)
     _, err = run("explain", code=4)
-    assert err.count("\n") == 1 and "regard explain: ZeroDivisionError in test_cli.py, line " in err
+    assert (
+        err.count("\n") == 1 and "regard explain: unexpected ZeroDivisionError in test_cli.py, line " in err
+    )
     _, err = run("--traceback", "explain", code=4)
     assert "Traceback" in err and "many" in err
     monkeypatch.setenv("REGARD_TRACEBACK", "1")
     assert "Traceback" in run("explain", code=4)[1]
 
 
-def test_without_torch_one_line_says_what_to_install(run, monkeypatch):
+def test_missing_torch_is_named_in_one_line(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for command in (["heads", INDUCTION, *TEXT], ["profile"]):
         _, err = run(*command, code=3)
         assert err == f"regard {command[0]}: torch is not installed. pip install 'regard[torch]'\n"
 
 
-def test_without_transformers_one_line_says_what_to_install(run, monkeypatch, tmp_path):
+def test_missing_transformers_is_named_in_one_line(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("")
@@ -298,7 +308,7 @@ LINE = "abcde abcde abcde"
 
 @pytest.fixture(scope="module")
 def induction():
-    """The trained model that the repository holds, run on the line by hand."""
+    """The recording of the trained example model on the line."""
     torch = pytest.importorskip("torch")
     from examples.induction import load
 
@@ -308,20 +318,20 @@ def induction():
     return recording, ids
 
 
-def same(record, table):
-    """Rows of JSON against a table, in which NaN is null."""
-    return record == [{name: None if each != each else each for name, each in row.items()} for row in table]
+def equals(rows, table):
+    """Whether rows of JSON, in which NaN is null, equal a table."""
+    return rows == [{name: None if value != value else value for name, value in row.items()} for row in table]
 
 
-def test_heads_for_scripts_are_the_table(run, induction):
+def test_heads_prints_json(run, induction):
     recording, ids = induction
     out, err = run("heads", INDUCTION, "--text", LINE, "--json")
     record = json.loads(out)
-    assert same(record["heads"], recording.heads(ids)) and err == ""
+    assert equals(record["heads"], recording.heads(ids)) and err == ""
     assert (record["tokens"], record["layers"], record["model"]["class"]) == (len(LINE), 2, "Model")
-    assert list(BY) == [name for name in recording.heads(ids).columns if name != "module"]
+    assert list(COLUMNS) == [name for name in recording.heads(ids).columns if name != "module"]
     out, _ = run("heads", INDUCTION, "-t", LINE, "--json", "--by", "induction", "--top", "3")
-    assert same(json.loads(out)["heads"], recording.heads(ids).sort("induction")[:3])
+    assert equals(json.loads(out)["heads"], recording.heads(ids).sort("induction")[:3])
     out, _ = run(
         "heads", INDUCTION, "-t", LINE, "--json", "--by", "entropy", "--smallest", "--layers", "layers.1*"
     )
@@ -330,7 +340,7 @@ def test_heads_for_scripts_are_the_table(run, induction):
     assert [row["entropy"] for row in rows] == sorted(row["entropy"] for row in rows)
 
 
-def test_heads_as_csv_and_for_people(run, induction, tmp_path):
+def test_heads_prints_csv_and_text(run, induction, tmp_path):
     recording, ids = induction
     (tmp_path / "line.txt").write_text(LINE)
     out, err = run("heads", INDUCTION, "--file", tmp_path / "line.txt", "--csv")
@@ -340,7 +350,8 @@ def test_heads_as_csv_and_for_people(run, induction, tmp_path):
     out, err = run("heads", INDUCTION, "-t", LINE, "--by", "induction", "-n", "2")
     head, first, _, rest = out.splitlines()
     assert (
-        head.split()[:3] == ["layer", "head", "entropy"] and rest == "… and 6 more heads: --top, --by, --csv"
+        head.split()[:3] == ["layer", "head", "entropy"]
+        and rest == "… and 6 more heads: use --top, --by or --csv"
     )
     best = recording.heads(ids).sort("induction")
     assert first.split()[:2] == [str(best[0]["layer"]), str(best[0]["head"])]
@@ -376,16 +387,18 @@ def model():
 """
 
 
-def test_the_doctor_exits_with_1_where_something_is_wrong(tmp_path):
+def test_doctor_exits_with_1_on_an_error(tmp_path):
     (tmp_path / "faulty.py").write_text(FAULTY)
-    done = process("doctor", "faulty:model", "--file", "-", "--json", cwd=tmp_path, input="abcabc")
+    done = run_process("doctor", "faulty:model", "--file", "-", "--json", cwd=tmp_path, input="abcabc")
     record = json.loads(done.stdout)
     assert done.returncode == 1 and done.stderr == ""
     assert record["counts"]["error"] == 1
-    assert [each["kind"] for each in record["findings"] if each["severity"] == "error"] == ["dropout"]
+    assert [finding["kind"] for finding in record["findings"] if finding["severity"] == "error"] == [
+        "dropout"
+    ]
 
 
-def test_the_doctor_says_what_the_library_says(run, tmp_path, monkeypatch, induction):
+def test_doctor_prints_the_findings(run, tmp_path, monkeypatch, induction):
     recording, _ = induction
     out, _ = run("doctor", INDUCTION, "-t", LINE)
     assert out == f"{recording.diagnose(list(LINE))!r}\n" == "Nothing found in 2 layers, 8 heads.\n"
@@ -399,29 +412,28 @@ def test_the_doctor_says_what_the_library_says(run, tmp_path, monkeypatch, induc
     assert "  hint      Pass dropout_p=" in out
 
 
-def test_a_folder_is_read_and_what_is_cut_is_told(run, tmp_path):
+def test_a_truncated_text_is_reported(run, tmp_path):
     pytest.importorskip("transformers")
     from tests.helpers.model_folders import save_llama
 
     path = save_llama(tmp_path / "[bold]llama[/bold]")
-    run("--version")  # what saving said is read, and forgotten
+    run("--version")  # discards the output of saving
     out, err = run("heads", path, "-t", "x" * 100, "--json")
     record = json.loads(out)
     assert (record["tokens"], record["text_tokens"]) == (64, 100)
     assert (
-        err
-        == "note: The text has 100 tokens; the first 64 are read, as many as the model has positions for.\n"
+        err == "warning: The text has 100 tokens; truncated to the first 64 (the model's maximum length).\n"
     )
     assert record["model"]["name"] == str(path) and record["model"]["stored_dtype"] == "float32"
     _, err = run("heads", path, "-t", "x" * 100, "--max-tokens", "10")
-    assert "the first 10 are read, --max-tokens." in err
-    assert f"{path}: LlamaForCausalLM, " in err  # a name is no markup
+    assert "truncated to the first 10 (--max-tokens)." in err
+    assert f"{path}: LlamaForCausalLM, " in err  # not parsed as markup
 
 
 # -- profile ------------------------------------------------------------------------------------------------
 
 
-def test_profile_tells_kernels_times_and_memory(run):
+def test_profile_reports_kernels_times_and_memory(run):
     pytest.importorskip("torch")
     out, err = run(
         "profile", "-n", "64", "-n", "96", "--rounds", "2", "--heads", "2", "--mask", "window:8", "--json"
@@ -429,43 +441,48 @@ def test_profile_tells_kernels_times_and_memory(run):
     record = json.loads(out)
     assert err == "" and [size["kv_len"] for size in record["sizes"]] == [64, 96]
     for size in record["sizes"]:
-        bare, ours, measured, stored = size["ways"]
-        assert bare["way"] == "F.scaled_dot_product_attention" and "attn_mask" in bare["kernel"]
-        assert ours["kernel"].startswith("torch: flash on CPU") and "entropy" in measured["kernel"]
-        for way in (bare, ours, measured, stored):
-            low, high = way["middle_half_seconds"]
-            assert 0 < low <= way["median_seconds"] <= high
-    assert record["grows_as"].keys() == {way["way"] for way in record["sizes"][0]["ways"]}
+        sdpa, lazy, measured, stored = size["variants"]
+        assert sdpa["name"] == "F.scaled_dot_product_attention" and "attn_mask" in sdpa["kernel"]
+        assert lazy["kernel"].startswith("torch: flash on CPU") and "entropy" in measured["kernel"]
+        for variant in (sdpa, lazy, measured, stored):
+            low, high = variant["quartile_seconds"]
+            assert 0 < low <= variant["median_seconds"] <= high
+    assert record["growth_exponents"].keys() == {
+        variant["name"] for variant in record["sizes"][0]["variants"]
+    }
     out, _ = run("profile", "-n", "64", "--rounds", "1", "--value-dim", "32")
-    assert "math kernel, which stores all weights. The fused one wants value_dim 32 to be head_dim 64." in out
+    assert (
+        "math kernel, which stores all weights. The fused kernel requires value_dim 32 to equal head_dim 64."
+        in out
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 24])
 @pytest.mark.parametrize("mask", ["none", "causal", "window:5", "padding:7", "documents:4"])
-def test_the_share_that_a_mask_lets_through(mask, queries):
-    from regard.cli.profile_command import Size, mask_of
+def test_parse_mask_returns_the_visible_share(mask, queries):
+    from regard.cli.profile_command import ProfileSize, parse_mask
 
-    size = Size(1, 1, 1, queries, 24, 8, 8, mask, "float32")
+    size = ProfileSize(1, 1, 1, queries, 24, 8, 8, mask, "float32")
     if mask.startswith("documents") and queries != 24:
         with pytest.raises(regard.ArgumentError):
-            mask_of(size)
+            parse_mask(size)
         return
-    made, share = mask_of(size)
-    assert share == (1.0 if made is None else pytest.approx(made.to_dense(queries, 24).mean()))
+    parsed, share = parse_mask(size)
+    assert share == (1.0 if parsed is None else pytest.approx(parsed.to_dense(queries, 24).mean()))
 
 
-# -- As a process -------------------------------------------------------------------------------------------
+# -- Processes -------------------------------------------------------------------------------------------
 
 
-def test_as_a_process():
-    done = process("explain", "--query", "sat")
+def test_a_process_prints_the_same():
+    done = run_process("explain", "--query", "sat")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{regard.attention(cat.Q, cat.K).explain(2, cat.V, cat.tokens)}\n"
-    done = process("explain", "--query", "dog")
+    done = run_process("explain", "--query", "dog")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
 
 
-def test_help_needs_nothing_heavy():
+def test_help_imports_neither_torch_nor_transformers():
     code = "import sys, regard.cli; regard.cli.main(['-h']); print({'torch', 'transformers'} & sys.modules.keys())"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -473,7 +490,7 @@ def test_help_needs_nothing_heavy():
 
 
 @pytest.mark.parametrize("arguments", [["explain"], ["explain", "--json"]])
-def test_a_reader_may_stop_reading(arguments):
+def test_a_closed_pipe_is_no_error(arguments):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     reader, writer = os.pipe()
     os.close(reader)
@@ -483,15 +500,15 @@ def test_a_reader_may_stop_reading(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_it_can_be_interrupted(run, monkeypatch):
-    def interrupted(*_, **__):
+def test_an_interrupt_exits_with_130(run, monkeypatch):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("regard.cli.explain_commands.attention", interrupted)
+    monkeypatch.setattr("regard.cli.explain_commands.attention", interrupt)
     assert run("explain", code=130) == ("", "")
 
 
-def test_a_shell_can_complete_it():
+def test_shell_completion():
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_REGARD_COMPLETE": "complete_bash"}
     env |= {"COMP_WORDS": "regard explore he", "COMP_CWORD": "2"}
     code = "import sys; from regard.cli import main; sys.exit(main())"
@@ -499,16 +516,16 @@ def test_a_shell_can_complete_it():
     assert done.stdout.split() == ["heatmap"]
 
 
-def test_in_a_terminal_a_bar_is_shown_and_twenty_rows(tmp_path):
+def test_a_terminal_shows_a_progress_bar_and_twenty_rows(tmp_path):
     pytest.importorskip("torch")
     pty = pytest.importorskip("pty")
     (tmp_path / "wide.py").write_text(FAULTY.replace("(3, 2, 8)", "(3, 8, 2)") + "\n" + WIDE)
-    said = []
+    chunks = []
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "100"}
 
     def read(descriptor):
         data = os.read(descriptor, 1024)
-        said.append(data)
+        chunks.append(data)
         return data
 
     child, descriptor = pty.fork()
@@ -519,13 +536,13 @@ def test_in_a_terminal_a_bar_is_shown_and_twenty_rows(tmp_path):
         try:
             if not read(descriptor):
                 break
-        except OSError:  # how Linux tells that the other end is closed
+        except OSError:  # on Linux, the other end is closed
             break
     _, status = os.waitpid(child, 0)
-    text = b"".join(said).decode()
+    text = b"".join(chunks).decode()
     assert os.waitstatus_to_exitcode(status) == 0, text
-    assert "Opening wide:wide" in text and "Reading 6 tokens" in text and "\x1b[" in text
-    assert "… and 4 more heads: --top, --by, --csv" in text
+    assert "Loading wide:wide" in text and "Running 6 tokens" in text and "\x1b[" in text
+    assert "… and 4 more heads: use --top, --by or --csv" in text
 
 
 WIDE = """
