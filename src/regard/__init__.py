@@ -1,6 +1,6 @@
 """Scaled dot-product attention that can be inspected.
 
-`attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and the
+`attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
 functions that need them (`watch`, `load_recording`) are imported on first access, so `import regard` loads NumPy only.
 """
 

@@ -113,7 +113,7 @@ def _directions(width: int, count: int, seed: int) -> Array:
 NAMED: dict[str, FeatureMap] = {"elu": elu, "relu": relu}
 
 
-def settle(feature_map: Any) -> tuple[FeatureMap, str]:
+def resolve_feature_map(feature_map: Any) -> tuple[FeatureMap, str]:
     """A feature map that was given, or named, and how it is called."""
     if isinstance(feature_map, str) and feature_map in NAMED:
         return NAMED[feature_map], feature_map
@@ -140,7 +140,7 @@ def settle(feature_map: Any) -> tuple[FeatureMap, str]:
     ).__name__ if "\n" in called else called  # modules print over many lines
 
 
-def features_of(array: Array, feature_map: FeatureMap, called: str, engine: Engine, name: str) -> Array:
+def compute_features(array: Array, feature_map: FeatureMap, called: str, engine: Engine, name: str) -> Array:
     """The features (…, length, features) of a query or a key, checked: as many as there are tokens, none negative."""
     with engine.suppress_warnings():
         made = feature_map(array)

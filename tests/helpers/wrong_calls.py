@@ -246,7 +246,7 @@ WRONG = {
     "explain out of range": Wrong(lambda: A.explain(5),
         IndexOutOfRangeError, "explain", "5", "-5 to 4", "5 entries"),
     "explain many heads": Wrong(lambda: heads.explain(3),
-        ArgumentError, "explain", "batch 2, heads 6", "one head", "A.lazy[0, 0].explain(3)"),
+        ArgumentError, "explain", "batch 2, heads 6", "one head", "A[0, 0].explain(3)"),
     "tokens too few": Wrong(lambda: A.explain(0, tokens=["a"]),
         ArgumentError, "explain", "1 tokens", "7, one for each key", "keys"),
     "explained value too short": Wrong(lambda: A.explain(0, value=value[:5]),
@@ -256,7 +256,7 @@ WRONG = {
         TooLargeError, "numpy.asarray(A)", "(20000, 20000)|1,600,000,000 bytes", "268,435,456 bytes",
         "A.to_dense()|A[rows]|A.coarsen(512)"),
     "numpy without a copy": Wrong(lambda: np.asarray(A, copy=False),
-        ArgumentError, "numpy.asarray(A)", "copy=False", "may compute", "lazy"),
+        ArgumentError, "numpy.asarray(A)", "copy=False", "copy=None", "has to compute"),
     "merge with text": Wrong(lambda: merge([part, (value, "lse")]),
         ArgumentTypeError, "merge", "lse of part 1|str", "NumPy arrays", "numpy.asarray"),
 }  # fmt: skip

@@ -89,7 +89,7 @@ def test_the_product_keeps_the_lse(small_tiles, computed):
     tiles = len(computed)
     assert tiles > 0 and np.isfinite(A.lse).all()
     assert len(computed) == tiles
-    assert A.kernel == "numpy: streaming tiles"
+    assert A.kernel == "numpy: block loop"
 
 
 def test_what_was_asked_before_changes_nothing(small_tiles):

@@ -155,7 +155,7 @@ def test_16_grouped_heads_map_by_repeat_interleave(kv_heads, small_tiles):
     assert np.allclose(A.lse, B.lse, rtol=1e-14) and np.allclose(A.entropy(), B.entropy())
     # Some batch entries, all heads: the grouping stays.
     assert np.allclose(A.lazy[1:] @ value[1:], (B @ repeated[1])[1:], rtol=1e-13, atol=1e-15)
-    assert A.kernel == B.kernel == "numpy: streaming tiles"
+    assert A.kernel == B.kernel == "numpy: block loop"
     agree(query, key, value, {"mask": kept, "enable_gqa": True}, {"mask": kept.to_dense(2, 6, N, N)})
 
 

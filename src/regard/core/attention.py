@@ -1,4 +1,4 @@
-"""`attention` and `linear_attention`, which make the matrix: everything they are given is checked here, once."""
+"""The two constructors of the matrix, `attention` and `linear_attention`, which check all their arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
 from regard.score_mods import ScoreMod
+from regard.types import Array
 
 if TYPE_CHECKING:
     from regard.feature_maps import FeatureMap
@@ -21,22 +22,35 @@ __all__ = ["attention", "linear_attention"]
 
 
 def attention(
-    query: Any,
-    key: Any,
+    query: Array,
+    key: Array,
     *,
     mask: Mask | None = None,
     score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
     scale: float | None = None,
-    sink: Any = None,
+    sink: Array | float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionMatrix:
-    """The attention matrix softmax(query keyᵀ · scale + …), lazy: shape (…, heads, q_len, kv_len).
+    """Return the attention matrix softmax(query keyᵀ · scale + …) as a lazy matrix.
 
-    `query` is (…, heads, q_len, head_dim) and `key` (…, kv_heads, kv_len, head_dim); both may be as plain as
-    (n, d). Axes before the last two broadcast; with `enable_gqa=True` each key head serves heads / kv_heads
-    query heads in a row. Order of operations: scale (1/√head_dim unless given) → score modifications in the
-    order given → mask (True = attend) → sink → softmax. `sink` is a score, one or one for each head, that takes
-    its share of every row and gives it to no key.
+    Order of operations: scale → score modifications in the order given → mask → sink → softmax. NumPy arrays, torch
+    tensors and nested lists are accepted; the leading axes of query and key broadcast.
+
+    Args:
+        query: (…, heads, q_len, head_dim), or just (q_len, head_dim).
+        key: (…, kv_heads, kv_len, head_dim), or just (kv_len, head_dim).
+        mask: Which keys each query may attend to (True = attend), such as `regard.causal()`. Default: all.
+        score_mod: One or several score modifications, such as `regard.softcap(50)`.
+        scale: Factor of the products of query and key. Default: 1/√head_dim.
+        sink: A score, or one for each head (heads,), that takes its share of every row and belongs to no key.
+        enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
+
+    Returns:
+        The lazy matrix: (…, heads, q_len, kv_len). Nothing is computed yet.
+
+    Raises:
+        ArgumentError: Shapes do not fit together, or `scale` is not a finite number.
+        ArgumentTypeError: An argument has another type; arrays must hold real numbers.
 
     >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A
@@ -49,35 +63,48 @@ def attention(
     """
     engine = find_engine("attention", query=query, key=key)
     query, key = engine.as_float(query, "attention", "query"), engine.as_float(key, "attention", "key")
-    lead, groups = leading_shape(query, key, enable_gqa)
+    axes, groups = leading_shape(query, key, enable_gqa)
     score_mods = as_score_mods(score_mod)
     if sink is not None:
         sink = engine.as_float(sink, "attention", "sink")
     scale = resolve_scale(scale, query.shape[-1])
-    spec = Spec(engine, query, key, mask, score_mods, scale, sink, lead, groups)
+    spec = Spec(engine, query, key, mask, score_mods, scale, sink, axes, groups)
     if mask is not None or score_mods or sink is not None:
-        _check_fit(spec)
+        _check_fits(spec)
     return AttentionMatrix(spec)
 
 
 def linear_attention(
-    query: Any,
-    key: Any,
+    query: Array,
+    key: Array,
     *,
     feature_map: str | FeatureMap = "elu",
     mask: Mask | None = None,
     enable_gqa: bool = False,
 ) -> AttentionMatrix:
-    """The matrix of linear attention, lazy: weights φ(query) · φ(key), each row divided by its sum.
+    """Return the matrix of linear attention: weights φ(query) · φ(key), each row divided by its sum.
 
-    `query`, `key`, `mask` and `enable_gqa` are as in `attention`; so is what can be asked of the matrix. A score is
-    log(φ(query) · φ(key)), so that the lse is the logarithm of a row's sum. `feature_map` is φ: "elu" (elu(x) + 1),
-    "relu", `regard.feature_maps.random_features()`, or a function of one array (…, length, head_dim) that returns
-    features (…, length, features), none negative. Where a product is exactly 0 the key is hidden, as by a mask.
+    The matrix has the same methods as that of `attention`. A score is log(φ(query) · φ(key)), so the lse is the
+    logarithm of a row's sum. If a product is exactly 0, the key counts as masked.
 
-    `A @ value` takes time and memory in proportion to the length where the mask leaves few chunks of keys cut:
-    none, causal, windows, padding, documents in one piece each. Only what it cuts through is multiplied out, and
-    `A.kernel` says how much that is. Entries and measures go over the tiles as those of `attention` do.
+    `A @ value` takes time and memory proportional to the length if the mask cuts through few chunks of keys: no mask,
+    causal, windows, padding, contiguous documents. Only the tiles that it cuts through are computed explicitly, and
+    `A.kernel` says how many. Entries and measures run the block loop, as for `attention`.
+
+    Args:
+        query: (…, heads, q_len, head_dim), or just (q_len, head_dim).
+        key: (…, kv_heads, kv_len, head_dim), or just (kv_len, head_dim).
+        feature_map: φ: "elu" (elu(x) + 1), "relu", `regard.feature_maps.random_features()`, or a function from an
+            array (…, length, head_dim) to features (…, length, features), none negative.
+        mask: Which keys each query may attend to (True = attend). Default: all.
+        enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
+
+    Returns:
+        The lazy matrix: (…, heads, q_len, kv_len).
+
+    Raises:
+        ArgumentError: Shapes do not fit together, or features are negative or have the wrong shape.
+        ArgumentTypeError: An argument has another type; arrays must hold real numbers.
 
     >>> A = linear_attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A
@@ -89,24 +116,24 @@ def linear_attention(
            [0.6       , 1.13333333]])
     """
     from regard.core.linear import LinearProblem, LogScores, rescale_features
-    from regard.feature_maps import features_of, settle
+    from regard.feature_maps import compute_features, resolve_feature_map
 
     operation = "linear_attention"
     engine = find_engine(operation, query=query, key=key)
     query, key = engine.as_float(query, operation, "query"), engine.as_float(key, operation, "key")
-    lead, groups = leading_shape(query, key, enable_gqa, operation)
-    function, called = settle(feature_map)
+    axes, groups = leading_shape(query, key, enable_gqa, operation)
+    function, name_of_map = resolve_feature_map(feature_map)
     dtype = engine.working_dtype(query, key)
     query, key = (
-        engine.cast(features_of(engine.cast(array, dtype), function, called, engine, name), dtype)
+        engine.cast(compute_features(engine.cast(array, dtype), function, name_of_map, engine, name), dtype)
         for name, array in (("query", query), ("key", key))
     )
     if query.shape[-1] != key.shape[-1]:
         raise ArgumentError(
             operation,
-            received=f"{called} with {query.shape[-1]} features of query and {key.shape[-1]} of key",
-            expected="as many features of each",
-            hint="Features are compared one by one; their number may not depend on the length.",
+            received=f"{name_of_map} with {query.shape[-1]} features of query and {key.shape[-1]} of key",
+            expected="the same number of features",
+            hint="Features are compared one by one; their number must not depend on the length.",
         )
     query, offset = rescale_features(query, engine)
     spec = Spec(
@@ -114,53 +141,62 @@ def linear_attention(
         query,
         key,
         mask,
-        (LogScores(called, offset),),
+        (LogScores(name_of_map, offset),),
         1.0,
         None,
-        lead,
+        axes,
         groups,
         problem_class=LinearProblem,
     )
     if mask is not None:
-        _check_fit(spec)
+        _check_fits(spec)
     return AttentionMatrix(spec)
 
 
-def layer_matrix(query: Any, key: Any, value: Any, **options: Any) -> AttentionMatrix:
-    """The matrix by which a layer mixes `value`, as `attention` makes it; `regard.watch` sees all three here."""
+def layer_matrix(query: Array, key: Array, value: Array, **options: Any) -> AttentionMatrix:
+    """Return `attention(query, key, **options)`; layers call it with their value so that `regard.watch` captures it."""
     return attention(query, key, **options)
 
 
 def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
-    """None, one or several score modifications, as several."""
+    """Convert None, one or several score modifications to a tuple."""
     if isinstance(score_mod, list | tuple):
         return tuple(score_mod)
     return () if score_mod is None else (score_mod,)  # type: ignore[return-value]
 
 
-def _check_fit(spec: Spec) -> None:
-    """Refuse a mask, score modification or sink that is none, or that does not fit the matrix."""
+def _check_fits(spec: Spec) -> None:
+    """Refuse a mask, score modification or sink of the wrong type, or one that does not fit the matrix."""
     frame = Frame.from_shape(spec.shape)
     check_mask_and_score_mods(spec.mask, spec.score_mods)
-    for each in (spec.mask, *spec.score_mods):
-        if each is not None:
-            each.check(frame)
+    for part in (spec.mask, *spec.score_mods):
+        if part is not None:
+            part.check(frame)
     if spec.sink is not None:
         frame.per_head(spec.sink, "attention: sink")
 
 
 def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
-    """Refuse a mask or a score modification that is none."""
+    """Refuse a mask or a score modification of the wrong type.
+
+    Args:
+        mask: The mask, or None.
+        score_mods: The score modifications.
+
+    Raises:
+        ArgumentTypeError: The mask is not a `Mask`, or a score modification not a `ScoreMod`.
+    """
     if mask is not None:
         hint = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
-        _check_kind(mask, Mask, "mask", "a mask such as regard.causal()", hint)
-    for each in score_mods:
+        _check_type(mask, Mask, "mask", "a mask such as regard.causal()", hint)
+    for score_mod in score_mods:
         names = "regard.softcap, alibi, bias or relative_bias"
-        _check_kind(each, ScoreMod, "score_mod", names, "bias(array)")
+        _check_type(score_mod, ScoreMod, "score_mod", names, "bias(array)")
 
 
-def _check_kind(thing: Any, kind: type, operation: str, expected: str, hint: str) -> None:
-    if not isinstance(thing, kind):
-        ours = callable(thing) and str(getattr(thing, "__module__", "")).startswith("regard")
-        hint = f"Call it: {thing.__name__}()." if ours else f"Wrap it: {hint}."
-        raise ArgumentTypeError(operation, received=describe_argument(thing), expected=expected, hint=hint)
+def _check_type(argument: Any, expected_type: type, operation: str, expected: str, hint: str) -> None:
+    if not isinstance(argument, expected_type):
+        is_ours = callable(argument) and str(getattr(argument, "__module__", "")).startswith("regard")
+        hint = f"Call it: {argument.__name__}()." if is_ours else f"Wrap it: {hint}."
+        received = describe_argument(argument)
+        raise ArgumentTypeError(operation, received=received, expected=expected, hint=hint)

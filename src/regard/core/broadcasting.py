@@ -1,4 +1,4 @@
-"""Leading axes: how those of query, key and value make those of the matrix, without repeating anything."""
+"""Broadcast the leading axes of query, key and value without repeating any array."""
 
 from __future__ import annotations
 
@@ -12,25 +12,39 @@ from regard.types import Array, IntArray
 
 
 def num_pairs(array: Array) -> int:
-    """How many (batch, head) pairs an array (…, length, width) has."""
+    """Count the (batch, head) pairs of an array (…, length, width)."""
     return math.prod(array.shape[:-2])
 
 
 def broadcast_index(
-    array: Array, lead: tuple[int, ...], groups: int, operation: str = "", name: str = ""
+    array: Array, leading_shape: tuple[int, ...], groups: int, operation: str = "", name: str = ""
 ) -> IntArray:
-    """Which of the array's own pairs serves each pair of `lead`; each of its heads serves `groups` in a row."""
-    own = tuple(array.shape[:-2])
-    numbers = np.arange(math.prod(own)).reshape(own)
-    if groups > 1 and own:
-        numbers = np.repeat(numbers, groups, axis=-1)
+    """Compute which pair of an array each pair of the matrix uses.
+
+    Args:
+        array: (…, length, width); its leading axes broadcast to `leading_shape`.
+        leading_shape: Leading axes of the matrix.
+        groups: Number of consecutive heads of the matrix that share a head of the array.
+        operation: Name of the operation in errors.
+        name: Name of the array in errors.
+
+    Returns:
+        Flat indices into the leading axes of the array: (prod(leading_shape),).
+
+    Raises:
+        ArgumentError: The leading axes do not broadcast.
+    """
+    own_shape = tuple(array.shape[:-2])
+    pairs = np.arange(math.prod(own_shape)).reshape(own_shape)
+    if groups > 1 and own_shape:
+        pairs = np.repeat(pairs, groups, axis=-1)
     try:
-        return np.broadcast_to(numbers, lead).ravel()
+        return np.broadcast_to(pairs, leading_shape).ravel()
     except ValueError:
         raise ArgumentError(
             operation,
             received=f"{name} of shape {tuple(array.shape)}",
-            expected=f"axes before the last two that broadcast to {lead}"
+            expected=f"axes before the last two that broadcast to {leading_shape}"
             + (f", its heads counted {groups} times" if groups > 1 else ""),
             hint=f"Give {name} the leading axes of the matrix, or none.",
         ) from None
@@ -39,21 +53,34 @@ def broadcast_index(
 def leading_shape(
     query: Array, key: Array, enable_gqa: bool, operation: str = "attention"
 ) -> tuple[tuple[int, ...], int]:
-    """The leading axes of the matrix, and how many query heads share a key head."""
+    """Compute the leading axes of the matrix.
+
+    Args:
+        query: (…, heads, q_len, head_dim).
+        key: (…, kv_heads, kv_len, head_dim).
+        enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
+        operation: Name of the operation in errors.
+
+    Returns:
+        The leading axes, and how many query heads share a key head.
+
+    Raises:
+        ArgumentError: The shapes do not fit together.
+    """
     if (
         not enable_gqa
         and query.ndim > 1 < key.ndim
         and query.shape[:-2] == key.shape[:-2]
         and query.shape[-1] == key.shape[-1]
     ):
-        return tuple(query.shape[:-2]), 1  # the common case, which should cost nothing
+        return tuple(query.shape[:-2]), 1  # fast path of the common case
     for name, array in (("query", query), ("key", key)):
         if array.ndim < 2:
             raise ArgumentError(
                 operation,
                 received=f"{name} of shape {tuple(array.shape)}",
                 expected="(…, heads, length, head_dim), two axes at least",
-                hint=f"A single token is a length of one: {name}[None, :].",
+                hint=f"A single token is a sequence of length one: {name}[None, :].",
             )
     shapes = ", ".join(
         f"{name} {format_named_shape(array.shape, length, 'head_dim')}"
@@ -66,20 +93,20 @@ def leading_shape(
             expected="the same head_dim",
             hint="Query and key are compared entry by entry; project them to one head_dim, or check for a transpose.",
         )
-    q_lead, kv_lead, groups = tuple(query.shape[:-2]), tuple(key.shape[:-2]), 1
+    q_leading, kv_leading, groups = tuple(query.shape[:-2]), tuple(key.shape[:-2]), 1
     if enable_gqa:
-        heads, kv_heads = (lead[-1] if lead else 1 for lead in (q_lead, kv_lead))
-        if not (q_lead and kv_lead) or kv_heads == 0 or heads % kv_heads:
+        heads, kv_heads = (leading[-1] if leading else 1 for leading in (q_leading, kv_leading))
+        if not (q_leading and kv_leading) or kv_heads == 0 or heads % kv_heads:
             raise ArgumentError(
                 operation,
                 received=f"{shapes} with enable_gqa=True",
                 expected="heads that are a multiple of kv_heads",
-                hint="Each key head serves heads / kv_heads query heads in a row.",
+                hint="Each key head is shared by heads / kv_heads consecutive query heads.",
             )
         groups = heads // kv_heads
-        kv_lead = (*kv_lead[:-1], heads)
+        kv_leading = (*kv_leading[:-1], heads)
     try:
-        return np.broadcast_shapes(q_lead, kv_lead), groups
+        return np.broadcast_shapes(q_leading, kv_leading), groups
     except ValueError:
         raise ArgumentError(
             operation,
@@ -90,7 +117,7 @@ def leading_shape(
 
 
 def resolve_scale(scale: Any, head_dim: int) -> float:
-    """The scale that was given, or 1/√head_dim."""
+    """Return the given scale, or 1/√head_dim for None."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, int | float | np.number) or not math.isfinite(scale):

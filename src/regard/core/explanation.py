@@ -1,31 +1,46 @@
-"""One query's four steps, as data: compare, scale, normalise, aggregate."""
+"""The four steps of one query as data: compare, scale, normalise, aggregate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from regard.core.block_loop import init_online_softmax, make_finite, update_online_softmax
+from regard.core.broadcasting import num_pairs
 from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.render.explanation import format_explanation
 from regard.render.text import escape_unprintable
 from regard.types import Array
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain_row"]
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """The four steps of one query with every number; `print` it to read them.
 
-    Shapes: `query` (head_dim,), `key` (kv_len, head_dim), `products` (kv_len, head_dim); `raw_scores`,
-    `scaled_scores`, `scores` (after score modifications and mask, −inf where hidden), `exponentials` and `weights`
-    (kv_len,); `shift` and `total` are numbers. With a value (kv_len, value_dim): `contributions` of that shape
-    and `output` (value_dim,); without, both are None.
+    Attributes:
+        title: Heading, such as "How query 2 attends".
+        key_tokens: Labels of the keys: kv_len strings.
+        query: (head_dim,).
+        key: (kv_len, head_dim).
+        scale: Factor of the raw scores.
+        score_mods: Score modifications, in the order in which they are applied.
+        masks: Masks.
+        raw_scores: query · key, before the scale: (kv_len,).
+        scaled_scores: Raw scores times the scale: (kv_len,).
+        scores: Scores after score modifications and mask, −inf where masked: (kv_len,).
+        shift: Largest score, subtracted before the exponential.
+        exponentials: exp(score − shift): (kv_len,).
+        sink_exponential: Exponential of the sink; None without one.
+        total: Sum of the exponentials, including the sink's.
+        weights: Exponentials divided by the total: (kv_len,).
+        value: (kv_len, value_dim); None if none was given, and then there is no fourth step.
 
     >>> import regard
     >>> from regard.learn import cat
@@ -55,22 +70,22 @@ class Explanation:
 
     @property
     def products(self) -> Array:
-        """Every product of step 1, query entry times key entry: (kv_len, head_dim)."""
-        with np.errstate(invalid="ignore", over="ignore"):  # a hidden key may be anything
+        """The products of step 1, query entry times key entry: (kv_len, head_dim)."""
+        with np.errstate(invalid="ignore", over="ignore"):  # a masked key may hold any number
             return self.query * self.key
 
     @cached_property
     def contributions(self) -> Array | None:
-        """Weight times value for each key, zero where hidden: (kv_len, value_dim)."""
+        """Weight times value for each key, zero where masked: (kv_len, value_dim); None without a value."""
         if self.value is None:
             return None
-        with np.errstate(invalid="ignore"):  # a hidden value may be anything
+        with np.errstate(invalid="ignore"):  # a masked value may hold any number
             products = self.weights[:, None] * self.value
         return np.where((self.scores == -np.inf)[:, None], 0.0, products)
 
     @property
     def output(self) -> Array | None:
-        """The sum of the contributions: (value_dim,)."""
+        """The sum of the contributions: (value_dim,); None without a value."""
         contributions = self.contributions
         return None if contributions is None else contributions.sum(0)
 
@@ -86,27 +101,49 @@ class Explanation:
         return notebook.render_explanation(self)
 
 
-def explain(problem: Problem, row: int, value: Array | None, tokens: Sequence[str] | None) -> Explanation:
-    """The explanation of one row of a matrix with one (batch, head) pair."""
+def explain_row(
+    problem: Problem, row: int, value: Any = None, tokens: Sequence[str] | None = None
+) -> Explanation:
+    """Compute the explanation of one row of a matrix with one (batch, head) pair.
+
+    Args:
+        problem: The matrix.
+        row: The row, counted from the first.
+        value: (kv_len, value_dim), with leading axes of size 1 or none.
+        tokens: Labels of the keys: kv_len strings.
+
+    Raises:
+        ArgumentError: Value or tokens do not have kv_len entries.
+    """
     engine, xp = problem.engine, problem.engine.xp
     kv_len = problem.frame.kv_len
+    if value is not None:
+        value = engine.as_float(value, "explain", "value")
+        if value.shape[-2:-1] != (kv_len,) or num_pairs(value) != 1:
+            raise ArgumentError(
+                "explain",
+                received=f"value of shape {tuple(value.shape)}",
+                expected=f"(kv_len {kv_len}, value_dim)",
+                hint="Give the value of the same head.",
+            )
+        value = engine.cast(value.reshape(value.shape[-2:]), problem.dtype)
     if tokens is not None and len(tokens) != kv_len:
         raise ArgumentError(
             "explain",
             received=f"{len(tokens)} tokens",
             expected=f"{kv_len}, one for each key",
-            hint="Tokens name the keys; a query has one of them where it is the same sequence.",
+            hint="Tokens label the keys, and the queries if they are the same sequence.",
         )
     q_idx = int(problem.positions[row])
     label = f"query {q_idx}"
     if tokens is not None and problem.frame.q_len == kv_len:
         label += f' "{escape_unprintable(str(tokens[q_idx]))}"'
-    every, only = np.arange(kv_len), np.array([row])
-    query = engine.take(problem.query, problem.query_index, only, problem.dtype)[0, 0]
-    key = engine.take(problem.key, problem.key_index, every, problem.dtype)[0]
+    all_keys, rows = np.arange(kv_len), np.array([row])
+    query = engine.take(problem.query, problem.query_index, rows, problem.dtype)[0, 0]
+    key = engine.take(problem.key, problem.key_index, all_keys, problem.dtype)[0]
     with engine.suppress_warnings(), engine.no_grad():
         raw = key @ query
-        scores = problem.scores(only, every)
+        scores = problem.scores(rows, all_keys)
         stats = init_online_softmax(problem, 1)
         sink = None if problem.sink is None else stats.max[0, 0]
         if kv_len:

@@ -1,4 +1,4 @@
-"""Indices: what `A[index]` asks for, settled once, in NumPy's own terms."""
+"""Resolve the index of `A[index]` once, with NumPy's rules."""
 
 from __future__ import annotations
 
@@ -13,56 +13,82 @@ from regard.validation import as_array
 
 
 class ResolvedIndex(NamedTuple):
-    """Positions to compute along each axis, and the index that then gives the block the shape NumPy gives it."""
+    """An index in canonical form.
+
+    Attributes:
+        positions: Positions to compute along each axis.
+        local: Index that gives the computed block the shape that NumPy would give it.
+        kept: Whether each axis remains in the result; an integer drops it.
+        adds_axes: Whether the index adds axes, by newaxis or an array that is not 1-D.
+        keeps_tokens: Whether the last two axes are left out or written as `:`, and no axes are added.
+    """
 
     positions: list[IntArray]
     local: tuple[Any, ...]
     kept: list[bool]
+    adds_axes: bool
+    keeps_tokens: bool
 
 
 def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> ResolvedIndex:
-    """Split an index of integers, slices, ellipsis, newaxis and at most one integer array.
+    """Resolve an index of integers, slices, ellipsis, newaxis and at most one integer array.
+
+    Args:
+        index: The index as given.
+        shape: Shape of the matrix.
+        operation: Name of the operation in errors.
+
+    Raises:
+        IndexOutOfRangeError: A position is past the end, or there are too many entries.
+        ArgumentTypeError: An entry has another type, or there are several arrays.
+        ArgumentError: A slice has bounds that are not integers, or a step of 0.
 
     >>> resolve_index((..., 1, slice(0, 4, 2)), (7, 5, 5), "A[index]").positions[1:]
     [array([1]), array([0, 2])]
     """
     entries = list(index) if isinstance(index, tuple) else [index]
-    entries = _without_ellipsis(entries, len(shape), operation)
+    entries = _expand_ellipsis(entries, len(shape), operation)
     positions: list[IntArray] = []
     local: list[Any] = []
     kept: list[bool] = []
     arrays = 0
+    adds_axes = False
     for entry in entries:
         if entry is None:
             local.append(None)
+            adds_axes = True
             continue
-        if hasattr(entry, "detach"):
-            entry = entry.detach().cpu().numpy()  # a tensor
+        if hasattr(entry, "detach"):  # a tensor
+            entry = entry.detach().cpu().numpy()
         axis = len(positions)
-        here: Any
+        local_entry: Any
         if isinstance(entry, slice):
-            chosen, here = _sliced(entry, shape[axis], operation), slice(None)
+            chosen, local_entry = _resolve_slice(entry, shape[axis], operation), slice(None)
         elif _is_integer(entry):
-            chosen, here = _in_range(np.array([operator.index(entry)]), shape[axis], axis, operation), 0
+            chosen = _check_range(np.array([operator.index(entry)]), shape[axis], axis, operation)
+            local_entry = 0
         else:
-            array = _integers(entry, operation)
+            array = _as_integers(entry, operation)
             arrays += 1
-            chosen = _in_range(array.ravel(), shape[axis], axis, operation)
-            here = np.arange(array.size).reshape(array.shape)
+            chosen = _check_range(array.ravel(), shape[axis], axis, operation)
+            local_entry = np.arange(array.size).reshape(array.shape)
+            adds_axes = adds_axes or array.ndim != 1
         positions.append(chosen)
-        local.append(here)
-        kept.append(not isinstance(here, int))
+        local.append(local_entry)
+        kept.append(not isinstance(local_entry, int))
     if arrays > 1:
         raise ArgumentTypeError(
             operation,
             received=f"{arrays} integer arrays",
-            expected="one integer array at most, beside slices and integers",
+            expected="at most one integer array, besides slices and integers",
             hint="Index in two steps: A[rows][:, columns].",
         )
-    return ResolvedIndex(positions, tuple(local), kept)
+    whole = all(isinstance(entry, slice) and entry == slice(None) for entry in entries[-2:])
+    return ResolvedIndex(positions, tuple(local), kept, adds_axes, whole and not adds_axes)
 
 
-def _without_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]:
+def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]:
+    """Replace the ellipsis, or the end of a short index, by full slices."""
     given = sum(entry is not None and entry is not Ellipsis for entry in entries)
     dots = sum(entry is Ellipsis for entry in entries)
     if given > ndim or dots > 1:
@@ -79,14 +105,14 @@ def _without_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any
     return entries[:at] + missing + entries[at + 1 :]
 
 
-def _sliced(entry: slice, size: int, operation: str) -> IntArray:
+def _resolve_slice(entry: slice, size: int, operation: str) -> IntArray:
     try:
         return np.ascontiguousarray(np.arange(size)[entry])
     except (TypeError, ValueError):
         raise ArgumentError(
             operation,
             received=f"{entry!r}",
-            expected="whole numbers, and a step that is not 0",
+            expected="integer bounds, and a step other than 0",
             hint="Write A[start:stop:step].",
         ) from None
 
@@ -97,7 +123,7 @@ def _is_integer(entry: Any) -> bool:
     return hasattr(entry, "__index__")
 
 
-def _integers(entry: Any, operation: str) -> IntArray:
+def _as_integers(entry: Any, operation: str) -> IntArray:
     array = as_array(entry, operation, "an index")
     if array.size == 0 and isinstance(entry, list):
         array = array.astype(np.int64)
@@ -106,15 +132,16 @@ def _integers(entry: Any, operation: str) -> IntArray:
             operation,
             received=describe_argument(array),
             expected="integers, slices, an ellipsis or one integer array",
-            hint="Turn booleans into positions first: numpy.flatnonzero(chosen)."
+            hint="Convert booleans to positions first: numpy.flatnonzero(chosen)."
             if array.dtype.kind == "b"
-            else "Positions are whole numbers.",
+            else "Positions are integers.",
         )
     integers: IntArray = array.astype(np.int64)
     return integers
 
 
-def _in_range(positions: IntArray, size: int, axis: int, operation: str) -> IntArray:
+def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> IntArray:
+    """Refuse positions past the end, and count negative ones from the end."""
     wrong = (positions < -size) | (positions >= size)
     if wrong.any():
         raise IndexOutOfRangeError(

@@ -1,8 +1,8 @@
-"""Linear attention: scores that are logarithms of φ(query) · φ(key), and products that need no score.
+"""Linear attention: scores are logarithms of φ(query) · φ(key), and products need no scores.
 
-A weight is φ(query) · φ(key) divided by the row's sum. A sum over keys that a query sees is φ(query) times the sum of
-φ(key) [value, 1], the last column being the divisor; so keys that a whole chunk of queries sees are summed up once, and
-only where the mask cuts through a chunk is a tile multiplied out. Everything else is the block loop's, unchanged.
+A weight is φ(query) · φ(key) divided by the row's sum. The sum over the keys that a query attends to is φ(query) times
+the sum of φ(key) [value, 1]; its last column is the divisor. Keys that a whole chunk of queries attends to are summed
+once, and a tile is computed explicitly only where the mask cuts through it. Everything else is the block loop.
 """
 
 from __future__ import annotations
@@ -21,78 +21,94 @@ from regard.score_mods import ScoreMod
 from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
-# Features of a query are brought near 1 where the largest is farther from it than this, either way.
-FAR = 2.0**32
+# The features of a query are rescaled if their largest is above this or below its inverse.
+RESCALE_LIMIT = 2.0**32
 
 
 @dataclass(frozen=True, eq=False)
 class LogScores(ScoreMod):
-    """The logarithm of the products of features; −inf where query and key have none in common.
+    """The logarithm of the products of features; −inf if query and key have no feature in common.
 
-    `offset`, (…, q_len, 1), is the logarithm of what the features of a query were divided by.
+    Attributes:
+        feature_map: Name of the feature map.
+        offset: Logarithm of the divisor of each query's features: (…, q_len, 1).
     """
 
     feature_map: str
     offset: Array | None = None
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        none = scores == 0
-        logs = xp.where(none, -xp.inf, xp.log(xp.where(none, 1.0, scores)))  # the gradient at 0 is 0, not NaN
+        is_zero = scores == 0
+        logs = xp.where(is_zero, -xp.inf, xp.log(xp.where(is_zero, 1.0, scores)))  # gradient 0 at 0, not NaN
         return logs + self.offsets(frame, q_idx)
 
     def offsets(self, frame: Frame, q_idx: IntArray) -> Any:
-        """The offset of some rows, `(pairs or 1, len(q_idx), 1)`."""
+        """Return the offsets of some rows: (pairs or 1, len(q_idx), 1), or 0 if there are none."""
         if self.offset is None:
             return 0.0
-        return frame.take_pairs(take_block(self.offset, q_idx, np.zeros(1, np.int64)), 2, "linear_attention")
+        column = np.zeros(1, np.int64)
+        return frame.take_pairs(take_block(self.offset, q_idx, column), 2, "linear_attention")
 
     def __repr__(self) -> str:
         return "log"
 
 
 def rescale_features(features: Array, engine: Engine) -> tuple[Array, Array | None]:
-    """Features of queries, those of rows far from 1 divided by their largest, and its logarithm; it cancels out.
+    """Divide very large or very small features of a query by the largest of them; the divisor cancels in the weights.
 
-    Else the products of small features would underflow, and large ones overflow, where their shares do neither.
+    Otherwise products of features would underflow or overflow although the weights do neither.
+
+    Args:
+        features: (…, q_len, features).
+        engine: The array library.
+
+    Returns:
+        The features, and the logarithm of the divisor of each row, (…, q_len, 1); None if no row needs one.
     """
     if not features.shape[-1] or not features.shape[-2]:
         return features, None
     xp = engine.xp
     with engine.no_grad():
         largest = xp.max(features, axis=-1)[..., None]
-        far = ((largest < 1 / FAR) | (largest > FAR)) & (largest > 0) & xp.isfinite(largest)
-        if not bool(xp.any(far)):
+        extreme = (largest < 1 / RESCALE_LIMIT) | (largest > RESCALE_LIMIT)
+        extreme = extreme & (largest > 0) & xp.isfinite(largest)
+        if not bool(xp.any(extreme)):
             return features, None
-        by = xp.where(far, largest, 1.0)
-    return features / by, xp.log(by)
+        divisor = xp.where(extreme, largest, 1.0)
+    return features / divisor, xp.log(divisor)
 
 
-class ChunkPlan(NamedTuple):
-    """A chunk of rows: runs of chunks of keys that all of it sees, and chunks that the mask cuts through."""
+class RowChunk(NamedTuple):
+    """A chunk of rows and the chunks of keys it attends to.
+
+    Attributes:
+        rows: The rows.
+        full_runs: (first, stop) of each run of key chunks that the mask allows as a whole.
+        partial_chunks: Key chunks that the mask cuts through.
+    """
 
     rows: IntArray
-    runs: list[tuple[int, int]]
-    tested: list[int]
+    full_runs: list[tuple[int, int]]
+    partial_chunks: list[int]
 
 
 class LinearProblem(Problem):
-    """A problem over the features of query and key, whose only score modification is `LogScores`."""
+    """A problem over the features of query and key; its only score modification is `LogScores`."""
 
     is_softmax: ClassVar[bool] = False
-    product_name: ClassVar[str] = "one linear product"
 
     @property
-    def _log(self) -> LogScores:
-        (log,) = self.score_mods
-        assert isinstance(log, LogScores)
-        return log
+    def _log_scores(self) -> LogScores:
+        (log_scores,) = self.score_mods
+        assert isinstance(log_scores, LogScores)
+        return log_scores
 
     @property
     def title_suffix(self) -> str:
-        return f" by the features {self._log.feature_map} of query and key"
+        return f" by the features {self._log_scores.feature_map} of query and key"
 
     def describe(self) -> list[str]:
-        return [f"linear attention ({self._log.feature_map})"]
+        return [f"linear attention ({self._log_scores.feature_map})"]
 
     @property
     def can_fuse(self) -> bool:
@@ -105,19 +121,17 @@ class LinearProblem(Problem):
     @property
     def kernel(self) -> str:
         if not self.can_fuse:
-            return f"{self.engine.name}: streaming tiles (an axis is empty)"
-        return self._ran([part.bands() for part in self._groups()])
+            return f"{self.engine.name}: block loop (an axis is empty)"
+        return self._name_kernel([part.row_chunks() for part in self._split_pairs()])
 
-    def _ran(self, bands: list[list[ChunkPlan]]) -> str:
-        tested = sum(len(band.tested) for group in bands for band in group)
-        tiles = sum(map(len, bands)) * len(self._chunks())
-        return f"{self.engine.name}: linear attention, {tested} of {tiles} tiles multiplied out"
+    def _name_kernel(self, groups: list[list[RowChunk]]) -> str:
+        computed = sum(len(chunk.partial_chunks) for group in groups for chunk in group)
+        tiles = sum(map(len, groups)) * len(self._key_chunks())
+        return f"{self.engine.name}: linear attention, {computed} of {tiles} tiles computed explicitly"
 
     @property
     def fallback_kernel(self) -> str:
-        if not self.can_fuse:
-            return self.kernel
-        return f"{self.engine.name}: streaming tiles (something is not finite)"
+        return f"{self.engine.name}: block loop (non-finite values)" if self.can_fuse else self.kernel
 
     @property
     def placeholder_value(self) -> tuple[Array, IntArray]:
@@ -136,85 +150,90 @@ class LinearProblem(Problem):
         with engine.suppress_warnings():
             ones = xp.full((*value.shape[:-1], 1), 1.0, dtype=dtype)
             value = xp.concat([engine.cast(value, dtype), ones], axis=-1)
-            groups = list(self._groups())
-            bands = [part.bands() for part in groups]
+            parts = list(self._split_pairs())
+            groups = [part.row_chunks() for part in parts]
             sums = xp.concat(
                 [
-                    part.sums(value, value_index[part.pair_ids], dtype, seen)
-                    for part, seen in zip(groups, bands, strict=True)
+                    part.sum_values(value, value_index[part.pair_ids], dtype, row_chunks)
+                    for part, row_chunks in zip(parts, groups, strict=True)
                 ]
             )
             total = sums[..., -1:]
             output = sums[..., :-1] / xp.where(total == 0, 1.0, total)
-            # NaN or inf in what was touched shows here; then the block loop sees to it who may see it.
-            if not all(bool(xp.isfinite(xp.sum(each))) for each in (output, total)):
+            # A NaN or inf in what was read shows here; then the block loop decides which rows it reaches.
+            if not all(bool(xp.isfinite(xp.sum(array))) for array in (output, total)):
                 return None
             with engine.no_grad():
-                lse = xp.log(total) + self._log.offsets(self.frame, self.positions)
+                lse = xp.log(total) + self._log_scores.offsets(self.frame, self.positions)
                 lse = engine.cast(lse, self.dtype)[..., 0]
-        return output, lse, self._ran(bands)
+        return output, lse, self._name_kernel(groups)
 
-    def sums(self, value: Array, value_index: IntArray, dtype: Any, bands: list[ChunkPlan]) -> Array:
-        """φ(query) · Σ φ(key) value over the keys that each query sees: (pairs, rows, width)."""
+    def sum_values(
+        self, value: Array, value_index: IntArray, dtype: Any, row_chunks: list[RowChunk]
+    ) -> Array:
+        """Compute φ(query) · Σ φ(key) value over the keys that each query attends to: (pairs, rows, width)."""
         engine, xp = self.engine, self.engine.xp
-        chunks, every = self._chunks(), np.arange(self.query.shape[-1])
+        key_chunks, features = self._key_chunks(), np.arange(self.query.shape[-1])
         # Pairs that share both key and value share their sums.
         own, which = np.unique(np.stack([self.key_index, value_index]), axis=1, return_inverse=True)
-        sums_of = RangeSums(
+        range_sums = RangeSums(
             xp.matrix_transpose(engine.take(self.key, own[0], chunk, dtype))
             @ engine.take(value, own[1], chunk, dtype)
-            for chunk in (chunks if any(band.runs for band in bands) else ())
+            for chunk in (key_chunks if any(chunk.full_runs for chunk in row_chunks) else ())
         )
-        found, kept = [], {}  # type: list[Array], dict[Any, Array]
-        for band in bands:
-            query = engine.take(self.query, self.query_index, band.rows, dtype)
-            part = xp.zeros((self.shape[0], len(band.rows), value.shape[-1]), dtype=dtype)
-            for first, stop in band.runs:
-                part = part + query @ engine.take(sums_of(first, stop), which.reshape(-1), every, dtype)
-            for i in band.tested:
-                key = engine.take(self.key, self.key_index, chunks[i], dtype)
-                seen = engine.take(value, value_index, chunks[i], dtype)
-                tile = partial(self._multiplied_out, (band.rows, chunks[i], kept))
-                part = part + engine.checkpoint(tile, query, key, seen)
-            found.append(part)
-        return xp.concat(found, axis=1)
+        parts: list[Array] = []
+        mask_cache: dict[Any, Array] = {}
+        for row_chunk in row_chunks:
+            query = engine.take(self.query, self.query_index, row_chunk.rows, dtype)
+            part = xp.zeros((self.shape[0], len(row_chunk.rows), value.shape[-1]), dtype=dtype)
+            for first, stop in row_chunk.full_runs:
+                part = part + query @ engine.take(range_sums(first, stop), which.reshape(-1), features, dtype)
+            for i in row_chunk.partial_chunks:
+                key = engine.take(self.key, self.key_index, key_chunks[i], dtype)
+                chunk_value = engine.take(value, value_index, key_chunks[i], dtype)
+                multiply = partial(self._multiply_tile, (row_chunk.rows, key_chunks[i], mask_cache))
+                part = part + engine.checkpoint(multiply, query, key, chunk_value)
+            parts.append(part)
+        return xp.concat(parts, axis=1)
 
-    def _multiplied_out(self, tile: tuple[Any, ...], query: Array, key: Array, value: Array) -> Array:
-        """The part of the sums that a tile makes, given its rows, its columns, and tests that may serve again."""
+    def _multiply_tile(self, tile: tuple[Any, ...], query: Array, key: Array, value: Array) -> Array:
+        """Compute the part of the sums from one masked tile, given as the arguments of `mask_tile`."""
         return (query @ self.engine.xp.matrix_transpose(key) * self.mask_tile(*tile)) @ value
 
-    def bands(self) -> list[ChunkPlan]:
-        """Chunks of rows, and what of the keys each sees."""
-        bands, chunks = [], self._chunks()
-        kv_lo, kv_hi = (np.array([chunk[i] for chunk in chunks]) for i in (0, -1))
-        for start in range(0, self.shape[1], self._chunk):
-            rows = np.arange(start, min(start + self._chunk, self.shape[1]))
-            may, must = np.ones(len(chunks), bool), np.ones(len(chunks), bool)
+    def row_chunks(self) -> list[RowChunk]:
+        """Split the rows into chunks, each with the keys it attends to."""
+        row_chunks, key_chunks = [], self._key_chunks()
+        kv_lo, kv_hi = (np.array([chunk[i] for chunk in key_chunks]) for i in (0, -1))
+        for start in range(0, self.shape[1], self._chunk_size):
+            rows = np.arange(start, min(start + self._chunk_size, self.shape[1]))
+            may, must = np.ones(len(key_chunks), bool), np.ones(len(key_chunks), bool)
             if self.mask is not None:
                 q_idx = self.positions[rows]
                 may, must = self.mask.classify_blocks(
                     self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi + 1
                 )
             edges = np.flatnonzero(np.diff(np.concatenate([[0], may & must, [0]])))
-            runs = [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
-            bands.append(ChunkPlan(rows, runs, np.flatnonzero(may & ~must).tolist()))
-        return bands
+            full_runs = [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
+            row_chunks.append(RowChunk(rows, full_runs, np.flatnonzero(may & ~must).tolist()))
+        return row_chunks
 
     @property
-    def _chunk(self) -> int:
-        """As many keys as features at least, so that the sums of chunks take no more memory than the keys."""
+    def _chunk_size(self) -> int:
+        """Keys of a chunk: at least as many as features, so that the sums of chunks are no larger than the keys."""
         return max(tile_sizes().linear_chunk, int(self.key.shape[-1]))
 
-    def _chunks(self) -> list[IntArray]:
-        """The keys of each chunk."""
-        return np.split(np.arange(self.frame.kv_len), range(self._chunk, self.frame.kv_len, self._chunk))
+    def _key_chunks(self) -> list[IntArray]:
+        """Split the keys into chunks."""
+        size = self._chunk_size
+        return np.split(np.arange(self.frame.kv_len), range(size, self.frame.kv_len, size))
 
-    def _groups(self) -> Iterator[LinearProblem]:
-        """Pairs whose tiles fit together; of one batch entry only, where batch entries reach differently far."""
-        heads = max(self.frame.leading_shape[-1] if self.frame.leading_shape else 1, 1)
-        ragged = self.mask is not None and self.mask.varies_by_batch
-        entry = self.frame.selected // heads if ragged else np.zeros_like(self.frame.selected)
-        size = max(1, tile_sizes().entries // self._chunk**2)
+    def _split_pairs(self) -> Iterator[LinearProblem]:
+        """Split the pairs into groups whose tiles fit; per batch entry if the mask differs between batch entries."""
+        leading_shape = self.frame.leading_shape
+        heads = max(leading_shape[-1] if leading_shape else 1, 1)
+        varies = self.mask is not None and self.mask.varies_by_batch
+        entry = self.frame.selected // heads if varies else np.zeros_like(self.frame.selected)
+        size = max(1, tile_sizes().entries // self._chunk_size**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
             for start in range(0, len(pairs), size):
                 part = self.select_pairs(pairs[start : start + size])
@@ -223,17 +242,21 @@ class LinearProblem(Problem):
 
 
 class RangeSums:
-    """Sums over runs of blocks, each of few additions and no subtraction: blocks, sums of two, of four, and so on."""
+    """Sums over ranges of blocks by a binary tree: few additions each, and no subtraction.
 
-    def __init__(self, each: Iterable[Array]) -> None:
-        blocks = list(each)
-        self.levels = [blocks]
-        while len(blocks) > 1:
-            blocks = [a + b for a, b in zip(blocks[::2], blocks[1::2], strict=False)]
-            self.levels.append(blocks)
+    Args:
+        blocks: Arrays of one shape.
+    """
+
+    def __init__(self, blocks: Iterable[Array]) -> None:
+        level = list(blocks)
+        self.levels = [level]
+        while len(level) > 1:
+            level = [a + b for a, b in zip(level[::2], level[1::2], strict=False)]
+            self.levels.append(level)
 
     def __call__(self, first: int, stop: int) -> Array:
-        """The sum of blocks first … stop − 1, one at least."""
+        """Sum the blocks first … stop − 1, at least one."""
         parts = []
         for level in self.levels:
             if first % 2 and first < stop:

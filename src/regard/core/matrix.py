@@ -1,49 +1,56 @@
-"""The attention matrix, kept lazy: the public object.
+"""The lazy attention matrix.
 
-What is asked of it is checked here once; what is below gets canonical arguments and does not check again.
+The public methods check and resolve their arguments once; everything below them gets canonical arguments.
 """
 
 from __future__ import annotations
 
 import math
 from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from regard.core._looking import Looking
-from regard.core._reductions import Reductions
+from regard.core.arguments import (
+    Axis,
+    check_not_empty,
+    check_one_head,
+    name_measures,
+    resolve_reduction,
+    resolve_row,
+)
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
-from regard.core.broadcasting import broadcast_index, num_pairs
-from regard.core.indexing import resolve_index
+from regard.core.explanation import Explanation, explain_row
+from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import Plan, execute, make_plan, upcast
 from regard.core.problem import Problem, Spec
-from regard.core.products import DenseWeights, LogSumExp, Product
-from regard.core.views import Lazy, Scores, Transposed
-from regard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    TooLargeError,
-    describe_argument,
-    format_named_shape,
-)
+from regard.core.products import DenseWeights, LogSumExp, Product, flatten_operand
+from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
+from regard.errors import ArgumentError, TooLargeError, format_named_shape
 from regard.masks import Mask
-from regard.measures import Measure, Output, name_of
-from regard.types import Array, IntArray
+from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, Top, TopK
+from regard.render import text
+from regard.types import Align, Array, IntArray
+
+if TYPE_CHECKING:
+    from regard.pages.html import Page
 
 __all__ = ["AttentionMatrix"]
 
-# np.asarray(A) stores the whole matrix without having been asked in so many words; more than this it refuses.
-CONVERSION_LIMIT = 1 << 28
+# A[index] and np.asarray(A) refuse to store more bytes than this; A.to_dense() stores any size.
+MAX_DENSE_BYTES = 1 << 28
+# A matrix of one head with at most this many queries and keys prints all its weights.
+MAX_PRINTED = 8
 
 
-class AttentionMatrix(Reductions, Looking):
-    """The attention matrix: it can be multiplied, sliced, measured and explained.
+class AttentionMatrix:
+    """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
-    `regard.attention` and `regard.linear_attention` make it. Nothing of size q_len × kv_len is stored, except by
-    `to_dense()`. Weights, lse and measures come in float32 at least; `A @ value` comes in the dtype of the value.
+    `regard.attention` and `regard.linear_attention` return it. Nothing of size q_len × kv_len is stored, except by
+    `to_dense()`. Weights, lse and measures have dtype float32 or wider; `A @ value` has the dtype of the value.
 
     >>> import regard
     >>> from regard.learn import cat
@@ -58,17 +65,17 @@ class AttentionMatrix(Reductions, Looking):
     array([1.5598, 1.459 , 1.585 , 1.5601, 1.6039])
     """
 
-    # NumPy hands `array @ A` over to this class, and refuses ufuncs instead of storing the matrix.
+    # NumPy then calls __rmatmul__ for `array @ A`, and refuses other ufuncs instead of storing the matrix.
     __array_ufunc__ = None
 
-    def __init__(self, spec: Spec, problem: Problem | None = None, rows: SoftmaxStats | None = None) -> None:
-        self._spec, self._rows, self._ran, self._fused_lse = spec, rows, "", None
-        if problem is not None:  # a part: its problem is that of the whole, cut down
+    def __init__(self, spec: Spec, problem: Problem | None = None, stats: SoftmaxStats | None = None) -> None:
+        self._spec, self._stats, self._kernel_used, self._fused_lse = spec, stats, "", None
+        if problem is not None:  # a part: its problem is a part of the whole matrix's
             self._problem = problem
 
     @cached_property
     def _problem(self) -> Problem:
-        """The matrix in canonical form, settled when first needed: a plain product does without."""
+        """The matrix in canonical form, resolved on first use; a plain product does not need it."""
         return self._spec.to_problem()
 
     @property
@@ -78,218 +85,154 @@ class AttentionMatrix(Reductions, Looking):
 
     @property
     def ndim(self) -> int:
-        """How many axes there are."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of weights, lse and scores: float32 at least."""
+        """Dtype of weights, lse and scores: float32 or wider."""
         return self._problem.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes that `to_dense()` would store."""
+        """Number of bytes that `to_dense()` would store."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
     @property
     def mask(self) -> Mask | None:
-        """Which keys each query may see."""
+        """The mask: which keys each query may attend to; None for all."""
         return self._spec.mask
 
     @property
     def scale(self) -> float:
-        """What the products of query and key are multiplied by."""
+        """Factor of the products of query and key."""
         return self._spec.scale
 
     @property
     def kernel(self) -> str:
-        """What ran for `A @ value`, or will run.
+        """Name of the kernel that `A @ value` ran last, or would run.
 
         >>> import regard
         >>> regard.attention([[1.0]], [[1.0]]).kernel
-        'numpy: streaming tiles'
+        'numpy: block loop'
         """
-        return self._ran or self._problem.kernel
+        return self._kernel_used or self._problem.kernel
 
     # Entries
 
-    def __getitem__(self, index: Any) -> Array:
-        """Weights, equal to `to_dense()[index]`: integers, slices, an ellipsis and at most one integer array."""
-        return self._entries(index, "A[index]", weights=True)
+    def __getitem__(self, index: Any) -> Any:
+        """Return weights, equal to `to_dense()[index]`.
+
+        Args:
+            index: Integers, slices, an ellipsis and at most one integer array, as in NumPy.
+
+        Returns:
+            The weights at the index. If the index leaves both token axes out or writes them as `:`, as in `A[0]` or
+            `A[:, 3]`, the result is a lazy `AttentionMatrix` of those heads, the same as `A.lazy[index]`.
+
+        Raises:
+            IndexOutOfRangeError: The index is past the end of an axis, or has too many entries.
+            ArgumentTypeError: The index has several arrays, or entries that are not integers.
+            TooLargeError: The result would take more than 256 MiB.
+        """
+        resolved = resolve_index(index, self.shape, "A[index]")
+        if resolved.keeps_tokens:
+            return self._select(resolved)
+        return self._entries(resolved, "A[index]", weights=True)
 
     @property
-    def scores(self) -> Scores[AttentionMatrix]:
-        """The scores before the softmax, to be indexed like the matrix; hidden ones are −inf.
+    def scores(self) -> ScoresView:
+        """The scores before the softmax, indexed like the matrix; masked scores are −inf.
 
         >>> import regard
         >>> regard.attention([[1.0]], [[2.0], [3.0]], scale=1.0).scores[0]
         array([2., 3.])
         """
-        return Scores(self)
+        return ScoresView(self)
 
     @property
-    def lazy(self) -> Lazy[AttentionMatrix]:
-        """The matrix of some heads or rows, still lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
+    def lazy(self) -> LazyIndexer:
+        """An indexer for heads and rows that stays lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
 
-        >>> import numpy as np
-        >>> import regard
+        >>> import numpy as np, regard
         >>> regard.attention(np.ones((2, 8, 5, 4)), np.ones((2, 8, 5, 4))).lazy[0, 3, 1:3].shape
         (2, 5)
         """
-        return Lazy(self)
+        return LazyIndexer(self)
 
     def to_dense(self) -> Array:
-        """The whole matrix, stored: `nbytes` of memory."""
-        return self[...]
+        """Compute and store the whole matrix: (…, heads, q_len, kv_len), `nbytes` of memory."""
+        (weights,), _ = run_block_loop(self._problem, [DenseWeights()])
+        return self._restore_leading_axes(weights)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Convert to a NumPy array of at most 256 MiB."""
         if copy is False:
             raise ArgumentError(
                 "numpy.asarray(A)",
                 received="copy=False",
-                expected="a conversion that may compute",
-                hint="The matrix is lazy; its numbers are made when they are asked for.",
+                expected="copy=None or copy=True",
+                hint="The matrix is lazy: a conversion has to compute its weights.",
             )
-        if self.nbytes > CONVERSION_LIMIT:
+        if self.nbytes > MAX_DENSE_BYTES:
             raise TooLargeError(
                 "numpy.asarray(A)",
                 received=f"a matrix of shape {self.shape} that would take {self.nbytes:,} bytes",
-                expected=f"at most {CONVERSION_LIMIT:,} bytes",
-                hint="Call A.to_dense() if that is what you want, "
-                "A[rows] for some rows, or A.coarsen(512) for a picture.",
+                expected=f"at most {MAX_DENSE_BYTES:,} bytes",
+                hint="Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a picture.",
             )
         return np.asarray(self._problem.engine.to_numpy(self.to_dense()), dtype=dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
-
-    def _entries(self, index: Any, operation: str, *, weights: bool) -> Array:
-        positions, local, kept = resolve_index(index, self.shape, operation)
-        part = self._part(positions[:-1], kept[:-1])
-        whole = np.array_equal(positions[-1], np.arange(self.shape[-1]))
-        if weights and (whole or self._problem.engine.requires_grad(self._problem)):
-            # Whole rows are divided by their own sum: at scores of 1e4 a kept lse would cost three digits.
-            (block,), _ = run_block_loop(part._problem, [DenseWeights()])
-            block = block if whole else block[..., positions[-1]]
-        else:
-            block = compute_entries(part._problem, positions[-1], part._known() if weights else None)
-        return block.reshape([len(chosen) for chosen in positions])[local]
-
-    def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
-        """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""
-        problem = self._problem.select_rows(rows)
-        stats = SoftmaxStats(problem.engine.xp.asarray(lse, dtype=problem.dtype), None)
-        return compute_entries(problem, np.arange(self.shape[-1]), stats)
-
-    def _part(self, positions: list[IntArray], kept: list[bool]) -> AttentionMatrix:
-        """The matrix of some entries of each leading axis and some rows; leading axes that are not kept are dropped."""
-        *leads, rows = positions
-        pairs = (
-            np.arange(len(self._problem.pair_ids)).reshape(self._spec.leading_shape)[np.ix_(*leads)].ravel()
-        )
-        problem = replace(self._problem.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
-        known = self._if_known()
-        if known is not None and not self._rough:
-            known = known.select((pairs[:, None], rows))
-        else:
-            known = None
-        lead = tuple(len(chosen) for chosen, keep in zip(leads, kept, strict=False) if keep)
-        all_heads = (
-            bool(leads) and kept[-2] and np.array_equal(leads[-1], np.arange(self._spec.leading_shape[-1]))
-        )
-        # Some heads of a grouped matrix: a value with heads could mean either kind, so none is taken (0).
-        groups = self._spec.groups if all_heads or self._spec.groups == 1 else int(not (leads and kept[-2]))
-        spec = replace(self._spec, query=None, leading_shape=lead, groups=groups, q_len=len(rows))
-        return AttentionMatrix(spec, problem, known)
 
     # Products
 
     def __matmul__(self, value: Any) -> Array:
-        """The output, (…, heads, q_len, value_dim), for a value (…, kv_heads, kv_len, value_dim) or (kv_len,)."""
+        """Multiply the matrix by a value.
+
+        Args:
+            value: (…, kv_heads, kv_len, value_dim), or a vector (kv_len,).
+
+        Returns:
+            The output in the dtype of the value: (…, heads, q_len, value_dim), or (…, heads, q_len) for a vector.
+
+        Raises:
+            ArgumentError: The shape of the value does not fit the matrix.
+            ArgumentTypeError: The value does not hold real numbers.
+        """
         spec = self._spec
         if spec.query is not None and spec.sink is None and not spec.score_mods:
-            plain = spec.engine.try_fast_product(spec.query, spec.key, value, spec.mask, spec.scale)
-            if plain is not None:
-                return self._keep(*plain)
+            fused = spec.engine.try_fast_product(spec.query, spec.key, value, spec.mask, spec.scale)
+            if fused is not None:
+                return self._store_fused(*fused)
         return self._product(value, "A @ value", transposed=False)
 
-    def _keep(self, output: Array, lse: Array, ran: str) -> Array:
-        """The output of a fused kernel; its lse and name are kept."""
-        self._ran = ran
-        if self._rows is None and lse.dtype == self._spec.key.dtype:
-            # At half precision the kernel's lse is no better than that, and the loop finds a better one.
-            self._fused_lse = lse
-        return output
-
     def __rmatmul__(self, x: Any) -> Array:
+        """Multiply (…, heads, width, q_len) or (q_len,) by the matrix; see `mT`."""
         x = self._problem.engine.as_float(x, "x @ A", "x")
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     @property
-    def mT(self) -> Transposed[AttentionMatrix]:  # noqa: N802 - NumPy's name for it
+    def mT(self) -> TransposedMatrix:  # noqa: N802 - NumPy's name for it
         """The transpose, for `A.mT @ x`.
 
         >>> import regard
         >>> (regard.attention([[0.0], [0.0]], [[1.0], [1.0]]).mT @ [2.0, 4.0])
         array([3., 3.])
         """
-        return Transposed(self)
-
-    def _canonical(self, array: Any, operation: str, *, transposed: bool) -> tuple[Array, IntArray, bool]:
-        """An array as (own pairs, length, width), which of its pairs serves each pair, and whether it is a vector."""
-        name = "x" if transposed else "value"
-        array = self._problem.engine.as_float(array, operation, name)
-        as_vector = array.ndim == 1
-        if as_vector:
-            array = array[:, None]
-        length = self.shape[-2 if transposed else -1]
-        axis = "q_len" if transposed else "kv_len"
-        if array.ndim < 2 or array.shape[-2] != length:
-            raise ArgumentError(
-                operation,
-                received=f"{name} of shape {array.shape[:-1] if as_vector else array.shape}",
-                expected=f"(…, {axis} {length}, width) for a matrix of {format_named_shape(self.shape, 'q_len', 'kv_len')}",
-                hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
-            )
-        if not transposed and self._spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
-            raise ArgumentError(
-                operation,
-                received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
-                expected="a value without heads, or the product of the whole matrix",
-                hint="Take (A @ value)[:, heads], or one head at a time: A.lazy[0, 3] @ value[0, 1].",
-            )
-        of = broadcast_index(
-            array, self._spec.leading_shape, 1 if transposed else self._spec.groups or 1, operation, name
-        )
-        return array.reshape((num_pairs(array), *array.shape[-2:])), of, as_vector
-
-    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
-        engine, problem = self._problem.engine, self._problem
-        array, of, as_vector = self._canonical(array, operation, transposed=transposed)
-        fused = None if transposed else problem.product(array, of)
-        if fused is not None:
-            product = self._lead_first(self._keep(*fused))
-            product = engine.cast(product, array.dtype)
-            return product[..., 0] if as_vector else product
-        if not transposed:
-            self._ran = problem.fallback_kernel
-        finite = bool(engine.xp.all(engine.xp.isfinite(array)))
-        dtype = engine.working_dtype(problem.query, problem.key, array)
-        measure = Product(array, of, transposed, finite, dtype)
-        (product,), self._rows = run_block_loop(problem, [measure], self._if_known())
-        product = engine.cast(self._lead_first(product), array.dtype)
-        return product[..., 0] if as_vector else product
+        return TransposedMatrix(self)
 
     # Measures
 
     @property
     def lse(self) -> Array:
-        """The natural-log logsumexp of each row's scores, the sink's included: (…, heads, q_len).
+        """The natural-log logsumexp of each row's scores, including the sink's: (…, heads, q_len).
 
-        −inf for a row that sees nothing. Any weight is exp(score − lse).
+        It is −inf for a row with no key to attend to. Any weight is exp(score − lse).
         """
         engine = self._problem.engine
         if engine.requires_grad(self._problem):
@@ -297,112 +240,423 @@ class AttentionMatrix(Reductions, Looking):
         if self._fused_lse is not None:
             return self._fused_lse.reshape(self.shape[:-1])
         with engine.suppress_warnings():
-            return self._lead_first(engine.cast(self._known().lse(engine.xp), self._problem.dtype))
+            lse = self._require_stats().lse(engine.xp)
+            return self._restore_leading_axes(engine.cast(lse, self._problem.dtype))
 
     def measure(self, *measures: Measure, **named: Measure) -> Any:
-        """The results of several measures from one pass: a named tuple.
+        """Compute several measures in one pass.
+
+        Args:
+            *measures: Measures; each result is named after its class: `Entropy()` gives `.entropy`.
+            **named: Measures whose results get the names of the keywords.
+
+        Returns:
+            A named tuple with the result of each measure.
+
+        Raises:
+            ArgumentTypeError: An argument is not a measure.
+            ArgumentError: Two results have the same name.
 
         >>> from regard import Entropy, TopK, attention
         >>> A = attention([[0.0]], [[1.0], [2.0]])
         >>> A.measure(Entropy(), top=TopK(1)).top.indices
         array([[0]])
         """
-        for each in (*measures, *named.values()):
-            parts = all(hasattr(each, part) for part in ("init", "step", "merge", "finish"))
-            if not parts or isinstance(each, type):
-                raise ArgumentTypeError(
-                    "measure",
-                    received=describe_argument(each),
-                    expected="measures such as Entropy() or TopK(8)",
-                    hint="A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
-                )
-        names = [*map(name_of, measures), *named]
-        if len(set(names)) != len(names):
-            raise ArgumentError(
-                "measure",
-                received=f"results named {', '.join(names)}",
-                expected="a name for each result",
-                hint="Name one by a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
-            )
-        results = self._measured(dict(zip(names, (*measures, *named.values()), strict=True)))
-        return namedtuple("Measures", names)(*(results[name] for name in names))
+        results = self._run_measures(chosen := name_measures(measures, named))
+        return namedtuple("Measures", list(chosen))(*(results[name] for name in chosen))
 
     def plan(self, *measures: Measure, **named: Measure) -> str:
-        """How `measure` would make these, in a line or two: by a fused call, by a pass over the tiles, or by both.
+        """Describe how `measure` would compute these measures, without computing them.
+
+        Args:
+            *measures: Measures, as in `measure`.
+            **named: Measures, as in `measure`.
+
+        Returns:
+            One line for each product and each run of the block loop: the kernel, why it was chosen, the results.
 
         >>> from regard import Entropy, Received, attention
         >>> print(attention([[0.0]], [[1.0], [2.0]]).plan(Entropy(), Received()))
-        one pass over tiles of 512 × 512, each band read twice, for its lse and its weights: entropy, received
+        numpy: block loop, tiles of 512 × 512, two passes (lse, then weights): entropy, received
         """
-        names = [*map(name_of, measures), *named]
-        chosen = dict(zip(names, (*measures, *named.values()), strict=True))
-        known = self._if_known() is not None
-        apart, together = self._apart(chosen)
-        lines = [f"one product ({self._problem.kernel}): {name}" for name in apart]
-        return "\n".join([*lines, self._plan(together, known).text(self._problem, known)])
+        products, rest = self._split_products(name_measures(measures, named))
+        known = self._get_stats() is not None
+        lines = [f"{self._problem.kernel}, one product: {name}" for name in products]
+        if rest and self._problem.engine.requires_grad(self._problem):
+            lines.append(f"{self._problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
+        elif rest or not lines:
+            lines.append(self._plan(rest, known).describe(self._problem, known))
+        return "\n".join(lines)
 
-    def _apart(self, chosen: dict[str, Measure]) -> tuple[dict[str, Output], dict[str, Measure]]:
-        """Outputs that are products of their own, since they have a gradient or are at half precision; the rest."""
+    def entropy(self) -> Array:
+        """Compute the entropy of each row in nats: (…, heads, q_len)."""
+        return self.measure(Entropy()).entropy
+
+    def distance(self, align: Align | None = None) -> Array:
+        """Compute the mean distance of each row, Σ w · |q_idx − kv_idx|: (…, heads, q_len).
+
+        Args:
+            align: Position of query 0 if q_len and kv_len differ, as in `causal`.
+
+        Raises:
+            ArgumentError: The lengths differ and `align` is missing, or `align` is unknown.
+        """
+        return self.measure(Distance(align)).distance
+
+    def mass(self, mask: Mask) -> Array:
+        """Compute the share of each row's weight on the keys that a mask allows: (…, heads, q_len).
+
+        Args:
+            mask: The keys to count, such as `regard.first(4)`.
+
+        Raises:
+            ArgumentTypeError: `mask` is not a mask.
+            ArgumentError: The mask does not fit the matrix.
+        """
+        return self.measure(Mass(mask)).mass
+
+    def topk(self, k: int) -> Top:
+        """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
+
+        Args:
+            k: Number of keys, from 1 to kv_len.
+
+        Returns:
+            A named tuple of `values` and `indices`, each (…, heads, q_len, k).
+
+        Raises:
+            ArgumentError: `k` is not a whole number from 1 to kv_len.
+        """
+        top: Top = self.measure(top=TopK(k)).top
+        return top
+
+    def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> Array:
+        """Reduce the matrix to a grid of cells: (…, heads, cells, cells).
+
+        Args:
+            cells: Number of cells along each edge, or (rows, columns).
+            reduce: Reduction of the weights in a cell.
+
+        Raises:
+            ArgumentError: There are more cells than rows or columns, or `reduce` is unknown.
+        """
+        return self.measure(Coarse(cells, reduce)).coarse
+
+    def sum(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Sum the weights.
+
+        Args:
+            axis: −1 sums over the keys, −2 over the queries (the weight that each key receives), None over everything.
+            dim: Synonym of `axis`.
+            **numpy_keywords: The defaults of out, dtype and keepdims, so that `np.sum(A)` works.
+
+        Returns:
+            (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
+
+        Raises:
+            ArgumentError: The axis is none of these, or both `axis` and `dim` are given.
+        """
+        if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
+            return self.measure(Sum(-1)).sum.sum()
+        return self.measure(Sum(resolved)).sum
+
+    def mean(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Average the weights.
+
+        Args:
+            axis: −1 averages over the keys, −2 over the queries, None over everything.
+            dim: Synonym of `axis`.
+            **numpy_keywords: The defaults of out, dtype and keepdims, so that `np.mean(A)` works.
+
+        Returns:
+            (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
+
+        Raises:
+            ArgumentError: The axis is none of these, or both `axis` and `dim` are given.
+        """
+        resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
+        count = math.prod(self.shape) if resolved is None else self.shape[resolved]
+        with np.errstate(all="ignore"):  # the mean of no entries is NaN, without a warning
+            return self.sum(resolved) / np.float64(count)
+
+    def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Find the largest weights.
+
+        Args:
+            axis: −1 searches each row, −2 each column, None the whole matrix.
+            dim: Synonym of `axis`.
+            **numpy_keywords: The defaults of out and keepdims, so that `np.max(A)` works.
+
+        Returns:
+            (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
+
+        Raises:
+            ArgumentError: The axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+        """
+        check_not_empty(self.shape, "max")
+        if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
+            return self.measure(top=MaxWeight(-1)).top.values.max()
+        return self.measure(top=MaxWeight(resolved)).top.values
+
+    def argmax(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Find the indices of the largest weights; ties go to the lowest index.
+
+        Args:
+            axis: −1 searches each row, −2 each column, None the whole matrix.
+            dim: Synonym of `axis`.
+            **numpy_keywords: The defaults of out and keepdims, so that `np.argmax(A)` works.
+
+        Returns:
+            Keys (…, heads, q_len) for −1, queries (…, heads, kv_len) for −2, an index into the flattened matrix for
+            None.
+
+        Raises:
+            ArgumentError: The axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+        """
+        check_not_empty(self.shape, "argmax")
+        if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
+            values, indices = self.measure(top=MaxWeight(-1)).top
+            row = int(values.argmax())
+            return row * self.shape[-1] + indices.ravel()[row]
+        return self.measure(top=MaxWeight(resolved)).top.indices
+
+    # Explanation and display
+
+    def explain(
+        self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
+    ) -> Explanation:
+        """Compute the four steps of one query with every number; `print` the result to read them.
+
+        The matrix must have one head. Choose one of several by its index: `A[0, 3].explain(7)`.
+
+        Args:
+            q_idx: Index of the query. Negative indices count from the end.
+            value: Value of this head, for the fourth step: (kv_len, value_dim).
+            tokens: Labels of the keys, kv_len strings.
+
+        Raises:
+            ArgumentError: The matrix has several heads, or value or tokens do not have kv_len entries.
+            ArgumentTypeError: `q_idx` is not an integer.
+            IndexOutOfRangeError: There is no query `q_idx`.
+
+        >>> import regard
+        >>> print(regard.attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
+        How query 0 attends: 2 keys, head_dim 2
+        <BLANKLINE>
+        1. Compare: query [1, 0] · key
+           a  1·1 + 0·0 = 1
+           b  1·0 + 0·1 = 0
+        2. Scale: × 1
+           a  1 × 1 = 1
+           b  0 × 1 = 0
+        3. Normalise: exp(score − shift 1), divided by their sum 1.3679
+           a  1       0.7311  █████████████████████████████
+           b  0.3679  0.2689  ██████████
+        """
+        check_one_head(self.shape, "explain", f"A[{{}}].explain({q_idx})")
+        return explain_row(self._problem, resolve_row(self.shape, "explain", q_idx), value, tokens)
+
+    def page(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        query_tokens: Sequence[str] | None = None,
+        title: str = "A map of attention",
+    ) -> Page:
+        """Build a self-contained HTML page with a zoomable map of one head, down to each weight and its two tokens.
+
+        The page needs no network. It carries query and key in half precision and computes every weight that it shows.
+        It says how far they can be from this matrix's, and where a picture is a mean or a sample. Its address stores
+        the view.
+
+        The matrix must have one head. Choose one of several by its index: `A[0, 3].page(tokens)`.
+
+        Args:
+            tokens: Labels of the keys, kv_len strings, and of the queries if they are the same sequence.
+            query_tokens: Labels of the queries, q_len strings, if they are another sequence.
+            title: Title of the page.
+
+        Raises:
+            ArgumentError: The matrix has several heads or is empty, the number of tokens is wrong, or the page cannot
+                compute a score modification.
+            TooLargeError: The page would have to carry a bias of too many numbers.
+
+        >>> import numpy as np
+        >>> import regard
+        >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
+        >>> A.page(["the", "cat", "sat"])
+        <page "A map of attention", ... kB: save(path) writes it>
+        """
+        from regard.pages.head_map import deep_map
+
+        check_one_head(self.shape, "page", "A[{}].page(tokens)")
+        return deep_map(self, tokens, query_tokens, title)
+
+    def __repr__(self) -> str:
+        small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
+        return f"{self._describe()}\n{text.format_matrix(self.to_dense())}" if small else self._describe()
+
+    def _describe(self) -> str:
+        """Describe shape, dtype and scores in one line."""
+        name = f"AttentionMatrix{format_named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
+        parts = [name, *self._problem.describe()]
+        parts += [f"mask {self.mask}"] if self.mask is not None else []
+        parts += ["sink"] if self._problem.sink is not None else []
+        return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        """Render for a notebook: all weights of a small matrix, a bounded sample of a large one."""
+        from regard.core.sampling import sample_weights
+        from regard.render import notebook
+
+        closing = ""
+        if (heads := math.prod(self.shape[:-2])) > 1:
+            first = f"A[{', '.join('0' * (self.ndim - 2))}]"
+            closing = f"This is {first}, the first of {heads:,} heads."
+        is_empty = 0 in self.shape
+        sample = None if is_empty else sample_weights(self)
+        if sample is None and not is_empty:
+            closing = "Its rows are too long to show here: A[row] reads one, A.coarsen(512) makes a picture."
+        return notebook.render_matrix(self._describe(), sample, closing)
+
+    # Private: parts
+
+    def _select(self, resolved: ResolvedIndex) -> AttentionMatrix:
+        """Return the lazy matrix of some heads and rows; leading axes that the index drops are dropped."""
+        *leading, rows = resolved.positions[:-1]
+        kept = resolved.kept[:-2]
+        spec, shape = self._spec, self._spec.leading_shape
+        pairs = np.arange(len(self._problem.pair_ids)).reshape(shape)[np.ix_(*leading)].ravel()
+        problem = replace(self._problem.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
+        stats = self._get_stats()
+        if stats is not None:
+            stats = None if self._needs_exact_rows else stats.select((pairs[:, None], rows))
+        has_heads = bool(leading) and kept[-1]
+        all_heads = has_heads and np.array_equal(leading[-1], np.arange(shape[-1]))
+        # Some heads of a grouped matrix: the heads of a value could be key heads or query heads, so 0 allows neither.
+        groups = spec.groups if all_heads or spec.groups == 1 else int(not has_heads)
+        part_shape = tuple(len(chosen) for chosen, keep in zip(leading, kept, strict=True) if keep)
+        part = replace(spec, query=None, leading_shape=part_shape, groups=groups, q_len=len(rows))
+        return AttentionMatrix(part, problem, stats)
+
+    def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
+        """Compute the weights or scores at an index."""
+        positions = resolved.positions
+        nbytes = math.prod([len(chosen) for chosen in positions]) * int(self.dtype.itemsize)
+        if nbytes > MAX_DENSE_BYTES:
+            raise TooLargeError(
+                operation,
+                received=f"an index with a result of {nbytes:,} bytes",
+                expected=f"at most {MAX_DENSE_BYTES:,} bytes",
+                hint="Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a "
+                "picture, or A.to_dense() to store the whole matrix.",
+            )
+        part = self._select(resolved)
+        problem, columns = part._problem, positions[-1]
+        all_columns = np.array_equal(columns, np.arange(self.shape[-1]))
+        if weights and (all_columns or problem.engine.requires_grad(problem)):
+            # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
+            (block,), _ = run_block_loop(problem, [DenseWeights()])
+            block = block if all_columns else block[..., columns]
+        else:
+            block = compute_entries(problem, columns, part._require_stats() if weights else None)
+        return block.reshape([len(chosen) for chosen in positions])[resolved.local]
+
+    def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
+        """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""
+        problem = self._problem.select_rows(rows)
+        stats = SoftmaxStats(problem.engine.xp.asarray(lse, dtype=problem.dtype), None)
+        return compute_entries(problem, np.arange(self.shape[-1]), stats)
+
+    def _restore_leading_axes(self, result: Any) -> Any:
+        """Split the axis of pairs into the leading axes (…, heads)."""
+        if isinstance(result, tuple):
+            return type(result)(*map(self._restore_leading_axes, result))
+        return result.reshape((*self._spec.leading_shape, *result.shape[1:]))
+
+    # Private: products and measures
+
+    def _store_fused(self, output: Array, lse: Array, kernel: str) -> Array:
+        """Cache lse and name of a fused kernel, and return its output."""
+        self._kernel_used = kernel
+        if self._stats is None and lse.dtype == self._spec.key.dtype:
+            # At half precision the kernel's lse is no better than that, and the block loop computes a better one.
+            self._fused_lse = lse
+        return output
+
+    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
+        """Compute A @ array, or A.mT @ array if `transposed`."""
         engine, problem = self._problem.engine, self._problem
-        outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
-        learning = engine.requires_grad(problem, *(each.value for each in outputs.values()))
-        if not learning and engine.working_dtype(problem.query) == problem.query.dtype:
+        operand = flatten_operand(array, self._spec, operation, transposed=transposed)
+        array = operand.array
+        fused = None if transposed else problem.product(array, operand.pair_index)
+        if fused is not None:
+            product = self._store_fused(*fused)
+        else:
+            if not transposed:
+                self._kernel_used = problem.fallback_kernel
+            finite = bool(engine.xp.all(engine.xp.isfinite(array)))
+            dtype = engine.working_dtype(problem.query, problem.key, array)
+            measure = Product(array, operand.pair_index, transposed, finite, dtype)
+            (product,), self._stats = run_block_loop(problem, [measure], self._get_stats())
+        product = engine.cast(self._restore_leading_axes(product), array.dtype)
+        return product[..., 0] if operand.is_vector else product
+
+    def _split_products(self, chosen: dict[str, Measure]) -> tuple[dict[str, Output], dict[str, Measure]]:
+        """Split off the outputs that need a product of their own, for a gradient or at half precision."""
+        engine, problem = self._problem.engine, self._problem
+        outputs = {name: measure for name, measure in chosen.items() if isinstance(measure, Output)}
+        requires_grad = engine.requires_grad(problem, *(output.value for output in outputs.values()))
+        if not requires_grad and engine.working_dtype(problem.query) == problem.query.dtype:
             outputs = {}
-        return outputs, {name: each for name, each in chosen.items() if name not in outputs}
+        return outputs, {name: measure for name, measure in chosen.items() if name not in outputs}
 
     def _plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
-        fused = self._problem.can_fuse and not self._rough
-        return make_plan(upcast(self._problem), chosen, known, fused)
+        can_fuse = self._problem.can_fuse and not self._needs_exact_rows
+        return make_plan(upcast(self._problem), chosen, known, can_fuse)
 
-    def _measured(self, chosen: dict[str, Measure]) -> dict[str, Any]:
-        """The results of measures by name, with their leading axes."""
+    def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
+        """Compute the results of measures by name, with their leading axes."""
         engine, problem = self._problem.engine, self._problem
-        apart, chosen = self._apart(chosen)
-        results = {name: self @ each.value for name, each in apart.items()}
+        products, chosen = self._split_products(chosen)
+        results = {name: self @ output.value for name, output in products.items()}
+        stats = self._get_stats()
         if engine.requires_grad(problem):
-            found, _ = run_block_loop(problem, list(chosen.values()), self._if_known())
-            return results | dict(zip(chosen, map(self._lead_first, found), strict=True))
-        known = self._if_known()
-        plan = self._plan(chosen, known is not None)
-        made = execute(plan, upcast(problem), known, self._canonical_value) if plan.calls else None
-        if made is None:
-            made = execute(Plan(False, {}, chosen), problem, known, self._canonical_value)
-            assert made is not None
-        if made.lse is not None:
-            self._fused_lse = made.lse
-        if any(isinstance(each, Output) for each in chosen.values()):
-            self._ran = made.ran or problem.fallback_kernel
-        self._rows = made.rows
-        results |= {name: self._lead_first(each) for name, each in made.results.items()}
-        outputs = {name: each for name, each in chosen.items() if isinstance(each, Output)}
-        return results | {
-            name: results[name][..., 0] for name in outputs if np.ndim(outputs[name].value) == 1
-        }
+            computed, _ = run_block_loop(problem, list(chosen.values()), stats)
+            return results | dict(zip(chosen, map(self._restore_leading_axes, computed), strict=True))
+        plan = self._plan(chosen, stats is not None)
+        done = execute(plan, upcast(problem), stats, self._flatten_value) if plan.has_product else None
+        if done is None:
+            done = execute(Plan(False, {}, chosen), problem, stats, self._flatten_value)
+            assert done is not None
+        if done.lse is not None:
+            self._fused_lse = done.lse
+        outputs = {name: measure for name, measure in chosen.items() if isinstance(measure, Output)}
+        if outputs:
+            self._kernel_used = done.kernel or problem.fallback_kernel
+        self._stats = done.stats
+        results |= {name: self._restore_leading_axes(result) for name, result in done.results.items()}
+        vectors = (name for name, output in outputs.items() if np.ndim(output.value) == 1)
+        return results | {name: results[name][..., 0] for name in vectors}
 
-    def _canonical_value(self, value: Any) -> tuple[Array, IntArray]:
-        return self._canonical(value, "Output(value)", transposed=False)[:2]
+    def _flatten_value(self, value: Any) -> tuple[Array, IntArray]:
+        operand = flatten_operand(value, self._spec, "Output(value)", transposed=False)
+        return operand.array, operand.pair_index
 
-    # Within
+    def _require_stats(self) -> SoftmaxStats:
+        """Return the softmax statistics of each row, computing them if they are not cached."""
+        if self._get_stats() is None:
+            self._run_measures({})
+        assert self._stats is not None
+        return self._stats
 
-    def _known(self) -> SoftmaxStats:
-        """What turns scores into weights, worked out where it is not known yet."""
-        if self._if_known() is None:
-            self._measured({})
-        assert self._rows is not None
-        return self._rows
-
-    def _if_known(self) -> SoftmaxStats | None:
-        if self._rows is None and self._fused_lse is not None and not self._rough:
+    def _get_stats(self) -> SoftmaxStats | None:
+        """Return the cached softmax statistics, or those that a fused kernel's lse gives; None if there are none."""
+        if self._stats is None and self._fused_lse is not None and not self._needs_exact_rows:
             with self._problem.engine.no_grad():
-                self._rows = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
-        return self._rows
+                self._stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
+        return self._stats
 
     @cached_property
-    def _rough(self) -> bool:
+    def _needs_exact_rows(self) -> bool:
         return self._problem.needs_exact_rows
-
-    def _lead_first(self, result: Any) -> Any:
-        """The axis of pairs as (…, heads) again."""
-        if isinstance(result, tuple):
-            return type(result)(*map(self._lead_first, result))
-        return result.reshape((*self._spec.leading_shape, *result.shape[1:]))

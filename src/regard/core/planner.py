@@ -1,4 +1,8 @@
-"""How measures are made: by one fused call, by one pass over the tiles, or by both."""
+"""Plan and compute measures: by one product, by the block loop, or by both.
+
+Some measures are a product of the matrix with a few columns. They are computed as extra columns of the value in one
+call of the fused kernel, which also returns the lse. The block loop computes the other measures from that lse.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +17,69 @@ from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
 from regard.tiling import tile_sizes
-from regard.types import Array, IntArray
+from regard.types import Array, IntArray, Namespace
 
-# Columns that ride on a fused call for less than a pass over the tiles would cost.
+# Extra value columns that cost a fused call less than a pass over the tiles.
 MAX_EXTRA_COLUMNS = 16
 
 
 class Plan(NamedTuple):
-    """Which measures a fused call gives, and which the pass; a call without measures is for the lse alone."""
+    """Which measures come from one product, and which from the block loop.
 
-    calls: bool
-    called: Mapping[str, Measure]
-    passed: Mapping[str, Measure]
+    Attributes:
+        has_product: Whether there is a product; one without measures is computed for its lse.
+        from_product: Measures that the product gives.
+        from_loop: Measures that the block loop computes.
+    """
 
-    def text(self, problem: Problem, known: bool) -> str:
-        """What will be done, in a line or two."""
+    has_product: bool
+    from_product: Mapping[str, Measure]
+    from_loop: Mapping[str, Measure]
+
+    def describe(self, problem: Problem, known: bool) -> str:
+        """Describe what runs and why, one line for the product and one for the block loop.
+
+        Args:
+            problem: The matrix.
+            known: Whether the lse is cached.
+        """
         lines = []
-        if self.calls:
-            riders = [name for name, each in self.called.items() if not isinstance(each, Output)]
-            outputs = [name for name in self.called if name not in riders]
-            what = [*outputs, *([f"{', '.join(riders)} as columns of the value"] if riders else []), "lse"]
-            lines.append(f"{problem.product_name} ({problem.kernel}): {'; '.join(what)}")
-        if self.passed:
-            rows = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
-            lse = (
-                "weights from the lse"
-                if self.calls or known
-                else "each band read twice, for its lse and its weights"
-            )
-            lines.append(f"one pass over {rows}, {lse}: {', '.join(self.passed)}")
-        return "\n".join(lines) or "nothing to do"
+        if self.has_product:
+            extra = [name for name, measure in self.from_product.items() if not isinstance(measure, Output)]
+            results = ", ".join([*(name for name in self.from_product if name not in extra), "lse"])
+            columns = f"; {', '.join(extra)} from extra value columns" if extra else ""
+            lines.append(f"{problem.kernel}, one product: {results}{columns}")
+        if self.from_loop:
+            kernel = f"{problem.engine.name}: block loop"
+            passes = "one pass with the cached lse"
+            if self.has_product:
+                passes = "one pass with the lse of the product"
+            elif not known:
+                passes = "two passes (lse, then weights)"
+                exact = "scores too large for the lse of a fused kernel"
+                kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
+            tiles = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
+            lines.append(f"{kernel}, {tiles}, {passes}: {', '.join(self.from_loop)}")
+        return "\n".join(lines) or "nothing to compute"
 
 
-def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, fused: bool) -> Plan:
-    """The cheapest way to the measures; `known` says that the lse is, `fused` that a kernel may be called."""
-    outputs = {name: each for name, each in measures.items() if isinstance(each, Output)}
-    rest = {name: each for name, each in measures.items() if name not in outputs}
-    if not fused or (known and not outputs):
+def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, can_fuse: bool) -> Plan:
+    """Choose the cheapest way to compute measures.
+
+    Args:
+        problem: The matrix, at the dtype of its scores.
+        measures: Measures by name.
+        known: Whether the lse is cached.
+        can_fuse: Whether a fused kernel may be called and its lse used.
+    """
+    outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Output)}
+    rest = {name: measure for name, measure in measures.items() if name not in outputs}
+    if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
-    columns = [each.columns(problem) for each in rest.values() if hasattr(each, "columns")]
-    ride = len(columns) == len(rest) and None not in map(_width, columns)
-    room = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
-    if ride and sum(_width(each) or 0 for each in columns) <= room:
+    columns = [measure.columns(problem) for measure in rest.values() if hasattr(measure, "columns")]
+    all_have_columns = len(columns) == len(rest) and None not in map(_width, columns)
+    max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
+    if all_have_columns and sum(_width(array) or 0 for array in columns) <= max_width:
         return Plan(True, dict(measures), {})
     return Plan(True, outputs, rest)
 
@@ -64,78 +89,95 @@ def _width(columns: Any) -> int | None:
 
 
 class PlanResult(NamedTuple):
-    """The results by name, each beginning with the axis of pairs; the rows; what a fused call gave besides."""
+    """The results of a plan.
+
+    Attributes:
+        results: Results by name; arrays begin with the axis of pairs.
+        stats: Softmax statistics of each row.
+        lse: The lse of the product, (pairs, rows); None without one.
+        kernel: Name of the kernel that computed the product; empty without one.
+    """
 
     results: dict[str, Any]
-    rows: SoftmaxStats | None
+    stats: SoftmaxStats | None
     lse: Array | None
-    ran: str
+    kernel: str
 
 
 def execute(
     plan: Plan,
     problem: Problem,
     known: SoftmaxStats | None,
-    canonical: Callable[[Array], tuple[Array, IntArray]],
+    flatten_value: Callable[[Array], tuple[Array, IntArray]],
 ) -> PlanResult | None:
-    """What a plan makes; `canonical` gives a value as (own pairs, kv_len, value_dim), and the one for each pair.
+    """Run a plan.
 
-    None where the kernel met something that it does not treat as promised: then a plan without it must do.
+    Args:
+        plan: The plan.
+        problem: The matrix; at the dtype of its scores if the plan has a product.
+        known: Cached softmax statistics of each row.
+        flatten_value: Converts a value to (own pairs, kv_len, value_dim) and the pair of it that each pair uses.
+
+    Returns:
+        The results; None if the fused kernel cannot handle the inputs, so that a plan without it must run.
     """
     engine, xp = problem.engine, problem.engine.xp
     results: dict[str, Any] = {}
-    lse, ran = None, ""
-    if plan.calls:
+    lse, kernel = None, ""
+    if plan.has_product:
         parts: list[Any] = [
-            canonical(each.value) if isinstance(each, Output) else each.columns(problem)
-            for each in plan.called.values()
+            flatten_value(measure.value) if isinstance(measure, Output) else measure.columns(problem)
+            for measure in plan.from_product.values()
         ]
-        value, of = _side_by_side(parts or [problem.placeholder_value], xp)
+        value, index = _concat_values(parts or [problem.placeholder_value], xp)
         with engine.suppress_warnings(), engine.no_grad():
-            product = problem.product(value, of)
+            product = problem.product(value, index)
             if product is None:
                 return None
-            output, lse, ran = product
+            output, lse, kernel = product
             stops = np.cumsum([part.shape[-1] for part, _ in parts])
-            for (name, each), (part, _), stop in zip(plan.called.items(), parts, stops, strict=True):
+            for (name, measure), (part, _), stop in zip(plan.from_product.items(), parts, stops, strict=True):
                 columns = output[..., int(stop) - part.shape[-1] : int(stop)]
                 results[name] = (
                     engine.cast(columns, part.dtype)
-                    if isinstance(each, Output)
-                    else each.from_columns(columns, lse, problem)
+                    if isinstance(measure, Output)
+                    else measure.from_columns(columns, lse, problem)
                 )
         known = SoftmaxStats(lse, None)
     measures = [
-        _as_product(each, problem, canonical) if isinstance(each, Output) else each
-        for each in plan.passed.values()
+        _as_product(measure, problem, flatten_value) if isinstance(measure, Output) else measure
+        for measure in plan.from_loop.values()
     ]
-    found, known = run_block_loop(problem, measures, known)
-    for name, each, made in zip(plan.passed, measures, found, strict=True):
-        results[name] = engine.cast(made, each.array.dtype) if isinstance(each, Product) else made
-    return PlanResult(results, known, lse, ran)
+    computed, stats = run_block_loop(problem, measures, known)
+    for name, measure, result in zip(plan.from_loop, measures, computed, strict=True):
+        results[name] = engine.cast(result, measure.array.dtype) if isinstance(measure, Product) else result
+    return PlanResult(results, stats, lse, kernel)
 
 
-def _as_product(output: Output, problem: Problem, canonical: Any) -> Product:
+def _as_product(output: Output, problem: Problem, flatten_value: Any) -> Product:
+    """Convert an output to the measure with which the block loop computes it."""
     engine = problem.engine
-    value, of = canonical(output.value)
+    value, index = flatten_value(output.value)
     finite = bool(engine.xp.all(engine.xp.isfinite(value)))
-    return Product(value, of, False, finite, engine.working_dtype(problem.query, problem.key, value))
+    return Product(value, index, False, finite, engine.working_dtype(problem.query, problem.key, value))
 
 
-def _side_by_side(parts: list[tuple[Array, IntArray]], xp: Any) -> tuple[Array, IntArray]:
-    """Values `(own pairs, kv_len, width)` as one, and which of its own pairs serves each pair."""
+def _concat_values(parts: list[tuple[Array, IntArray]], xp: Namespace) -> tuple[Array, IntArray]:
+    """Concatenate values (own pairs, kv_len, width) along their columns; also return the index of the result."""
     if len(parts) == 1:
         return parts[0]
-    several = [(array, of) for array, of in parts if len(array) > 1]
-    if all(len(array) == len(several[0][0]) and np.array_equal(of, several[0][1]) for array, of in several):
+    several = [(array, index) for array, index in parts if len(array) > 1]
+    if all(
+        len(array) == len(several[0][0]) and np.array_equal(index, several[0][1]) for array, index in several
+    ):
         own, shared = (len(several[0][0]), several[0][1]) if several else (1, parts[0][1])
         arrays = [xp.broadcast_to(array, (own, *array.shape[1:])) for array, _ in parts]
         return xp.concat(arrays, axis=-1), shared
-    each = [array[xp.asarray(of)] for array, of in parts]
-    return xp.concat(each, axis=-1), np.arange(len(parts[0][1]))
+    arrays = [array[xp.asarray(index)] for array, index in parts]
+    return xp.concat(arrays, axis=-1), np.arange(len(parts[0][1]))
 
 
 def upcast(problem: Problem) -> Problem:
-    """The same at the dtype of its scores: at half precision a kernel's lse is no better than that."""
+    """Cast query and key to the dtype of the scores: at half precision a kernel's lse has only half precision."""
     cast = problem.engine.cast
     return replace(problem, query=cast(problem.query, problem.dtype), key=cast(problem.key, problem.dtype))

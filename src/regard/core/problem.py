@@ -100,8 +100,6 @@ class Problem:
 
     # Whether weights are the softmax of the scores, so that exp(score − lse) gives any weight.
     is_softmax: ClassVar[bool] = True
-    # What `product` is called in a printed plan.
-    product_name: ClassVar[str] = "one fused call"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -125,7 +123,8 @@ class Problem:
         """Name of the kernel if the block loop computes a product, with the reason if a fused one was possible."""
         if not self.can_fuse:
             return self.kernel
-        return f"{self.engine.name}: streaming tiles (the fused kernel does not keep what is promised here)"
+        reason = "non-finite values, or a gradient that the fused kernel lacks"
+        return f"{self.engine.name}: block loop ({reason})"
 
     def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
         """Compute output, lse and kernel name without the block loop; None if the block loop must do it."""
@@ -168,6 +167,8 @@ class Problem:
 
     def select_rows(self, which: IntArray) -> Problem:
         """Return the problem of some rows, in the order given."""
+        if np.array_equal(which, np.arange(len(self.positions))):
+            return self  # without a copy of the query
         return replace(self, query=self.query[:, which], positions=self.positions[which])
 
     def scores(self, rows: IntArray, columns: IntArray, full: bool = False) -> Array:

@@ -1,24 +1,71 @@
-"""What is stored or multiplied, in the form of measures: the whole matrix, its products; and how outputs merge."""
+"""Products and the dense matrix as measures of the block loop, and the merge of outputs over shards of the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from regard.core.block_loop import make_finite
-from regard.core.problem import Problem
+from regard.core.broadcasting import broadcast_index, num_pairs
+from regard.core.problem import Problem, Spec
 from regard.engines import find_engine
-from regard.errors import ArgumentError, describe_argument
+from regard.errors import ArgumentError, describe_argument, format_named_shape
 from regard.measures import Measure, span
-from regard.types import Array, IntArray
+from regard.types import Array, IntArray, Namespace
+
+
+class Operand(NamedTuple):
+    """The array of a product in canonical form.
+
+    Attributes:
+        array: (own pairs, length, width).
+        pair_index: For each pair of the matrix, its pair in `array`: (pairs,).
+        is_vector: Whether the array was given without a width axis.
+    """
+
+    array: Array
+    pair_index: IntArray
+    is_vector: bool
+
+
+def flatten_operand(array: Any, spec: Spec, operation: str, *, transposed: bool) -> Operand:
+    """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form.
+
+    Raises:
+        ArgumentTypeError: The array does not hold real numbers.
+        ArgumentError: Its shape does not fit the matrix.
+    """
+    name, axis = ("x", "q_len") if transposed else ("value", "kv_len")
+    array = spec.engine.as_float(array, operation, name)
+    is_vector = array.ndim == 1
+    if is_vector:
+        array = array[:, None]
+    length = spec.shape[-2 if transposed else -1]
+    if array.ndim < 2 or array.shape[-2] != length:
+        raise ArgumentError(
+            operation,
+            received=f"{name} of shape {tuple(array.shape[:-1] if is_vector else array.shape)}",
+            expected=f"(…, {axis} {length}, width) for a matrix of {format_named_shape(spec.shape, 'q_len', 'kv_len')}",
+            hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
+        )
+    if not transposed and spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
+        raise ArgumentError(
+            operation,
+            received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
+            expected="a value without heads, or the product of the whole matrix",
+            hint="Take (A @ value)[:, heads], or one head at a time: A[0, 3] @ value[0, 1].",
+        )
+    groups = 1 if transposed else spec.groups or 1
+    pair_index = broadcast_index(array, spec.leading_shape, groups, operation, name)
+    return Operand(array.reshape((num_pairs(array), *array.shape[-2:])), pair_index, is_vector)
 
 
 @dataclass(frozen=True)
 class DenseWeights(Measure):
-    """Every weight, stored: (…, q_len, kv_len). The one measure that takes more than O(n) memory."""
+    """Every weight, stored: (…, q_len, kv_len). The only measure that takes more than O(n) memory."""
 
     problem: Problem | None = None
     reads_scores: ClassVar[bool] = False
@@ -26,52 +73,60 @@ class DenseWeights(Measure):
     def bind(self, problem: Problem) -> Measure:
         return replace(self, problem=problem)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         assert self.problem is not None
         return xp.zeros(shape, dtype=self.problem.dtype)
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
         state[:, span(q_idx), span(kv_idx)] = weights
         return state
 
 
 @dataclass(frozen=True)
 class LogSumExp(Measure):
-    """The lse of each row from its weights, (…, q_len): s − ln w is the lse at every live key. For gradients."""
+    """The lse of each row from its weights, for gradients: score − ln weight at any live key. Shape (…, q_len)."""
 
     problem: Problem | None = None
 
     def bind(self, problem: Problem) -> Measure:
         return replace(self, problem=problem)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         return xp.zeros((*shape[:2], 2))
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(
+        self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Any:
         live = weights > 0
-        each = xp.where(live, scores, 0.0) - xp.log(xp.where(live, weights, 1.0))
-        sums = (xp.sum(xp.where(live, x, 0.0), axis=-1) for x in (weights * each, weights))
+        lse = xp.where(live, scores, 0.0) - xp.log(xp.where(live, weights, 1.0))
+        sums = (xp.sum(xp.where(live, x, 0.0), axis=-1) for x in (weights * lse, weights))
         state[:, q_idx] += xp.stack(list(sums), axis=-1)
         return state
 
     def finish(self, state: Array) -> Array:
         assert self.problem is not None
         xp, sink = self.problem.engine.xp, self.problem.sink
-        # A row without any weight has what its sink has.
-        alone = -xp.inf if sink is None else self.problem.frame.per_head(sink, "sink")[:, None]
+        # The lse of a row without weights is its sink's score.
+        sink_only = -xp.inf if sink is None else self.problem.frame.per_head(sink, "sink")[:, None]
         empty = state[..., 1] == 0
-        return xp.where(empty, alone, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
+        return xp.where(empty, sink_only, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
 @dataclass(frozen=True)
 class Product(Measure):
-    """The matrix times an array `(own pairs, kv_len, width)`, or its transpose times one `(own pairs, q_len, width)`.
+    """The product of the matrix, or of its transpose, with an array.
 
-    `of` tells for each pair of the whole matrix which of the array's own pairs serves it.
+    Attributes:
+        array: (own pairs, kv_len, width), or (own pairs, q_len, width) if `transposed`.
+        pair_index: For each pair of the whole matrix, its pair in `array`.
+        transposed: Whether the transpose is multiplied.
+        finite: Whether all entries of the array are finite.
+        dtype: Dtype of the sums.
+        problem: The matrix, once the measure is bound.
     """
 
     array: Array
-    of: IntArray
+    pair_index: IntArray
     transposed: bool
     finite: bool
     dtype: Any
@@ -79,48 +134,59 @@ class Product(Measure):
 
     @property
     def reads_scores(self) -> bool:  # type: ignore[override]
-        """Scores tell what is hidden from what is zero, where NaN or inf must reach those who see it."""
+        """Whether scores are needed to tell masked keys from weights of zero: if NaN or inf must reach live rows."""
         return not self.finite
 
     def bind(self, problem: Problem) -> Measure:
-        return replace(self, of=self.of[problem.pair_ids], problem=problem)
+        return replace(self, pair_index=self.pair_index[problem.pair_ids], problem=problem)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         kept = shape[2 if self.transposed else 1]
         return xp.zeros((shape[0], kept, self.array.shape[-1]), dtype=self.dtype)
 
-    def step(self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(
+        self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Any:
         assert self.problem is not None
+        engine = self.problem.engine
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
-        part = self.problem.engine.take(self.array, self.of, self.problem.engine.to_numpy(summed), self.dtype)
-        weights = self.problem.engine.cast(weights, self.dtype)  # the array may have more digits
-        turn = xp.matrix_transpose if self.transposed else lambda tile: tile
+        part = engine.take(self.array, self.pair_index, engine.to_numpy(summed), self.dtype)
+        weights = engine.cast(weights, self.dtype)  # the array may have a wider dtype
+        transpose = xp.matrix_transpose if self.transposed else lambda tile: tile
         if self.finite:
-            state[:, span(kept)] += turn(weights) @ part
+            state[:, span(kept)] += transpose(weights) @ part
         else:
-            state[:, span(kept)] += _literal_product(turn(weights), turn(scores), part, xp)
+            state[:, span(kept)] += _multiply_non_finite(transpose(weights), transpose(scores), part, xp)
         return state
 
 
-def _literal_product(weights: Array, scores: Array, part: Array, xp: Any) -> Array:
-    """weights @ part where part holds NaN or inf: they reach the rows that see them, and no others."""
+def _multiply_non_finite(weights: Array, scores: Array, part: Array, xp: Namespace) -> Array:
+    """Compute weights @ part for a part with NaN or inf, which reach exactly the rows in which they are live."""
     live = scores != -xp.inf
 
-    def reached(rows: Array, entries: Array) -> Array:
+    def reaches(rows: Array, entries: Array) -> Array:
         return xp.astype(rows, weights.dtype) @ xp.astype(entries, weights.dtype) > 0
 
     product = weights @ xp.where(xp.isfinite(part), part, 0.0)
-    lost = reached(live, xp.isnan(part)) | reached(live & (weights == 0), xp.isinf(part))
+    is_nan = reaches(live, xp.isnan(part)) | reaches(live & (weights == 0), xp.isinf(part))
     for infinity in (xp.inf, -xp.inf):
-        product = product + xp.where(reached(weights > 0, part == infinity), infinity, 0.0)
-    return xp.where(lost, xp.nan, product)
+        product = product + xp.where(reaches(weights > 0, part == infinity), infinity, 0.0)
+    return xp.where(is_nan, xp.nan, product)
 
 
 def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Output and lse over all keys, from those over each shard of the keys, in any order; shards may be empty.
+    """Merge outputs and lse over shards of the keys into those over all keys.
 
-    Each part is `(A @ value, A.lse)` of one shard: (…, q_len, value_dim) and (…, q_len). A sink goes to one shard
-    only: its share is in that shard's lse.
+    Args:
+        parts: `(A @ value, A.lse)` of each shard, in any order: (…, q_len, value_dim) and (…, q_len). Shards may be
+            empty. A sink belongs to one shard only: its share is in that shard's lse.
+
+    Returns:
+        Output (…, q_len, value_dim) and lse (…, q_len) over all keys.
+
+    Raises:
+        ArgumentError: There is no part, or the shapes differ.
+        ArgumentTypeError: The arrays belong to no known library.
 
     >>> import numpy as np, regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
@@ -130,7 +196,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """
     if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
         engine = find_engine("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
-        shapes = [tuple(np.shape(each)) for part in parts for each in part]
+        shapes = [tuple(np.shape(array)) for part in parts for array in part]
     else:
         shapes = []
     if len(set(shapes[::2])) != 1 or set(shapes[1::2]) != {shapes[0][:-1]}:
@@ -142,14 +208,15 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         )
     xp = engine.xp
     with engine.suppress_warnings():
-        shift = parts[0][1]
+        largest = parts[0][1]
         for _, lse in parts[1:]:
-            shift = xp.maximum(shift, lse)
-        shares = [xp.exp(lse - make_finite(shift, xp)) for _, lse in parts]
-        total = sum(shares)
-        # Rows that no shard sees have no shares to divide.
+            largest = xp.maximum(largest, lse)
+        exponentials = [xp.exp(lse - make_finite(largest, xp)) for _, lse in parts]
+        total = sum(exponentials)
+        # Rows with no live key in any shard have a total of zero.
         safe = xp.where(total == 0, 1.0, total)
         output = sum(
-            (share / safe)[..., None] * output for share, (output, _) in zip(shares, parts, strict=True)
+            (exponential / safe)[..., None] * output
+            for exponential, (output, _) in zip(exponentials, parts, strict=True)
         )
-        return output, shift + xp.log(total)
+        return output, largest + xp.log(total)

@@ -1,8 +1,8 @@
-"""Faces of a matrix: its scores, its transpose, and some of its heads and rows, each still lazy."""
+"""Views of a matrix that compute nothing by themselves: its scores, its transpose, and a lazy indexer."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,69 +10,79 @@ from regard.core.indexing import resolve_index
 from regard.errors import ArgumentError
 from regard.types import Array
 
-# The matrix: its module is to the right of this one, so it is not named here.
-Matrix = TypeVar("Matrix", bound=Any)
+if TYPE_CHECKING:
+    from regard.core.matrix import AttentionMatrix
 
 
-class Scores(Generic[Matrix]):
-    """The scores of a matrix, to be indexed like it."""
+class ScoresView:
+    """The scores of a matrix, indexed like the matrix."""
 
-    def __init__(self, matrix: Matrix) -> None:
+    def __init__(self, matrix: AttentionMatrix) -> None:
         self._matrix = matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
-        return tuple(self._matrix.shape)
+        """(…, heads, q_len, kv_len)"""
+        return self._matrix.shape
 
     def __getitem__(self, index: Any) -> Array:
-        return self._matrix._entries(index, "A.scores[index]", weights=False)
+        """Compute the scores at an index; see `AttentionMatrix.__getitem__`."""
+        resolved = resolve_index(index, self.shape, "A.scores[index]")
+        return self._matrix._entries(resolved, "A.scores[index]", weights=False)
 
     def __repr__(self) -> str:
         return f"<scores of {repr(self._matrix).splitlines()[0]}>"
 
 
-class Lazy(Generic[Matrix]):
-    """Some heads and rows of a matrix, as a matrix: integers drop a leading axis, rows always remain an axis."""
+class LazyIndexer:
+    """An indexer that returns some heads and rows of a matrix as a lazy matrix.
 
-    def __init__(self, matrix: Matrix) -> None:
+    Integers drop a leading axis. Rows always remain an axis, even a single one.
+    """
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
         self._matrix = matrix
 
-    def __getitem__(self, index: Any) -> Matrix:
-        matrix = self._matrix
-        positions, local, kept = resolve_index(index, matrix.shape, "A.lazy[index]")
-        plain = all(
-            each is not None and getattr(each, "ndim", 1) == 1 for each in local if not isinstance(each, int)
-        )
-        if not plain or len(positions[-1]) != matrix.shape[-1] or (np.diff(positions[-1]) != 1).any():
+    def __getitem__(self, index: Any) -> AttentionMatrix:
+        """Return the lazy matrix of some heads and rows.
+
+        Args:
+            index: Heads and rows as integers, slices or one 1-D integer array; all columns must be kept.
+
+        Raises:
+            ArgumentError: The index leaves out or reorders columns, or adds axes.
+        """
+        shape = self._matrix.shape
+        resolved = resolve_index(index, shape, "A.lazy[index]")
+        columns = resolved.positions[-1]
+        if resolved.adds_axes or len(columns) != shape[-1] or (np.diff(columns) != 1).any():
             raise ArgumentError(
                 "A.lazy[index]",
                 received=f"{index!r}",
                 expected="heads and rows, all columns kept",
                 hint="A row's weights depend on all its keys; for some columns take A[index], which computes them.",
             )
-        part: Matrix = matrix._part(positions[:-1], kept[:-1])
-        return part
+        return self._matrix._select(resolved)
 
 
-class Transposed(Generic[Matrix]):
-    """The transpose of a matrix: what it is multiplied by is summed over the queries."""
+class TransposedMatrix:
+    """The transpose of a matrix; its products sum over the queries."""
 
-    def __init__(self, matrix: Matrix) -> None:
+    def __init__(self, matrix: AttentionMatrix) -> None:
         self.mT = matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(…, heads, kv_len, q_len)"""
-        *lead, q_len, kv_len = self.mT.shape
-        return (*lead, kv_len, q_len)
+        *leading, q_len, kv_len = self.mT.shape
+        return (*leading, kv_len, q_len)
 
     def __matmul__(self, x: Any) -> Array:
-        """(…, heads, kv_len, width), for x of shape (…, heads, q_len, width) or (q_len,)."""
+        """Multiply by x of shape (…, heads, q_len, width) or (q_len,): (…, heads, kv_len, width) or (…, kv_len)."""
         return self.mT._product(x, "A.mT @ x", transposed=True)
 
     def to_dense(self) -> Array:
-        """The whole transpose, stored."""
+        """Compute and store the whole transpose: (…, heads, kv_len, q_len)."""
         return self.mT.to_dense().swapaxes(-1, -2)
 
     def __repr__(self) -> str:

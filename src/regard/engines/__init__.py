@@ -289,7 +289,7 @@ def register(engine: Engine) -> None:
     >>> register(MyEngine())
     >>> query = np.ones((2, 4)).view(Mine)
     >>> regard.attention(query, query).kernel
-    'mine: streaming tiles'
+    'mine: block loop'
     """
     missing = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
     valid = not missing and not isinstance(engine, type) and engine.name not in ("", "numpy", "torch")
@@ -325,7 +325,7 @@ def get_engine(name: str) -> Engine:
     ...         return False
     >>> register(Other())
     >>> get_engine("other").kernel_name(None)
-    'other: streaming tiles'
+    'other: block loop'
     """
     if name in _REGISTERED:
         return _REGISTERED[name]

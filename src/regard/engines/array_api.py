@@ -129,7 +129,7 @@ class ArrayEngine:
 
     def kernel_name(self, problem: Problem) -> str:
         """Return the name of the kernel that `A @ value` runs: the block loop's tiles."""
-        return f"{self.name}: streaming tiles"
+        return f"{self.name}: block loop"
 
     def fused_product(
         self, problem: Problem, value: Array, value_index: IntArray

@@ -201,7 +201,7 @@ class TorchEngine:
 
     def kernel_name(self, problem: Problem) -> str:
         kernel, reason = fused.find_kernel(problem)
-        return f"torch: streaming tiles ({reason})" if kernel is None else f"torch: {kernel.name}"
+        return f"torch: block loop ({reason})" if kernel is None else f"torch: {kernel.name}"
 
     def fused_product(
         self, problem: Problem, value: Array, value_index: IntArray

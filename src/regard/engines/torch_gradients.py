@@ -37,7 +37,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     xp = problem.engine.xp
     problem = replace(problem, key=_zero_masked(problem, problem.key, problem.key_index, bands))
     cleaned: list[Any] = [
-        replace(measure, array=_zero_masked(problem, measure.array, measure.of, bands))  # type: ignore[type-var,attr-defined]
+        replace(measure, array=_zero_masked(problem, measure.array, measure.pair_index, bands))  # type: ignore[type-var,attr-defined]
         if getattr(measure, "transposed", None) is False
         else measure
         for measure in measures

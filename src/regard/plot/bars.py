@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.core.arguments import resolve_row
 from regard.core.matrix import AttentionMatrix
 from regard.plot.axes import (
     BLUE,
@@ -61,7 +62,7 @@ def row(
     check_axes(ax, "plot.row")
     check_one_head(A, "plot.row")
     problem, kv_len = A._problem, A.shape[-1]
-    at = A._asked_row("plot.row", q_idx)
+    at = resolve_row(A.shape, "plot.row", q_idx)
     labels = format_labels(tokens, kv_len, "plot.row", "tokens")
     with problem.engine.no_grad():
         weights, scores = (

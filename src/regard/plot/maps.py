@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from matplotlib.colors import ListedColormap
 
+from regard.core import arguments
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.measures import Coarse
@@ -57,7 +58,7 @@ def heatmap(
     query_tokens: Sequence[str] | None = None,
     ax: Any = None,
     cells: int = 256,
-    reduce: str = "max",
+    reduce: Literal["mean", "max", "sum"] = "max",
     numbers: bool | None = None,
     colorbar: bool = True,
     **imshow: Any,
@@ -230,7 +231,7 @@ def check_one_head(A: Any, operation: str) -> None:
             expected="an attention matrix",
             hint="Create one with regard.attention(query, key). To draw stored weights, call ax.imshow(weights).",
         )
-    A._check_one_head(operation, f"{operation}(A.lazy[{{}}])")
+    arguments.check_one_head(A.shape, operation, f"{operation}(A[{{}}])")
     if not min(A.shape):
         raise ArgumentError(
             operation,
@@ -240,7 +241,7 @@ def check_one_head(A: Any, operation: str) -> None:
         )
 
 
-def _compute_cells(A: AttentionMatrix, cells: int, reduce: str) -> Any:
+def _compute_cells(A: AttentionMatrix, cells: int, reduce: Literal["mean", "max", "sum"]) -> Any:
     """Compute the weights or their reductions to draw, `(rows, columns)`, as a NumPy masked array."""
     engine = A._problem.engine
     block = min(cells, A.shape[-2]), min(cells, A.shape[-1])

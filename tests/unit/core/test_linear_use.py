@@ -75,7 +75,7 @@ def test_gradients_through_the_rest_agree_also_where_a_product_is_zero(what):
             query, more, mask=(causal("upper_left") | first(2)) & padding(5), feature_map=lambda x: x
         )
         ours, theirs = (B @ poisoned).sum(), (weights @ value).sum()
-        assert "streaming" in B.kernel
+        assert "block loop" in B.kernel
     elif what == "lse":
         live = (total > 0)[:, 0]
         ours, theirs = A.lse[live].sum(), total[live].log().sum()
@@ -172,9 +172,9 @@ def test_tiles_multiplied_out_grow_with_the_length(mask):
 
 def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
     ran = []
-    tile = _linear.LinearProblem._multiplied_out
+    tile = _linear.LinearProblem._multiply_tile
     monkeypatch.setattr(
-        _linear.LinearProblem, "_multiplied_out", lambda self, *given: (ran.append(1), tile(self, *given))[1]
+        _linear.LinearProblem, "_multiply_tile", lambda self, *given: (ran.append(1), tile(self, *given))[1]
     )
     query, key, value = draw(19, lead=())
     for mask in MASKS.values():
@@ -187,7 +187,7 @@ def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
         assert A.kernel == before and multiplied_out(before)[0] == len(ran)
     n = -(-N // 5)  # five features make chunks of five
     assert linear_attention(query, key, mask=dense(SOME)).kernel == (
-        f"numpy: linear attention, {n * n} of {n * n} tiles multiplied out"
+        f"numpy: linear attention, {n * n} of {n * n} tiles computed explicitly"
     )
 
 
@@ -236,10 +236,10 @@ def test_repr_plan_and_explanation_say_what_it_is():
         "AttentionMatrix(q_len 15, kv_len 15) float64, linear attention (random_features(8, seed=3)), mask causal()"
     )
     assert masked.plan(Position()) == (
-        "one linear product (numpy: linear attention, 2 of 4 tiles multiplied out): "
-        "position as columns of the value; lse"
+        "numpy: linear attention, 2 of 4 tiles computed explicitly, one product: lse; "
+        "position from extra value columns"
     )
-    assert "weights from the lse: entropy" in masked.plan(Entropy())
+    assert "one pass with the lse of the product: entropy" in masked.plan(Entropy())
     told = A.explain(0, value=[[1.0], [2.0]])
     assert np.allclose(told.raw_scores, [5, 2 + math.exp(-1)])
     assert np.allclose(told.scores, np.log(told.raw_scores)) and np.allclose(told.output, A @ [1.0, 2.0])

@@ -190,7 +190,7 @@ def test_weights_come_in_float32_at_least(dtypes: str, expected: str) -> None:
 
 def test_making_a_matrix_computes_nothing(tiles: None, counted: list[Any]) -> None:
     A = matrix((2, 3), mask=causal("lower_right"))
-    assert A.kernel == "numpy: streaming tiles" and A.mask == causal("lower_right")
+    assert A.kernel == "numpy: block loop" and A.mask == causal("lower_right")
     assert A.scale == HEAD_DIM**-0.5 and A.dtype == np.float64 and len(A) == 2 and A.nbytes == 8 * 6 * 11 * 13
     assert A.mT.shape == (2, 3, 13, 11) and A.lazy[0, :, 3:7].shape == (3, 4, 13) and "13" in repr(A)
     assert A.scores.shape == A.shape

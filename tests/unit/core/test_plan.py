@@ -76,7 +76,7 @@ def test_what_rides_equals_the_dense_matrix(mask: str, kv_heads: int) -> None:
         "output": Output(value), "sink": Mass(first(1)), "at": Position(), "total": Sum(),
         "middle": Mass(first(20) & ~first(10)), "real": Mass(padding([3, 17])), "not_first": Mass(~first(2)),
     }  # fmt: skip
-    assert A.plan(**chosen).startswith("one fused call") and "pass" not in A.plan(**chosen)
+    assert "one product: output, lse; " in A.plan(**chosen) and "block loop" not in A.plan(**chosen)
     found = A.measure(**chosen)
     weights = attention(query, key, mask=MASKS[mask], enable_gqa=True).to_dense()
     real = torch.arange(40) < torch.tensor([3, 17])[:, None, None, None]
@@ -117,7 +117,7 @@ def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str) -> None:
     named = dict(zip("abcdefghij", measures, strict=True), again=Entropy())
     rows = [30, 4, 17, 5, 39, 20, 24, 38, 1, 36, 8, 2]
     for ours, theirs in ((A, same), (A.lazy[..., rows, :], same.lazy[..., rows, :])):
-        assert "weights from the lse" in ours.plan(**named)
+        assert "one pass with the cached lse" in ours.plan(**named)
         for found, expected in zip(ours.measure(**named), theirs.measure(**named), strict=True):
             for x, y in (
                 zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
@@ -140,7 +140,7 @@ def test_04_a_hidden_score_that_would_overflow_is_zero_in_weights_from_the_lse()
     key[:, 70:] = 7.75  # scores of ±60: e¹²⁰ is no float32
     A = attention(query, key, mask=first(70), scale=1.0)
     _ = A @ key
-    assert A.plan(Received()).endswith("weights from the lse: received")
+    assert A.plan(Received()).endswith("one pass with the cached lse: received")
     # An lse of 60 in float32 has an ulp of 4e-6.
     torch.testing.assert_close(A.sum(-1), torch.ones(1, 4, dtype=torch.float64), atol=1e-5, rtol=0)
     torch.testing.assert_close(A.sum(-2)[0, 70:], torch.zeros(10, dtype=torch.float64), atol=0, rtol=0)
@@ -204,10 +204,10 @@ def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pyte
 def test_the_plan_is_what_happens(calls: list[Any]) -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
-    assert "one fused call" in A.plan(Entropy()) and "pass" not in A.plan(Entropy())
+    assert A.plan(Entropy()) == "torch: flash on CPU, one product: lse; entropy from extra value columns"
     A.entropy()
     assert calls == [(1, 8, 40, 16)], "value = key, and no pass"
-    assert A.plan(Entropy()) == "one pass over tiles of 512 × 512, weights from the lse: entropy"
+    assert A.plan(Entropy()) == "torch: block loop, tiles of 512 × 512, one pass with the cached lse: entropy"
     A.measure(Entropy(), Received())
     assert len(calls) == 1, "the lse is known"
     A.measure(Output(value), Position())
@@ -217,8 +217,8 @@ def test_the_plan_is_what_happens(calls: list[Any]) -> None:
     B.measure(Output(value), Received())
     assert len(calls) == 3
     capped = attention(query, key, score_mod=softcap(5.0))
-    assert "read twice" in capped.plan(Entropy(), Output(value)) and "fused" not in capped.plan(Entropy())
-    assert attention(query, key).plan() == "one fused call (torch: flash on CPU): lse"
+    assert "two passes" in capped.plan(Entropy(), Output(value)) and "product" not in capped.plan(Entropy())
+    assert attention(query, key).plan() == "torch: flash on CPU, one product: lse"
 
 
 VALUES: dict[str, Any] = {
@@ -263,7 +263,7 @@ def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
 def test_an_entropy_that_rides_is_never_below_0(dtype: Any) -> None:
     query, key, _ = tensors(dtype)
     A = attention(2 * query, 2 * key, mask=sliding_window(1))
-    assert "as columns of the value" in A.plan(Entropy())
+    assert "entropy from extra value columns" in A.plan(Entropy())
     entropy = A.entropy()
     assert (entropy >= 0).all() and (entropy < 100 * torch.finfo(dtype).eps).all()
 
@@ -272,7 +272,7 @@ def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:
     query, key, value = tensors(torch.bfloat16)
     A = attention(query, key, mask=causal())
     plan = A.plan(Output(value), Position())
-    assert plan.splitlines()[0] == "one product (torch: flash on CPU): output"
+    assert plan.splitlines()[0] == "torch: flash on CPU, one product: output"
     found = A.measure(Output(value), Position())
     assert torch.equal(found.output, attention(query, key, mask=causal()) @ value)
     assert found.position.dtype == torch.float32
@@ -290,7 +290,7 @@ def test_an_output_keeps_its_gradient_beside_measures() -> None:
 def test_numpy_makes_output_and_measures_in_one_pass() -> None:
     query, key, value = (x.numpy() for x in tensors())
     A = attention(query, key, mask=causal())
-    assert A.plan(Output(value), Entropy()).startswith("one pass over tiles")
+    assert A.plan(Output(value), Entropy()).startswith("numpy: block loop, tiles of 512 × 512, two passes")
     found = A.measure(Output(value), Entropy())
     np.testing.assert_allclose(found.output, A @ value, rtol=1e-12)
     np.testing.assert_allclose(found.entropy, A.entropy(), rtol=1e-12)
@@ -308,10 +308,10 @@ def test_the_kernel_says_when_it_could_not_be_used() -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
     _ = A @ torch.where(torch.arange(40)[:, None] == 20, torch.nan, value)
-    assert A.kernel.startswith("torch: streaming tiles (")
+    assert A.kernel.startswith("torch: block loop (")
     _ = A @ value
     assert A.kernel == "torch: flash on CPU, causal"
     A.measure(Output(torch.where(torch.arange(40)[:, None] == 20, torch.nan, value)), Position())
-    assert A.kernel.startswith("torch: streaming tiles (")
+    assert A.kernel.startswith("torch: block loop (")
     A.measure(Output(value), Position())
     assert A.kernel == "torch: flash on CPU, causal"

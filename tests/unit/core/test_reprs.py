@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import causal
-from regard.core._looking import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
+from regard.core.sampling import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
 from regard.engines.numpy import NumpyEngine
 from regard.learn import cat
 from regard.render import notebook
@@ -148,7 +148,7 @@ def test_a_weight_of_zero_is_not_masked(n):
 def test_of_many_heads_the_first_is_shown_and_said_so():
     A = matrix(4, 4, 2, 3)
     found = read(A)
-    assert "[0, 0], the first of 6 heads; A.lazy[0, 0]" in found.text
+    assert "This is A[0, 0], the first of 6 heads." in found.text
     assert [row[1:] for row in found.tables[0][1:]] == [[f"{x:.4f}" for x in row] for row in A[0, 0]]
 
 

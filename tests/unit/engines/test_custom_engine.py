@@ -170,7 +170,7 @@ def test_what_comes_out_is_of_the_library():
     query, key, value = (Far(data(2, 3, 40, 8, seed=seed)) for seed in range(3))
     A = regard.attention(query, key, mask=regard.causal())
     B = regard.attention(query.get(), key.get(), mask=regard.causal())
-    assert A.kernel == "far: streaming tiles"
+    assert A.kernel == "far: block loop"
     pairs = {
         "product": (A @ value, B @ value.get()),
         "row": (A[1, 2, 5], B[1, 2, 5]),
