@@ -4,7 +4,7 @@ A feature map is any function of one array (…, length, head_dim) that returns 
 kind. Those that have a name here may be given by it:
 
 >>> import regard
->>> regard.linear_attention([[1.0, -1.0]], [[0.0, 2.0]], feature_map="relu")[...]
+>>> regard.linear_attention([[1.0, -1.0]], [[0.0, 2.0]], feature_map="relu").to_dense()
 array([[0.]])
 """
 

@@ -175,7 +175,7 @@ def everything(A: regard.AttentionMatrix, value: Any) -> dict[str, Any]:
         "output": A @ value,
         "back": A.mT @ np.ones(q_len),
         "lse": A.lse,
-        "dense": A[...],
+        "dense": A.to_dense(),
         "some": A[..., :2],
     }
     return A.measure(**measures)._asdict() | some

@@ -264,13 +264,13 @@ def test_arguments_of_imshow_are_passed_on():
             lambda: plot.heatmap(matrix(3, 3, 2, 4)),
             ArgumentError,
             "plot.heatmap: received a matrix of (batch 2, heads 4, q_len 3, kv_len 3); expected one head. "
-            "Choose one: plot.heatmap(A.lazy[0, 0]).",
+            "Choose one: plot.heatmap(A[0, 0]).",
         ),
         (
             lambda: plot.row(matrix(3, 3, 2), 0),
             ArgumentError,
             "plot.row: received a matrix of (heads 2, q_len 3, kv_len 3); expected one head. "
-            "Choose one: plot.row(A.lazy[0]).",
+            "Choose one: plot.row(A[0]).",
         ),
         (
             lambda: plot.heatmap(np.eye(3)),
@@ -306,7 +306,7 @@ def test_arguments_of_imshow_are_passed_on():
             lambda: plot.row(matrix(3, 3), [0, 1]),
             ArgumentTypeError,
             "plot.row: received a list; expected the index of one query. "
-            "Take several in turn: one plot.row for each i in rows.",
+            "For several queries call plot.row in a loop: one call for each i in rows.",
         ),
         (
             lambda: plot.heatmap(matrix(3, 3), ax=Figure()),

@@ -185,7 +185,7 @@ def _check_engine(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> None:
     with disable_fused_kernel(engine):
         matrix = attention(query, key, **inputs.arguments)
         output = matrix @ value
-        if engine == "torch fused" and "streaming" not in matrix.kernel:
+        if engine == "torch fused" and "block loop" not in matrix.kernel:
             assert "flash" in matrix.kernel, matrix.kernel
         bounds.output.check(from_engine(output))
         bounds.lse.check(from_engine(matrix.lse))
