@@ -1,4 +1,4 @@
-"""Parity with the modules people use: their weights in a layer, both held against the module in float64."""
+"""Parity with modules of torch and transformers: layers with their weights, compared with the module in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import regard
 from regard.nn import MultiheadAttention, from_transformers
 from regard.nn.convert_transformers import MODULE_SPECS
 from regard.score_mods import alibi_slopes, relative_buckets
-from tests.parity import models
-from tests.parity import torch_module as own
-from tests.parity.compare import Wide, judge
+from tests.parity import models, torch_module
+from tests.parity.compare import Float64Mode, measure_parity
 
 ROOT = Path(__file__).parents[2]
-ALL = [*own.comparisons(), *models.comparisons()]
+ALL = [*torch_module.comparisons(), *models.comparisons()]
 BY_NAME = {str(comparison): comparison for comparison in ALL}
 
 
@@ -32,16 +31,16 @@ QUICK = re.compile("one pass|cross-attention|attn_mask$")
     "name", [name if QUICK.search(name) else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
 )
 def test_parity(name):
-    row = judge(BY_NAME[name])
+    row = measure_parity(BY_NAME[name])
     assert row.ok, row
-    # No error at all would be two names for one computation.
-    assert row.largest > 0
+    # An error of exactly 0 would mean that both sides ran the same code.
+    assert row.max_share > 0
 
 
-def test_what_the_table_holds():
+def test_the_page_lists_every_comparison():
     assert len(ALL) == len(BY_NAME)
     known = {
-        type(models._model(s, torch.float32, torch.float32).get_submodule(s.at)).__name__
+        type(models._build_model(s, torch.float32, torch.float32).get_submodule(s.path)).__name__
         for s in models.SUBJECTS
     }
     assert known == MODULE_SPECS.keys()
@@ -52,7 +51,7 @@ def test_what_the_table_holds():
 
 
 def test_the_definition_is_float64_throughout():
-    with Wide():
+    with Float64Mode():
         x = torch.ones(2, 3, dtype=torch.float64) / 3
         assert x.float().dtype == torch.float64
         assert x.to(torch.float32).dtype == x.to(dtype=torch.float32).dtype == torch.float64
@@ -61,15 +60,15 @@ def test_the_definition_is_float64_throughout():
     assert x.float().dtype == torch.float32
 
 
-# -- A table that cannot fail says nothing --------------------------------------------------------------------
+# -- Broken layers must fail --------------------------------------------------------------------------------
 
 
 def zero(*names):
-    def spoil(layer, options):
+    def break_layer(layer, options):
         for name in names:
             layer.get_parameter(name).data.zero_()
 
-    return spoil
+    return break_layer
 
 
 def swap(layer, options):
@@ -86,10 +85,10 @@ def other_pairs(layer, options):
 
 
 def set_option(name, value):
-    def spoil(layer, options):
+    def break_layer(layer, options):
         options[name] = value
 
-    return spoil
+    return break_layer
 
 
 def rope_factor(layer, options):
@@ -118,19 +117,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault, monkeypatch):
-    subject, spoil = FAULTS[fault]
+def test_a_broken_layer_fails(fault, monkeypatch):
+    subject, break_layer = FAULTS[fault]
 
-    def spoilt(module):
+    def convert_broken(module):
         layer, options = from_transformers(module)
-        spoil(layer, options)
+        break_layer(layer, options)
         return layer, options
 
-    monkeypatch.setattr(models, "from_transformers", spoilt)
-    assert not judge(BY_NAME[f"{subject}: one pass"]).ok
+    monkeypatch.setattr(models, "from_transformers", convert_broken)
+    assert not measure_parity(BY_NAME[f"{subject}: one pass"]).ok
 
 
-UNTOLD = (
+PADDED = (
     "Llama: rotary, grouped heads: padded left",
     "BLOOM: ALiBi: padded left",
     "T5 encoder: relative bias: padded right",
@@ -139,22 +138,22 @@ UNTOLD = (
 )
 
 
-@pytest.mark.parametrize("name", UNTOLD)
-def test_padding_that_is_not_told_is_seen(name, monkeypatch):
+@pytest.mark.parametrize("name", PADDED)
+def test_ignored_padding_fails(name, monkeypatch):
     forward = MultiheadAttention.forward
     monkeypatch.setattr(
         MultiheadAttention,
         "forward",
         lambda self, *x, padding=None, **options: forward(self, *x, **options),
     )
-    assert not judge(BY_NAME[name]).ok
+    assert not measure_parity(BY_NAME[name]).ok
 
 
-# -- The bias of T5 -------------------------------------------------------------------------------------------
+# -- T5 bias --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_buckets_are_those_of_t5(bidirectional):
+def test_buckets_equal_those_of_t5(bidirectional):
     from transformers.models.t5.modeling_t5 import T5Attention
 
     ahead = np.arange(-3000, 3001)
@@ -169,7 +168,7 @@ def test_buckets_are_those_of_t5(bidirectional):
             assert np.array_equal(ours, theirs.numpy()), (buckets, distance)
 
 
-# -- The copy -------------------------------------------------------------------------------------------------
+# -- Conversion ------------------------------------------------------------------------------------------------
 
 
 def llama(**options):
@@ -177,7 +176,7 @@ def llama(**options):
     return transformers.LlamaModel(config)
 
 
-def test_it_is_a_copy_with_dtype_mode_and_dropout():
+def test_conversion_copies_weights_dtype_mode_and_dropout():
     module = llama(attention_dropout=0.25).to(torch.bfloat16).eval().layers[0].self_attn
     layer, options = from_transformers(module)
     assert options == {"mask": regard.causal(), "score_mod": []}
@@ -189,36 +188,38 @@ def test_it_is_a_copy_with_dtype_mode_and_dropout():
     assert torch.equal(layer.q_proj.weight, before) and before.any()
 
 
-def clipped():
+def clipped_module():
     config = transformers.MptConfig(
         d_model=8, n_heads=2, n_layers=1, vocab_size=9, attn_config={"clip_qkv": 6.0}
     )
     return transformers.MptModel(config).blocks[0].attn
 
 
-def crossing():
+def cross_attention_module():
     config = transformers.GPT2Config(
         n_embd=8, n_head=2, n_layer=1, vocab_size=9, add_cross_attention=True, bos_token_id=0, eos_token_id=0
     )
     return transformers.GPT2Model(config).h[0].crossattention
 
 
-def stretched():
+def dynamic_rope_module():
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     return llama(rope_parameters=rope).layers[0].self_attn
 
 
-REFUSED = {
+UNSUPPORTED = {
     "a Linear": (lambda: torch.nn.Linear(2, 2), "an attention module of transformers: BertAttention, Bloom"),
-    "clipped queries and keys": (clipped, "regard.attention"),
-    "a query projection beside a fused one": (crossing, "regard.attention"),
-    "rotary angles that change with the length": (stretched, "regard.attention"),
+    "clipped queries and keys": (clipped_module, "regard.attention"),
+    "a query projection beside a fused one": (cross_attention_module, "regard.attention"),
+    "rotary angles that change with the length": (dynamic_rope_module, "regard.attention"),
 }
 
 
-@pytest.mark.parametrize("received", REFUSED)
-def test_what_is_not_known_is_refused(received):
-    make, words = REFUSED[received]
-    with pytest.raises((TypeError, ValueError)) as told:
+@pytest.mark.parametrize("received", UNSUPPORTED)
+def test_unsupported_modules_are_rejected(received):
+    make, words = UNSUPPORTED[received]
+    with pytest.raises((TypeError, ValueError)) as error:
         from_transformers(make())
-    assert "from_transformers" in str(told.value) and received in str(told.value) and words in str(told.value)
+    assert (
+        "from_transformers" in str(error.value) and received in str(error.value) and words in str(error.value)
+    )

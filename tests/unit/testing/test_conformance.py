@@ -260,7 +260,7 @@ def test_the_engines_have_no_findings(engine):
 def test_the_full_size_includes_random_cases():
     report = check_conformance(regard.attention, size="full")
     assert report.ok, str(report)
-    assert report["random cases"].asked > 20
+    assert report["random cases"].num_calls > 20
 
 
 # -- Findings -----------------------------------------------------------------------------------------------
