@@ -1,297 +1,234 @@
-"""The exercises: wrong answers that people give, each met with the hint that fits."""
+"""The exercises: correct answers in every format, partial answers, nonsense, tasks and solutions."""
 
 from __future__ import annotations
 
-import math
+import re
 
 import numpy as np
 import pytest
 
-from regard.learn import cat, three_tokens
-from regard.learn.exercises import EXERCISES, check
-from regard.testing.conformance import probe_calls
+from regard import ArgumentError
+from regard.learn import cat, exercises
+from regard.learn.exercises import EXERCISES, check, keys, show, solution
 
 NUMBERS = range(1, 9)
-
-
-def soft(x, axis=-1):
-    e = np.exp(np.asarray(x, float))
-    return e / e.sum(axis=axis, keepdims=True)
+S = [1, 2, 2, 1, 1.5]  # scores of "sat"
+H = [0.5, 1, 1, 0.5, 0.75]  # … scaled
+W = [0.1519, 0.2505, 0.2505, 0.1519, 0.1951]
+STEPS = {"scores": S, "scaled": H, "weights": W, "output": [0.2495, 0.3481, 0.3481, 0.2495]}
+THE = [0.0546, 0.4036, 0.1485, 0.1485, 0.2448]  # weights of "The" without scaling
+SELF = {"itself": False, "most": ["t0", "t1", "t1"], "weights": [0.2119, 0.5761, 0.2119], "change": "b"}
+C = np.tril(np.ones((5, 5), bool))
+P = (np.arange(5) < np.array([[3], [5]]))[:, None, None]
 
 
 def right(n):
-    """The answer that the code of the solution leaves."""
+    """Return the answer that the code of the solution computes."""
     names: dict[str, object] = {}
     exec(EXERCISES[n - 1].code, names)
     return names["answer"]
 
 
-# -- Wrong answers, ten for each exercise; (answer, words of the hint), written apart from the checker's own ----
+# -- Correct answers in every format ---------------------------------------------------------------------------
 
-S = [1, 2, 2, 1, 1.5]  # scores of "sat"
-H = [0.5, 1, 1, 0.5, 0.75]  # … scaled
-W = [0.1519, 0.2505, 0.2505, 0.1519, 0.1951]
-SCORES = cat.Q @ cat.K.T
 
-ONE = [
-    # scale forgotten, and carried on to the end
-    (
-        {"scores": S, "scaled": S, "weights": soft(S), "output": soft(S) @ cat.V},
-        "scaled: The scale is missing",
-    ),
-    (
-        {"scores": S, "scaled": [0.25, 0.5, 0.5, 0.25, 0.375]},
-        "scaled: You divided by d_k; divide by its square root",
-    ),
-    (
-        {"scores": S, "scaled": H, "weights": soft(SCORES / 2, axis=0)[2]},
-        "weights: The softmax ran over columns",
-    ),
-    ({"scores": SCORES[:, 2]}, 'the column of "sat"'),
-    ({"scores": [0, 2, 1, 1, 1.5], "scaled": [0, 1, 0.5, 0.5, 0.75]}, 'the numbers of "The"'),
-    (
-        {"scores": S, "scaled": H, "weights": [0.1333, 0.2667, 0.2667, 0.1333, 0.2]},
-        "without taking exponentials",
-    ),
-    (
-        {"scores": S, "scaled": H, "weights": np.exp(H)},
-        "These are the exponentials; divide them by their sum",
-    ),
-    (
-        {"scores": S, "scaled": H, "weights": W, "output": W},
-        "output: These are the weights; the output is weights @ V",
-    ),
-    ({"scores": S, "scaled": H, "weights": W, "output": W[:4]}, 'The value of "mat" is missing'),
-    ({"scores": S, "scaled": H, "weights": [0.2, 0.3, 0.3, 0.2, 0.2]}, "rounded too coarsely"),
-]
+def called(n):
+    """Return the values of a solution that consists of functions."""
+    return {p.name: right(n)[p.name](*p.calls[0]) for p in EXERCISES[n - 1].parts}
 
-TWO = [
-    ({"weights": soft(SCORES[0] / 2)}, "That is with scaling"),
-    ({"weights": soft(SCORES[0] * 2)}, "You multiplied by √d_k"),
-    ({"weights": soft(SCORES[1])}, 'the weights of "cat"'),
-    ({"weights": SCORES[0] / SCORES[0].sum()}, "without taking exponentials"),
-    ({"weights": soft(SCORES[0]), "sharper": 0.7375}, "sharper: The ratio is inverted"),
-    ({"weights": soft(SCORES[0]), "sharper": 0.106}, "the difference of the two"),
-    ({"sharper": 1.356, "spread": 512}, "spread: That is the variance"),
-    ({"spread": 0.0442}, "the scale factor"),
-    ({"spread": 22.63, "ratio": 22.63}, "take exp of it"),
-    ({"spread": 22.63, "ratio": math.exp(23)}, "Keep more digits"),
-]
 
-SELF = {"itself": False, "most": ["t0", "t1", "t1"], "weights": [0.2119, 0.5761, 0.2119], "change": "b"}
-X = three_tokens.Q
-A3 = soft(X @ X.T / 2)
-THREE = [
-    ({"itself": True}, "A longer key can win"),
-    ({"itself": "yes", "most": [0, 1, 2]}, "itself: Look at row t2: with itself it scores 8, with t1 10"),
-    ({**SELF, "most": [0, 1, 2]}, "most: Look at row t2"),
-    ({**SELF, "most": [1, 2, 2]}, "You count from 1"),
-    ({**SELF, "most": ["t0", "t1", "t0"]}, "down the columns"),
-    ({**SELF, "weights": soft([8, 10, 8])}, "weights: The scale is missing"),
-    ({**SELF, "weights": A3[:, 2]}, "the column of t2"),
-    ({**SELF, "weights": A3}, "the whole table"),
-    ({**SELF, "change": "a"}, "how sharp a row is, not which key wins"),
-    ({**SELF, "change": "c"}, "a causal mask does not mask it"),
-]
+def vectorised(query, key, value, mask=None):
+    """Compute attention over the visible keys only, and return lists."""
+    mask = np.broadcast_to(True if mask is None else mask, (len(query), len(key)))
+    output = []
+    for q, seen in zip(query, mask, strict=True):
+        scores = key[seen] @ q / np.sqrt(len(q))
+        exponentials = np.exp(scores - scores.max(initial=-1e300))
+        output.append((exponentials / max(exponentials.sum(), 1e-300) @ value[seen]).tolist())
+    return output
 
-OW = [0.1065, 0.7870, 0.1065]
-THIRD = [1 / 3] * 3
-FOUR = [
-    ({"weights": [0, 1, 0], "output": [0, 6]}, "exp(0) is 1, not 0: each still gets a share"),
-    ({"weights": soft([0, 4, 0])}, "The scale is missing"),
-    ({"weights": soft([0, 1, 0])}, "You divided by d_k"),
-    ({"weights": [0, 4, 0]}, "These are the scores: take their softmax"),
-    ({"weights": [0.0963, 0.7112, 0.0963]}, "there are three keys"),
-    ({"weights": OW, "output": OW}, "output: These are the weights"),
-    ({"weights": OW, "across": [0, 0, 0]}, "across: Keys at right angles score 0, and exp(0) is 1"),
-    ({"across": [0.25, 0.25, 0.25]}, "there are three keys"),
-    ({"across": THIRD, "length": 10.577}, "length: That is L²; take its root"),
-    ({"across": THIRD, "length": 3.0314}, "You counted one other key; there are two"),
-]
 
-FIVE = [
-    ({"variance": 64 * 9}, "its variance is σ² · σ², not σ²"),
-    ({"variance": 72}, "the standard deviation; the variance is its square"),
-    ({"variance": 64}, "That is for variance 1"),
-    ({"variance": 64 * 64 * 81}, "d_k times, not d_k² times"),
-    ({"variance": lambda d_k, sigma2: d_k * sigma2**4}, "its second power, not its fourth"),
-    ({"variance": 5184, "scale": 1 / 8}, "the scale for entries of variance 1"),
-    ({"variance": 5184, "scale": 1 / 5184}, "scale: You divided by the variance"),
-    ({"variance": 5184, "scale": 72}, "That is the divisor"),
+def in_heads(query, key, value, num_heads, mask=None):
+    query, key, value = (x.reshape(len(x), num_heads, -1).swapaxes(0, 1) for x in (query, key, value))
+    masks = np.broadcast_to(True if mask is None else mask, (num_heads, query.shape[1], key.shape[1]))
+    outputs = [vectorised(*head) for head in zip(query, key, value, masks, strict=True)]
+    return np.concatenate(outputs, axis=-1).tolist()
+
+
+RIGHT = [
+    *((n, right(n)) for n in NUMBERS),
+    (1, STEPS),
+    (1, tuple(STEPS.values())),
+    (1, {name: np.array([x]).round(3) for name, x in STEPS.items()}),  # a table of one row, three digits
+    (2, {"weights": THE, "sharper": [1.356], "spread": 22.63, "ratio": 6.7e9}),
+    (3, SELF),
+    (3, {**SELF, "itself": "No", "most": np.array([0, 1, 1]), "change": "B"}),
     (
-        {"variance": lambda d_k, sigma2: d_k * sigma2**2, "scale": lambda d_k, sigma2: 1 / (d_k * sigma2)},
-        "The root of d_k is missing",
+        4,
+        {
+            "weights": [0.1065, 0.787, 0.1065],
+            "output": [0.959, 5.041],
+            "across": [0.333] * 3,
+            "length": 3.252,
+        },
     ),
-    ({"scale": 1 / 72, "keys_only": 1 / 72}, "now the queries have variance 1"),
-    ({"variance": lambda d_k, sigma2: 5184}, "is a size hard-coded in the function?"),
-]
-
-C = np.tril(np.ones((5, 5), bool))
-P = (np.arange(5) < np.array([[3], [5]]))[:, None, None]
-SIX = [
-    ({"causal": np.triu(np.ones((5, 5), bool), 1)}, "inverted. True means attend"),
-    ({"causal": np.triu(np.ones((5, 5), bool))}, "the upper triangle"),
-    ({"causal": lambda seq_len: np.tri(seq_len, k=-1, dtype=bool)}, "The diagonal is missing"),
-    ({"causal": np.tril(np.ones((5, 5)))}, "make it boolean"),
-    ({"causal": np.where(C, 0, -np.inf)}, "the mask to add to the scores"),
-    ({"causal": C, "padding": ~P}, "padding: The masks are inverted"),
-    ({"causal": C, "padding": P[:, 0, 0]}, "real[:, None, None, :]"),
-    ({"causal": C, "padding": P.swapaxes(-1, -2)}, "masks the padded queries"),
-    ({"causal": C, "padding": P, "both": C | P}, "That is | (or)"),
+    (5, {"variance": 5184, "scale": 0.01389, "keys_only": 0.04167}),
+    (5, {"variance": lambda d, s: d * s**2, "scale": lambda d, s: d**-0.5 / s, "keys_only": 1 / 24}),
+    (6, called(6)),
+    (6, {"causal": C.tolist(), "padding": P, "both": (C & P).tolist()}),
+    (7, called(7)),
     (
-        {"causal": C, "padding": lambda lengths, n: np.arange(n) <= np.array(lengths)[:, None, None, None]},
-        "One key too many",
+        7,
+        {
+            "split": lambda x, h: np.stack(np.split(x, h, axis=-1)),
+            "merge": lambda s: np.concatenate(list(s), -1),
+        },
     ),
-]
-
-XS = np.arange(3 * 512).reshape(3, 512)
-SPLIT = XS.reshape(3, 8, 64).swapaxes(0, 1)
-SEVEN = [
-    ({"split": XS.reshape(8, 3, 64)}, "a reshape moves nothing in memory"),
-    ({"split": lambda x, num_heads: x.reshape(num_heads, len(x), -1)}, "a reshape moves nothing in memory"),
-    ({"split": XS.reshape(3, 8, 64)}, "swap the first two axes"),
-    ({"split": XS.reshape(3, 64, 8).transpose(2, 0, 1)}, "every 8th to the same head"),
-    ({"split": XS.reshape(3, 64, 8).swapaxes(0, 1)}, "8 heads of 64, not 64 heads of 8"),
-    (
-        {"split": lambda x, num_heads: x.reshape(3, 8, 64).swapaxes(0, 1)},
-        "split(an array of float64 with shape (5, 12), 3) raised",
-    ),
-    ({"split": SPLIT, "merge": SPLIT.reshape(3, 512)}, "merge: You reshaped directly"),
-    (
-        {"split": SPLIT, "merge": np.concatenate(list(SPLIT[::-1]), axis=-1)},
-        "concatenated in the wrong order",
-    ),
-    ({"split": SPLIT, "merge": np.concatenate(list(SPLIT), axis=0)}, "stacked below each other"),
-    ({"split": SPLIT, "merge": lambda split: split.sum(axis=0)}, "summed"),
+    (8, {"attention": vectorised, "many_heads": in_heads}),
 ]
 
 
-def loops(scale=lambda d_k: math.sqrt(d_k), hide=None, seen=lambda m: m):
-    """Attention with loops, as a learner writes it, with a place for each mistake."""
-
-    def attention(query, key, value, mask=None):
-        q_len, kv_len, d_k = len(query), len(key), query.shape[1]
-        none = mask is None
-        mask = np.broadcast_to(True if none else mask, (q_len, kv_len))
-        output = []
-        for i in range(q_len):
-            keys = [j for j in range(kv_len) if hide is not None or none or seen(mask[i, j])]
-            scores = [float(query[i] @ key[j]) / scale(d_k) for j in keys]
-            if hide is not None:
-                scores = [s if none or seen(mask[i, j]) else hide for j, s in zip(keys, scores, strict=True)]
-            top = max(scores, default=0.0)
-            exponentials = [math.exp(s - top) for s in scores]
-            weights = [e / sum(exponentials) for e in exponentials]
-            shares = list(zip(weights, keys, strict=True))
-            output.append([sum(w * value[j, c] for w, j in shares) for c in range(value.shape[1])])
-        return output
-
-    return attention
+@pytest.mark.parametrize(("n", "answer"), RIGHT)
+def test_a_right_answer_passes(n, answer):
+    result = check(n, answer)
+    assert result.correct, result.message
+    assert result.hint == ""
+    assert "right" in str(result)
 
 
-def vectors(
-    normalise,
-    hide=lambda scores, mask: np.where(mask, scores, -np.inf),
-    after=lambda w, mask: w,
-    mix=np.matmul,
-):
-    def attention(query, key, value, mask=None):
-        mask = np.broadcast_to(True if mask is None else mask, (len(query), len(key)))
-        with np.errstate(all="ignore"):
-            weights = after(normalise(hide(query @ key.T / np.sqrt(query.shape[-1]), mask)), mask)
-            return mix(weights, value)
-
-    return attention
+def test_tensors_are_accepted():
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.tensor(x, requires_grad=True) for name, x in STEPS.items()}
+    assert check(1, tensors).correct
+    masks = {name: torch.from_numpy(x.copy()) for name, x in called(6).items()}
+    assert check(6, masks).correct
+    assert "inverted" in check(6, {"causal": ~masks["causal"]}).hint
 
 
-def stable(scores, axis=-1):
-    e = np.exp(scores - scores.max(axis=axis, keepdims=True))
-    return e / e.sum(axis=axis, keepdims=True)
+# -- Partial and wrong answers, and nonsense -----------------------------------------------------------------------
 
 
-def packed(split, merge):
-    def many_heads(query, key, value, num_heads, mask=None):
-        one = solved["attention"]
-        heads = zip(*(split(x, num_heads) for x in (query, key, value)), strict=True)
-        masks = np.broadcast_to(True if mask is None else mask, (num_heads, len(query), len(key)))
-        return merge(np.array([one(*head, seen) for head, seen in zip(heads, masks, strict=True)]))
-
-    return {**solved, "many_heads": many_heads}
+def test_parts_can_be_checked_one_by_one():
+    result = check(1, {"scores": S, "scaled": H})
+    assert not result.correct
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("Still missing is weights")
 
 
-def cut(x, h):
-    return x.reshape(len(x), h, -1).swapaxes(0, 1)
+@pytest.mark.parametrize("n", NUMBERS)
+def test_ellipsis_marks_a_missing_part(n):
+    first, *others = [part.name for part in EXERCISES[n - 1].parts]
+    assert check(n, dict.fromkeys([first, *others], ...)).hint.startswith(f"Still missing is {first}")
+    result = check(n, {**dict.fromkeys(others, ...), first: right(n)[first]})
+    assert f"Right so far: {first}." in result.message
+    assert result.hint.startswith(f"Still missing is {others[0]}")
 
 
-def side_by_side(heads):
-    return np.concatenate(list(heads), axis=-1)
+@pytest.mark.parametrize("n", [5, 6, 7, 8])
+def test_a_function_without_return_gets_a_hint(n):
+    def to_fill_in(query, key, value, mask=None): ...
+
+    for body in (to_fill_in,) if n == 8 else (lambda *args: None, lambda *args: ...):
+        assert (
+            "nothing yet: end the function with return."
+            in check(n, {EXERCISES[n - 1].parts[0].name: body}).hint
+        )
 
 
-solved = right(8)
-EIGHT = [
-    (loops(scale=lambda d_k: 1), "attention: the scale is missing"),
-    (loops(scale=lambda d_k: d_k), "the scores are divided by head_dim, not by its square root"),
-    (loops(seen=lambda m: not m), "the mask is inverted: True drops a key"),
-    (loops(hide=-1e9), "empty rows attend to masked keys"),
-    (vectors(stable, mix=lambda weights, value: weights), "the weights are returned, not the output"),
-    (vectors(lambda s: stable(s, axis=0)), "softmax runs over queries"),
-    (vectors(stable), "empty rows are NaN"),
-    (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "applied after the softmax"),
-    (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: heads are mixed"),
-    (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h), expected (h d)"),
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(W, "Right so far: weights."), (cat.Q @ cat.K[2], 'the column of "sat"'), ([1, 2], "got (2,)")],
+)
+def test_an_unnamed_value_is_matched_to_a_part(value, words):
+    assert words in check(1, value).message
+
+
+def test_the_first_wrong_part_is_named():
+    result = check(
+        1, {"scores": S, "scaled": H, "weights": [0.15, 0.25, 0.25, 0.15, 0.3], "output": [1, 2, 3, 4]}
+    )
+    assert "Right so far: scores, scaled." in result.message
+    assert result.hint.startswith("weights: ") and "the first at [" in result.hint
+
+
+NONSENSE = [
+    None, "x", 3, 1j, True, float("nan"), [], {}, (), object(), [[1, 2], [3]], {"what": 1}, {1: 2}, len, print,
+    lambda: 1, lambda *args, **options: None, lambda query, key, value, mask=None: 1 / 0, np.zeros((2, 3, 4)),
+    np.array(["a"]), np.array([None]), [np.inf] * 5, set(), dict.fromkeys(["scores", "weights", "split", "causal"]),
 ]  # fmt: skip
 
-WRONG = [
-    pytest.param(n, answer, words, id=f"{n}-{words[:40]}")
-    for n, answers in zip(NUMBERS, (ONE, TWO, THREE, FOUR, FIVE, SIX, SEVEN, EIGHT), strict=True)
-    for answer, words in answers
-]
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_nonsense_does_not_raise(n):
+    for nonsense in NONSENSE:
+        named = {part.name: nonsense for part in EXERCISES[n - 1].parts}
+        for answer in (nonsense, named):
+            result = check(n, answer)
+            assert not result.correct
+            assert result.hint
 
 
-def test_there_are_ten_wrong_answers_or_more_for_each():
-    assert min(sum(case.values[0] == n for case in WRONG) for n in NUMBERS) >= 10
+@pytest.mark.parametrize("ask", [show, solution, lambda n: check(n, {})])
+@pytest.mark.parametrize("n", [0, 9, -1, "1", 1.5, None, True])
+def test_an_unknown_exercise_raises(ask, n):
+    with pytest.raises(ArgumentError, match="from 1 to 8"):
+        ask(n)
 
 
-@pytest.mark.parametrize(("n", "answer", "words"), WRONG)
-def test_a_wrong_answer_meets_the_hint_that_fits(n, answer, words):
-    result = check(n, answer)
-    assert not result.correct
-    assert words in result.hint
-    assert "not yet" in str(result)
+# -- Tasks and solutions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", range(1, 8))
-def test_each_known_mistake_meets_its_own_hint_and_is_wrong(n):
-    mistakes, whole = EXERCISES[n - 1].list_mistakes(), right(n)
-    assert len(mistakes) >= 10
-    for mistake in mistakes:
-        result = check(n, {**whole, **mistake.answer})
-        assert not result.correct, mistake.hint
-        assert mistake.hint in result.hint
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_task_names_its_parts(n):
+    task = show(n)
+    for face in (str(task), repr(task), task._repr_markdown_()):
+        assert f"Exercise {n}." in face
+        for part in EXERCISES[n - 1].parts:
+            assert part.name in face and part.format.split(",")[0].split("(")[0] in re.sub(r"\s+", " ", face)
+    assert max(map(len, str(task).splitlines())) <= 100
 
 
-def test_heads_in_reverse_order_have_a_name():
-    hint = check(8, packed(cut, lambda heads: side_by_side(heads[::-1]))).hint
-    assert hint.startswith("many_heads: heads are joined in reverse order")
+@pytest.mark.parametrize("n", NUMBERS)
+def test_markdown_has_no_headings_and_keeps_line_breaks(n):
+    faces = [show(n)._repr_markdown_(), solution(n)._repr_markdown_()]
+    outside = [
+        re.sub(r"```.*?```", "", face, flags=re.DOTALL) for face in faces
+    ]  # a comment in code is not a heading
+    assert not any(line.startswith("#") for face in outside for line in face.splitlines())
+    for line in EXERCISES[n - 1].task.split("\n")[:-1]:
+        assert f"{line}  \n" in faces[0]
 
 
-def test_a_learner_is_not_told_to_describe_the_function():
-    def of_one_query(query, key, value, mask=None):
-        return solved["attention"](query[:1], key, value, mask) if len(query) == 1 else 1 / 0
-
-    for answer in (loops(seen=lambda m: not m), of_one_query):
-        hint = check(8, answer).hint
-        assert not any(word in hint for word in ("describe", "description", "without=", "layout"))
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_solution_is_text_and_code(n):
+    found = solution(n)
+    assert found.text in str(found) and found.code in found._repr_markdown_()
+    assert ": Any" not in found.code and "->" not in found.code
 
 
-def test_what_has_no_name_is_told_in_the_same_words_whatever_the_order_of_a_set(monkeypatch):
-    def negative(query, key, value, num_heads, mask=None):
-        return solved["many_heads"](query, key, value, num_heads, mask) * (1 if num_heads == 1 else -1)
+def test_a_solution_is_computed_when_called(monkeypatch):
+    assert "3.2522" in solution(4).text
+    monkeypatch.setattr(keys, "KEYS", keys.KEYS * 3)
+    assert "its scores are [0, 36, 0]" in solution(4).text
 
-    find_features, hints = probe_calls._find_features, set()
-    for order in (sorted, lambda names: sorted(names, reverse=True)):
-        ordered = lambda *call, order=order: tuple(order(find_features(*call)))  # noqa: E731
-        monkeypatch.setattr(probe_calls, "_find_features", ordered)
-        hints.add(check(8, {"many_heads": negative}).hint)
-    assert len(hints) == 1
-    assert "differs from the definition for heads and batch" in hints.pop()
+
+def test_only_vectors_of_one_length_attend_most_to_themselves():
+    holds = {letter: (made().argmax(axis=-1) == range(3)).all() for letter, (_, made) in keys.CHANGES.items()}
+    assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
+
+
+def test_public_names_exist():
+    assert exercises.__all__ == sorted(exercises.__all__)
+    assert all(hasattr(exercises, name) for name in exercises.__all__)
+
+
+def test_inputs_can_be_modified():
+    show(4).given["K"][:] = 0
+    assert show(4).given["K"].any() and check(4, right(4)).correct
+
+    def split(x, num_heads):
+        x *= 0
+        return x
+
+    assert not check(7, {"split": split}).correct
+    assert check(7, right(7)).correct

@@ -1,7 +1,7 @@
 """Every value of data/worked_examples.json, to the digits printed, and every erratum by computation.
 
-A test gets the facts it checks from `@facts(name="path")`, which also notes the path; the last tests walk the
-file and fail when a fact is in it that no test was given.
+A test gets its facts from `@facts(name="path")`, which also records the path. The last tests go through the file and fail
+if it has a fact that no test uses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fact(path: str) -> Any:
 
 
 def facts(**paths: str) -> pytest.MarkDecorator:
-    """Give a test the facts at these paths, each under its name, and note that they are tested."""
+    """Parametrise a test with the facts at these paths, and record that they are tested."""
     COVERED.update(paths.values())
     return pytest.mark.parametrize(
         list(paths), [pytest.param(*[fact(p) for p in paths.values()], id="as_printed")]
@@ -44,7 +44,7 @@ def facts(**paths: str) -> pytest.MarkDecorator:
 
 
 def exactly(actual: Any, printed: Any) -> None:
-    """Equal up to the rounding of float64: for facts that are whole numbers or short binary fractions."""
+    """Assert equality up to float64 rounding, for facts that are whole numbers or short binary fractions."""
     np.testing.assert_allclose(actual, printed, rtol=1e-14, atol=1e-14, strict=False)
     assert np.shape(actual) == np.shape(printed)
 
@@ -54,7 +54,7 @@ def decimals_of(printed: Any) -> int:
 
 
 def differs(actual: Any, printed: Any) -> Any:
-    """Where a number does not round to the one printed, at the digits the fact is printed with."""
+    """Return where a number does not round to the printed one, at the number of digits printed."""
     places = decimals_of(printed)
     assert places >= 2, "a fact printed with fewer digits is compared by `exactly`"
     assert np.shape(actual) == np.shape(printed)
@@ -290,11 +290,11 @@ def test_projection_matrices_are_the_seeded_ones(rule: str, embeddings: Any, Q: 
     agrees((torch.tensor(list(embeddings.values())) @ drawn[0]).numpy(), Q)
 
 
-# Costs: counted by the loops, or read off the shape of a matrix that is never stored
+# Costs: counted by the loops, or from the shape of a matrix that is never stored
 
 
 def lazy(*shape: int) -> Any:
-    """The attention matrix of so many layers, batches or heads: it has a shape, and nothing is stored."""
+    """Build an attention matrix of this shape without storing it."""
     *lead, n = shape
     vectors = np.broadcast_to(np.float32(0), (*lead, n, 1))
     return regard.attention(vectors, vectors)
@@ -347,7 +347,7 @@ def test_multiply_adds_counted(n_q: int, n_k: int, d_k: int, d_v: int, formula: 
 
 
 @facts(walk="costs/three_by_three_walkthrough")
-def test_three_by_three_walk(walk: str) -> None:
+def test_three_by_three_multiplications(walk: str) -> None:
     n, d, for_scores, for_values = (int(x) for x in numbers_in(walk))
     Q, K, V = np.arange(3.0 * n * d).reshape(3, n, d) / 10
     counts = learn.attention_by_loops(Q, K, V).counts
@@ -397,7 +397,7 @@ def test_masked_value(value: str) -> None:
     exactly(regard.attention(cat.Q, cat.K, mask=regard.dense(nothing)).to_dense(), np.zeros((5, 5)))
 
 
-# Errata: what is printed is wrong, and the correction is right
+# Errata: the printed value is wrong, and the correction is right
 
 
 @facts(
@@ -488,7 +488,7 @@ def test_erratum_variance_of_dot_products_of_unit_vectors(printed: str, correct:
 
 
 @facts(printed="errata/5/printed", correct="errata/5/correct")
-def test_erratum_scaling_does_not_cure_magnitude(printed: str, correct: str) -> None:
+def test_erratum_scaling_does_not_fix_magnitude(printed: str, correct: str) -> None:
     assert "alignment, not magnitude" in printed
     across, short = numbers_in(correct)
     attention = ScaledDotProductAttention(d_k=2)
@@ -496,7 +496,7 @@ def test_erratum_scaling_does_not_cure_magnitude(printed: str, correct: str) -> 
     scaled = attention.scale_scores([raw])[0]
     agrees(scaled[[2, 0]], [across, short])
     assert scaled[2] > scaled[0]  # the misaligned key still wins
-    assert (np.argsort(scaled) == np.argsort(raw)).all()  # as every order does under one divisor
+    assert (np.argsort(scaled) == np.argsort(raw)).all()  # one divisor does not change the order
     agrees(regard.attention(magnitude.Q, magnitude.K).scores[0][[2, 0]], [across, short])
 
     directions = magnitude.K / np.linalg.norm(magnitude.K, axis=1, keepdims=True)
@@ -541,11 +541,11 @@ def test_erratum_attention_is_permutation_equivariant(attend: Any, printed: str,
     np.testing.assert_allclose(same, output, atol=1e-15)
 
 
-# Nothing left out
+# Every fact is tested
 
 
 def leaves(tree: Any, path: str = "") -> list[str]:
-    """The paths of all facts: a list of records is walked through, any other list is one fact."""
+    """Return the paths of all facts; a list of records is traversed, any other list is one fact."""
     if isinstance(tree, dict):
         branches = list(tree.items())
     elif isinstance(tree, list) and any(isinstance(x, dict) for x in tree):
@@ -555,18 +555,18 @@ def leaves(tree: Any, path: str = "") -> list[str]:
     return [leaf for name, branch in branches for leaf in leaves(branch, f"{path}/{name}".strip("/"))]
 
 
-def left_out(tree: Any) -> list[str]:
-    given = [leaf for leaf in leaves(tree) if any(f"{leaf}/".startswith(f"{path}/") for path in COVERED)]
-    return [leaf for leaf in leaves(tree) if leaf not in given and leaf != "about"]  # `about` is no fact
+def find_untested(tree: Any) -> list[str]:
+    tested = [leaf for leaf in leaves(tree) if any(f"{leaf}/".startswith(f"{path}/") for path in COVERED)]
+    return [leaf for leaf in leaves(tree) if leaf not in tested and leaf != "about"]  # `about` is not a fact
 
 
-def test_every_fact_is_given_to_a_test() -> None:
+def test_every_fact_is_tested() -> None:
     assert len(leaves(FACTS)) > 70
-    assert left_out(FACTS) == []
+    assert find_untested(FACTS) == []
 
 
-def test_a_fact_that_no_test_is_given_would_be_noticed() -> None:
+def test_an_untested_fact_is_found() -> None:
     more = copy.deepcopy(FACTS)
-    more["cat"]["weights_of_nobody"] = [1]
+    more["cat"]["untested_weights"] = [1]
     more["errata"].append({"printed": "1 + 1 = 3", "correct": "2"})
-    assert left_out(more) == ["cat/weights_of_nobody", "errata/8/printed", "errata/8/correct"]
+    assert find_untested(more) == ["cat/untested_weights", "errata/8/printed", "errata/8/correct"]

@@ -1,0 +1,248 @@
+"""Attention by class, by function and by loops: the four steps, masks, and values that are not finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard.learn import (
+    ScaledDotProductAttention,
+    create_causal_mask,
+    create_padding_mask,
+    examples,
+)
+from tests.helpers.attention_ways import by_class, by_function, by_loops, draw_qkv
+
+every_way = pytest.mark.parametrize("attend", [by_class, by_function, by_loops])
+
+
+def definition(Q: Any, K: Any, V: Any, mask: Any) -> tuple[Any, Any]:
+    """Compute the softmax as one quotient, over the visible keys only, in long double."""
+    n_q, n_k = len(Q), len(K)
+    Q, K, V = (x.astype(np.longdouble) for x in (Q, K, V))
+    weights = np.zeros((n_q, n_k), dtype=np.longdouble)
+    for i, j in np.argwhere(mask):
+        own = Q[i] @ K[j]
+        seen = [Q[i] @ K[m] for m in range(n_k) if mask[i, m]]
+        weights[i, j] = 1 / sum(np.exp((s - own) / np.sqrt(np.longdouble(Q.shape[1]))) for s in seen)
+    output = np.zeros((n_q, V.shape[1]), dtype=np.longdouble)
+    for i, j in np.argwhere(mask):
+        output[i] += weights[i, j] * V[j]
+    return output, weights
+
+
+@every_way
+@pytest.mark.parametrize("seed", range(5))
+def test_agrees_with_the_definition(attend: Any, seed: int) -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2, seed=seed)
+    mask = np.random.default_rng(seed).random((5, 7)) < 0.6
+    for rows in (np.ones((5, 7), dtype=bool), mask):
+        for got, want in zip(attend(Q, K, V, rows), definition(Q, K, V, rows), strict=True):
+            np.testing.assert_allclose(got, want.astype(float), rtol=1e-13, atol=1e-15)
+    for got, want in zip(attend(Q, K, V), attend(Q, K, V, np.ones((5, 7), dtype=bool)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_forward_is_the_four_steps_in_order() -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2)
+    attention = ScaledDotProductAttention(d_k=3)
+    scores = attention.compute_scores(Q, K)
+    scaled = attention.scale_scores(scores)
+    weights = attention.compute_weights(scaled)
+    output = attention.compute_output(weights, V)
+    np.testing.assert_allclose(scores, np.einsum("id,jd->ij", Q, K), rtol=1e-13)
+    np.testing.assert_allclose(scaled * math.sqrt(3), scores, rtol=1e-15)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-15)
+    for way in (attention.forward, attention):
+        got_output, got_weights = way(Q, K, V)
+        np.testing.assert_array_equal(got_weights, weights)
+        np.testing.assert_array_equal(got_output, output)
+
+
+@every_way
+def test_the_output_comes_first_and_the_weights_second(attend: Any) -> None:
+    output, weights = attend(*draw_qkv(5, 7, 3, 2))
+    assert output.shape == (5, 2)
+    assert weights.shape == (5, 7)
+
+
+@pytest.mark.parametrize("lead", [(2,), (2, 3), (2, 1, 3)])
+def test_leading_axes_are_computed_independently(lead: tuple[int, ...]) -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2, *lead)
+    mask = np.random.default_rng(1).random((*lead, 5, 7)) < 0.7
+    output, weights = by_class(Q, K, V, mask)
+    assert weights.shape == (*lead, 5, 7)
+    assert output.shape == (*lead, 5, 2)
+    for where in np.ndindex(*lead):
+        one_output, one_weights = by_loops(Q[where], K[where], V[where], mask[where])
+        np.testing.assert_allclose(weights[where], one_weights, atol=1e-14)
+        np.testing.assert_allclose(output[where], one_output, atol=1e-14)
+
+
+def test_one_set_of_keys_broadcasts_over_heads() -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2, 4)
+    output, weights = by_class(Q, K[:1], V[0])
+    for h in range(4):
+        np.testing.assert_array_equal(weights[h], by_class(Q[h], K[0], V[0])[1])
+        np.testing.assert_allclose(output[h], by_class(Q[h], K[0], V[0])[0], atol=1e-15)
+
+
+@every_way
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e150])
+def test_large_scores_do_not_overflow(attend: Any, size: float) -> None:
+    output, weights = attend([[size]], [[1.0], [2.0], [2.0]], [[1.0], [2.0], [4.0]])
+    np.testing.assert_array_equal(weights, [[0, 0.5, 0.5]])
+    np.testing.assert_array_equal(output, [[3]])
+
+
+@every_way
+def test_integers_and_half_precision_are_computed_in_float64(attend: Any) -> None:
+    Q, K, V = (np.round(x * 4).astype(np.float16) for x in draw_qkv(5, 7, 3, 2))
+    for kind in (np.int64, np.float16, np.float32):
+        for got, want in zip(
+            attend(*(x.astype(kind) for x in (Q, K, V))),
+            attend(*(x.astype(float) for x in (Q, K, V))),
+            strict=True,
+        ):
+            assert got.dtype == np.float64
+            np.testing.assert_array_equal(got, want)
+    _, weights = attend(*[np.full((1, 1), 60000, dtype=np.float16)] * 3)  # a score float16 cannot hold
+    np.testing.assert_array_equal(weights, [[1]])
+
+
+@every_way
+@pytest.mark.parametrize(("n_q", "n_k", "d_v"), [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
+def test_any_size_except_d_k_may_be_zero(attend: Any, n_q: int, n_k: int, d_v: int) -> None:
+    output, weights = attend(np.ones((n_q, 4)), np.ones((n_k, 4)), np.ones((n_k, d_v)))
+    assert weights.shape == (n_q, n_k)
+    np.testing.assert_array_equal(output, np.full((n_q, d_v), 1.0 if n_k else 0.0))
+
+
+@every_way
+@pytest.mark.parametrize("row", range(5))
+def test_a_fully_masked_row_is_zeros(attend: Any, row: int) -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2)
+    mask = np.ones((5, 7), dtype=bool)
+    mask[row] = False
+    output, weights = attend(Q, K, V, mask)
+    others = np.arange(5) != row
+    np.testing.assert_array_equal(weights[row], np.zeros(7))
+    np.testing.assert_array_equal(output[row], np.zeros(2))
+    for got, full in zip((output, weights), attend(Q, K, V), strict=True):
+        np.testing.assert_array_equal(got[others], full[others])
+
+
+@every_way
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30, 1e308])
+@pytest.mark.parametrize("where", ["key", "value", "both"])
+@pytest.mark.filterwarnings("error")
+def test_masked_keys_and_values_have_no_effect(attend: Any, poison: float, where: str) -> None:
+    Q, K, V = draw_qkv(5, 5, 3, 2)
+    mask = create_causal_mask(5)
+    mask[:, 2] = False  # masked for all queries, in addition to the causal mask
+    clean = attend(Q, K, V, mask)
+    if where != "value":
+        K[2] = poison
+    if where != "key":
+        V[2, 0] = poison
+    for got, want in zip(attend(Q, K, V, mask), clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@every_way
+def test_a_nan_spreads_only_to_rows_that_attend_to_it(attend: Any) -> None:
+    Q, K, V = draw_qkv(5, 5, 3, 2)
+    clean_output, clean_weights = attend(Q, K, V, create_causal_mask(5))
+    V[3, 1] = math.nan
+    output, weights = attend(Q, K, V, create_causal_mask(5))
+    np.testing.assert_array_equal(weights, clean_weights)
+    assert np.isnan(output).tolist() == [[False, False]] * 3 + [[False, True]] * 2
+    np.testing.assert_allclose(output[:, 0], clean_output[:, 0], atol=1e-15)
+
+    K[3, 0] = math.nan
+    output, weights = attend(Q, K, V, create_causal_mask(5))
+    assert np.isnan(output).all(axis=1).tolist() == [False, False, False, True, True]
+    assert np.isnan(weights).tolist() == [[False] * 5] * 3 + [[True] * 4 + [False], [True] * 5]
+    np.testing.assert_array_equal(weights[3, 4], 0)
+    for row in (3, 4):  # the loops must not treat a row of NaN as fully masked
+        alone = np.zeros((5, 5), dtype=bool)
+        alone[row, 3] = True
+        assert np.isnan(attend(Q, K, V, alone)[1][row, 3])
+
+
+@every_way
+@pytest.mark.parametrize("kind", [int, float, np.uint8, object])
+def test_a_mask_that_is_not_boolean_raises(attend: Any, kind: Any) -> None:
+    Q, K, V = draw_qkv(3, 3, 2, 2)
+    with pytest.raises(TypeError) as caught:
+        attend(Q, K, V, create_causal_mask(3).astype(kind))
+    for part in (
+        "received mask, an array of",
+        "expected a boolean mask, True = attend",
+        "mask != 0",
+        "mask == 0",
+    ):
+        assert part in str(caught.value)
+
+
+@every_way
+def test_true_means_attend(attend: Any) -> None:
+    output, weights = attend([[1.0]], [[1.0], [1.0]], [[10.0], [20.0]], [[True, False]])
+    np.testing.assert_array_equal(weights, [[1, 0]])
+    np.testing.assert_array_equal(output, [[10]])
+
+
+@every_way
+def test_a_mask_broadcasts(attend: Any) -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2)
+    some = np.arange(7) < 4
+    for small in (some, some[None, :], np.arange(5)[:, None] < 3, np.array(True)):
+        for got, want in zip(
+            attend(Q, K, V, small), attend(Q, K, V, np.broadcast_to(small, (5, 7))), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_causal_mask_is_the_lower_triangle() -> None:
+    for n in (0, 1, 2, 7):
+        mask = create_causal_mask(n)
+        assert mask.dtype == bool
+        np.testing.assert_array_equal(mask, np.tril(np.ones((n, n), dtype=bool)))
+
+
+def test_padding_mask_keeps_real_tokens() -> None:
+    mask = create_padding_mask([0, 2, 5], max_length=5)
+    assert mask.shape == (3, 1, 1, 5)
+    assert mask.dtype == bool
+    assert mask[:, 0, 0].tolist() == [[False] * 5, [True] * 2 + [False] * 3, [True] * 5]
+    assert create_padding_mask([], max_length=5).shape == (0, 1, 1, 5)
+
+
+def test_padding_and_causal_masks_combine() -> None:
+    Q, K, V = draw_qkv(5, 5, 3, 2, 3, 2)
+    lengths = np.array([0, 2, 5])
+    output, weights = by_class(Q, K, V, create_causal_mask(5) & create_padding_mask(lengths, 5))
+    for b, i, j in np.ndindex(3, 5, 5):
+        assert (weights[b, :, i, j] > 0).all() == (j <= i and j < lengths[b])
+        assert (weights[b, :, i, j] == 0).all() == (j > i or j >= lengths[b])
+    np.testing.assert_array_equal(output[0], np.zeros((2, 5, 2)))
+
+
+def test_explain_shows_one_query() -> None:
+    attention = ScaledDotProductAttention(d_k=4)
+    Q, K, V, tokens = examples.cat.Q, examples.cat.K, examples.cat.V, examples.cat.tokens
+    output, weights = attention(Q, K, V)
+    for i, token in enumerate(tokens):
+        steps: Any = attention.explain(Q, K, V, tokens, i)
+        np.testing.assert_allclose(steps.weights, weights[i], atol=1e-15)
+        np.testing.assert_allclose(steps.output, output[i], atol=1e-15)
+        trace = str(steps)
+        assert token in trace
+        shown = {float(number) for number in re.findall(r"\d+\.\d+", trace)}
+        assert shown >= set(weights[i].round(4).tolist())
+    with pytest.raises(ValueError, match="since d_k is 3"):
+        ScaledDotProductAttention(d_k=3).explain(Q, K, V, tokens, 0)

@@ -1,0 +1,136 @@
+"""Costs: formulas against counted loops, published sizes, measurements and fitted exponents."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import regard
+from regard.learn import (
+    Cost,
+    PublishedModel,
+    attention_by_loops,
+    cost_table,
+    fit_exponent,
+    model_table,
+    profile,
+    published_models,
+)
+
+COSTS = json.loads((Path(__file__).parents[2] / "data/worked_examples.json").read_text("utf-8"))["costs"]
+
+
+def draw(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+@pytest.mark.parametrize(("n_q", "n_k", "d_k", "d_v"), [(2, 3, 5, 7), (7, 5, 3, 2), (1, 11, 4, 4)])
+def test_formulas_agree_with_counted_loops(n_q: int, n_k: int, d_k: int, d_v: int) -> None:
+    cost, counted = (
+        Cost(n_q, n_k, d_k, d_v, itemsize=8),
+        attention_by_loops(draw(n_q, d_k), draw(n_k, d_k), draw(n_k, d_v)),
+    )
+    assert cost.entries == counted.scores.size == counted.counts.exponentials
+    assert cost.bytes == counted.counts.bytes_scores == counted.counts.bytes_weights
+    assert cost.score_multiply_adds == counted.counts.score_multiply_adds
+    assert cost.value_multiply_adds == counted.counts.value_multiply_adds
+    assert cost.multiply_adds == counted.counts.multiply_adds == n_q * n_k * (d_k + d_v)
+
+
+def test_cost_table_has_the_published_numbers() -> None:
+    found = cost_table([int(n) for n in COSTS["matrix_kib_fp32"]])
+    assert [row.bytes // 1024 for row in found.rows] == list(COSTS["matrix_kib_fp32"].values())
+    for name, entries in COSTS["score_entries"].items():
+        assert cost_table([int(name.removeprefix("n="))]).rows[0].entries == entries
+    headings, *lines = str(found).splitlines()
+    assert headings.split() == ["length", "entries", "growth", "memory", "multiply-adds"]
+    assert lines[-1].split() == ["2,048", "4,194,304", "×", "64", "16.8", "MB", "536,870,912"]
+    assert sum("× 4" in line for line in lines) == 4
+    assert cost_table(3) == cost_table([3])
+    assert cost_table([3], d_k=5, d_v=7, dtype=np.float16).rows == (Cost(3, 3, 5, 7, itemsize=2),)
+
+
+def test_published_models_have_the_published_numbers() -> None:
+    for line, entries in COSTS["layers_heads_n2"].items():
+        name, sizes = line.rsplit(" ", 1)
+        model = published_models[name]
+        assert [model.layers, model.heads, model.length] == [int(x) for x in sizes.split("x")]
+        assert model.entries == entries
+        assert re.search(r" 20\d\d, ", model.source), "a published size says where"
+    assert len(published_models) == len(COSTS["layers_heads_n2"])
+    n8192 = COSTS["forward_score_computations_32_layers_32_heads_n8192"]
+    assert PublishedModel(layers=32, heads=32, length=8192).entries == n8192
+    batch = {"batch of 32, one layer": PublishedModel(layers=32, heads=96, length=2048)}
+    assert batch["batch of 32, one layer"].entries * 4 == COSTS["weights_bytes_fp32_batch32_heads96_n2048"]
+    assert str(model_table(batch)).endswith("12,884,901,888  51.5 GB")
+
+
+@pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3])
+def test_fit_recovers_the_exponent(exponent: float) -> None:
+    lengths = [3, 7, 20, 90]
+    assert fit_exponent(lengths, [5 * n**exponent for n in lengths]) == pytest.approx(exponent, abs=1e-12)
+    noisy = [5 * n**exponent * factor for n, factor in zip(lengths, [1.1, 0.9, 0.95, 1.05], strict=True)]
+    slope, _ = np.polyfit(np.log(lengths), np.log(noisy), 1)
+    assert fit_exponent(lengths, noisy) == pytest.approx(slope, abs=1e-12)
+
+
+def test_profile_measures_and_fits() -> None:
+    lengths = [64, 128, 256, 512]
+    found = profile(lengths, d_k=16, d_v=8)
+    assert [row.cost for row in found.rows] == list(cost_table(lengths, d_k=16, d_v=8, dtype=np.float64).rows)
+    assert list(found.exponents) == ["entries", "bytes", "multiply_adds", "seconds", "peak_bytes"]
+    for name in ("entries", "bytes", "multiply_adds"):
+        assert found.exponents[name] == pytest.approx(2, abs=1e-12)
+    assert all(row.seconds > 0 for row in found.rows)
+    assert found.exponents["seconds"] > 0.3  # a loose bound, for a busy machine
+    assert all(
+        row.peak_bytes >= 2 * row.cost.bytes for row in found.rows
+    )  # scores and weights are both stored
+    assert 1.7 < found.exponents["peak_bytes"] < 2.2
+    headings, *lines, last = str(found).splitlines()
+    assert headings.split()[0] == "length"
+    assert [line.split()[0] for line in lines] == [str(n) for n in lengths]
+    assert last.split()[2:6] == ["n^2.00", "n^2.00", "n^2.00", f"n^{found.exponents['seconds']:.2f}"]
+
+
+def test_profile_calls_the_function_with_inputs_of_each_length() -> None:
+    seen: list[Any] = []
+
+    def linear(Q: Any, K: Any, V: Any) -> Any:
+        seen.append((Q.shape, K.shape, V.shape))
+        return np.zeros((len(Q), 1000))
+
+    found = profile([100, 200, 400], d_k=3, d_v=5, attend=linear, repeats=2)
+    assert seen == [((n, 3), (n, 3), (n, 5)) for n in (100, 200, 400) for _ in range(3)]
+    assert found.exponents["peak_bytes"] == pytest.approx(1, abs=0.05)
+    assert not tracemalloc.is_tracing()
+
+
+def test_untracked_memory_has_no_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.learn.cost._measure_peak_bytes", lambda call: 0)
+    found = profile([8, 16], repeats=1)
+    assert math.isnan(found.exponents["peak_bytes"])
+    assert str(found).endswith("n^nan")
+
+
+def test_lazy_matrix_needs_less_memory_than_a_stored_one() -> None:
+    stored = profile([256, 1024], d_k=8, repeats=1)
+    lazy = profile([256, 1024], d_k=8, repeats=1, attend=lambda Q, K, V: regard.attention(Q, K) @ V)
+    assert lazy.rows[1].peak_bytes < stored.rows[1].peak_bytes / 2
+    assert lazy.exponents["peak_bytes"] < stored.exponents["peak_bytes"]
+
+
+def test_profile_keeps_tracing_that_was_already_on() -> None:
+    tracemalloc.start()
+    try:
+        profile([8, 16], repeats=1)
+        assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()
