@@ -35,7 +35,7 @@ def resolve_reduction(
         if value is not None and value is not False:
             raise ArgumentError(
                 operation,
-                received=f"{name}={value!r}",
+                received=f"{name}={describe_argument(value) if hasattr(value, 'shape') else repr(value)}",
                 expected=f"no {name}",
                 hint=f"The matrix is lazy: compute result = A.{operation}(axis) first, then cast, store or reshape it.",
             )

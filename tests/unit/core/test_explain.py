@@ -250,7 +250,9 @@ def test_an_empty_row(arguments: Any) -> None:
     assert (steps.scores == -np.inf).all()
     assert steps.total == (1.0 if arguments.get("sink") == 1.0 else 0.0)
     text = str(steps)
-    assert "Every key is masked for this query: its weights are zeros." in text and text.count("  masked") == N
+    assert (
+        "Every key is masked for this query: its weights are zeros." in text and text.count("  masked") == N
+    )
     assert "nan" not in text.lower() and sections(steps)["4"][-1] == "   output = [0, 0, 0, 0]"
 
 

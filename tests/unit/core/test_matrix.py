@@ -289,6 +289,50 @@ def test_lazy_keeps_every_column_and_adds_no_axis(index: Any) -> None:
         matrix((2, 3)).lazy[index]
 
 
+@pytest.mark.parametrize(
+    "index",
+    [0, -1, (1, 2), (slice(None), 1), (0, slice(None), slice(None)), (..., 2, slice(None), slice(None)), [1, 0],
+     (slice(None), [2, 0]), ..., slice(None), slice(1), (), (0, ...)],
+)  # fmt: skip
+def test_an_index_that_keeps_both_token_axes_is_lazy(index: Any, tiles: None, counted: list[Any]) -> None:
+    A = matrix((2, 3), mask=causal("lower_right"))
+    part = A[index]
+    assert isinstance(part, regard.AttentionMatrix) and counted == []
+    assert part.shape == A.lazy[index].shape
+    expected = A.to_dense()[index]
+    assert part.shape == expected.shape
+    close(part.to_dense(), expected, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(0, 0, 0), (..., 0), (..., slice(0, 4), slice(None)), (0, 0, [1, 2]), (None, 0), (..., slice(0, None)),
+     (..., slice(None, None, -1)), [[0, 1]]],
+)  # fmt: skip
+def test_any_other_index_is_an_array(index: Any, tiles: None) -> None:
+    A = matrix((2, 3))
+    found, expected = A[index], A.to_dense()[index]
+    assert isinstance(found, np.ndarray) and found.shape == expected.shape
+    close(found, expected, atol=1e-14)
+
+
+def test_a_lazy_part_shares_the_query(tiles: None) -> None:
+    A = matrix((2, 3))
+    assert A[0, 1]._problem.query is A._problem.query
+    assert A[0][1].shape == A[0, 1].shape == (Q_LEN, KV_LEN)
+
+
+def test_an_index_with_a_large_result_is_refused(counted: list[Any]) -> None:
+    query = np.zeros((3, 9_001, 2), np.float32)
+    A = regard.attention(query, query)
+    assert A[1].shape == (9_001, 9_001)
+    for index, scores in ((np.s_[1, 1:], False), (np.s_[..., :-1], False), (np.s_[1], True)):
+        with pytest.raises(regard.TooLargeError, match=r"bytes.*fewer rows.*A\.lazy\[index\].*to_dense"):
+            (A.scores if scores else A)[index]
+    assert counted == []
+    assert A[1, :5].shape == (5, 9_001)
+
+
 @pytest.mark.parametrize("index", [(2, 0), (0, Q_LEN), (0, 0, -KV_LEN - 1), (0, 0, 0, 0), (..., ...), [[5]]])
 def test_an_index_past_the_end_is_an_index_error(index: Any) -> None:
     with pytest.raises(IndexError) as caught:
@@ -322,7 +366,32 @@ def test_reductions_and_their_axes(lead: Any, tiles: None) -> None:
             getattr(A, name)(axis)
 
 
-def test_nothing_is_the_largest_of_none() -> None:
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "argmax"])
+def test_dim_is_a_synonym_of_axis(name: str, tiles: None) -> None:
+    A = matrix((2, 3))
+    for dim in (-1, -2, 3, None, (0, 1, 2, 3)):
+        equal(getattr(A, name)(dim=dim), getattr(A, name)(dim))
+    with pytest.raises(regard.ArgumentError, match="axis=-1 and dim=-1; expected one of the two"):
+        getattr(A, name)(-1, dim=-1)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "argmax"])
+def test_numpy_functions_call_the_methods(name: str, tiles: None, counted: list[Any]) -> None:
+    A, function = matrix((3,)), getattr(np, name)
+    W = A.to_dense()
+    for axis in (None, -1, -2, 2):
+        close(function(A, axis=axis), function(W, axis=axis), atol=1e-13)
+    counted.clear()
+    with pytest.raises(regard.ArgumentError, match="keepdims=True.*lazy"):
+        function(A, axis=-1, keepdims=True)
+    with pytest.raises(regard.ArgumentError, match=r"out=an array of float64.*lazy"):
+        function(A, axis=-1, out=np.zeros((3, Q_LEN)))
+    with pytest.raises(regard.ArgumentTypeError, match="the keyword where"):
+        getattr(A, name)(where=True)
+    assert counted == []
+
+
+def test_an_empty_matrix_has_no_largest_entry() -> None:
     A = regard.attention(np.ones((3, 2)), np.ones((0, 2)))
     for name in ("max", "argmax"):
         with pytest.raises(regard.ArgumentError, match="at least one entry"):
