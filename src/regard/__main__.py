@@ -1,4 +1,4 @@
-"""`python -m regard`: the command line."""
+"""Run the command line: `python -m regard`."""
 
 import sys
 

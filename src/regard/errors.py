@@ -1,4 +1,16 @@
-"""One form for every error: the operation, what came, what was expected, and the hint."""
+"""Errors of the library: operation, received value, expected value and hint, in one form.
+
+Every error is also the built-in exception that Python code would expect:
+
+    Exception
+    └── RegardError
+        ├── ArgumentError         (ValueError)   value or shape that the operation does not accept
+        ├── ArgumentTypeError     (TypeError)    object of a type that the operation does not accept
+        ├── IndexOutOfRangeError  (IndexError)   index past the end of an axis
+        ├── TooLargeError         (MemoryError)  result too large to store without an explicit call
+        ├── NotCapturedError      (KeyError)     layer that a recording does not hold
+        └── survey.SurveyError    (RuntimeError) survey that cannot continue
+"""
 
 from __future__ import annotations
 
@@ -8,7 +20,13 @@ from typing import Any
 
 
 class RegardError(Exception):
-    """Base of every error regard raises; its four parts are attributes, for tools that show them apart.
+    """Base class of the library's errors; the parts of the message are attributes.
+
+    Args:
+        operation: The function or method that raised the error, as the caller wrote it.
+        received: The value that was received.
+        expected: The values that are accepted.
+        hint: How to fix the call.
 
     >>> import regard
     >>> try:
@@ -24,17 +42,17 @@ class RegardError(Exception):
 
     @property
     def page(self) -> str:
-        """Where the site lists the errors of this operation: `reference/errors.html#recording-find`."""
+        """Path of the documentation of this operation's errors: `reference/errors.html#recording-find`."""
         return f"reference/errors.html#{format_anchor(self.operation)}"
 
     def __reduce__(self) -> Any:
-        """Its parts, so that it comes whole out of another process."""
+        """Pickle the parts, so that the error keeps them across processes."""
         parts = {"received": self.received, "expected": self.expected, "hint": self.hint}
         return partial(type(self), **parts), (self.operation,)
 
 
 class ArgumentError(RegardError, ValueError):
-    """A value or a shape that the operation cannot take.
+    """A value or a shape that the operation does not accept.
 
     >>> import regard
     >>> regard.attention([[1.0, 2.0]], [[1.0]])
@@ -45,7 +63,7 @@ class ArgumentError(RegardError, ValueError):
 
 
 class ArgumentTypeError(RegardError, TypeError):
-    """An object of a kind that the operation cannot take.
+    """An object of a type that the operation does not accept.
 
     >>> import regard
     >>> regard.attention([[1.0]], [[1.0]], mask=[[True]])
@@ -67,7 +85,7 @@ class IndexOutOfRangeError(RegardError, IndexError):
 
 
 class TooLargeError(RegardError, MemoryError):
-    """A conversion that would store the whole matrix without having been asked to.
+    """A result that is too large to store without an explicit call such as `A.to_dense()`.
 
     >>> import numpy as np, regard
     >>> np.asarray(regard.attention(np.zeros((99_999, 1)), np.zeros((99_999, 1))))
@@ -78,7 +96,7 @@ class TooLargeError(RegardError, MemoryError):
 
 
 class NotCapturedError(RegardError, KeyError):
-    """A layer that gave nothing.
+    """A layer that a recording does not hold.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -90,11 +108,11 @@ class NotCapturedError(RegardError, KeyError):
     regard.NotCapturedError: recording['attention']: received a name that no attention layer has; ...
     """
 
-    __str__ = Exception.__str__  # that of KeyError would show the message in quotes
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 def format_anchor(operation: str) -> str:
-    """An operation as a place on the page of errors, whatever it was called with.
+    """Format an operation, without its arguments, as an anchor of the page of errors.
 
     >>> format_anchor("recording.find"), format_anchor("recording['layers.0']")
     ('recording-find', 'recording')
@@ -103,7 +121,7 @@ def format_anchor(operation: str) -> str:
 
 
 def format_shape(**axes: int | str) -> str:
-    """A shape with its axes named.
+    """Format a shape with named axes.
 
     >>> format_shape(q_len=5, head_dim=4)
     '(q_len 5, head_dim 4)'
@@ -112,25 +130,27 @@ def format_shape(**axes: int | str) -> str:
 
 
 def format_named_shape(shape: tuple[int, ...], *last: str) -> str:
-    """The shape of an array, its last axes named, those before them `batch` and `heads`.
+    """Format the shape of an array; `last` names the last axes, those before them are `batch` and `heads`.
 
     >>> format_named_shape((2, 8, 5, 4), "q_len", "head_dim")
     '(batch 2, heads 8, q_len 5, head_dim 4)'
     """
-    lead = len(shape) - len(last)
-    names = ["batch"] * (lead - 1) + ["heads"] * min(lead, 1) + list(last)[max(0, -lead) :]
+    leading = len(shape) - len(last)
+    names = ["batch"] * (leading - 1) + ["heads"] * min(leading, 1) + list(last)[max(0, -leading) :]
     return "(" + ", ".join(f"{name} {size}" for name, size in zip(names, shape, strict=True)) + ")"
 
 
-def describe_argument(thing: Any) -> str:
-    """What a thing is, in a few words, for an error message."""
-    dtype, shape = getattr(thing, "dtype", None), getattr(thing, "shape", None)
+def describe_argument(argument: object) -> str:
+    """Describe an argument in a few words, for an error message.
+
+    >>> describe_argument(3), describe_argument([1]), describe_argument(len)
+    ('int 3', 'a list', 'the function len')
+    """
+    dtype, shape = getattr(argument, "dtype", None), getattr(argument, "shape", None)
     if dtype is not None and shape is not None:
         return f"an array of {str(dtype).removeprefix('torch.')} with shape {tuple(shape)}"
-    if callable(thing) and hasattr(thing, "__name__"):
-        return f"the function {thing.__name__}"
-    return (
-        f"{type(thing).__name__} {thing!r}"
-        if isinstance(thing, int | float | str)
-        else f"a {type(thing).__name__}"
-    )
+    if callable(argument) and hasattr(argument, "__name__"):
+        return f"the function {argument.__name__}"
+    if isinstance(argument, int | float | str):
+        return f"{type(argument).__name__} {argument!r}"
+    return f"a {type(argument).__name__}"

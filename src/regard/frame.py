@@ -1,4 +1,4 @@
-"""The frame in which masks and score modifications are evaluated: which (batch, head) pairs, which lengths."""
+"""The frame in which masks and score modifications are evaluated: (batch, head) pairs and sequence lengths."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from regard.errors import ArgumentError, format_named_shape, format_shape
 from regard.types import Align, Array, IntArray
 from regard.validation import check_align
 
-# |query| · |key| · scale beyond which a weight must not be recomputed from the lse of another computation: a score
-# then errs by eps times this, and its weight by as much, relative.
+# If |query| · |key| · scale is above this, a weight must not be recomputed from the lse of another computation: a score
+# then has an error of eps times this, and its weight the same relative error.
 EXACT_ROWS_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where masks and score modifications are asked: which (batch, head) pairs, and how long the sequences are.
+    """The (batch, head) pairs and the lengths for which masks and score modifications are evaluated.
 
-    `lead` is the shape of the axes before q_len and kv_len; `some` are the flat indices into it that the question
-    is about (None: all), so every answer has one leading axis, `(len(picked) or 1, rows, columns)`.
+    Results have one leading axis for the selected pairs: (len(selected) or 1, rows, columns).
+
+    Attributes:
+        leading_shape: Axes of the matrix before q_len and kv_len.
+        q_len: Number of queries.
+        kv_len: Number of keys.
+        selection: Flat indices of the selected pairs in `leading_shape`; None for all.
     """
 
     leading_shape: tuple[int, ...]
@@ -32,20 +37,36 @@ class Frame:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> Frame:
-        """The frame of a whole matrix of shape `(*lead, q_len, kv_len)`."""
+        """Return the frame of a matrix of shape (…, q_len, kv_len), with all its pairs selected.
+
+        Args:
+            shape: Shape of the matrix.
+        """
         return cls(tuple(shape[:-2]), shape[-2], shape[-1])
 
     @cached_property
     def selected(self) -> IntArray:
-        """The flat indices into `lead` that questions are about."""
+        """Flat indices of the selected pairs in `leading_shape`: (pairs,)."""
         return np.arange(math.prod(self.leading_shape)) if self.selection is None else self.selection
 
     def select(self, which: IntArray) -> Frame:
-        """The frame of some of the picked pairs."""
+        """Return the frame of some of the selected pairs.
+
+        Args:
+            which: Positions in `selected`.
+        """
         return Frame(self.leading_shape, self.q_len, self.kv_len, self.selected[which])
 
     def offset(self, align: Align | None, operation: str) -> int:
-        """What to add to `q_idx` so that it counts in the positions of the keys."""
+        """Return the number to add to `q_idx` to get the position of the query among the keys.
+
+        Args:
+            align: "upper_left", "lower_right", or None if q_len and kv_len are equal.
+            operation: Name of the operation in errors.
+
+        Raises:
+            ArgumentError: The lengths differ and `align` is None, or `align` is unknown.
+        """
         check_align(align, operation)
         if align == "lower_right":
             return self.kv_len - self.q_len
@@ -53,27 +74,52 @@ class Frame:
             raise ArgumentError(
                 operation,
                 received=format_shape(q_len=self.q_len, kv_len=self.kv_len) + " and no align",
-                expected='align="upper_left" or align="lower_right" where the lengths differ',
+                expected='align="upper_left" or align="lower_right" if the lengths differ',
                 hint='Queries at the end of the keys (a cache) are "lower_right"; '
                 '"upper_left" is what is_causal of F.scaled_dot_product_attention means.',
             )
         return 0
 
     def per_head(self, sizes: Array, operation: str) -> Array:
-        """One number for each picked pair, from a number or an array of shape `(heads,)` or `(…, heads)`."""
+        """Return one number for each selected pair: (len(selected) or 1,).
+
+        Args:
+            sizes: A number, or an array of shape (heads,) or (…, heads).
+            operation: Name of the operation in errors.
+
+        Raises:
+            ArgumentError: The array does not broadcast to the leading axes.
+        """
         return self.take_pairs(sizes, 0, operation, "heads")
 
     def per_batch(self, array: Array, extra: int, operation: str) -> Array:
-        """The picked rows of an array of shape `(*batch, …)` whose last `extra` axes are not batch axes."""
-        shape = tuple(array.shape)
-        lead = shape[: len(shape) - extra]
-        heads_of_one = (1,) if lead else ()
-        return self.take_pairs(
-            array.reshape(lead + heads_of_one + shape[len(lead) :]), extra, operation, "batch"
-        )
+        """Return the rows of an array without a heads axis for each selected pair: (len(selected) or 1, …).
 
-    def take_pairs(self, array: Array, extra: int, operation: str, over: str = "lead") -> Array:
-        """`(len(picked) or 1, *extra)` from an array whose axes but the last `extra` broadcast to `lead`."""
+        Args:
+            array: (*batch, …).
+            extra: Number of last axes that are not batch axes.
+            operation: Name of the operation in errors.
+
+        Raises:
+            ArgumentError: The array does not broadcast to the leading axes.
+        """
+        shape = tuple(array.shape)
+        batch = shape[: len(shape) - extra]
+        heads = (1,) if batch else ()
+        return self.take_pairs(array.reshape(batch + heads + shape[len(batch) :]), extra, operation, "batch")
+
+    def take_pairs(self, array: Array, extra: int, operation: str, over: str = "leading axes") -> Array:
+        """Return the entries of an array for each selected pair: (len(selected) or 1, …).
+
+        Args:
+            array: An array whose axes but the last `extra` broadcast to `leading_shape`.
+            extra: Number of last axes to keep.
+            operation: Name of the operation in errors.
+            over: Name of the broadcast axes in errors.
+
+        Raises:
+            ArgumentError: The array does not broadcast to the leading axes.
+        """
         shape = tuple(array.shape)
         own, rest = shape[: len(shape) - extra], shape[len(shape) - extra :]
         count = math.prod(own)
@@ -82,12 +128,14 @@ class Frame:
         try:
             which = np.broadcast_to(np.arange(count).reshape(own), self.leading_shape).ravel()[self.selected]
         except ValueError:
+            matrix_shape = format_named_shape(
+                (*self.leading_shape, self.q_len, self.kv_len), "q_len", "kv_len"
+            )
             raise ArgumentError(
                 operation,
-                received=f"an array of shape {shape} for a matrix of shape "
-                + format_named_shape((*self.leading_shape, self.q_len, self.kv_len), "q_len", "kv_len"),
+                received=f"an array of shape {shape} for a matrix of shape {matrix_shape}",
                 expected=f"axes over {over} that broadcast to {self.leading_shape}",
-                hint="Give the query a heads axis of one where there are no heads: query[:, None]."
+                hint="If there are no heads, give the query a heads axis of size one: query[:, None]."
                 if over == "batch"
                 else "Give one entry for each head, or a single one for all.",
             ) from None
@@ -95,12 +143,16 @@ class Frame:
 
 
 def is_contiguous(positions: IntArray) -> bool:
-    """Whether positions count up by one, so that a slice can stand for them."""
+    """Return whether positions increase by one, so that a slice can replace them.
+
+    >>> is_contiguous(np.array([3, 4, 5])), is_contiguous(np.array([3, 5]))
+    (True, False)
+    """
     return len(positions) > 0 and bool(np.all(np.diff(positions) == 1))
 
 
 def take_block(array: Array, q_idx: IntArray, kv_idx: IntArray) -> Array:
-    """The rows `q_idx` and columns `kv_idx` of the last two axes; an axis of one stands for all positions.
+    """Return the rows `q_idx` and columns `kv_idx` of the last two axes; an axis of size one is kept as it is.
 
     >>> take_block(np.arange(12).reshape(3, 4), np.array([0, 2]), np.array([1, 2]))
     array([[ 1,  2],
@@ -109,20 +161,23 @@ def take_block(array: Array, q_idx: IntArray, kv_idx: IntArray) -> Array:
     for axis, positions in ((-2, q_idx), (-1, kv_idx)):
         if array.shape[axis] == 1:
             continue
-        taken = slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
+        contiguous = is_contiguous(positions)
+        taken = slice(int(positions[0]), int(positions[-1]) + 1) if contiguous else positions
         array = array[..., taken, :] if axis == -2 else array[..., taken]
     return array
 
 
 def check_matrix_shape(array: Array, frame: Frame, operation: str) -> None:
-    """Refuse an array whose last two axes are neither (q_len, kv_len) nor one."""
+    """Refuse an array that does not broadcast to the shape of the matrix, (…, q_len, kv_len)."""
     shape = tuple(array.shape)
     if len(shape) < 2 or shape[-2] not in (1, frame.q_len) or shape[-1] not in (1, frame.kv_len):
+        matrix_shape = format_named_shape(
+            (*frame.leading_shape, frame.q_len, frame.kv_len), "q_len", "kv_len"
+        )
         raise ArgumentError(
             operation,
             received=f"an array of shape {shape}",
-            expected="one that broadcasts to "
-            + format_named_shape((*frame.leading_shape, frame.q_len, frame.kv_len), "q_len", "kv_len"),
+            expected=f"one that broadcasts to {matrix_shape}",
             hint="The last two axes are q_len and kv_len, each of full length or 1.",
         )
     frame.take_pairs(array[..., :1, :1], 2, operation)

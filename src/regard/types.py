@@ -1,4 +1,4 @@
-"""Array types shared by every module."""
+"""Types that several packages share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-# An array of any engine. The engine is found from the array itself, so no static type names them all.
+# An array of any engine: a NumPy array, a torch tensor, or an array of a registered library.
 Array = Any
+# The functions of an array library, as in the array API standard.
 Namespace = Any
+# Position of query 0 if q_len and kv_len differ; see `regard.causal`.
 Align = Literal["upper_left", "lower_right"]
+# Positions and indices, always NumPy.
 IntArray = npt.NDArray[np.int64]
