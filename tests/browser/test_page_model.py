@@ -170,7 +170,7 @@ def test_maps_are_means_of_blocks(monkeypatch):
     monkeypatch.setattr(_page, "LARGE", 8)
     for long in (1024, 5):  # 11 tokens are short, then long
         monkeypatch.setattr(_page, "LONG", long)
-        (entry, *_) = page_data.page_layers(recording._each(), None, None, None, 0)
+        (entry, *_) = page_data.build_page_layers(recording._layer_calls(), None, None, None, 0)
         size = entry.maps.shape[-1]
         assert size == (4 if long > 11 else 8)
         np.testing.assert_allclose(entry.maps, blocks(A, size), rtol=1e-5)
@@ -203,9 +203,11 @@ def test_what_cannot_be_shown_is_refused_with_the_cure():
         recording.page(["a", "b", "c"], findings=recording.diagnose())
     with pytest.raises(ArgumentTypeError, match=r"recording\.page: received tokens as .* a list of tokens"):
         recording.page("text", findings=recording.diagnose())
-    with torch.no_grad(), regard.watch(model, keep="measures", measures={"e": regard.Entropy()}) as kept:
+    with torch.no_grad(), regard.watch(model, measures={"e": regard.Entropy()}) as kept:
         model(**inputs)
-    with pytest.raises(ArgumentError, match=r'recording\.page: .* keep="measures"; expected keep="qk"'):
+    with pytest.raises(
+        ArgumentError, match=r"recording\.page: .* recorded with measures only; expected a recording"
+    ):
         kept.page()
     with torch.no_grad(), regard.watch(model) as nothing:
         pass

@@ -27,7 +27,7 @@ from regard import (
 )
 from regard.errors import ArgumentError, TooLargeError
 from regard.frame import Frame
-from regard.lens.capture.interval_mask import Flat, Span
+from regard.lens.capture.interval_mask import IntervalMask, UniformRows
 from regard.masks.intervals import find_intervals
 from regard.pages import html, parts
 from regard.pages.payload import carried
@@ -125,7 +125,7 @@ MASKS = {
     "not": ~(sliding_window(4, **LOWER) | padding(20)),
     "dense": dense(drawn((ROWS, KEYS), 0.4)),
     "some rows empty": dense(drawn((ROWS, KEYS), 0.5) & drawn((ROWS, 1), 0.6)),
-    "span": Span(np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)),
+    "span": IntervalMask(np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)),
 }
 
 
@@ -183,7 +183,7 @@ CASES = {name: lambda mask=mask: one(mask) for name, mask in MASKS.items()} | {
     ),
     "a bias": lambda: one(score_mod=bias(np.where(drawn((ROWS, KEYS), 0.2), -np.inf, normal(ROWS, KEYS)))),
     "a bias by key": lambda: one(score_mod=bias(normal(1, KEYS))),
-    "flat rows": lambda: one(causal(**LOWER), score_mod=Flat(drawn(ROWS, 0.3))),
+    "flat rows": lambda: one(causal(**LOWER), score_mod=UniformRows(drawn(ROWS, 0.3))),
     "a sink": lambda: one(causal(**LOWER), sink=1.0),
     "a scale below 0": lambda: one(scale=-0.7),
     "large scores": lambda: attention(normal(ROWS, WIDTH, by=60), normal(KEYS, WIDTH, seed=1, by=60)),

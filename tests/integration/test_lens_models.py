@@ -1,4 +1,4 @@
-"""The lens on twelve architectures of transformers: nothing changes, and it tells what eager attention tells."""
+"""`regard.watch` on twelve architectures of transformers: outputs stay, and weights equal those of eager attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ hf = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from tests.helpers.tiny_models import TINY, Tiny, every_name, tensors, told_weights  # noqa: E402
+from tests.helpers.tiny_models import TINY, TinyModel, eager_weights, list_functions, output_tensors  # noqa: E402
 
 SIDES = [
     (name, side)
@@ -21,16 +21,16 @@ SIDES = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    before = every_name()
+def check_nothing_stays_patched():
+    before = list_functions()
     with torch.no_grad():
         yield
-    after = every_name()
-    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
+    after = list_functions()
+    assert [name for name, function in after.items() if before.get(name, function) is not function] == []
 
 
-def live(real: object, weights: object, causal: bool) -> np.ndarray:
-    """Rows that see a key at all: with padding on the left a causal row before the first token has none."""
+def find_live_rows(real: object, weights: object, causal: bool) -> np.ndarray:
+    """Find the rows that attend to a key: with padding on the left, a causal row before the first token does not."""
     rows = np.ones((*weights.shape[:1], weights.shape[-2]), bool)
     if real is not None and causal and weights.shape[-2] == weights.shape[-1] == real.shape[1]:
         rows = np.cumsum(np.asarray(real), 1) > 0
@@ -38,31 +38,31 @@ def live(real: object, weights: object, causal: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "side"), SIDES)
-def test_nothing_changes_and_weights_are_those_of_eager_attention(name, side, monkeypatch):
+def test_outputs_stay_and_weights_equal_eager_attention(name, side, monkeypatch):
     tiny = TINY[name]
     model, inputs = tiny.build(), tiny.inputs(side)
     plain = model(**inputs)
     with regard.watch(model) as recording:
         watched = model(**inputs)
-    for before, after in zip(tensors(plain), tensors(watched), strict=True):
+    for before, after in zip(output_tensors(plain), output_tensors(watched), strict=True):
         assert torch.equal(before, after)
 
-    naive = told_weights(tiny.build("eager")(**inputs, output_attentions=True))
-    double = {key: each.double() if each.is_floating_point() else each for key, each in inputs.items()}
+    naive = eager_weights(tiny.build("eager")(**inputs, output_attentions=True))
+    double = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     with monkeypatch.context() as patch:
-        # Many models ask for a softmax in float32 whatever they are in.
+        # Many models compute the softmax in float32 whatever their dtype.
         softmax = torch.nn.functional.softmax
         patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-        exact = told_weights(tiny.build("eager", torch.float64)(**double, output_attentions=True))
+        exact = eager_weights(tiny.build("eager", torch.float64)(**double, output_attentions=True))
     assert len(recording) == len(exact)
     for layer, definition, rough in zip(recording, exact, naive, strict=True):
         A = recording[layer]
         assert A.shape == definition.shape
-        rows = live(
+        rows = find_live_rows(
             inputs.get("attention_mask"), definition, "causal" in repr(A.mask) or "window" in repr(A.mask)
         )
         if model.config._attn_implementation == "eager":
-            rows = np.ones_like(rows)  # what eager attention makes of dead rows is told, too
+            rows = np.ones_like(rows)  # fully masked rows are compared, too
         pick = torch.tensor(np.broadcast_to(rows[:, None], definition.shape[:-1]))
         assert_matches(
             A.to_dense()[pick], definition[pick], rough[pick], dtype="float32", what=f"{name} {layer}"
@@ -84,25 +84,25 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("name", "side"), MASKS)
-def test_masks_come_back_by_their_names(name, side):
+def test_masks_are_recognised(name, side):
     tiny = TINY[name]
     model = tiny.build()
     with regard.watch(model) as recording:
         model(**tiny.inputs(side))
     A = next(iter(recording.values()))
     assert repr(A.mask) == MASKS[name, side]
-    # Nothing of q_len × kv_len is held: queries, keys, lse.
+    # Only queries, keys and lse are held, nothing of q_len × kv_len.
     call = recording.calls(next(iter(recording)))[0]
     lse = 0 if call.lse is None else call.lse.nbytes
     assert call.nbytes == call.query.nbytes + call.key.nbytes + lse
 
 
-def test_the_bias_of_t5_is_its_table():
+def test_the_bias_of_t5_is_recognised_by_its_table():
     model, inputs = TINY["T5"].build(), TINY["T5"].inputs("left")
     with regard.watch(model) as recording:
         model(**inputs)
-    told = {layer: recording.calls(layer)[0].score_mods for layer in recording}
-    for layer, score_mods in told.items():
+    for layer in recording:
+        score_mods = recording.calls(layer)[0].score_mods
         if "EncDec" in layer:
             assert score_mods == ()
         else:
@@ -113,7 +113,7 @@ def test_the_bias_of_t5_is_its_table():
     assert recording.nbytes == sum(call.nbytes for layer in recording for call in recording.calls(layer))
 
 
-def test_keys_of_a_group_are_held_once():
+def test_keys_of_a_group_are_stored_once():
     model, inputs = (
         TINY["Llama"].build(),
         TINY["Llama"].inputs("left"),
@@ -142,7 +142,7 @@ def test_a_changed_future_token_changes_no_past_row(name):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_either_implementation_is_read(implementation):
+def test_either_implementation_is_captured(implementation):
     model, inputs = TINY["Llama"].build(implementation), TINY["Llama"].inputs("right")
     with regard.watch(model) as recording:
         model(**inputs)
@@ -152,38 +152,43 @@ def test_either_implementation_is_read(implementation):
     }
 
 
-BY_THEMSELVES = {
-    "BLOOM": Tiny(hf.BloomForCausalLM, hf.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)),
-    "MPT": Tiny(
+UNCAPTURED = {
+    "BLOOM": TinyModel(
+        hf.BloomForCausalLM, hf.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    ),
+    "MPT": TinyModel(
         hf.MptForCausalLM, hf.MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
     ),
-    "GPT-J": Tiny(
+    "GPT-J": TinyModel(
         hf.GPTJForCausalLM,
         hf.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
     ),
 }
 
 
-@pytest.mark.parametrize("name", BY_THEMSELVES)
-def test_layers_that_use_no_known_function_are_refused(name):
-    model, inputs = BY_THEMSELVES[name].build(), BY_THEMSELVES[name].inputs("none")
+@pytest.mark.parametrize("name", UNCAPTURED)
+def test_layers_that_call_no_watched_function_are_rejected(name):
+    model, inputs = UNCAPTURED[name].build(), UNCAPTURED[name].inputs("none")
     with (
-        pytest.raises(NotCapturedError, match=r"gave nothing.*computes its weights by itself") as error,
+        pytest.raises(
+            NotCapturedError,
+            match=r"was not captured.*computes its weights without calling a watched function",
+        ) as error,
         regard.watch(model),
     ):
         model(**inputs)
     assert "Attention" in str(error.value) and "layers=" in error.value.hint
 
 
-def test_a_model_without_attention_is_refused():
+def test_a_model_without_attention_is_rejected():
     model = hf.MambaModel(
         hf.MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4)
     ).eval()
-    with pytest.raises(NotCapturedError, match="gave nothing"), regard.watch(model):
+    with pytest.raises(NotCapturedError, match="was not captured"), regard.watch(model):
         model(torch.arange(3, 9)[None])
 
 
-def test_an_attention_function_that_does_something_else_is_refused():
+def test_an_attention_function_with_other_weights_is_rejected():
     def louder(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
         weights = (1.5 * scaling * query @ key.repeat_interleave(2, 1).mT + attention_mask).softmax(-1)
         return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), weights
@@ -202,7 +207,7 @@ def test_an_attention_function_that_does_something_else_is_refused():
         )
 
 
-def test_an_attention_function_of_ones_own_is_read_from_its_arguments():
+def test_a_registered_attention_function_is_captured_by_its_arguments():
     def quiet(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
         weights = (scaling * query @ key.repeat_interleave(2, 1).mT + attention_mask).softmax(-1)
         return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
@@ -213,16 +218,16 @@ def test_an_attention_function_of_ones_own_is_read_from_its_arguments():
         model, plain = TINY["Llama"].build("quiet"), TINY["Llama"].build("eager")
         with regard.watch(model) as recording:
             model(**TINY["Llama"].inputs("left"))
-        with regard.watch(plain) as told:
+        with regard.watch(plain) as eager:
             plain(**TINY["Llama"].inputs("left"))
         for layer in recording:
-            torch.testing.assert_close(recording[layer].to_dense(), told[layer].to_dense())
+            torch.testing.assert_close(recording[layer].to_dense(), eager[layer].to_dense())
     finally:
         del hf.AttentionInterface._global_mapping["quiet"], hf.AttentionMaskInterface._global_mapping["quiet"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_half_precision(dtype):
+def test_models_in_half_precision(dtype):
     tiny = TINY["Llama"]
     model, inputs = tiny.build(dtype=dtype), tiny.inputs("left")
     plain = model(**inputs).logits
@@ -238,7 +243,7 @@ def test_models_of_half_precision(dtype):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_dropout_draws_what_it_drew(implementation):
+def test_dropout_stays_the_same(implementation):
     tiny = TINY["Llama"]
     model, inputs = tiny.build(implementation), tiny.inputs("right")
     for layer in model.model.layers:
@@ -253,5 +258,5 @@ def test_dropout_draws_what_it_drew(implementation):
     assert (call.dropout_p, call.training) == (0.4, True)
     with regard.watch(model.eval()) as still:
         model(**inputs)
-    # Dropout is not in the matrix: it is what the layer would weigh without.
+    # The matrix has the weights before dropout.
     torch.testing.assert_close(call.matrix.to_dense(), still["model.layers.0.self_attn"].to_dense())

@@ -1,4 +1,7 @@
-"""The lens: watch a model, change nothing, and have the attention matrix of every layer.
+"""Record and analyse the attention of a model: `regard.watch(model)` gives a `Recording`.
+
+A recording holds the lazy attention matrix of every layer, and finds, measures and checks heads. `capture/` records
+calls, `analysis/` computes tables and findings. The package imports `regard.core`, `regard.pages` and below, and torch.
 
 >>> import regard, torch
 >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -12,16 +15,17 @@ Recording(1 layer, 216 bytes held)
 from __future__ import annotations
 
 try:
-    import torch as _torch_is_there  # noqa: F401
+    import torch as _torch  # noqa: F401 - required by every module of the package
 except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
 from regard.lens.analysis.finding import Finding, Findings
-from regard.lens.call import Call
+from regard.lens.capture.call import Call
 from regard.lens.recording import Recording
 from regard.lens.table import Table
+from regard.lens.watch import Watch
 
-__all__ = ["Call", "Finding", "Findings", "Recording", "Table"]
+__all__ = ["Call", "Finding", "Findings", "Recording", "Table", "Watch"]
 
 set_public_module(globals())

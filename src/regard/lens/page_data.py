@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.lens.analysis.find import as_numpy, named, one_entry
+from regard.lens.analysis.find import as_numpy, select_batch_entry, select_layers
 from regard.lens.analysis.finding import Finding, Findings
-from regard.lens.analysis.head_table import measured
-from regard.lens.analysis.token_rows import Place, fitting, listed, misfit
-from regard.lens.call import Call
+from regard.lens.analysis.head_table import measure_heads
+from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
+from regard.lens.capture.call import Call, LayerCall
 from regard.measures import Coarse
 from regard.pages.html import Page
 from regard.pages.model_page import PageLayer, map_cells, model_page
 
-Layer = tuple[int, str, int, Call]
 TokenLists = list[list[Any]] | None  # one list of tokens for each batch entry
 
 OPERATION = "recording.page"
@@ -37,27 +36,44 @@ CAPTIONS = {
 
 
 def build_page(
-    layers: Sequence[Layer],
+    layer_calls: Sequence[LayerCall],
     findings: Findings,
     *,
     tokens: Any,
     key_tokens: Any,
     batch: int,
-    chosen: str | Sequence[str] | None,
+    layers: str | Sequence[str] | None,
     heads: Sequence[int] | None,
     title: str | None,
     max_bytes: int,
 ) -> Page:
-    """Build the page that `Recording.page` returns."""
-    own, other = (None if given is None else listed(given, OPERATION) for given in (tokens, key_tokens))
-    shown = page_layers(select_layers(layers, chosen), own, other, heads, batch)
+    """Build the page that `Recording.page` returns.
+
+    Args:
+        layer_calls: The calls of the recording.
+        findings: The findings to list.
+        tokens: Tokens of queries and keys, or None.
+        key_tokens: Tokens of the keys of cross-attention, or None.
+        batch: The batch entry to show.
+        layers: Names of modules or patterns; None for all.
+        heads: The heads to show; None for all.
+        title: Title of the page.
+        max_bytes: Heads carry all their weights until the page has this size.
+
+    Returns:
+        The page.
+    """
+    token_lists, key_lists = (
+        None if given is None else as_token_lists(given, OPERATION) for given in (tokens, key_tokens)
+    )
+    shown = build_page_layers(_select_calls(layer_calls, layers), token_lists, key_lists, heads, batch)
     names = {layer.module for layer in shown}
     return model_page(
         shown,
         title=title or "Where every head looks",
         captions=CAPTIONS,
         findings=[
-            finding_record(finding, batch)
+            build_finding_record(finding, batch)
             for finding in findings
             if finding.module in names or finding.kind == "not captured"
         ],
@@ -67,60 +83,71 @@ def build_page(
     )
 
 
-def select_layers(layers: Sequence[Layer], chosen: str | Sequence[str] | None) -> list[Layer]:
-    """Select layers by name or pattern; skip empty matrices.
+def _select_calls(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None) -> list[LayerCall]:
+    """Select calls by module name or pattern; skip empty matrices."""
+    selected = [
+        entry for entry in select_layers(layer_calls, layers, OPERATION) if math.prod(entry.call.shape)
+    ]
+    if selected:
+        return selected
+    received, hint = "an empty recording", "Run the model inside the with block."
+    if layer_calls:
+        received = f"layers={layers!r}, which matches none of the layers"
+        hint = "list(recording) has the names; * in a pattern stands for any part."
+    raise ArgumentError(OPERATION, received=received, expected="a layer that ran", hint=hint)
+
+
+def build_page_layers(
+    layer_calls: Sequence[LayerCall],
+    tokens: TokenLists,
+    key_tokens: TokenLists,
+    heads: Sequence[int] | None,
+    batch: int,
+) -> list[PageLayer]:
+    """Measure each call in one pass, and return it as plain data for the page.
+
+    Args:
+        layer_calls: The calls to show.
+        tokens: Tokens of queries and keys, or None.
+        key_tokens: Tokens of the keys of cross-attention, or None.
+        heads: The heads to show; None for all.
+        batch: The batch entry to show.
+
+    Returns:
+        One entry for each call.
 
     Raises:
-        ArgumentError: No layer is left.
+        ArgumentError: The number of tokens fits no layer.
+        IndexOutOfRangeError: No such head or batch entry.
     """
-    selected = [layer for layer in named(layers, chosen, OPERATION) if math.prod(layer[3].shape)]
-    if not selected:
-        raise ArgumentError(
-            OPERATION,
-            received=f"layers={chosen!r}, which matches none of the layers"
-            if layers
-            else "an empty recording",
-            expected="a layer that ran",
-            hint="list(recording) has the names; * in a pattern stands for any part."
-            if layers
-            else "Run the model inside the with block.",
-        )
-    return selected
-
-
-def page_layers(
-    layers: list[Layer], own: TokenLists, other: TokenLists, heads: Sequence[int] | None, batch: int
-) -> list[PageLayer]:
-    """Measure each call in one pass and return it as plain data for the page."""
     shown: list[PageLayer] = []
-    copies: dict[Any, Any] = {}  # positions of repeated tokens, shared by all layers
-    for number, name, which, call in layers:
+    tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers
+    for layer, module, index, call in layer_calls:
         *lead, q_len, kv_len = call.shape
-        count, size = lead[-1] if lead else 1, math.prod(lead[:-1])
-        matrix = one_entry(call, batch, OPERATION)  # checks the batch index before the pass
-        place = Place.of(call)
-        query_tokens, key_tokens = _fit_tokens(call, place, own, other)
+        num_heads, batch_size = lead[-1] if lead else 1, math.prod(lead[:-1])
+        matrix = select_batch_entry(call, batch, OPERATION)  # checks `batch` before the pass
+        token_rows = TokenRows.from_call(call)
+        of_query, of_key = _fit_to_call(call, token_rows, tokens, key_tokens)
         cells = map_cells(q_len, kv_len)
-        same = key_tokens if place.first is not None else None
-        columns, results = measured(call, same, WINDOWS, copies, map=Coarse(cells))
-        kept = list(range(count)) if heads is None else [head for head in heads if 0 <= head < count]
-        if not kept:
+        shared = of_key if token_rows.query_offset is not None else None
+        columns, results = measure_heads(call, shared, WINDOWS, tiles, map=Coarse(cells))
+        own_heads = range(num_heads)
+        chosen = list(own_heads) if heads is None else [head for head in heads if head in own_heads]
+        if not chosen:
             continue
-        maps = as_numpy(results.map).reshape(size, count, *cells)[batch, kept].astype(np.float32)
+        maps = as_numpy(results.map).reshape(batch_size, num_heads, *cells)[batch, chosen]
         shown.append(
             PageLayer(
-                module=name,
-                layer=number,
-                call=which,
+                module=module,
+                layer=layer,
+                call=index,
                 shape=(q_len, kv_len),
-                heads=kept,
-                first=place.first,
-                query_tokens=None if query_tokens is None else query_tokens[batch],
-                key_tokens=None if key_tokens is None else key_tokens[batch],
-                measures={
-                    measure: [float(column[head]) for head in kept] for measure, column in columns.items()
-                },
-                maps=maps,
+                heads=chosen,
+                first=token_rows.query_offset,
+                query_tokens=None if of_query is None else of_query[batch],
+                key_tokens=None if of_key is None else of_key[batch],
+                measures={name: [float(column[head]) for head in chosen] for name, column in columns.items()},
+                maps=maps.astype(np.float32),
                 matrix=matrix,
                 head_dim=int(call.query.shape[-1]),
                 groups=call.groups,
@@ -130,33 +157,33 @@ def page_layers(
         raise IndexOutOfRangeError(
             OPERATION,
             received=f"heads={list(heads or ())}",
-            expected=f"numbers from 0 to {max(call.shape[-3] for _, _, _, call in layers) - 1}",
+            expected=f"numbers from 0 to {max(entry.call.shape[-3] for entry in layer_calls) - 1}",
             hint="Heads are counted from 0.",
         )
-    if own is not None and not any(layer.query_tokens or layer.key_tokens for layer in shown):
-        raise misfit(OPERATION, own, {layer.shape[1] for layer in shown})
+    if tokens is not None and not any(layer.query_tokens or layer.key_tokens for layer in shown):
+        raise token_count_error(OPERATION, tokens, {layer.shape[1] for layer in shown})
     return shown
 
 
-def _fit_tokens(
-    call: Call, place: Place, own: TokenLists, other: TokenLists
+def _fit_to_call(
+    call: Call, token_rows: TokenRows, tokens: TokenLists, key_tokens: TokenLists
 ) -> tuple[TokenLists, TokenLists]:
-    """Return the tokens of the queries and of the keys, None where the lengths differ."""
+    """Return the tokens of the queries and of the keys, None if their number does not fit."""
     *lead, q_len, kv_len = call.shape
 
-    def fit(tokens: TokenLists, length: int) -> TokenLists:
-        return None if tokens is None else fitting(tokens, math.prod(lead[:-1]), length)
+    def fit(lists: TokenLists, length: int) -> TokenLists:
+        return None if lists is None else fit_tokens(lists, math.prod(lead[:-1]), length)
 
-    if place.first is None:
-        return fit(own, q_len), fit(other, kv_len)
+    if token_rows.query_offset is None:
+        return fit(tokens, q_len), fit(key_tokens, kv_len)
     # Both sequences may have the same length; an encoder reads the one that cross-attention takes its keys from.
-    encodes = "encoder" in call.name and "decoder" not in call.name
-    preferred, fallback = (other, own) if encodes and other is not None else (own, other)
-    tokens = fit(preferred, kv_len) or fit(fallback, kv_len)
-    return tokens, tokens
+    is_encoder = "encoder" in call.name and "decoder" not in call.name
+    lists = (key_tokens, tokens) if is_encoder and key_tokens is not None else (tokens, key_tokens)
+    fitted = fit(lists[0], kv_len) or fit(lists[1], kv_len)
+    return fitted, fitted
 
 
-def finding_record(finding: Finding, batch: int) -> dict[str, Any]:
+def build_finding_record(finding: Finding, batch: int) -> dict[str, Any]:
     """Return a finding as the page shows it; `here` says whether it concerns this batch entry."""
     return {
         **{name: getattr(finding, name) for name in ("kind", "severity", "module", "hint", "heads")},

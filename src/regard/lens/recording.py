@@ -1,30 +1,42 @@
-"""What was seen: a mapping from the names of a model's attention layers to their matrices."""
+"""`Recording`: the attention of a model's layers as `watch` captured it, and the analyses of it."""
 
 from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
-from regard.lens import serialization
-from regard.lens._asked import Asked
-from regard.lens.call import Call
-from regard.lens.capture.cache_joining import Run
-from regard.lens.capture.module_hints import Hints
+from regard.lens.analysis.diagnose import run_checks
+from regard.lens.analysis.find import find_heads
+from regard.lens.analysis.finding import Findings
+from regard.lens.analysis.head_table import build_head_table
+from regard.lens.analysis.rollout import compute_rollout
+from regard.lens.capture.cache_joining import JoinedCalls
+from regard.lens.capture.call import Call, LayerCall
+from regard.lens.capture.module_hints import ModuleHints
+from regard.lens.capture.record import Uncaptured
+from regard.lens.serialization import read_calls, write_calls
+from regard.lens.table import Table
+from regard.types import Array
+
+if TYPE_CHECKING:
+    from regard.pages.html import Page
 
 __all__ = ["Recording", "load_recording"]
 
 
-class Recording(Asked):
+class Recording(Mapping[str, AttentionMatrix]):
     """The attention matrices of a model's layers by module name, in the order in which the layers ran.
 
-    `recording[name]` is an `AttentionMatrix`, lazy. Where a layer was called several times, calls whose keys extend the last
-    one's (prefill and steps of `generate()`) are one matrix whose rows are tokens in order; otherwise `recording[name]`
-    raises, and `recording.calls(name)` has each. What the other measures are made from is the record `Call`.
+    `recording[name]` is a lazy `AttentionMatrix`. If a layer was called several times and the keys of each call extend
+    those of the last (prefill and steps of `generate()`), the calls are one matrix with one row for each token.
+    Otherwise `recording[name]` raises `ArgumentError`, and `recording.calls(name)` has each call.
+
+    Recordings are made by `regard.watch` and `regard.load_recording`.
 
     >>> import regard, torch
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -35,133 +47,385 @@ class Recording(Asked):
     """
 
     def __init__(self) -> None:
-        self._runs: dict[str, list[Run]] = {}
-        self._missed: dict[str, tuple[str, str]] = {}
-        self._hints = Hints()
+        self._joined_calls: dict[str, list[JoinedCalls]] = {}
+        self._uncaptured: dict[str, Uncaptured] = {}
+        self._module_hints = ModuleHints()
         self._lock = threading.Lock()
 
     def _add(self, call: Call) -> None:
-        """One more call; the run that it goes on, if there is one, takes it."""
+        """Add a call; append it to the calls of its cache if there are any."""
         with self._lock:
-            runs = self._runs.setdefault(call.name, [])
-            if call.measured is None:
-                # The latest first: a layer that is shared by several depths has a run for each.
-                for run in reversed(runs):
-                    if run.takes(call):
+            groups = self._joined_calls.setdefault(call.name, [])
+            if call.measures is None:
+                # The latest first: a layer that several depths share has one cache for each.
+                for joined in reversed(groups):
+                    if joined.try_append(call):
                         return
-            runs.append(Run(call))
+            groups.append(JoinedCalls(call))
+
+    def _layer_calls(self) -> list[LayerCall]:
+        """List every call with its layer.
+
+        Raises:
+            ArgumentError: The calls of a layer include tokens that `generate()` discarded.
+        """
+        layer_calls = []
+        for layer, name in enumerate(self):
+            for index, call in enumerate(self.calls(name)):
+                if call.speculative_mode and call.steps > 1:
+                    self.__getitem__(name)  # raises, and says why
+                layer_calls.append(LayerCall(layer, name, index, call))
+        return layer_calls
 
     def __getitem__(self, name: str) -> AttentionMatrix:
-        runs = self._runs.get(name)
-        if not runs:
-            self._refuse(name)
-        if len(runs) > 1:
-            why = "keys do not extend one another's"
-            if any(run.last.measured is None and run.last.rules.nbytes for run in runs):
-                why = "masks had to be kept as they are, so that they are not joined"
+        """Return the matrix of a layer.
+
+        Raises:
+            NotCapturedError: No layer of this name was captured.
+            ArgumentError: The layer has several calls that cannot be joined, or was recorded with measures only.
+        """
+        groups = self._joined_calls.get(name)
+        if not groups:
+            self._raise_not_captured(name)
+        if len(groups) > 1:
+            reason = "keys do not extend one another's"
+            if any(joined.last.measures is None and joined.last.compact_mask.nbytes for joined in groups):
+                reason = "masks are stored as arrays, which are not joined"
             raise ArgumentError(
                 f"recording[{name!r}]",
-                received=f"{len(runs)} calls whose {why}: " + _shapes(runs),
+                received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
                 expected="one call, or the steps of one cache",
-                hint=f"Take one: recording.calls({name!r})[0].matrix. Where steps do not join (beam search "
-                "reorders its cache, some caches change old keys), run the model once, watched, on the sequence "
-                "that was generated.",
+                hint=f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search "
+                "reorders its cache, some caches change old keys), run the model once, watched, on the generated "
+                "sequence.",
             )
-        run = runs[0]
-        if run.trying:
+        joined = groups[0]
+        if joined.speculative_mode:
             raise ArgumentError(
                 f"recording[{name!r}]",
-                received=f"{len(run.steps)} calls of {run.trying}, which takes back tokens that it tried",
-                expected="calls whose rows are the tokens that were generated",
-                hint="Run the model once, watched, on the sequence that was generated; "
-                f"recording.calls({name!r}) has the rows as they were tried.",
+                received=f"{len(joined.steps)} calls of {joined.speculative_mode}, which discards proposed tokens",
+                expected="calls whose rows are the generated tokens",
+                hint="Run the model once, watched, on the generated sequence; "
+                f"recording.calls({name!r}) has the rows as they were proposed.",
             )
-        return run.call.matrix
+        return joined.call.matrix
 
     def calls(self, name: str) -> tuple[Call, ...]:
-        """The record of each call of a layer, calls that one cache joins as one; see `regard.lens.Call`."""
-        if name not in self._runs:
-            self._refuse(name)
-        return tuple(run.call for run in self._runs[name])
+        """Return the record of each call of a layer; the calls of one cache are one.
 
-    def _refuse(self, name: object) -> NoReturn:
-        if isinstance(name, str) and name in self._missed:
-            why, hint = self._missed[name]
+        Args:
+            name: Name of the module.
+
+        Returns:
+            The calls in order.
+
+        Raises:
+            NotCapturedError: No layer of this name was captured.
+        """
+        if name not in self._joined_calls:
+            self._raise_not_captured(name)
+        return tuple(joined.call for joined in self._joined_calls[name])
+
+    def _raise_not_captured(self, name: object) -> NoReturn:
+        if isinstance(name, str) and name in self._uncaptured:
+            failure = self._uncaptured[name]
             raise NotCapturedError(
-                f"recording[{name!r}]", received=why, expected="a layer that can be read", hint=hint
+                f"recording[{name!r}]",
+                received=f"a layer that was not captured: {failure.reason}",
+                expected="a layer that the lens can capture",
+                hint=failure.hint,
             )
-        near = difflib.get_close_matches(str(name), self._runs, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(str(name), self._joined_calls, n=1, cutoff=0.0)
         raise NotCapturedError(
             f"recording[{name!r}]",
-            received="a name that no attention layer has" if self._runs else "nothing seen so far",
-            expected=f"one of {len(self._runs)}, such as {near[0]!r}" if near else "a layer that ran",
-            hint="list(recording) has them all." if self._runs else "Run the model inside the with block.",
+            received="a name that no attention layer has" if self._joined_calls else "an empty recording",
+            expected=f"one of {len(self)}, such as {near[0]!r}" if near else "a layer that ran",
+            hint="list(recording) has them all."
+            if self._joined_calls
+            else "Run the model inside the with block.",
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._runs))
+        return iter(tuple(self._joined_calls))
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._joined_calls)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._runs
+        return name in self._joined_calls
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that is held: queries, keys, lse, and masks of q_len × kv_len that had to be kept."""
-        return sum(run.nbytes for runs in self._runs.values() for run in runs) + self._kept()
+        """Bytes held: queries, keys, lse, and masks of q_len × kv_len that intervals could not replace."""
+        groups = self._joined_calls.values()
+        return sum(joined.nbytes for calls in groups for joined in calls) + self._mask_nbytes()
 
-    def _kept(self) -> int:
-        """The bytes of masks and biases, those that layers share counted once."""
-        arrays = {}
-        for runs in self._runs.values():
-            for run in runs:
-                rules = run.last.rules
-                for array in (rules.kept, getattr(rules.added, "array", None)):
-                    if array is not None:
-                        arrays[array.data_ptr()] = int(array.nbytes)
-        return sum(arrays.values())
+    def _mask_nbytes(self) -> int:
+        """Return the bytes of masks and biases stored as arrays; those that layers share count once."""
+        sizes = {
+            array.data_ptr(): int(array.nbytes)
+            for calls in self._joined_calls.values()
+            for joined in calls
+            for array in joined.last.compact_mask.stored_arrays
+        }
+        return sum(sizes.values())
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [self._about(), *(f"  {name}: {_shapes(runs)}" for name, runs in self._runs.items())]
-        )
+        layers = (f"  {name}: {_format_shapes(groups)}" for name, groups in self._joined_calls.items())
+        return "\n".join([self._summary(), *layers])
 
-    def _about(self) -> str:
-        if not self._runs:
-            return "Recording(nothing)"
+    def _summary(self) -> str:
+        if not self._joined_calls:
+            return "Recording(empty)"
         layers = "1 layer" if len(self) == 1 else f"{len(self)} layers"
         return f"Recording({layers}, {self.nbytes:,} bytes held)"
 
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        shown = list(self._runs.items())[: notebook.MAX_ROWS]
+        shown = list(self._joined_calls.items())[: notebook.MAX_ROWS]
         rows = [
             [
                 str(number),
                 name,
-                _shapes(runs),
-                runs[-1].last.kernel,
-                f"{sum(run.nbytes for run in runs):,}",
+                _format_shapes(groups),
+                groups[-1].last.kernel,
+                f"{sum(joined.nbytes for joined in groups):,}",
             ]
-            for number, (name, runs) in enumerate(shown)
+            for number, (name, groups) in enumerate(shown)
         ]
         more = len(self) - len(shown)
         closing = f"… and {more:,} more layers. " if more else ""
-        if self._missed:
-            closing += (
-                f"Not seen: {', '.join(list(self._missed)[:8])}{' …' if len(self._missed) > 8 else ''}."
-            )
-        names = ["layer", "module", "shape", "kernel", "bytes"]
-        left = [False, True, True, True, False]
-        return notebook.render_table(self._about(), names, rows if rows else [], left, closing)
+        if self._uncaptured:
+            names = list(self._uncaptured)
+            closing += f"Not captured: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
+        columns = ["layer", "module", "shape", "kernel", "bytes"]
+        is_text = [False, True, True, True, False]
+        return notebook.render_table(self._summary(), columns, rows, is_text, closing)
+
+    def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
+        """Measure every head: a table with one row for each layer and head, from one pass for each layer.
+
+        Rows have `module`, `layer` and `head`, counted from 0, `call` (which call of a layer that ran several times),
+        and means over the tokens of all batch entries, without padding:
+
+        - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: near 0 a head has collapsed).
+        - `first`: Aᵢₖ at the first token k, the sink (α₁ of Gu et al., 2410.10781; above 0.3 they call it one).
+        - `previous`: Aᵢ,ᵢ₋₁, over i ≥ 1 (the previous-token heads of Olsson et al., 2209.11895).
+        - `distance`: Σⱼ Aᵢⱼ |i − j| (Vig & Belinkov, 1906.04284).
+        - `within_16`, `within_128`: the weight on keys less than 16 or 128 tokens away; `windows` chooses others.
+        - `heavy`: the share of Σᵢ Aᵢⱼ on the tenth of the keys that receives most (H2O, 2306.14048).
+        - with `tokens`: `duplicate`, the weight on earlier copies of the token itself, and `induction`, the weight on
+          the tokens after earlier copies (prefix matching, Olsson et al.), over the tokens that have a copy. On s
+          random tokens, repeated, these are the scores at offset s and s − 1.
+
+        Measures that need positions are NaN in cross-attention.
+
+        Args:
+            tokens: Token ids or texts, (n,) or (batch, n), special tokens and padding included.
+            windows: Sizes of the `within_…` columns.
+
+        Returns:
+            The table; `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept it.
+
+        Raises:
+            ArgumentError: The number of tokens fits no layer, or the layers were recorded with measures only.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as recording:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> print(recording.heads(windows=[2]))
+        module     layer  call  head  entropy  first  previous  distance  within_2  heavy
+        self_attn      0     0     0    1.386  0.250     0.250     1.250     0.625  0.250
+        self_attn      0     0     1    1.386  0.250     0.250     1.250     0.625  0.250
+        """
+        return build_head_table(self._layer_calls(), tokens, windows)
+
+    def find(
+        self, query: Any, key: Any, tokens: Any = None, *, key_tokens: Any = None, batch: int = 0
+    ) -> Table:
+        """Find the heads that attend from one token to another: a table sorted by `weight`, largest first.
+
+        It has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
+        `weight`. If a text occurs several times, a head's row is the pair of occurrences with the largest weight.
+
+        Args:
+            query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
+                omitted.
+            key: Text or position of the token attended to.
+            tokens: Tokens of the sequence, (n,) or (batch, n); for cross-attention, those of the queries.
+            key_tokens: Tokens of the keys, for cross-attention.
+            batch: The batch entry.
+
+        Returns:
+            The table.
+
+        Raises:
+            ArgumentError: No such token, no tokens to look up a text in, or tokens that fit no layer.
+            IndexOutOfRangeError: No such position or batch entry.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as recording:
+        ...     _ = layer(torch.zeros(1, 3, 8))
+        >>> print(recording.find("it", "cat", tokens=["the", "cat", "it"]))
+        module     layer  call  head  query  key  weight
+        self_attn      0     0     0      2    1   0.333
+        self_attn      0     0     1      2    1   0.333
+        """
+        return find_heads(self._layer_calls(), query, key, tokens, key_tokens, batch)
+
+    def rollout(
+        self, token: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None
+    ) -> Array:
+        """Compute attention rollout: how much of each input token reaches one token through all layers.
+
+        It is the row of ∏ (½ A + ½ I) from the last layer to the first, where A is the mean of the heads (Abnar &
+        Zuidema, 2005.00928), computed as products with a vector in O(n) memory. Rollout follows the weights, not what
+        the values carry. Weight on a learnt sink is lost, so the sum is then below 1.
+
+        Args:
+            token: Position of the token, or its text if that occurs once in `tokens`.
+            tokens: Tokens of the sequence, (n,) or (batch, n).
+            batch: The batch entry.
+            layers: Names of modules or patterns with `*`. Default: all. Choose one stack of an encoder-decoder model.
+
+        Returns:
+            (n,), float64, NumPy; sums to 1.
+
+        Raises:
+            ArgumentError: The layers are not one stack of self-attention, or the text of the token is ambiguous.
+            IndexOutOfRangeError: No such position or batch entry.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as recording:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> recording.rollout(-1)
+        array([0.125, 0.125, 0.125, 0.625])
+        """
+        return compute_rollout(self._layer_calls(), token, tokens, batch, layers)
+
+    def diagnose(
+        self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
+    ) -> Findings:
+        """Check the attention for common faults.
+
+        Errors: weight on the future, weight on padding, fully masked tokens, NaN or inf (and where they began), an
+        inverted mask, `is_causal` aligned to the wrong corner, dropout in eval mode, positions of cached steps that
+        are not consecutive. Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that
+        were not captured. Notes: uniform heads, sinks. Extreme heads may be intended; errors hardly ever are.
+
+        Args:
+            tokens: Tokens of the sequence, (n,) or (batch, n). Without `attention_mask`, tokens such as "[PAD]" mark
+                the padding.
+            attention_mask: The mask that the model was passed, (batch, n), 1 = token, 0 = padding.
+            causal: True if no token may attend to later ones, False if any may. By default, a layer should be causal
+                if its module says so (`is_causal`), or if most layers of its stack are.
+
+        Returns:
+            Findings with severity, location, evidence and hint; `print` shows them.
+
+        Raises:
+            ArgumentError: `attention_mask` has the wrong shape, or other entries than 0 and 1.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as recording:
+        ...     _ = layer(torch.randn(1, 3, 8))
+        >>> recording.diagnose()
+        Nothing found in 1 layer, 2 heads.
+        """
+        return run_checks(
+            self._layer_calls(),
+            self._joined_calls,
+            self._module_hints,
+            self._uncaptured,
+            tokens=tokens,
+            attention_mask=attention_mask,
+            causal=causal,
+        )
+
+    def page(
+        self,
+        tokens: Any = None,
+        *,
+        key_tokens: Any = None,
+        batch: int = 0,
+        layers: str | Sequence[str] | None = None,
+        heads: Sequence[int] | None = None,
+        findings: Findings | None = None,
+        title: str | None = None,
+        max_bytes: int = 40_000_000,
+    ) -> Page:
+        """Build a page with every head of the model: one HTML file that needs neither server nor network.
+
+        All heads are shown as small maps, in the order of the layers or of any measure of `heads`. An open head shows
+        every weight: as a map with its tokens, for short texts as lines too, and the largest weights of the row under
+        the pointer. A search finds the heads that attend from one token to another, as `find` does. The findings of
+        `diagnose` are listed, and marked at their heads. The address stores the state of the page.
+
+        The page carries queries and keys in half precision, computes the weights from them, and states the error.
+
+        Args:
+            tokens: Tokens of queries and keys, (n,) or (batch, n).
+            key_tokens: Tokens of the keys of cross-attention.
+            batch: The batch entry to show.
+            layers: Names of modules or patterns with `*`. Default: all.
+            heads: The heads to show. Default: all.
+            findings: Default: those of `recording.diagnose(tokens)`.
+            title: Title of the page.
+            max_bytes: Heads carry all their weights until the file has this size. The others keep their map and
+                measures, and the page says so.
+
+        Returns:
+            The page: `page.save(path)` writes it, and a notebook shows it.
+
+        Raises:
+            ArgumentError: No such layer, or tokens that fit no layer.
+            IndexOutOfRangeError: No such head or batch entry.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer) as recording:
+        ...     _ = layer(torch.zeros(1, 3, 8))
+        >>> recording.page(["the", "cat", "it"])
+        <page "Where every head looks", ... kB: save(path) writes it>
+        """
+        from regard.lens.page_data import build_page
+
+        return build_page(
+            self._layer_calls(),
+            self.diagnose(tokens) if findings is None else findings,
+            tokens=tokens,
+            key_tokens=key_tokens,
+            batch=batch,
+            layers=layers,
+            heads=heads,
+            title=title,
+            max_bytes=max_bytes,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the recording to a safetensors file, with the rest as JSON in its header; nothing is pickled.
+
+        `regard.load_recording(path)` reads it.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            ArgumentError: A score modification or a measure's result cannot be written.
+            ImportError: safetensors is not installed.
+        """
+        causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
+        write_calls(path, [entry.call for entry in self._layer_calls()], causal)
 
 
-def _shapes(runs: list[Run]) -> str:
-    shown = [format_named_shape(run.shape, "q_len", "kv_len") for run in runs[:3]]
-    return ", ".join(shown) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+def _format_shapes(groups: list[JoinedCalls]) -> str:
+    shown = [format_named_shape(joined.shape, "q_len", "kv_len") for joined in groups[:3]]
+    return ", ".join(shown) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
 
 
 def load_recording(path: str | Path) -> Recording:
@@ -187,11 +451,13 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal = serialization.read(path)
+    calls, causal = read_calls(path)
     recording = Recording()
-    recording._hints.causal = causal
+    recording._module_hints.causal = causal
     for call in calls:
-        first = call.first  # a new Run would derive it again, and cannot for joined calls
-        recording._runs.setdefault(call.name, []).append(Run(call))
-        call.first = first
+        query_offset = (
+            call.query_offset
+        )  # JoinedCalls derives it for a single call, which is wrong for joined ones
+        recording._joined_calls.setdefault(call.name, []).append(JoinedCalls(call))
+        call.query_offset = query_offset
     return recording

@@ -1,9 +1,9 @@
-"""What was seen, written to one file: arrays by safetensors, the rest as JSON in its header. Nothing that runs."""
+"""Write calls to a file and read them: arrays as safetensors, the rest as JSON in the header. Nothing is pickled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,200 +11,234 @@ import numpy as np
 import torch
 
 from regard.errors import ArgumentError
-from regard.lens.call import Call
-from regard.lens.capture.mask_recognition import Rules
+from regard.lens.capture.call import Call
+from regard.lens.capture.compact_mask import CompactMask
 from regard.measures import Top
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
 Tensor = Any  # the types of torch are not followed
 
 FORMAT = "regard.lens 1"
-# The fields of a call by how they are written.
-_PLAIN = (
+# Fields of a call that are written as JSON, and as arrays.
+_JSON_FIELDS = (
     "name",
-    "layer",
+    "layer_class",
     "scale",
     "kernel",
     "dropout_p",
     "is_causal",
     "training",
-    "first",
+    "query_offset",
     "steps",
-    "trying",
+    "speculative_mode",
 )
-_ARRAYS = ("query", "key", "lse", "value", "output", "sink")
+_ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink")
+_MASK_FIELDS = ("start", "stop", "visible_keys", "uniform_keys", "dense_mask")
 
 
-class _Writer:
-    """Arrays under names of their own; an array that several calls share is written once."""
+class RecordingWriter:
+    """Collects the arrays of calls by name, and encodes the rest for JSON. Arrays that calls share are stored once."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Tensor] = {}
-        self._known: dict[Any, str] = {}
+        self._names: dict[Any, str] = {}
 
-    def array(self, array: Any, name: str) -> str | None:
+    def add_array(self, array: Any, name: str) -> str | None:
+        """Add an array, and return the name it is stored under; None for None."""
         if array is None:
             return None
         tensor = torch.as_tensor(array).detach()
-        same = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        shared = isinstance(
-            array, torch.Tensor
-        )  # others are made for the purpose, and their memory is used again
-        if shared and same in self._known:
-            return self._known[same]
+        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        # Arrays of NumPy may be temporary, and their memory used again.
+        may_be_shared = isinstance(array, torch.Tensor)
+        if may_be_shared and identity in self._names:
+            return self._names[identity]
         self.arrays[name] = tensor.cpu().contiguous().clone()
-        if shared:
-            self._known[same] = name
+        if may_be_shared:
+            self._names[identity] = name
         return name
 
-    def score_mod(self, mod: ScoreMod | None, name: str) -> Any:
+    def encode_score_mod(self, mod: ScoreMod | None, name: str) -> Any:
+        """Encode a score modification."""
         if mod is None:
             return None
         if isinstance(mod, SoftcapMod):
             return {"kind": "softcap", "cap": mod.cap}
         if isinstance(mod, BiasMod):
-            return {"kind": "bias", "array": self.array(mod.array, name)}
+            return {"kind": "bias", "array": self.add_array(mod.array, name)}
         if isinstance(mod, AlibiMod):
             slopes = None if mod.slopes is None else np.asarray(mod.slopes).tolist()
             return {"kind": "alibi", "slopes": slopes, "align": mod.align}
         if isinstance(mod, RelativeBiasMod):
-            table = self.array(mod.table, name)
-            rest = {"bidirectional": mod.bidirectional, "max_distance": mod.max_distance, "align": mod.align}
-            return {"kind": "relative_bias", "table": table, **rest}
-        raise _refuse(
+            return {
+                "kind": "relative_bias",
+                "table": self.add_array(mod.table, name),
+                "bidirectional": mod.bidirectional,
+                "max_distance": mod.max_distance,
+                "align": mod.align,
+            }
+        raise _cannot_write(
             f"the score modification {mod!r}", "regard.bias(array) has the same effect, and can be written."
         )
 
-    def result(self, result: Any, name: str) -> Any:
-        """A result of a measure: an array, or the pair that `TopK` gives."""
+    def encode_result(self, result: Any, name: str) -> Any:
+        """Encode a result of a measure: an array, or the pair that `TopK` returns."""
         if isinstance(result, Top):
-            return {
-                "kind": "top",
-                "arrays": [self.array(each, f"{name}.{i}") for i, each in enumerate(result)],
-            }
+            names = [self.add_array(array, f"{name}.{i}") for i, array in enumerate(result)]
+            return {"kind": "top", "arrays": names}
         if isinstance(result, torch.Tensor | np.ndarray):
-            return {"kind": "array", "arrays": [self.array(result, name)]}
-        raise _refuse(
-            f"{name.split('.')[-1]!r}, a measure that gave a {type(result).__name__}",
-            "Let its finish return an array, or take its result from recording.calls(name)[0].measured by hand.",
+            return {"kind": "array", "arrays": [self.add_array(result, name)]}
+        raise _cannot_write(
+            f"{name.split('.')[-1]!r}, a measure that returned a {type(result).__name__}",
+            "Let its finish return an array, or write recording.calls(name)[0].measures yourself.",
         )
 
-    def rules(self, rules: Rules, name: str) -> dict[str, Any]:
-        arrays = ("low", "high", "keys", "flat", "kept")
-        parts = {each: self.array(_whole(getattr(rules, each)), f"{name}.{each}") for each in arrays}
-        return {**parts, "added": self.score_mod(rules.added, f"{name}.added")}
+    def encode_call(self, call: Call, name: str) -> dict[str, Any]:
+        """Encode a call; its arrays are stored under names that begin with `name`."""
+        record = {field: getattr(call, field) for field in _JSON_FIELDS}
+        record |= {field: self.add_array(getattr(call, field), f"{name}.{field}") for field in _ARRAY_FIELDS}
+        record |= {"stored_shape": list(call.stored_shape)}
+        record["softcap"] = self.encode_score_mod(call.softcap, f"{name}.softcap")
+        mask = call.compact_mask
+        record["compact_mask"] = {
+            field: self.add_array(_make_writable(getattr(mask, field)), f"{name}.{field}")
+            for field in _MASK_FIELDS
+        } | {"bias": self.encode_score_mod(mask.bias, f"{name}.bias")}
+        record["mask"] = None if call.query is None else repr(call.mask)  # for reading the file by eye
+        if call.measures is not None:
+            record["measures"] = {
+                measure: self.encode_result(result, f"{name}.{measure}")
+                for measure, result in call.measures.items()
+            }
+        return record
 
-    def call(self, call: Call, name: str) -> dict[str, Any]:
-        written = {each: getattr(call, each) for each in _PLAIN}
-        written |= {each: self.array(getattr(call, each), f"{name}.{each}") for each in _ARRAYS}
-        written |= {"extent": list(call.extent), "softcap": self.score_mod(call.softcap, name)}
-        written["rules"] = self.rules(call.rules, name)
-        written["mask"] = None if call.query is None else repr(call.mask)  # for who reads the file by eye
-        if call.measured is not None:
-            parts = {each: self.result(got, f"{name}.{each}") for each, got in call.measured.items()}
-            written["measured"] = parts
-        return written
 
-
-def _whole(array: Any) -> Any:
-    """An array as torch takes it: its own memory, which may be written to."""
+def _make_writable(array: Any) -> Any:
+    """Copy a NumPy array, which may be read-only; torch warns about those."""
     return array.copy() if isinstance(array, np.ndarray) else array
 
 
-def _refuse(what: str, hint: str) -> ArgumentError:
+def _cannot_write(received: str, hint: str) -> ArgumentError:
     return ArgumentError(
         "recording.save",
-        received=what,
+        received=received,
         expected="arrays, and masks and score modifications of regard",
         hint=hint,
     )
 
 
-def save(layers: list[tuple[int, str, int, Call]], causal: dict[str, bool], path: Any) -> None:
-    """Write calls to a file, and which modules said that they are causal."""
+def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]) -> None:
+    """Write calls to a file.
+
+    Args:
+        path: The file to write.
+        calls: The calls in order.
+        causal: `is_causal` of the modules by name.
+
+    Raises:
+        ArgumentError: A score modification or a measure's result cannot be written.
+        ImportError: safetensors is not installed.
+    """
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("recording.save: safetensors is not installed. pip install 'regard[hf]'") from error
-    writer = _Writer()
-    calls = [writer.call(call, str(i)) for i, (_, _, _, call) in enumerate(layers)]
-    about = json.dumps(
-        {"format": FORMAT, "causal": causal, "calls": calls}, ensure_ascii=False, allow_nan=False
+    writer = RecordingWriter()
+    records = [writer.encode_call(call, str(i)) for i, call in enumerate(calls)]
+    header = json.dumps(
+        {"format": FORMAT, "causal": causal, "calls": records}, ensure_ascii=False, allow_nan=False
     )
-    save_file(writer.arrays, str(path), metadata={"regard": about})
+    save_file(writer.arrays, str(path), metadata={"regard": header})
 
 
-class _Reader:
+class RecordingReader:
+    """Decodes what `RecordingWriter` encoded."""
+
     def __init__(self, arrays: dict[str, Tensor]) -> None:
         self.arrays = arrays
 
-    def array(self, name: str | None) -> Tensor:
+    def get_array(self, name: str | None) -> Tensor:
+        """Return an array by the name it is stored under; None for None."""
         return None if name is None else self.arrays[name]
 
-    def numpy(self, name: str | None) -> Any:
-        return None if name is None else self.arrays[name].numpy()
-
-    def score_mod(self, written: Any) -> ScoreMod | None:
-        if written is None:
+    def decode_score_mod(self, record: Any) -> ScoreMod | None:
+        """Decode a score modification."""
+        if record is None:
             return None
-        makers: dict[str, Callable[..., ScoreMod]] = {
-            "softcap": lambda: SoftcapMod(written["cap"]),
-            "bias": lambda: BiasMod(self.array(written["array"])),
+        decoders: dict[str, Callable[..., ScoreMod]] = {
+            "softcap": lambda: SoftcapMod(record["cap"]),
+            "bias": lambda: BiasMod(self.get_array(record["array"])),
             "alibi": lambda: AlibiMod(
-                None if written["slopes"] is None else np.array(written["slopes"]), written["align"]
+                None if record["slopes"] is None else np.array(record["slopes"]), record["align"]
             ),
             "relative_bias": lambda: RelativeBiasMod(
-                self.array(written["table"]),
-                written["bidirectional"],
-                written["max_distance"],
-                written["align"],
+                self.get_array(record["table"]),
+                record["bidirectional"],
+                record["max_distance"],
+                record["align"],
             ),
         }
-        return makers[written["kind"]]()
+        return decoders[record["kind"]]()
 
-    def result(self, written: Any) -> Any:
-        arrays = [self.array(each) for each in written["arrays"]]
-        return Top(*arrays) if written["kind"] == "top" else arrays[0]
+    def decode_result(self, record: Any) -> Any:
+        """Decode a result of a measure."""
+        arrays = [self.get_array(name) for name in record["arrays"]]
+        return Top(*arrays) if record["kind"] == "top" else arrays[0]
 
-    def call(self, written: dict[str, Any]) -> Call:
-        rules = written["rules"]
-        ends = {each: self.numpy(rules[each]) for each in ("low", "high", "keys", "flat")}
-        measured = written.get("measured")
+    def decode_call(self, record: dict[str, Any]) -> Call:
+        """Decode a call."""
+        mask = record["compact_mask"]
+        parts = {field: self.get_array(mask[field]) for field in _MASK_FIELDS}
+        numpy_parts: dict[str, Any] = {
+            field: None if array is None else array.numpy()
+            for field, array in parts.items()
+            if field != "dense_mask"
+        }
+        measures = record.get("measures")
         return Call(
-            rules=Rules(**ends, kept=self.array(rules["kept"]), added=self.score_mod(rules["added"])),
-            softcap=self.score_mod(written["softcap"]),
-            extent=tuple(written["extent"]),
-            measured=None if measured is None else {key: self.result(each) for key, each in measured.items()},
-            **{each: written[each] for each in _PLAIN},
-            **{each: self.array(written[each]) for each in _ARRAYS},
+            compact_mask=CompactMask(
+                **numpy_parts, dense_mask=parts["dense_mask"], bias=self.decode_score_mod(mask["bias"])
+            ),
+            softcap=self.decode_score_mod(record["softcap"]),
+            stored_shape=tuple(record["stored_shape"]),
+            measures=None
+            if measures is None
+            else {name: self.decode_result(result) for name, result in measures.items()},
+            **{field: record[field] for field in _JSON_FIELDS},
+            **{field: self.get_array(record[field]) for field in _ARRAY_FIELDS},
         )
 
 
-def read(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
-    """Read the calls of a file that `save` wrote, and which modules call themselves causal."""
+def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
+    """Read the calls of a file that `write_calls` wrote.
+
+    Args:
+        path: The file to read.
+
+    Returns:
+        The calls in order, and `is_causal` of the modules by name.
+
+    Raises:
+        ArgumentError: The file was not written by `write_calls`.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("regard", "{}"))
+            header = json.loads((file.metadata() or {}).get("regard", "{}"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise _unread(path, f"a file that is no safetensors file ({error})") from None
-    if about.get("format") != FORMAT:
-        raise _unread(path, f"a file of format {about.get('format')!r}")
-    reader = _Reader(arrays)
-    calls = []
-    for written in about["calls"]:
-        call = reader.call(written)
-        call.first = written["first"]
-        calls.append(call)
-    return calls, about["causal"]
+        raise _cannot_read(path, f"which is not a safetensors file ({error})") from None
+    if header.get("format") != FORMAT:
+        raise _cannot_read(path, f"a file of format {header.get('format')!r}")
+    reader = RecordingReader(arrays)
+    return [reader.decode_call(record) for record in header["calls"]], header["causal"]
 
 
-def _unread(path: Any, received: str) -> ArgumentError:
+def _cannot_read(path: str | Path, received: str) -> ArgumentError:
     return ArgumentError(
         "load_recording",
         received=f"{Path(path).name!r}, {received}",
         expected=f"a file that recording.save wrote ({FORMAT})",
-        hint="recording.save(path) writes one; the weights of a model are loaded by its own library.",
+        hint="recording.save(path) writes one. To load the weights of a model, use its own library.",
     )

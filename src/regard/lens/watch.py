@@ -1,9 +1,10 @@
-"""`watch`: a model runs as it always does, and what its attention layers computed with is kept."""
+"""`watch`: record the attention of a model while it runs, without changing its outputs."""
 
 from __future__ import annotations
 
 import fnmatch
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
@@ -14,35 +15,69 @@ from torch.nn import functional as F
 
 from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
-from regard.lens.call import Call
-from regard.lens.capture import wrappers as capture
-from regard.lens.capture.patching import opaque, unwrap, wrap
-from regard.lens.capture.record import Keep, call_of
-from regard.lens.capture.regard_layers import wrap_attention
+from regard.lens.capture import wrappers
+from regard.lens.capture.call import Call
+from regard.lens.capture.patching import exclude_from_compile, patch, unpatch, unwrap_original
+from regard.lens.capture.record import CaptureOptions, Uncaptured, build_call
+from regard.lens.capture.regard_layers import wrap_regard_attention
 from regard.lens.recording import Recording
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
 from regard.score_mods import ScoreMod, relative_bias
 
-__all__ = ["watch"]
+__all__ = ["Watch", "watch"]
 
-# Layers of torch whose fast paths look for hooks: nothing is hung on them, what they call is wrapped instead.
-_NATIVE = (nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
-           nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
+# Layers of torch whose fast paths check for hooks. The functions they call are wrapped, and they get no hooks.
+_NATIVE_LAYERS = (
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+Measures = Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | Literal["default"]
 
 
-class watch:  # noqa: N801 - used as a function
-    """A context in which a model's attention is kept: `with regard.watch(model) as recording: model(**inputs)`.
+def watch(
+    model: nn.Module,
+    *,
+    layers: str | Iterable[str] | None = None,
+    measures: Measures | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    copy: bool = False,
+    values: bool = False,
+) -> Watch:
+    """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
-    The model runs the kernels it always ran, and its outputs are bit for bit what they were. `seen` maps the names of
-    its attention layers to their matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them. An
-    attention layer that ran and gave nothing raises `NotCapturedError` when the block ends, and says what to do. Where somebody
-    compiles a function around the model, the graph breaks at each attention, and outputs agree up to rounding.
+    The model runs the same kernels as without it, and its outputs are bit-identical. The recording maps the names of
+    its attention layers to lazy matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them.
 
-    `layers` are names of modules, or patterns with `*`, whose attention is kept; all of it by default. `keep="qk"`
-    keeps references to queries and keys; `device` and `dtype` move them, `copy=True` copies them, `values=True` keeps
-    values and outputs too. `keep="measures"` keeps the results of `measures`, by name, made as each layer runs;
-    `measures` may also be a function that is given each `Call` and returns what is to be kept, by name.
+    If a function around the model is compiled, the graph breaks at each attention call, and outputs agree up to
+    rounding.
+
+    Args:
+        model: The model. It must run in Python: not compiled or scripted, nor split by `nn.DataParallel`.
+        layers: Names of modules, or patterns with `*`, to record with everything inside them. Default: all.
+        measures: Record these measures of each call instead of its query and key, to save memory. A mapping from
+            names to measures; "default" for entropy, weight on the first key ("first") and distance; or a function
+            that is called with each `regard.lens.Call` and returns results by name. The results are in
+            `Call.measures`. By default, query and key are recorded, and any measure can be computed later.
+        device: Move recorded tensors to this device.
+        dtype: Convert recorded tensors to this dtype.
+        copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
+        values: Record value and output, too.
+
+    Returns:
+        A context manager whose value is the `Recording`.
+
+    Raises:
+        ArgumentTypeError: `model` or `measures` has the wrong type.
+        ArgumentError: The model is compiled or scripted, or `layers` names no module of it.
+        NotCapturedError: At the end of the block: an attention layer ran and was not captured. The message says why,
+            and what to do.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -50,138 +85,173 @@ class watch:  # noqa: N801 - used as a function
     ...     output = layer(torch.ones(1, 3, 8))
     >>> recording["self_attn"].entropy().shape
     torch.Size([1, 2, 3])
+    >>> with regard.watch(layer, measures={"entropy": regard.Entropy()}) as recording:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> recording.calls("self_attn")[0].measures["entropy"].shape
+    torch.Size([1, 2, 3])
+    """
+    _check_model(model)
+    options = CaptureOptions(
+        device=device, dtype=dtype, copy=copy, values=values, measures=_resolve_measures(measures)
+    )
+    return Watch(model, _select_modules(model, layers), options)
+
+
+class Watch:
+    """The context manager that `regard.watch` returns; entering it gives the `Recording`.
+
+    A watch may be entered again after it was left; its recording then continues.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> watching = regard.watch(layer)
+    >>> with watching as recording:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> list(recording)
+    ['self_attn']
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layers: str | Iterable[str] | None = None,
-        keep: Literal["qk", "measures"] = "qk",
-        measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        copy: bool = False,
-        values: bool = False,
-    ) -> None:
-        _check_model(model)
-        if keep not in ("qk", "measures") or (measures is not None and keep == "qk"):
-            raise ArgumentError(
-                "watch",
-                received=f"keep={keep!r}" + (" with measures" if measures is not None else ""),
-                expected='keep="qk", or keep="measures" with or without measures',
-                hint='With keep="qk" any measure can be asked for afterwards: recording[name].measure(…).',
-            )
+    def __init__(self, model: nn.Module, selected: set[str], options: CaptureOptions) -> None:
         self._model = model
-        self._selected = _selected(model, layers)
-        if keep == "measures" and measures is None:
-            measures = {"entropy": Entropy(), "first": Mass(first(1)), "distance": Distance()}
-        self._keep = Keep(device=device, dtype=dtype, copy=copy, values=values, measures=measures)
-        self._biases = list(_biases(model))
-        self._seen = Recording()
-        self._places: list[Any] = []
+        self._selected = selected
+        self._options = options
+        self._biases = list(_find_position_biases(model))
+        self._recording = Recording()
+        self._patches: list[Any] = []
         self._hooks: list[Any] = []
-        self._owned: list[int] = []
-        self._began: dict[tuple[int, int], int] = {}
-        self._trying: dict[int, str] = {}
+        self._watched_ids: list[int] = []
+        # Captures of this thread before each running module, by (thread, module), and speculative modes by thread.
+        self._captures_before: dict[tuple[int, int], int] = {}
+        self._speculative_modes: dict[int, str] = {}
 
     def __enter__(self) -> Recording:
-        if self._owned:
+        """Patch the attention functions and start recording."""
+        if self._watched_ids:
             raise ArgumentError(
                 "watch",
                 received="a watch that is entered already",
                 expected="one with block at a time",
-                hint="Call regard.watch(model) for each; they may be nested.",
+                hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
         try:
             for name, module in self._model.named_modules():
-                chosen = name if name in self._selected else None
-                capture.owners.setdefault(id(module), []).append((self, chosen))
-                self._owned.append(id(module))
-            self._hang_hooks()
-            self._hooks.extend(self._seen._hints.watch(self._model))
-            for names, name, make in _places(self._model):
-                self._places.append(wrap(names, name, make))
+                selected_name = name if name in self._selected else None
+                wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
+                self._watched_ids.append(id(module))
+            self._register_hooks()
+            self._hooks.extend(self._recording._module_hints.attach(self._model))
+            for namespace, name, make_wrapper in _find_patch_targets(self._model):
+                self._patches.append(patch(namespace, name, make_wrapper))
         except BaseException:
-            self._leave()
+            self._restore()
             raise
-        return self._seen
+        return self._recording
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._leave()
-        missed = self._seen._missed
-        if kind is None and missed:
-            name, (why, hint) = next(iter(missed.items()))
-            more = "" if len(missed) < 2 else f" (and {len(missed) - 1} more)"
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Restore everything that was patched.
+
+        Raises:
+            NotCapturedError: The block raised nothing, and an attention layer ran and was not captured.
+        """
+        self._restore()
+        uncaptured = self._recording._uncaptured
+        if error_type is None and uncaptured:
+            name, first_failure = next(iter(uncaptured.items()))
+            more = "" if len(uncaptured) < 2 else f" (and {len(uncaptured) - 1} more)"
             raise NotCapturedError(
                 "watch",
-                received=f"a run in which {name!r}{more} gave nothing: {why}",
-                expected="attention that the lens can read",
-                hint=f"{hint} Or leave it out: layers= names those to watch.",
+                received=f"a run in which {name!r}{more} was not captured: {first_failure.reason}",
+                expected="attention that the lens can capture",
+                hint=f"{first_failure.hint} Or omit the layer: layers= selects those to watch.",
             )
 
-    def _leave(self) -> None:
-        while self._places:
-            unwrap(self._places.pop())
+    def _restore(self) -> None:
+        while self._patches:
+            unpatch(self._patches.pop())
         while self._hooks:
             self._hooks.pop().remove()
-        for key in self._owned:
-            left = [each for each in capture.owners[key] if each[0] is not self]
-            if left:
-                capture.owners[key] = left
+        for module_id in self._watched_ids:
+            others = [entry for entry in wrappers.watchers[module_id] if entry[0] is not self]
+            if others:
+                wrappers.watchers[module_id] = others
             else:
-                del capture.owners[key]
-        self._owned.clear()
-        self._began.clear()
-        self._trying.clear()
+                del wrappers.watchers[module_id]
+        self._watched_ids.clear()
+        self._captures_before.clear()
+        self._speculative_modes.clear()
 
-    # What the wrappers tell
-
-    def record(self, module: nn.Module, name: str, passed: capture.Passed) -> None:
-        """A call went through a module."""
-        found = call_of(module, name, passed, self._keep, self._biases)
-        if isinstance(found, Call):
-            found.trying = self._trying.get(capture.thread(), "")
-            self._seen._add(found)
+    def record(self, module: nn.Module, name: str, args: wrappers.CapturedArgs) -> None:
+        """Record a call; the wrappers call it."""
+        call = build_call(module, name, args, self._options, self._biases)
+        if isinstance(call, Call):
+            call.speculative_mode = self._speculative_modes.get(threading.get_ident(), "")
+            self._recording._add(call)
         else:
-            self.miss(name, *found)
+            self.report_uncaptured(name, call.reason, call.hint)
 
-    def miss(self, name: str, why: str, hint: str) -> None:
-        """A call that cannot be told went through."""
-        self._seen._missed.setdefault(name, (why, hint))
+    def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
+        """Report a call that cannot be recorded; the wrappers call it."""
+        self._recording._uncaptured.setdefault(name, Uncaptured(reason, hint))
 
-    # Layers that should have given something
-
-    def _hang_hooks(self) -> None:
-        """Hooks that notice an attention layer, or a whole model, that ran and gave nothing."""
-        apart = {id(part) for m in self._model.modules() if isinstance(m, _NATIVE) for part in m.modules()}
+    def _register_hooks(self) -> None:
+        """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
+        native = {
+            id(part)
+            for module in self._model.modules()
+            if isinstance(module, _NATIVE_LAYERS)
+            for part in module.modules()
+        }
         for name, module in self._model.named_modules():
-            known = "attention" in type(module).__name__.lower() or "attn" in type(module).__name__.lower()
-            known = known and name in self._selected and any(True for _ in module.parameters())
-            if id(module) not in apart and (known or module is self._model):
-                self._hooks.append(module.register_forward_pre_hook(opaque(self._begin)))
-                self._hooks.append(module.register_forward_hook(opaque(self._end(name))))
+            class_name = type(module).__name__.lower()
+            is_attention = "attention" in class_name or "attn" in class_name
+            is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
+            if id(module) not in native and (is_attention or module is self._model):
+                before, after = exclude_from_compile(self._before_forward), self._make_after_forward(name)
+                self._hooks.append(module.register_forward_pre_hook(before))
+                self._hooks.append(module.register_forward_hook(exclude_from_compile(after)))
 
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        thread = capture.thread()
-        self._began[thread, id(module)] = capture.captured()
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        thread = threading.get_ident()
+        self._captures_before[thread, id(module)] = wrappers.count_captures()
         if module is self._model:
-            self._trying[thread] = capture.trying()
+            self._speculative_modes[thread] = wrappers.speculative_mode()
 
-    def _end(self, name: str) -> Callable[..., None]:
-        def end(module: nn.Module, *_: Any) -> None:
-            if self._began.pop((capture.thread(), id(module)), None) == capture.captured():
-                kind, whole = type(module).__name__, module is self._model
-                if whole and len(self._selected) < len(list(self._model.modules())):
-                    return  # what was not asked for may have run
-                why = f"{kind} computes its weights by itself, past every name that is watched"
-                if whole:
-                    why = f"no attention of {kind} went through any name that is watched"
-                hint = "If it is a transformers model, load it with attn_implementation='sdpa' where it has that; "
-                hint += "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
-                self.miss(name, why, hint)
+    def _make_after_forward(self, name: str) -> Callable[..., None]:
+        def after_forward(module: nn.Module, *_: Any) -> None:
+            before = self._captures_before.pop((threading.get_ident(), id(module)), None)
+            if before != wrappers.count_captures():
+                return
+            class_name, is_model = type(module).__name__, module is self._model
+            if is_model and len(self._selected) < len(list(self._model.modules())):
+                return  # modules that are not selected may have run
+            reason = f"{class_name} computes its weights without calling a watched function"
+            if is_model:
+                reason = f"{class_name} called no watched attention function"
+            hint = (
+                "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
+            )
+            hint += "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
+            self.report_uncaptured(name, reason, hint)
 
-        return end
+        return after_forward
+
+
+def _resolve_measures(measures: Any) -> Any:
+    if isinstance(measures, str) and measures == "default":
+        return {"entropy": Entropy(), "first": Mass(first(1)), "distance": Distance()}
+    if measures is None or isinstance(measures, Mapping) or callable(measures):
+        return measures
+    raise ArgumentTypeError(
+        "watch",
+        received=f"measures as {describe_argument(measures)}",
+        expected='a mapping from names to measures, "default", or a function of a call',
+        hint='For instance measures={"entropy": regard.Entropy()}. Without measures, query and key are recorded.',
+    )
 
 
 def _check_model(model: Any) -> None:
@@ -190,12 +260,12 @@ def _check_model(model: Any) -> None:
             "watch",
             received=describe_argument(model),
             expected="a torch.nn.Module",
-            hint="Give the model itself; a pipeline has it as pipeline.model.",
+            hint="Pass the model itself; a pipeline has it as pipeline.model.",
         )
     for name, module in model.named_modules():
         where = f" at {name!r}" if name else ""
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            hint = "Watch what was compiled, which shares its weights: regard.watch(model._orig_mod)."
+            hint = "Watch the original, which shares its weights: regard.watch(model._orig_mod)."
             if not hasattr(module, "_orig_mod"):
                 hint = "Watch before model.compile(), or build the model again and load_state_dict(model.state_dict())."
             raise ArgumentError(
@@ -211,35 +281,37 @@ def _check_model(model: Any) -> None:
                 "watch",
                 received=f"a {type(module).__name__}{where}",
                 expected="a model that runs in Python, in one piece",
-                hint="Watch the model it was made from (of a DataParallel, model.module).",
+                hint="Watch the model it was made from (for DataParallel, model.module).",
             )
 
 
-def _selected(model: nn.Module, layers: str | Iterable[str] | None) -> set[str]:
-    """The names of the modules that were asked for, with what is within them."""
+def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set[str]:
+    """Return the names of the modules that match, and of the modules inside them."""
     names = [name for name, _ in model.named_modules()]
     if layers is None:
         return set(names)
-    chosen: set[str] = set()
+    selected: set[str] = set()
     for pattern in [layers] if isinstance(layers, str) else layers:
-        found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
-        if not found:
+        matches = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matches:
             raise ArgumentError(
                 "watch",
                 received=f"layers with {pattern!r}",
                 expected="names of modules of the model, or patterns that match some",
                 hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
             )
-        chosen |= {
-            name for name in names if name in found or any(name.startswith(f"{f}.") for f in found if f)
-        }
-        if "" in found:
+        if "" in matches:
             return set(names)
-    return chosen
+        selected |= {
+            name
+            for name in names
+            if name in matches or any(name.startswith(f"{match}.") for match in matches)
+        }
+    return selected
 
 
-def _biases(model: nn.Module) -> Iterator[ScoreMod]:
-    """The relative position biases that a model of T5's kind adds to its scores."""
+def _find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
+    """Yield the relative position biases that a model such as T5 adds to its scores."""
     for module in model.modules():
         table = getattr(module, "relative_attention_bias", None)
         if isinstance(table, nn.Embedding):
@@ -250,60 +322,63 @@ def _biases(model: nn.Module) -> Iterator[ScoreMod]:
                     max_distance=getattr(module, "relative_attention_max_distance", 128),
                     align="lower_right",
                 )
-            except ArgumentError:  # a table of another kind; the bias is then kept as it is
+            except ArgumentError:  # not a table of this kind; the bias is recorded as an array
                 continue
 
 
-def _places(model: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, Callable[..., Any]]]:
-    """Every name to wrap: of torch, of transformers' registry, and those that the model's own files hold."""
+def _find_patch_targets(
+    model: nn.Module,
+) -> Iterator[tuple[MutableMapping[str, Any], str, Callable[..., Any]]]:
+    """Yield namespace, name and wrapper of every function to patch.
+
+    They are functions of torch, of the registry of transformers, and those that the files of the model have imported.
+    """
     functional = vars(F)
-    sdpa = _original(functional["scaled_dot_product_attention"])
-    multi_head = _original(functional["multi_head_attention_forward"])
-    yield functional, "scaled_dot_product_attention", capture.wrap_sdpa
-    yield functional, "multi_head_attention_forward", capture.wrap_multi_head
-    yield vars(torch), "_native_multi_head_attention", capture.wrap_native_multi_head
-    yield vars(torch), "_transformer_encoder_layer_fwd", capture.wrap_encoder_layer
+    sdpa = unwrap_original(functional["scaled_dot_product_attention"])
+    multi_head = unwrap_original(functional["multi_head_attention_forward"])
+    yield functional, "scaled_dot_product_attention", wrappers.wrap_sdpa
+    yield functional, "multi_head_attention_forward", wrappers.wrap_multi_head_attention
+    yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
+    yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
         for name, function in tuple(interface._global_mapping.items()):
-            if _original(function) is getattr(modeling, "sdpa_attention_forward", None):
-                continue  # it ends in the function above
-            yield interface._global_mapping, name, capture.wrap_function
-    for names in _namespaces(model):
-        for name, thing in tuple(names.items()):
-            original = _original(thing)
+            if unwrap_original(function) is getattr(modeling, "sdpa_attention_forward", None):
+                continue  # it calls F.scaled_dot_product_attention
+            yield interface._global_mapping, name, wrappers.wrap_attention_function
+    for namespace in _find_namespaces(model):
+        for name, value in tuple(namespace.items()):
+            original = unwrap_original(value)
             if original is sdpa:
-                yield names, name, capture.wrap_sdpa
+                yield namespace, name, wrappers.wrap_sdpa
             elif original is multi_head:
-                yield names, name, capture.wrap_multi_head
-            elif original in (attention, layer_matrix):
-                yield names, name, wrap_attention
+                yield namespace, name, wrappers.wrap_multi_head_attention
+            elif original is attention or original is layer_matrix:
+                yield namespace, name, wrap_regard_attention
             elif _is_attention_function(original):
-                yield names, name, capture.wrap_function
-            elif interface is not None and isinstance(thing, interface):
-                for key in tuple(thing._local_mapping):
-                    yield thing._local_mapping, key, capture.wrap_function
+                yield namespace, name, wrappers.wrap_attention_function
+            elif interface is not None and isinstance(value, interface):
+                for key in tuple(value._local_mapping):
+                    yield value._local_mapping, key, wrappers.wrap_attention_function
 
 
-def _namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     """Yield the globals of the files that define the model's classes, except those of torch.
 
     A public class may have the `__module__` of its package, so the modules of its methods count, too.
     """
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    methods = [item for kind in kinds for item in vars(kind).values() if isinstance(item, types.FunctionType)]
-    for file in sorted({item.__module__ for item in (*kinds, *methods) if item.__module__}):
-        if not file.startswith("torch.") and file != "builtins" and file in sys.modules:
-            yield vars(sys.modules[file])
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    methods = [
+        item for base in classes for item in vars(base).values() if isinstance(item, types.FunctionType)
+    ]
+    for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
+        if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
+            yield vars(sys.modules[name])
 
 
-def _original(function: Any) -> Any:
-    return getattr(function, "_regard_original", function) if callable(function) else function
-
-
-def _is_attention_function(thing: Any) -> bool:
-    """Whether it takes what transformers' attention functions take."""
-    if not isinstance(thing, types.FunctionType):
+def _is_attention_function(value: Any) -> bool:
+    """Return whether a function has the parameters of transformers' attention functions."""
+    if not isinstance(value, types.FunctionType):
         return False
-    return thing.__code__.co_varnames[:4] == ("module", "query", "key", "value")
+    return value.__code__.co_varnames[:4] == ("module", "query", "key", "value")

@@ -10,10 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard.core.problem import Problem
-from regard.lens.analysis.head_table import copies_of, heavy_share, mean_of, numpy_of
-from regard.lens.analysis.measures import At, Collected
-from regard.lens.analysis.token_rows import Place
-from regard.lens.call import Call
+from regard.lens.analysis.head_table import (
+    as_numpy_per_head,
+    build_copies_measure,
+    heavy_hitter_share,
+    mean_over_rows,
+)
+from regard.lens.analysis.measures import ReceivedFrom, WeightAt
+from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.capture.call import Call
 from regard.measures import Entropy, Measure, span
 from regard.survey.schema import DISTANCE_BINS, ENTROPY_BINS, MEASURES, WINDOWS, list_columns
 from regard.types import Array, IntArray
@@ -87,33 +92,35 @@ def measure_call(
     }
     if not math.prod(call.shape):
         return columns
-    place = Place.of(call)
-    one_sequence = place.first is not None  # else queries and keys belong to two sequences
+    token_rows = TokenRows.from_call(call)
+    one_sequence = token_rows.query_offset is not None  # else queries and keys belong to two sequences
     selected: dict[str, Measure] = {}
     if "entropy" in measures:
         selected["entropy"] = Entropy()
     if "heavy" in measures:
-        selected["received"] = Collected(place.rows)
+        selected["received"] = ReceivedFrom(token_rows.rows)
     if "first" in measures or ("distance" in measures and one_sequence):
-        selected["first"] = At(np.where(place.rows, place.keys.argmax(-1)[..., None], -1))
+        selected["first"] = WeightAt(token_rows.first_key)
     if "distance" in measures and one_sequence:
-        selected["offsets"] = Offsets(None if place.rows.all() else place.rows)
+        selected["offsets"] = Offsets(None if token_rows.rows.all() else token_rows.rows)
     repeated = None
     if "copies" in measures and one_sequence and tokens is not None:
-        selected["copies"], repeated = copies_of(place, tokens, copies)
-    results = {name: numpy_of(result) for name, result in call.matrix.measure(**selected)._asdict().items()}
+        selected["copies"], repeated = build_copies_measure(token_rows, tokens, copies)
+    results = {
+        name: as_numpy_per_head(result) for name, result in call.matrix.measure(**selected)._asdict().items()
+    }
     if "entropy" in results:
-        columns["entropy"] = mean_of(results["entropy"], place.rows)
-        columns["entropy_histogram"] = _bin_entropy(results["entropy"], place.rows)
+        columns["entropy"] = mean_over_rows(results["entropy"], token_rows.rows)
+        columns["entropy_histogram"] = _bin_entropy(results["entropy"], token_rows.rows)
     if "heavy" in measures:
-        columns["heavy"] = heavy_share(results["received"], place)
+        columns["heavy"] = heavy_hitter_share(results["received"], token_rows)
     if "first" in measures:
-        columns["first"] = mean_of(results["first"], place.rows)
+        columns["first"] = mean_over_rows(results["first"], token_rows.rows)
     if "offsets" in results:
-        columns |= _measure_distances(results["offsets"], results["first"], place)
+        columns |= _measure_distances(results["offsets"], results["first"], token_rows)
     if repeated is not None:
         for i, name in enumerate(("duplicate", "induction")):
-            columns[name] = mean_of(results["copies"][..., i], repeated)
+            columns[name] = mean_over_rows(results["copies"][..., i], repeated)
     return columns
 
 
@@ -142,18 +149,20 @@ def assign_distance_bins(distances: IntArray) -> IntArray:
     return np.minimum(np.frexp(distances)[1], DISTANCE_BINS - 1)
 
 
-def _measure_distances(offsets: Array, first: Array, place: Place) -> dict[str, Array]:
+def _measure_distances(offsets: Array, first: Array, token_rows: TokenRows) -> dict[str, Array]:
     """Compute the columns that depend on the distance between query and key."""
-    own, count = place.own, int(place.rows.sum())
-    zero = len(own) - 1 + (place.first or 0)
+    own, count = token_rows.own_keys, int(token_rows.rows.sum())
+    zero = len(own) - 1 + (token_rows.query_offset or 0)
     offsets = offsets.reshape(-1, *offsets.shape[-2:]).sum(0) / max(count, 1)  # (heads, offsets)
     distances = np.abs(np.arange(offsets.shape[-1]) - zero)
     bins = assign_distance_bins(distances)
     histogram = np.stack([offsets[:, bins == number].sum(-1) for number in range(DISTANCE_BINS)], -1)
     # The weight on the first key by its distance: added where the first key lies outside a window.
-    to_first = assign_distance_bins(np.abs(own - place.keys.argmax(-1)[..., None]))
-    first_histogram = _sum_by_bin(first, np.broadcast_to(to_first, first.shape), place.rows, DISTANCE_BINS)
-    preceded = int((place.rows & (own >= 1) & place.keys[..., np.maximum(own - 1, 0)]).sum())
+    to_first = assign_distance_bins(np.abs(own - token_rows.keys.argmax(-1)[..., None]))
+    first_histogram = _sum_by_bin(
+        first, np.broadcast_to(to_first, first.shape), token_rows.rows, DISTANCE_BINS
+    )
+    preceded = int((token_rows.rows & (own >= 1) & token_rows.keys[..., np.maximum(own - 1, 0)]).sum())
     previous = offsets[:, zero - 1] * count / preceded if preceded else np.full(len(offsets), np.nan)
     columns = {"distance": offsets @ distances, "previous": previous, "distance_histogram": histogram}
     inside = np.cumsum(histogram, -1)

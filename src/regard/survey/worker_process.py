@@ -21,7 +21,7 @@ from regard.errors import ArgumentError, RegardError
 if TYPE_CHECKING:
     import torch
 
-    from regard.lens.call import Call
+    from regard.lens.capture.call import Call
 
 TRIAL_TEXT = "One sentence, to see that the model runs. One sentence, to see that it runs."
 
@@ -141,7 +141,7 @@ class ModelRunner:
             layers.append((call.name, call.groups, columns))
             return {}
 
-        with watch(self.loaded.model, keep="measures", measures=collect):
+        with watch(self.loaded.model, measures=collect):
             self.loaded.forward(encoded)
         counts = [len(next(iter(columns.values()))) for _, _, columns in layers]
         rows: dict[str, Any] = {

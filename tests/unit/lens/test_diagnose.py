@@ -1,4 +1,4 @@
-"""`recording.diagnose`: faults put into healthy models one at a time, each found, named and placed; and healthy models."""
+"""`Recording.diagnose`: healthy models have no errors, and each fault put into one is found and located."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gpt2():
 
 
 class Plain(torch.nn.Module):
-    """A causal model written by hand: what a user's own looks like."""
+    """A hand-written causal model."""
 
     def __init__(self):
         super().__init__()
@@ -76,8 +76,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
-        options = {key: each() if callable(each) else each for key, each in self.options.items()}
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, **self.options)
         return output.transpose(1, 2).flatten(2)
 
 
@@ -105,7 +104,7 @@ def test_a_healthy_model_has_no_errors(name, way):
     if way != "generate":
         found = watched(model, **inputs).diagnose(attention_mask=inputs.get("attention_mask"))
     else:
-        inputs = {key: each for key, each in inputs.items() if not key.startswith("decoder")}
+        inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder")}
         with torch.no_grad(), regard.watch(model) as recording:
             model.generate(**inputs, max_new_tokens=4, do_sample=False)
         found = recording.diagnose(attention_mask=inputs.get("attention_mask"))
@@ -117,7 +116,7 @@ def encoder():
     return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
-def test_healthy_models_of_other_makes_have_no_errors():
+def test_healthy_models_without_transformers_have_no_errors():
     assert watched(Plain(), ids()).diagnose().by_severity("error") == []
     real, x = padded("right"), torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
     assert (
@@ -130,7 +129,7 @@ def test_healthy_models_of_other_makes_have_no_errors():
     assert recording.diagnose(attention_mask=real).by_severity("error") == []
 
 
-def test_a_healthy_model_that_tells_tokens_apart_has_no_finding_at_all():
+def test_a_healthy_model_with_large_weights_has_no_findings():
     found = watched(llama(), ids(), attention_mask=padded("left")).diagnose(attention_mask=padded("left"))
     assert found == [], found
     assert repr(found) == "Nothing found in 4 layers, 16 heads."
@@ -140,7 +139,7 @@ def test_a_healthy_model_that_tells_tokens_apart_has_no_finding_at_all():
 
 
 @contextmanager
-def instead(module, name, value):
+def replace_attribute(module, name, value):
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -149,18 +148,18 @@ def instead(module, name, value):
         setattr(module, name, before)
 
 
-def attention_of(model, number):
+def get_attention(model, number):
     return dict(model.named_modules())[f"model.layers.{number}.self_attn"]
 
 
 def without_mask(module):
-    """A layer that drops the mask it is given."""
+    """Drop the mask that a layer is passed."""
     forward = module.forward
 
     def dropping(*args, **kwargs):
         return forward(*args, **(kwargs | {"attention_mask": None}))
 
-    return instead(module, "forward", dropping)
+    return replace_attribute(module, "forward", dropping)
 
 
 def with_mask(module, change):
@@ -169,13 +168,17 @@ def with_mask(module, change):
     def changed(*args, **kwargs):
         return forward(*args, **(kwargs | {"attention_mask": change(kwargs["attention_mask"])}))
 
-    return instead(module, "forward", changed)
+    return replace_attribute(module, "forward", changed)
 
 
-def only(recording, kind, **options):
-    """The one finding of a kind; there is no other that says error or warning."""
-    found = [each for each in recording.diagnose(**options) if each.severity != "note" or each.kind == kind]
-    assert [each.kind for each in found] == [kind], recording.diagnose(**options)
+def find_only(recording, kind, **options):
+    """Return the one finding of a kind, and check that no other is an error or warning."""
+    found = [
+        finding
+        for finding in recording.diagnose(**options)
+        if finding.severity != "note" or finding.kind == kind
+    ]
+    assert [finding.kind for finding in found] == [kind], recording.diagnose(**options)
     (finding,) = found
     assert finding.evidence and finding.hint.endswith(".") and finding.kind in str(finding)
     assert max(map(len, str(finding).splitlines())) <= 92
@@ -183,35 +186,35 @@ def only(recording, kind, **options):
     return finding
 
 
-def test_fault_1_a_layer_that_sees_the_future():
+def test_fault_1_a_layer_that_attends_to_the_future():
     model = Plain()
     model.layers[1].options = {}
-    finding = only(watched(model, ids()), "weight on the future")
+    finding = find_only(watched(model, ids()), "weight on the future")
     assert (finding.severity, finding.layer, finding.module) == ("error", 1, "layers.1")
     assert finding.heads == () and finding.rows == tuple(range(11))  # the last token has no future
     assert 0 < finding.evidence["mean share"] < 1
 
 
-def test_fault_1_all_layers_see_the_future_and_only_the_modules_say_they_should_not():
+def test_fault_1_all_layers_attend_to_the_future_and_their_modules_are_causal():
     model = llama()
     for layer in range(4):
-        attention_of(model, layer).is_causal = True
+        get_attention(model, layer).is_causal = True
     mask = torch.zeros(2, 1, 12, 12)
     found = watched(model.model, ids(), attention_mask=mask).diagnose()
-    assert [(each.kind, each.layer) for each in found.by_severity("error")] == [
+    assert [(finding.kind, finding.layer) for finding in found.by_severity("error")] == [
         ("weight on the future", i) for i in range(4)
     ]
     assert watched(model.model, ids(), attention_mask=mask).diagnose(causal=False).by_severity("error") == []
 
 
-def test_a_prefix_that_sees_itself_may_be_meant():
+def test_a_bidirectional_prefix_is_a_warning():
     model = Plain()
     mask = torch.ones(12, 12, dtype=torch.bool).tril()
     mask[:, :5] = True
     for layer in model.layers:
         layer.options = {"attn_mask": mask}
     found = watched(model, ids()).diagnose(causal=True)
-    assert {(each.kind, each.severity, each.rows) for each in found} == {
+    assert {(finding.kind, finding.severity, finding.rows) for finding in found} == {
         ("weight on the future", "warning", (0, 1, 2, 3))
     }
 
@@ -220,32 +223,34 @@ def test_fault_2_a_layer_that_attends_to_padding():
     model = bert()
     with without_mask(model.encoder.layer[2].attention.self):
         recording = watched(model, ids(), attention_mask=padded("right"))
-    finding = only(recording, "weight on padding", attention_mask=padded("right"))
+    finding = find_only(recording, "weight on padding", attention_mask=padded("right"))
     assert (finding.severity, finding.layer, finding.batch) == ("error", 2, (1,))
     assert finding.rows == tuple(range(8)) and finding.evidence["padding keys"] == 4
-    assert recording.diagnose().by_severity("error") == []  # nobody said what is padding …
+    assert recording.diagnose().by_severity("error") == []  # without a padding mask …
     tokens = [["a"] * 12, ["a"] * 8 + ["[PAD]"] * 4]
-    assert only(recording, "weight on padding", tokens=tokens).layer == 2  # … but tokens do
+    assert (
+        find_only(recording, "weight on padding", tokens=tokens).layer == 2
+    )  # … but with tokens it is known
 
 
-def test_fault_3_tokens_that_see_nothing():
-    def hide(mask):
+def test_fault_3_fully_masked_tokens():
+    def mask_row(mask):
         mask = mask.clone()
         mask[0, :, 5] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         return mask
 
     model = llama()
-    with with_mask(attention_of(model, 3), hide):
+    with with_mask(get_attention(model, 3), mask_row):
         recording = watched(model, ids(), attention_mask=padded("left"))
-    finding = only(recording, "rows that see nothing", attention_mask=padded("left"))
+    finding = find_only(recording, "fully masked rows", attention_mask=padded("left"))
     assert (finding.severity, finding.layer, finding.rows, finding.batch) == ("error", 3, (5,), (0,))
 
 
 def test_fault_4_nan_in_the_weights_of_one_head():
     model = llama()
     with torch.no_grad():
-        attention_of(model, 1).q_proj.weight[8:16] = float("nan")  # head 1 of 4
-    finding = only(watched(model, ids()), "NaN or inf")
+        get_attention(model, 1).q_proj.weight[8:16] = float("nan")  # head 1 of 4
+    finding = find_only(watched(model, ids()), "NaN or inf")
     assert (finding.severity, finding.layer, finding.heads) == ("error", 1, (1,))
     assert "projections" in finding.message and finding.evidence["in"] == "query"
 
@@ -254,45 +259,45 @@ def test_fault_5_inf_that_came_in_between_two_layers():
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("inf"))
-    finding = only(watched(model, ids()), "NaN or inf")
-    assert (
-        finding.layer == 2 and finding.heads == () and finding.evidence["layers after it that have some"] == 1
-    )
+    finding = find_only(watched(model, ids()), "NaN or inf")
+    assert finding.layer == 2 and finding.heads == () and finding.evidence["later layers with some"] == 1
     assert "began after model.layers.1.self_attn" in finding.message
 
 
 def test_fault_6_a_saturated_head():
     model = llama()
     with torch.no_grad():
-        attention_of(model, 2).q_proj.weight[24:32] *= 1e4  # head 3 of 4
-    finding = only(watched(model, ids()), "saturated heads")
+        get_attention(model, 2).q_proj.weight[24:32] *= 1e4  # head 3 of 4
+    finding = find_only(watched(model, ids()), "saturated heads")
     assert (finding.severity, finding.layer, finding.heads) == ("warning", 2, (3,))
-    assert finding.evidence["mean entropy"] < 0.05 and finding.evidence["scores spread by"] > 100
+    assert finding.evidence["mean entropy"] < 0.05 and finding.evidence["deviation of the scores"] > 100
 
 
 @pytest.mark.parametrize(
     ("word", "to"), [("first", [0] * 9), ("previous", [0, *range(8)]), ("own", range(9))]
 )
-def test_heads_that_rest_on_one_kind_of_token_are_no_fault(word, to):
+def test_heads_that_attend_only_to_one_kind_of_token_are_a_note(word, to):
     at = torch.eye(9)[None, None]
-    finding = only(watched(Given(), 1e3 * at[:, :, list(to)], at, is_causal=True), "saturated heads")
-    assert finding.severity == "note" and finding.message == f"The heads rest on the {word} token."
+    finding = find_only(
+        watched(PassedAttention(), 1e3 * at[:, :, list(to)], at, is_causal=True), "saturated heads"
+    )
+    assert finding.severity == "note" and finding.message == f"The heads attend only to the {word} token."
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("word", "to"), [("previous", [3, 0, 1, 2, 3]), ("next", [1, 2, 3, 4, 1])])
-def test_a_row_that_has_no_such_token_does_not_count_against_it(word, to, batch):
+def test_rows_without_such_a_token_do_not_count(word, to, batch):
     at = torch.eye(5).expand(batch, 1, 5, 5)
-    finding = only(watched(Given(), 1e3 * at[:, :, to], at), "saturated heads")
-    assert finding.severity == "note" and finding.message == f"The heads rest on the {word} token."
-    assert finding.evidence[f"share of the {word} token"] == pytest.approx(1)
+    finding = find_only(watched(PassedAttention(), 1e3 * at[:, :, to], at), "saturated heads")
+    assert finding.severity == "note" and finding.message == f"The heads attend only to the {word} token."
+    assert finding.evidence[f"weight on the {word} token"] == pytest.approx(1)
 
 
 def test_fault_7_a_uniform_head():
     model = llama()
     with torch.no_grad():
-        attention_of(model, 0).q_proj.weight[:8] = 0  # head 0 of 4
-    finding = only(watched(model, ids()), "uniform heads")
+        get_attention(model, 0).q_proj.weight[:8] = 0  # head 0 of 4
+    finding = find_only(watched(model, ids()), "uniform heads")
     assert (finding.severity, finding.layer, finding.heads) == ("note", 0, (0,))
     assert finding.evidence["entropy / ln(keys)"] == pytest.approx(1, abs=1e-6)
 
@@ -301,21 +306,21 @@ def test_fault_8_scores_without_their_scale():
     model = llama()
     with torch.no_grad():
         for layer in range(4):
-            attention_of(model, layer).q_proj.weight *= 3
-    healthy = [each for each in watched(model, ids()).diagnose() if each.kind == "scale"]
+            get_attention(model, layer).q_proj.weight *= 3
+    healthy = [finding for finding in watched(model, ids()).diagnose() if finding.kind == "scale"]
     assert healthy == []
     for layer in range(4):
-        attention_of(model, layer).scaling = 1.0
-    found = [each for each in watched(model, ids()).diagnose() if each.kind == "scale"]
-    assert [each.layer for each in found] == [0, 1, 2, 3]
+        get_attention(model, layer).scaling = 1.0
+    found = [finding for finding in watched(model, ids()).diagnose() if finding.kind == "scale"]
+    assert [finding.layer for finding in found] == [0, 1, 2, 3]
     assert found[0].evidence["1/√head_dim"] == pytest.approx(8**-0.5) and found[0].evidence["scale"] == 1.0
     assert "1/√head_dim" in found[0].message
 
 
-def test_fault_8_one_layer_scaled_unlike_the_others():
+def test_fault_8_one_layer_with_another_scale():
     model = llama()
-    attention_of(model, 2).scaling /= 8
-    finding = only(watched(model, ids()), "scale")
+    get_attention(model, 2).scaling /= 8
+    finding = find_only(watched(model, ids()), "scale")
     assert finding.layer == 2 and finding.evidence["scale of the other layers"] == pytest.approx(
         8**-0.5, rel=1e-5
     )
@@ -328,36 +333,36 @@ def test_fault_9_a_mask_of_the_opposite_polarity():
     model = bert()
     with with_mask(model.encoder.layer[1].attention.self, invert):
         recording = watched(model, ids(), attention_mask=padded("right"))
-    finding = only(recording, "inverted mask", attention_mask=padded("right"))
+    finding = find_only(recording, "inverted mask", attention_mask=padded("right"))
     assert (finding.severity, finding.layer, finding.batch) == ("error", 1, (1,))
     model = Plain()
     model.layers[0].options = {"attn_mask": ~torch.ones(12, 12, dtype=torch.bool).tril()}
-    finding = only(watched(model, ids()), "inverted mask")
-    assert finding.layer == 0 and "only what comes after" in finding.message
+    finding = find_only(watched(model, ids()), "inverted mask")
+    assert finding.layer == 0 and "only to later tokens" in finding.message
 
 
 def test_fault_10_dropout_in_evaluation():
     model = Plain().eval()
     model.layers[2].options["dropout_p"] = 0.1
     found = watched(model, ids()).diagnose()
-    assert [(each.kind, each.layer) for each in found.by_severity("error")] == [("dropout", 2)]
+    assert [(finding.kind, finding.layer) for finding in found.by_severity("error")] == [("dropout", 2)]
     assert found.by_severity("error")[0].evidence["dropout_p"] == 0.1
     assert watched(model.train(), ids()).diagnose().by_severity("error") == []
 
 
-def test_fault_11_a_slow_kernel_taken_silently():
+def test_fault_11_a_slow_kernel():
     model = Plain()
     bias = torch.zeros(12, 12).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
     model.layers[1].options = {"attn_mask": bias.requires_grad_()}
     with regard.watch(model) as recording:
         model(ids())
-    finding = only(recording, "slow kernel")
+    finding = find_only(recording, "slow kernel")
     assert (finding.severity, finding.layer) == ("warning", 1)
     assert finding.evidence == {"kernel": "math", "bytes stored": f"{2 * 4 * 12 * 12 * 4:,}"}
 
 
 def gemma3():
-    """It looks positions up twice: for layers with a window, and for those without."""
+    """It looks up positions twice: for layers with a window, and for those without."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(
         **SIZES, intermediate_size=32, num_key_value_heads=2, head_dim=8, sliding_window=20,
@@ -373,30 +378,30 @@ def test_fault_12_cached_steps_at_wrong_positions(make, wrong):
     with torch.no_grad(), regard.watch(model) as recording:
         past = model(tokens[:, :9], use_cache=True).past_key_values
         for at in (9, 10, 11):
-            place = torch.full((2, 1), at + 1 if wrong else at)
-            model(tokens[:, at : at + 1], past_key_values=past, position_ids=place, use_cache=True)
+            positions = torch.full((2, 1), at + 1 if wrong else at)
+            model(tokens[:, at : at + 1], past_key_values=past, position_ids=positions, use_cache=True)
     if not wrong:
         assert recording.diagnose().by_severity("error") == []
         return
-    finding = only(recording, "positions")
+    finding = find_only(recording, "positions")
     assert (finding.severity, finding.rows) == ("error", (9,))
-    assert (finding.evidence["position read"], finding.evidence["expected"]) == (10, 9)
+    assert (finding.evidence["position"], finding.evidence["expected"]) == (10, 9)
 
 
-def test_fault_13_is_causal_at_the_wrong_corner():
+def test_fault_13_is_causal_aligned_to_the_wrong_corner():
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, n, 8, generator=generator) for n in (3, 8))
-    finding = only(watched(Given(), q, k, is_causal=True), "causal alignment")
-    assert finding.severity == "error" and finding.evidence["keys that nobody sees"] == 5
+    finding = find_only(watched(PassedAttention(), q, k, is_causal=True), "causal alignment")
+    assert finding.severity == "error" and finding.evidence["keys masked in every row"] == 5
 
 
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_fault_13_among_the_calls_of_one_cache(new, wrong):
-    """The first call is right, and its keys come before those of the next."""
+def test_fault_13_in_a_step_of_a_cache(new, wrong):
+    """The prefill is aligned correctly; the step is not."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, 8 + new, 8, generator=generator) for _ in range(2))
-    model = Given()
+    model = PassedAttention()
     right = {"attn_mask": causal_lower_right(new, 8 + new)}
     with torch.no_grad(), regard.watch(model) as recording:
         model(q[:, :, :8], k[:, :, :8], is_causal=True)
@@ -405,19 +410,19 @@ def test_fault_13_among_the_calls_of_one_cache(new, wrong):
     if not wrong:
         assert recording.diagnose() == []
         return
-    finding = only(recording, "causal alignment")
+    finding = find_only(recording, "causal alignment")
     assert (finding.severity, finding.rows) == ("error", tuple(range(8, 8 + new)))
-    assert finding.evidence == {"rows that do not see their own key": new, "keys that row 8 sees": 1}
+    assert finding.evidence == {"rows that mask their own key": new, "keys visible to row 8": 1}
 
 
 class SilentAttention(torch.nn.Linear):
-    """It computes its weights by itself, where nobody can look."""
+    """Attention that calls no watched function."""
 
     def forward(self, x):
         return torch.softmax(super().forward(x) @ x.mT, -1) @ x
 
 
-def test_a_layer_that_gave_nothing_is_named():
+def test_a_layer_that_was_not_captured_is_reported():
     model = torch.nn.ModuleDict({"attention": SilentAttention(4, 4)})
     watch = regard.watch(model)
     recording = watch.__enter__()
@@ -428,34 +433,34 @@ def test_a_layer_that_gave_nothing_is_named():
     assert (finding.kind, finding.module, finding.severity) == ("not captured", "attention", "warning")
 
 
-class Given(torch.nn.Module):
+class PassedAttention(torch.nn.Module):
     def forward(self, query, key, **options):
         return torch.nn.functional.scaled_dot_product_attention(query, key, key, **options)
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (2, 7, 4), (2, 2, 3, 7, 4), (1, 2, 0, 4), (1, 2, 1, 4)])
-def test_any_shape_is_looked_at(shape):
+def test_any_shape_is_checked(shape):
     query = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    recording = watched(Given(), query, query, is_causal=True)
+    recording = watched(PassedAttention(), query, query, is_causal=True)
     assert recording.diagnose().by_severity("error") == [] and len(recording.heads()) == (
         shape[-3] if len(shape) > 2 else 1
     )
     if len(shape) != 4:
-        assert f"query of {len(shape)} axes" in only(recording, "slow kernel").hint
+        assert f"query of {len(shape)} axes" in find_only(recording, "slow kernel").hint
 
 
-def test_layers_that_were_measured_are_looked_at_as_far_as_they_go():
-    model = Given().eval()
-    with torch.no_grad(), regard.watch(model, keep="measures") as recording:
+def test_a_recording_of_measures_is_checked_for_dropout_and_kernel():
+    model = PassedAttention().eval()
+    with torch.no_grad(), regard.watch(model, measures="default") as recording:
         model(*[torch.randn(1, 2, 5, 4)] * 2, dropout_p=0.5)
-    assert {each.kind for each in recording.diagnose()} == {"dropout", "slow kernel"}
+    assert {finding.kind for finding in recording.diagnose()} == {"dropout", "slow kernel"}
 
 
 def test_findings_print_one_to_a_block():
     model = Plain()
     model.layers[1].options = {}
     text = str(watched(model, ids()).diagnose())
-    assert text.startswith("1 error in 3 layers, 12 heads\n\nerror: weight on the future. Tokens see")
+    assert text.startswith("1 error in 3 layers, 12 heads\n\nerror: weight on the future. Tokens attend")
     where, evidence, hint = text.splitlines()[3:6]
     assert where == "  where     layer 1, layers.1, rows 0–10"
     assert evidence.startswith("  evidence  mean share 0.") and hint.startswith(
@@ -463,7 +468,7 @@ def test_findings_print_one_to_a_block():
     )
 
 
-def test_a_mask_that_is_no_padding_mask_is_refused():
+def test_an_attention_mask_that_is_not_0_or_1_is_rejected():
     recording = watched(Plain(), ids())
     with pytest.raises(ArgumentError, match=r"recording\.diagnose: .* 1 for a token and 0 for padding"):
         recording.diagnose(attention_mask=torch.zeros(2, 12) - 1e9)

@@ -1,4 +1,4 @@
-"""`recording.find`, `recording.rollout`, `recording.save`: which head looks where, what reaches a token, and all of it in a file."""
+"""`Recording.find`, `Recording.rollout` and `Recording.save`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def watched(model, *args, **kwargs):
     return recording
 
 
-# -- A real trained model ---------------------------------------------------------------------------------
+# -- A trained model --------------------------------------------------------------------------------------
 
 
 def test_the_head_that_resolves_it_is_found(minilm):
@@ -60,7 +60,7 @@ def test_the_head_that_resolves_it_is_found(minilm):
     recording = watched(model, **inputs)
     table = recording.find("it", "cat", tokens)
     assert len(table) == 6 * 12
-    # Layers and heads are counted from 0: this is the last of both.
+    # Layers and heads are counted from 0: the last of both.
     assert (table[0]["module"], table[0]["layer"], table[0]["head"]) == (
         "encoder.layer.5.attention.self",
         5,
@@ -69,17 +69,12 @@ def test_the_head_that_resolves_it_is_found(minilm):
     assert table[0]["weight"] == pytest.approx(0.71, abs=0.005)
     assert table[1]["weight"] < 0.5
     assert recording.diagnose(tokens).by_severity("error") == []
-    assert (
-        [f.severity for f in recording.diagnose(tokens).by_severity("error")] == []
-        if hasattr(recording, "diagnose")
-        else True
-    )
 
 
 # -- find -------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_weights_largest_first():
+def test_rows_are_sorted_by_weight():
     ids = torch.arange(1, 8)[None]
     recording = watched(bert(), ids)
     tokens = ["▁the", "▁cat", "▁sat", "▁on", "▁the", "▁mat", "."]
@@ -90,12 +85,10 @@ def test_rows_are_weights_largest_first():
     for row in table:
         assert (row["query"], row["key"]) == (5, 1)
         A = recording[row["module"]].to_dense()[0, row["head"]]
-        assert row["weight"] == pytest.approx(
-            float(A[5, 1]), rel=2e-5
-        )  # a weight by its lse: scores reach 30
+        assert row["weight"] == pytest.approx(float(A[5, 1]), rel=2e-5)  # from the lse; scores reach 30
 
 
-def test_of_a_text_that_occurs_twice_each_head_shows_its_best_pair():
+def test_a_text_that_occurs_twice_gives_the_pair_with_the_largest_weight():
     recording = watched(bert(), torch.arange(1, 8)[None])
     tokens = list("abacaba")
     for row in recording.find("a", "b", tokens):
@@ -117,7 +110,7 @@ def test_batch_entries_have_their_own_tokens():
         recording.find(0, 1, batch=2)
 
 
-def test_from_one_sequence_to_another():
+def test_cross_attention():
     recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
     table = recording.find("z", "c", tokens=["x", "y", "z"], key_tokens=list("abcde"))
     assert {row["module"].split(".")[-1] for row in table} == {"EncDecAttention"}
@@ -127,7 +120,7 @@ def test_from_one_sequence_to_another():
     assert {row["module"].split(".")[0] for row in recording.find(4, 4)} == {"encoder"}
 
 
-def test_generated_text_is_searched_whole():
+def test_generated_tokens_are_searched():
     model = llama()
     with torch.no_grad(), regard.watch(model) as recording:
         text = model.generate(torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -139,7 +132,7 @@ def test_generated_text_is_searched_whole():
     )
 
 
-def test_capitals_count_where_both_are_there():
+def test_capitals_matter_only_if_both_spellings_occur():
     recording = watched(bert(), torch.arange(1, 5)[None])
     assert recording.find("Cat", "THE", ["the", "cat", "sat", "."]) == recording.find(1, 0)
     both = ["Cat", "cat", "sat", "."]
@@ -147,7 +140,7 @@ def test_capitals_count_where_both_are_there():
     assert recording.find("sat", "cat", both) == recording.find(2, 1)
 
 
-def test_what_is_not_there_is_said_with_the_cure():
+def test_missing_tokens_raise_with_a_hint():
     recording = watched(bert(), torch.arange(1, 5)[None])
     tokens = ["the", "cat", "sat", "."]
     with pytest.raises(ArgumentError, match=r"query='cats'; expected one of the tokens, such as 'cat'"):
@@ -162,9 +155,9 @@ def test_what_is_not_there_is_said_with_the_cure():
         recording.find(1.5, 0)
     with pytest.raises(ArgumentError, match=r"key_tokens= of the encoder"):
         recording.find("cat", "the", tokens, key_tokens=tokens)
-    with torch.no_grad(), regard.watch(bert(), keep="measures") as kept:
+    with torch.no_grad(), regard.watch(bert(), measures="default") as measured:
         pass
-    assert kept.find(0, 1) == []
+    assert measured.find(0, 1) == []
 
 
 # -- rollout ----------------------------------------------------------------------------------------------
@@ -180,7 +173,7 @@ def dense_rollout(recording, names, batch=0):
 
 
 @pytest.mark.parametrize("make", [bert, llama])
-def test_rollout_is_the_dense_product_at_512_tokens(make):
+def test_rollout_equals_the_dense_product_at_512_tokens(make):
     ids = torch.randint(1, 50, (2, 512), generator=torch.Generator().manual_seed(0))
     recording = watched(make(), ids)
     expected = dense_rollout(recording, list(recording), batch=1)
@@ -209,15 +202,15 @@ print(len(share), share.sum(), peak() - before)
 
 
 @pytest.mark.slow
-def test_rollout_at_32768_tokens_stores_nothing_of_their_square():
-    """In a process of its own, so that its memory is its own; one matrix would take 4,096 MB."""
+def test_rollout_at_32768_tokens_stores_no_matrix():
+    """Measured in a separate process; one matrix would take 4,096 MB."""
     ran = subprocess.run([sys.executable, "-c", LONG], check=True, capture_output=True, text=True, env=ENV)
     length, total, grown = map(float, ran.stdout.split())
     assert length == 32_768 and total == pytest.approx(1, abs=1e-3)
     assert grown < 256
 
 
-def test_rollout_by_text_and_by_stack():
+def test_rollout_by_text_and_stack():
     recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
     with pytest.raises(
         ArgumentError, match=r'decoder.block of 3 tokens, encoder.block of 5 .* layers="encoder'
@@ -257,19 +250,19 @@ def gpt_oss():
     return transformers.GptOssModel(config).eval()
 
 
-def inputs_of(model):
+def build_inputs(model):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    given = {"input_ids": torch.arange(18).reshape(2, 9), "attention_mask": mask}
-    return given | (
-        {"decoder_input_ids": given["input_ids"][:, :5]} if model.config.is_encoder_decoder else {}
+    inputs = {"input_ids": torch.arange(18).reshape(2, 9), "attention_mask": mask}
+    return inputs | (
+        {"decoder_input_ids": inputs["input_ids"][:, :5]} if model.config.is_encoder_decoder else {}
     )
 
 
 @pytest.mark.parametrize("make", [bert, llama, t5, gemma2, gpt_oss])
-def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
+def test_a_saved_recording_loads_bit_for_bit(make, tmp_path):
     model = make()
-    recording = watched(model, **inputs_of(model))
+    recording = watched(model, **build_inputs(model))
     recording.save(tmp_path / "recording.safetensors")
     again = regard.load_recording(tmp_path / "recording.safetensors")
     assert repr(again) == repr(recording)
@@ -277,13 +270,22 @@ def test_what_was_saved_is_loaded_bit_for_bit(make, tmp_path):
         (old,), (new,) = recording.calls(name), again.calls(name)
         assert torch.equal(new.matrix.to_dense(), old.matrix.to_dense())
         assert repr(new.mask) == repr(old.mask) and repr(new.score_mods) == repr(old.score_mods)
-        plain = ("layer", "scale", "kernel", "first", "steps", "is_causal", "training", "dropout_p")
-        assert [getattr(new, each) for each in plain] == [getattr(old, each) for each in plain]
+        fields = (
+            "layer_class",
+            "scale",
+            "kernel",
+            "query_offset",
+            "steps",
+            "is_causal",
+            "training",
+            "dropout_p",
+        )
+        assert [getattr(new, field) for field in fields] == [getattr(old, field) for field in fields]
     assert str(again.heads()) == str(recording.heads())
     assert str(again.diagnose()) == str(recording.diagnose())
 
 
-def test_calls_that_look_across_are_saved_where_they_began(tmp_path):
+def test_joined_cross_attention_keeps_its_query_offset(tmp_path):
     model = t5()
     with torch.no_grad(), regard.watch(model) as recording:
         out = model.encoder(torch.arange(1, 8)[None])
@@ -295,13 +297,13 @@ def test_calls_that_look_across_are_saved_where_they_began(tmp_path):
             past = made.past_key_values
     recording.save(tmp_path / "a")
     again = regard.load_recording(tmp_path / "a")
-    assert {name: again.calls(name)[0].first for name in again} == {
-        name: recording.calls(name)[0].first for name in recording
+    assert {name: again.calls(name)[0].query_offset for name in again} == {
+        name: recording.calls(name)[0].query_offset for name in recording
     }
     assert {call.steps for name in again for call in again.calls(name)} == {1, 4}
 
 
-def test_generated_and_measured_are_saved_too(tmp_path):
+def test_generated_steps_and_measures_are_saved(tmp_path):
     model = llama()
     with torch.no_grad(), regard.watch(model) as recording:
         model.generate(torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -309,25 +311,25 @@ def test_generated_and_measured_are_saved_too(tmp_path):
     again = regard.load_recording(tmp_path / "a")
     assert again.heads() == recording.heads() and again.find(7, 2) == recording.find(7, 2)
     measures = {"entropy": regard.Entropy(), "top": regard.TopK(2)}
-    with torch.no_grad(), regard.watch(model, keep="measures", measures=measures) as kept:
+    with torch.no_grad(), regard.watch(model, measures=measures) as measured:
         model(torch.arange(1, 6)[None])
-    kept.save(tmp_path / "b")
-    for name in kept:
-        (old,), (new,) = kept.calls(name), regard.load_recording(tmp_path / "b").calls(name)
-        assert new.shape == old.shape and torch.equal(new.measured["entropy"], old.measured["entropy"])
-        assert torch.equal(new.measured["top"].indices, old.measured["top"].indices)
+    measured.save(tmp_path / "b")
+    for name in measured:
+        (old,), (new,) = measured.calls(name), regard.load_recording(tmp_path / "b").calls(name)
+        assert new.shape == old.shape and torch.equal(new.measures["entropy"], old.measures["entropy"])
+        assert torch.equal(new.measures["top"].indices, old.measures["top"].indices)
 
 
 def test_the_file_is_safetensors_and_json(tmp_path):
     model = llama()
-    recording = watched(model, **inputs_of(model))
+    recording = watched(model, **build_inputs(model))
     recording.save(tmp_path / "recording.safetensors")
     with safetensors.safe_open(tmp_path / "recording.safetensors", "pt") as file:
-        about = json.loads(file.metadata()["regard"])
+        header = json.loads(file.metadata()["regard"])
         names = set(file.keys())
-    assert about["format"] == "regard.lens 1" and len(about["calls"]) == 3
-    assert about["calls"][0]["mask"] == "causal() & padding([9, 6], side='left')"
-    assert {"0.query", "0.key", "0.low", "0.high"} <= names
+    assert header["format"] == "regard.lens 1" and len(header["calls"]) == 3
+    assert header["calls"][0]["mask"] == "causal() & padding([9, 6], side='left')"
+    assert {"0.query", "0.key", "0.start", "0.stop"} <= names
 
 
 class Odd(regard.ScoreMod):
@@ -335,25 +337,22 @@ class Odd(regard.ScoreMod):
         return scores * 1
 
 
-class Wordy(regard.Measure):
-    def init(self, shape, xp):
-        return "words"
-
-    def step(self, state, *_):
-        return state
-
-
-def test_what_cannot_be_written_or_read_is_refused_with_the_cure(tmp_path):
+def test_what_cannot_be_written_or_read_raises_with_a_hint(tmp_path):
     recording = watched(bert(), torch.arange(1, 5)[None])
     recording.calls(next(iter(recording)))[0].softcap = Odd()
     with pytest.raises(
         ArgumentError, match=r"recording\.save: received the score modification .* regard\.bias"
     ):
         recording.save(tmp_path / "a")
-    (tmp_path / "b").write_bytes(b"no such thing")
+    model = bert()
+    with torch.no_grad(), regard.watch(model, measures=lambda call: {"text": call.name}) as measured:
+        model(torch.arange(1, 5)[None])
     with pytest.raises(
-        ArgumentError, match=r"load_recording: received 'b', a file that is no safetensors file"
+        ArgumentError, match=r"recording\.save: received 'text', a measure that returned a str"
     ):
+        measured.save(tmp_path / "a")
+    (tmp_path / "b").write_bytes(b"no such thing")
+    with pytest.raises(ArgumentError, match=r"load_recording: received 'b', which is not a safetensors file"):
         regard.load_recording(tmp_path / "b")
     from safetensors.torch import save_file
 

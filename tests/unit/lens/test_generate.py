@@ -1,4 +1,4 @@
-"""Prefill and steps of `generate()`, whatever the cache: one matrix, equal to that of one pass; or a refusal."""
+"""Prefill and steps of `generate()` with every kind of cache: one matrix, equal to that of one pass, or an error."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ hf = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from tests.helpers.tiny_models import TINY, every_name  # noqa: E402
+from tests.helpers.tiny_models import TINY, list_functions  # noqa: E402
 
 NEW = 9
 GENERATES = [name for name, tiny in TINY.items() if tiny.generates]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    before = every_name()
+def check_nothing_stays_patched():
+    before = list_functions()
     with torch.no_grad():
         yield
-    after = every_name()
-    assert {name: each for name, each in after.items() if before.get(name, each) is not each} == {}
+    after = list_functions()
+    assert [name for name, function in after.items() if before.get(name, function) is not function] == []
 
 
-def generated(model, inputs, **options):
-    given = {key: each for key, each in inputs.items() if key != "decoder_input_ids"}
+def generate(model, inputs, **options):
+    given = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
     config = hf.GenerationConfig(
         max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
     )
     if isinstance(model, hf.WhisperForConditionalGeneration):
-        # Whisper's own loop cuts sound into segments; below it is the one that all models share.
+        # Whisper's own method splits audio into segments; call the method that all models share.
         config.decoder_start_token_id, config.bos_token_id, config.eos_token_id = 3, 1, 2
         return hf.GenerationMixin.generate(model, **given, generation_config=config)
     return model.generate(**given, generation_config=config)
 
 
-def in_one_pass(model, inputs, tokens):
-    """The inputs of a single pass over what was generated."""
+def one_pass_inputs(model, inputs, tokens):
+    """Return the inputs of a single pass over the generated sequence."""
     if model.config.is_encoder_decoder:
         return {**inputs, "decoder_input_ids": tokens[:, :-1]}
     ahead = torch.ones(len(tokens), NEW - 1, dtype=torch.long)
     real = torch.cat([inputs["attention_mask"], ahead], 1)
-    places = (real.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": tokens[:, :-1], "attention_mask": real, "position_ids": places}
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": tokens[:, :-1], "attention_mask": real, "position_ids": positions}
 
 
 def assert_same(recording, one, real=None):
@@ -58,17 +58,17 @@ def assert_same(recording, one, real=None):
         if real is not None and A.shape[-2] == real.shape[1]:
             live = (real.cumsum(1) > 0)[:, None].expand(A.shape[:-1])
             weights, others = weights[live], others[live]
-        # Steps add up in another order than one pass, and so do all layers below.
+        # Steps add in a different order than one pass, and so do all layers below.
         assert_matches(weights, others, others, dtype="float32", score_error=2e-5, ordinary=True, what=layer)
 
 
 def check(name, side, **options):
     model, inputs = TINY[name].build(), TINY[name].inputs(side)
-    plain = generated(model, inputs, **options)
+    plain = generate(model, inputs, **options)
     with regard.watch(model) as recording:
-        tokens = generated(model, inputs, **options)
+        tokens = generate(model, inputs, **options)
     assert torch.equal(tokens, plain)
-    given = in_one_pass(model, inputs, tokens)
+    given = one_pass_inputs(model, inputs, tokens)
     with regard.watch(model) as one:
         model(**given)
     assert_same(recording, one, given.get("attention_mask"))
@@ -82,9 +82,9 @@ def test_steps_are_rows_of_one_matrix(name, side):
     recording, one = check(name, side)
     for layer in recording:
         (call,) = recording.calls(layer)
-        encodes = "encoder.layers" in layer or layer.startswith("encoder.block")
-        assert call.steps == (1 if encodes else NEW)
-        if "live key" not in repr(one[layer].mask):
+        is_encoder = "encoder.layers" in layer or layer.startswith("encoder.block")
+        assert call.steps == (1 if is_encoder else NEW)
+        if "fully masked" not in repr(one[layer].mask):
             assert recording[layer].mask == one[layer].mask
 
 
@@ -96,7 +96,7 @@ def test_static_caches(name, side):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_prompt_in_chunks_and_a_cache_that_is_used_again(name):
+def test_a_prompt_in_chunks_through_one_cache(name):
     model, inputs = TINY[name].build(), TINY[name].inputs("none")
     tokens = inputs["input_ids"]
     with regard.watch(model) as recording:
@@ -109,25 +109,25 @@ def test_a_prompt_in_chunks_and_a_cache_that_is_used_again(name):
     assert recording.calls("model.layers.0.self_attn")[0].steps == 4
 
 
-def test_memory_grows_with_tokens_and_not_with_steps_times_length():
+def test_memory_is_that_of_one_pass():
     model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
     with regard.watch(model) as recording:
-        tokens = generated(model, inputs)
+        tokens = generate(model, inputs)
     with regard.watch(model) as one:
-        model(**in_one_pass(model, inputs, tokens))
+        model(**one_pass_inputs(model, inputs, tokens))
     assert recording.nbytes == one.nbytes
 
 
 def test_the_window_of_a_rolling_cache_keeps_absolute_positions():
     model, inputs = TINY["Mistral"].build(), TINY["Mistral"].inputs("none")
     with regard.watch(model) as recording:
-        generated(model, inputs)
+        generate(model, inputs)
     A = recording["model.layers.0.self_attn"]
     assert A.shape[-2:] == (19, 19) and A.mask == regard.sliding_window(5)
 
 
-def test_tokens_that_were_taken_back_leave_no_row():
-    """A loop of one's own that tries three tokens, keeps one, and crops the cache."""
+def test_discarded_tokens_leave_no_row():
+    """A loop that proposes three tokens, keeps one, and crops the cache."""
     model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
     tokens = inputs["input_ids"]
     with regard.watch(model) as recording:
@@ -142,10 +142,10 @@ def test_tokens_that_were_taken_back_leave_no_row():
 
 
 @pytest.mark.parametrize("name", ["Llama", "T5"])
-def test_beams_are_refused(name):
+def test_beam_search_is_rejected(name):
     model, inputs = TINY[name].build(), TINY[name].inputs("none")
     with regard.watch(model) as recording:
-        generated(model, inputs, num_beams=3)
+        generate(model, inputs, num_beams=3)
     decoding = [layer for layer in recording if not layer.startswith("encoder")]
     assert decoding
     for layer in decoding:
@@ -155,23 +155,25 @@ def test_beams_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "BART"])
-def test_speculative_decoding_is_refused(name):
+def test_speculative_decoding_is_rejected(name):
     model, inputs = TINY[name].build(), TINY[name].inputs("none", batch=1)
-    plain = generated(model, inputs, prompt_lookup_num_tokens=3)
+    plain = generate(model, inputs, prompt_lookup_num_tokens=3)
     with regard.watch(model) as recording:
-        assert torch.equal(generated(model, inputs, prompt_lookup_num_tokens=3), plain)
+        assert torch.equal(generate(model, inputs, prompt_lookup_num_tokens=3), plain)
     for layer in (layer for layer in recording if "encoder.layers" not in layer):
-        with pytest.raises(ArgumentError, match="speculative decoding, which takes back tokens") as error:
+        with pytest.raises(
+            ArgumentError, match="speculative decoding, which discards proposed tokens"
+        ) as error:
             recording[layer]
         assert "Run the model once" in error.value.hint
-    for ask in (
+    for method in (
         recording.heads,
         recording.diagnose,
         lambda: recording.find(1, 0),
         lambda: recording.rollout(1),
     ):
-        with pytest.raises(ArgumentError, match="takes back tokens"):
-            ask()
+        with pytest.raises(ArgumentError, match="discards proposed tokens"):
+            method()
 
 
 def test_two_passes_are_two_calls():
@@ -185,8 +187,8 @@ def test_two_passes_are_two_calls():
     assert torch.equal(first.matrix.to_dense(), second.matrix.to_dense())
 
 
-def test_the_same_keys_again_are_no_cache():
-    """Keys that were computed again, equal but not the same: nothing says that the rows go on."""
+def test_equal_keys_are_not_a_cache():
+    """Keys that were computed again are equal, but not the same tensor, so the rows are not joined."""
 
     class Attention(torch.nn.Module):
         def forward(self, query, key):
@@ -197,7 +199,7 @@ def test_the_same_keys_again_are_no_cache():
         layer(torch.randn(1, 2, 3, 8), key.clone())
         layer(torch.randn(1, 2, 1, 8), key.clone())
     assert [call.shape[-2:] for call in recording.calls("")] == [(3, 11), (1, 11)]
-    with regard.watch(layer) as recording:  # one and the same: queries of one decoder over one encoder
+    with regard.watch(layer) as recording:  # the same tensor: queries of one decoder over one encoder
         layer(torch.randn(1, 2, 3, 8), key)
         layer(torch.randn(1, 2, 1, 8), key)
     assert recording[""].shape == (1, 2, 4, 11)

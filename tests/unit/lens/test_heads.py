@@ -1,4 +1,4 @@
-"""`recording.heads`: every measure against its definition on the dense matrix, and heads that are what they are."""
+"""`Recording.heads`: every measure compared with its definition on the dense matrix, and heads of known kinds."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def watched(model, *args, **kwargs):
     return recording
 
 
-def by_definition(A, real, tokens, windows):
-    """Every measure of one head over the batch, from dense weights (batch, n, n) and which tokens are real."""
+def measure_by_definition(A, real, tokens, windows):
+    """Compute every measure of one head from dense weights (batch, n, n); `real` is False for padding."""
     sums = {name: [] for name in ("entropy", "first", "previous", "distance", "duplicate", "induction")}
     sums |= {f"within_{w}": [] for w in windows}
     heavy = [0.0, 0.0]
@@ -75,10 +75,10 @@ def by_definition(A, real, tokens, windows):
 
 @pytest.mark.parametrize("make", [gpt2, bert, llama])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_every_measure_is_its_definition(make, side, small_tiles):
+def test_every_measure_equals_its_definition(make, side, small_tiles):
     torch.manual_seed(1)
     ids = torch.randint(1, 9, (2, 21))
-    ids[1, :11] = ids[0, :11]  # the same beginning, and other copies after it
+    ids[1, :11] = ids[0, :11]  # a common prefix, then different copies
     real = torch.ones(2, 21, dtype=torch.long)
     if side != "none":
         real[1, slice(0, 5) if side == "left" else slice(16, 21)] = 0
@@ -89,7 +89,7 @@ def test_every_measure_is_its_definition(make, side, small_tiles):
     assert len(table) == sum(A.shape[1] for A in recording.values())
     for row in table:
         A = recording[row["module"]].to_dense()[:, row["head"]].double().numpy()
-        expected = by_definition(A, real.bool().numpy(), ids.tolist(), [3, 7])
+        expected = measure_by_definition(A, real.bool().numpy(), ids.tolist(), [3, 7])
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
@@ -101,22 +101,22 @@ def small_tiles():
         yield
 
 
-class Made(torch.nn.Module):
-    """One head that is given its queries and keys."""
+class OneHead(torch.nn.Module):
+    """One head that is passed its queries and keys."""
 
     def forward(self, query, key, is_causal=True):
         return torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=is_causal)
 
 
 def record_head(query, key, **options):
-    model = Made()
+    model = OneHead()
     with regard.watch(model) as recording:
         model(query[None, None], key[None, None], **options)
     return recording
 
 
-def test_heads_made_by_hand_are_what_they_are():
-    """A head that looks one back scores 1 as previous token, one that looks at copies as duplicate, and so on."""
+def test_heads_of_known_kinds():
+    """A head that attends to the previous token scores 1 as `previous`, one that attends to copies as `duplicate`."""
     s = 12
     ids = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:s].repeat(2)
     at, n = torch.eye(2 * s), 2 * s
@@ -124,11 +124,11 @@ def test_heads_made_by_hand_are_what_they_are():
     sharp = 1e3
     back = record_head(sharp * at.roll(1, 0), at).heads(ids)
     assert back[0]["previous"] == pytest.approx(1, abs=1e-6)
-    # On repeated random tokens: offset s, and offset s − 1. The token itself is hidden from the duplicate head.
+    # On repeated random tokens: offset s, and offset s − 1. The duplicate head masks the token itself.
     later = torch.arange(n) >= s
     copy = torch.where(later[:, None], at.roll(s, 0), at)
     assert record_head(sharp * copy, at).heads(ids)[0]["duplicate"] == pytest.approx(1, abs=1e-6)
-    after = torch.cat([torch.zeros(1, 20), tokens[:-1]])  # each key carries the token before it
+    after = torch.cat([torch.zeros(1, 20), tokens[:-1]])  # each key holds the token before it
     found = record_head(sharp * tokens, after).heads(ids)[0]
     assert found["induction"] == pytest.approx(1, abs=1e-6)
     assert found["duplicate"] < 1e-6 and found["previous"] < 0.1
@@ -155,12 +155,12 @@ def test_cross_attention_has_no_positions_and_tokens_may_fit_some_layers():
     assert not any(np.isnan(row["induction"]) for row in table if row not in across)
 
 
-def test_keys_of_another_length_that_the_first_row_sees_are_another_sequence():
+def test_keys_of_another_length_that_the_first_row_attends_to_are_another_sequence():
     row = record_head(torch.randn(3, 4), torch.randn(9, 4), is_causal=False).heads()[0]
     assert np.isnan([row["previous"], row["distance"]]).all() and not np.isnan(row["first"])
 
 
-def test_generated_tokens_are_rows_and_the_last_one_was_never_read():
+def test_generated_tokens_are_rows_except_the_last():
     model = llama()
     prompt = torch.randint(1, 50, (1, 6), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), regard.watch(model) as steps:
@@ -171,26 +171,26 @@ def test_generated_tokens_are_rows_and_the_last_one_was_never_read():
             assert step[name] == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
 
 
-def test_tokens_that_fit_nothing_are_refused():
+def test_tokens_that_fit_no_layer_are_rejected():
     recording = watched(gpt2(), torch.ones(1, 6, dtype=torch.long))
     with pytest.raises(ArgumentError, match=r"recording\.heads: received 3 tokens .* as a layer has keys: 6"):
         recording.heads([1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="convert_ids_to_tokens"):
         recording.heads("a text")
-    with regard.watch(gpt2(), keep="measures") as kept:
+    with regard.watch(gpt2(), measures="default") as measured:
         pass
-    assert kept.heads() == []
+    assert measured.heads() == []
 
 
-def test_measured_layers_say_what_to_do():
+def test_a_recording_of_measures_raises_with_a_hint():
     model = gpt2()
-    with torch.no_grad(), regard.watch(model, keep="measures") as recording:
+    with torch.no_grad(), regard.watch(model, measures="default") as recording:
         model(torch.ones(1, 6, dtype=torch.long))
-    with pytest.raises(ArgumentError, match=r"measured; or watch again with keep=\"qk\""):
+    with pytest.raises(ArgumentError, match=r"\[0\]\.measures\. Or call regard\.watch without measures"):
         recording.heads()
 
 
-def test_the_table_is_plain():
+def test_the_table_holds_plain_values():
     table = watched(gpt2(1), torch.ones(1, 6, dtype=torch.long)).heads()
     assert isinstance(table, list) and all(type(row) is dict for row in table)
     assert {type(value) for row in table for value in row.values()} == {str, int, float}
@@ -213,7 +213,7 @@ def test_sorting_and_filtering_leave_the_table_as_it_was():
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
-def test_data_frames_take_the_table(library):
+def test_data_frames_accept_the_table(library):
     frames = pytest.importorskip(library)
     table = watched(gpt2(), torch.ones(1, 6, dtype=torch.long)).heads()
     frame = frames.DataFrame(table)
@@ -222,7 +222,7 @@ def test_data_frames_take_the_table(library):
 
 
 def test_the_induction_head_of_the_trained_model_is_found():
-    """The repository's own model was trained to repeat; the head that does it stands out by `induction` alone."""
+    """The repository's own model was trained to repeat; `induction` identifies the head that does."""
     from examples.induction.model import load
 
     tokens = torch.randint(128, (4, 25), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
@@ -230,13 +230,11 @@ def test_the_induction_head_of_the_trained_model_is_found():
     assert table[0]["layer"] == 1 and table[0]["induction"] > 0.5
     before = table.filter(layer=0)
     assert before[0]["induction"] < 0.2
-    assert (
-        before.sort("previous")[0]["previous"] > 0.5
-    )  # what the induction head reads was put there by this one
+    assert before.sort("previous")[0]["previous"] > 0.5  # the induction head reads its output
 
 
-def test_layers_of_regard_nn_are_watched():
-    """The same numbers as the matrix the layer hands out, and the same output; with a cache, the steps joined."""
+def test_layers_of_regard_nn_are_captured():
+    """Matrix and output equal the layer's own; with a cache, the steps are joined."""
     torch.manual_seed(0)
     layer = regard.nn.MultiheadAttention(16, 4, num_kv_heads=2, rope="half").eval()
     x = torch.randn(2, 9, 16)
@@ -255,7 +253,7 @@ def test_layers_of_regard_nn_are_watched():
     (call,) = recording.calls("")
     torch.testing.assert_close(call.matrix.to_dense(), A.to_dense())
     mixed = (call.matrix @ call.value).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer.out_proj(mixed), plain)  # the value is the layer's own
+    torch.testing.assert_close(layer.out_proj(mixed), plain)  # the recorded value is the layer's own
     assert call.mask == regard.causal() & padding
     torch.testing.assert_close(steps[""].to_dense(), whole.to_dense())
     torch.testing.assert_close(alone[""].to_dense(), whole.to_dense())

@@ -1,4 +1,4 @@
-"""Masks and biases of q_len × kv_len that come back as what they are; and what nothing shorter says, as it is."""
+"""Recognise masks and biases of q_len × kv_len by name; store as arrays those that intervals cannot express."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import causal, document, first, padding, prefix, relative_bias, sliding_window  # noqa: E402
-from regard.lens.capture import mask_recognition as _recognise  # noqa: E402
-from regard.lens.capture.mask_recognition import read  # noqa: E402
+from regard.lens.capture import mask_recognition  # noqa: E402
+from regard.lens.capture.mask_recognition import recognise_mask  # noqa: E402
 
 
 @pytest.fixture(params=[1 << 22, 20], ids=["whole", "in chunks"], autouse=True)
 def chunk(request, monkeypatch):
-    monkeypatch.setattr(_recognise, "CHUNK", request.param)
+    monkeypatch.setattr(mask_recognition, "CHUNK", request.param)
 
 
 NAMED = [
@@ -41,23 +41,25 @@ NAMED = [
 ]
 
 
-def rules_of(mask: torch.Tensor, **options):
-    return read(mask, is_causal=False, q_len=mask.shape[-2], kv_len=mask.shape[-1], lead=(2, 4), **options)
+def recognise(mask: torch.Tensor, **options):
+    return recognise_mask(
+        mask, is_causal=False, q_len=mask.shape[-2], kv_len=mask.shape[-1], lead=(2, 4), **options
+    )
 
 
-@pytest.mark.parametrize(("mask", "shape"), NAMED, ids=lambda each: repr(each))
-@pytest.mark.parametrize("hidden", [None, -torch.inf, torch.finfo(torch.float32).min])
-def test_named_masks_come_back(mask, shape, hidden):
+@pytest.mark.parametrize(("mask", "shape"), NAMED, ids=repr)
+@pytest.mark.parametrize("masked", [None, -torch.inf, torch.finfo(torch.float32).min])
+def test_named_masks_are_recognised(mask, shape, masked):
     allowed = torch.tensor(mask.to_dense(*shape))
-    given = allowed if hidden is None else torch.where(allowed, 0.0, hidden)
-    rules = rules_of(given)
-    found = rules.mask(*shape[-2:])
-    assert rules.nbytes == 0
+    given = allowed if masked is None else torch.where(allowed, 0.0, masked)
+    compact = recognise(given)
+    found = compact.mask(*shape[-2:])
+    assert compact.nbytes == 0
     live = allowed.any(-1)
-    if hidden in (None, -torch.inf) or live.all():
+    if masked in (None, -torch.inf) or live.all():
         assert np.array_equal(found.to_dense(*shape), allowed)
         assert found == mask
-    else:  # the lowest number hides nothing in a row where it is everywhere
+    else:  # a row that consists of the lowest number has equal weights
         assert np.array_equal(found.to_dense(*shape), allowed | ~live[..., None])
 
 
@@ -66,52 +68,54 @@ def test_named_masks_come_back(mask, shape, hidden):
     [document([0, 0, 1, 1, 1, 2]) & causal(), prefix(3), document([0, 0, 1, 1, 1, 2]), first(2)],
     ids=repr,
 )
-def test_other_runs_of_keys_are_held_as_their_ends(mask):
+def test_other_intervals_are_stored_as_intervals(mask):
     allowed = torch.tensor(mask.to_dense(6, 6))
-    rules = rules_of(allowed)
-    found = rules.mask(6, 6)
-    assert rules.nbytes == 0 and np.array_equal(found.to_dense(6, 6), allowed)
+    compact = recognise(allowed)
+    found = compact.mask(6, 6)
+    assert compact.nbytes == 0 and np.array_equal(found.to_dense(6, 6), allowed)
     for rows in (range(0, 2), range(2, 6)):
         for columns in (range(0, 3), range(3, 6)):
             block = allowed[rows.start : rows.stop, columns.start : columns.stop]
-            told = found.classify(rows, columns, shape=(6, 6))
-            assert told in ("partial", "full" if block.all() else "empty" if not block.any() else "partial")
+            kind = found.classify(rows, columns, shape=(6, 6))
+            assert kind in ("partial", "full" if block.all() else "empty" if not block.any() else "partial")
 
 
-def test_padding_with_holes_is_held_as_keys():
+def test_padding_with_holes_is_stored_as_keys():
     real = torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]]).bool()
     allowed = torch.tensor(causal().to_dense(6, 6)) & real[:, None, None, :]
-    rules = rules_of(allowed)
-    assert rules.nbytes == 0 and rules.keys is not None
-    assert np.array_equal(rules.mask(6, 6).to_dense(2, 1, 6, 6), allowed)
+    compact = recognise(allowed)
+    assert compact.nbytes == 0 and compact.visible_keys is not None
+    assert np.array_equal(compact.mask(6, 6).to_dense(2, 1, 6, 6), allowed)
 
 
-def test_a_window_for_each_head_is_held_as_ends():
+def test_a_window_for_each_head_is_stored_as_intervals():
     allowed = torch.tensor(sliding_window(np.array([2, 4])).to_dense(2, 9, 9))
-    rules = read(allowed, is_causal=False, q_len=9, kv_len=9, lead=(2,))
-    assert rules.nbytes == 0 and np.array_equal(rules.mask(9, 9).to_dense(2, 9, 9), allowed)
+    compact = recognise_mask(allowed, is_causal=False, q_len=9, kv_len=9, lead=(2,))
+    assert compact.nbytes == 0 and np.array_equal(compact.mask(9, 9).to_dense(2, 9, 9), allowed)
 
 
-def test_what_nothing_shorter_says_is_kept_and_counted():
+def test_other_masks_and_biases_are_stored_and_counted():
     allowed = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) > 0.4
-    rules = rules_of(allowed)
-    assert rules.nbytes == 36 and torch.equal(rules.kept, allowed)
+    compact = recognise(allowed)
+    assert compact.nbytes == 36 and torch.equal(compact.dense_mask, allowed)
     added = torch.randn(4, 6, 6)
-    assert rules_of(added).nbytes == added.nbytes
-    assert rules_of(added).added.array.data_ptr() == added.data_ptr()
+    assert recognise(added).nbytes == added.nbytes
+    assert recognise(added).bias.array.data_ptr() == added.data_ptr()
 
 
-def test_a_bias_is_told_by_its_table_or_not_at_all():
+def test_a_relative_bias_is_recognised_by_its_table():
     table = torch.randn(8, 4)
     bias = relative_bias(table, bidirectional=False, max_distance=12, align="lower_right")
     frame = regard.frame.Frame((4,), 7, 7)
-    added = bias.additive_bias(frame, np.arange(7), np.arange(7), _recognise._Xp("cpu"), torch.float32)
+    added = bias.additive_bias(
+        frame, np.arange(7), np.arange(7), mask_recognition.BiasNamespace("cpu"), torch.float32
+    )
     lowest = torch.finfo(torch.float32).min
     masked = torch.where(torch.tensor(causal().to_dense(7, 7)), added, lowest)[None]
     other = relative_bias(table * 2, bidirectional=False, max_distance=12, align="lower_right")
-    rules = rules_of(masked, biases=[other, bias])
-    assert rules.added is bias and rules.mask(7, 7) == causal() and rules.nbytes == 0
-    assert rules_of(masked, biases=[other]).nbytes == masked.nbytes
+    compact = recognise(masked, biases=[other, bias])
+    assert compact.bias is bias and compact.mask(7, 7) == causal() and compact.nbytes == 0
+    assert recognise(masked, biases=[other]).nbytes == masked.nbytes
 
 
 class Masked(nn.Module):
@@ -120,12 +124,14 @@ class Masked(nn.Module):
         self.project = nn.Linear(16, 48)
 
     def forward(self, x, mask):
-        query, key, value = (e.unflatten(-1, (4, -1)).transpose(1, 2) for e in self.project(x).chunk(3, -1))
+        query, key, value = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
+        )
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["dense", "bias", "holes", "empty rows", "lowest rows", "learnt"])
-def test_weights_are_those_of_the_mask_as_it_was_passed(kind):
+def test_weights_are_those_of_the_mask_that_was_passed(kind):
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(2, 6, 16)
     mask = torch.rand(2, 1, 6, 6) > 0.3
@@ -140,28 +146,31 @@ def test_weights_are_those_of_the_mask_as_it_was_passed(kind):
     plain = model(x, mask)
     with regard.watch(model) as recording:
         assert torch.equal(model(x, mask), plain)
-    query, key, value = (e.unflatten(-1, (4, -1)).transpose(1, 2) for e in model.project(x).chunk(3, -1))
+    query, key, value = (
+        part.unflatten(-1, (4, -1)).transpose(1, 2) for part in model.project(x).chunk(3, -1)
+    )
     added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
     weights = (query @ key.mT / 2 + added).softmax(-1).nan_to_num()
     A = recording[""]
     torch.testing.assert_close(A.to_dense(), weights.detach())
     torch.testing.assert_close(A @ value.detach(), plain.detach())
-    lowest = kind == "lowest rows"  # whose lse counts from 0 in a dead row, not from the lowest number
+    lowest = kind == "lowest rows"  # its lse counts from 0 in a fully masked row, not from the lowest number
     scores = torch.where(added > -1e38, query @ key.mT / 2 + added, 0.0 if lowest else -torch.inf)
     dead = ~(added > -1e38).any(-1, keepdim=True)
     scores = torch.where((added > -1e38) | (dead & lowest), scores, -torch.inf)
     torch.testing.assert_close(A.lse, scores.logsumexp(-1).detach())
     torch.testing.assert_close(A.entropy().float(), torch.special.entr(weights).sum(-1).detach())
     (call,) = recording.calls("")
-    held = [each.nbytes for each in (call.query, call.key, call.lse) if each is not None]
-    assert recording.nbytes == sum(held) + recording._kept()
-    assert (recording._kept() > 0) is (kind in ("dense", "bias", "learnt"))
+    held = [tensor.nbytes for tensor in (call.query, call.key, call.lse) if tensor is not None]
+    assert recording.nbytes == sum(held) + recording._mask_nbytes()
+    assert (recording._mask_nbytes() > 0) is (kind in ("dense", "bias", "learnt"))
 
 
-def test_a_mask_that_layers_share_is_read_and_counted_once(monkeypatch):
+def test_a_mask_that_layers_share_is_recognised_and_counted_once(monkeypatch):
     times = []
     monkeypatch.setattr(
-        "regard.lens.capture.record.read", lambda *args, **kwargs: (times.append(1), read(*args, **kwargs))[1]
+        "regard.lens.capture.record.recognise_mask",
+        lambda *args, **kwargs: (times.append(1), recognise_mask(*args, **kwargs))[1],
     )
     layers = nn.ModuleList([Masked() for _ in range(3)])
     mask = torch.rand(2, 1, 6, 6) > 0.3
@@ -169,16 +178,16 @@ def test_a_mask_that_layers_share_is_read_and_counted_once(monkeypatch):
         for layer in layers:
             layer(torch.randn(2, 6, 16), mask)
     assert len(times) == 1 and len(recording) == 3
-    assert recording._kept() == mask.nbytes
+    assert recording._mask_nbytes() == mask.nbytes
 
 
-def test_keys_repeated_by_hand_are_held_once():
+def test_repeated_keys_are_stored_once():
     class Grouped(Masked):
         def forward(self, x, mask):
             query, key, value = (
-                e.unflatten(-1, (4, -1)).transpose(1, 2) for e in self.project(x).chunk(3, -1)
+                part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
             )
-            key, value = (e[:, :2].repeat_interleave(2, 1) for e in (key, value))
+            key, value = (part[:, :2].repeat_interleave(2, 1) for part in (key, value))
             return F.scaled_dot_product_attention(query, key, value)
 
     model, x = Grouped(), torch.randn(2, 6, 16)
@@ -187,11 +196,11 @@ def test_keys_repeated_by_hand_are_held_once():
     assert recording.calls("")[0].key.shape == (2, 2, 6, 4) and recording[""].shape == (2, 4, 6, 6)
 
 
-def test_heads_that_are_alike_at_the_ends_only_are_held_each():
+def test_heads_that_are_equal_at_the_ends_only_are_all_stored():
     class Nearly(Masked):
         def forward(self, x, mask):
             query, key, value = (
-                e.unflatten(-1, (4, -1)).transpose(1, 2) for e in self.project(x).chunk(3, -1)
+                part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
             )
             key = key.clone()
             key[:, :, [0, -1]] = key[:, :1, [0, -1]]
@@ -203,22 +212,22 @@ def test_heads_that_are_alike_at_the_ends_only_are_held_each():
     assert recording.calls("")[0].key.shape == (2, 4, 6, 4)
 
 
-def test_steps_under_a_mask_that_had_to_be_kept_are_not_joined():
+def test_steps_with_a_stored_mask_are_not_joined():
     class Attention(nn.Module):
         def forward(self, query, key, mask):
             return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
 
     layer, tokens = Attention(), torch.randn(1, 2, 7, 8)
-    kept = torch.tensor([[1, 0, 1, 0, 1, 0], [1, 1, 0, 1, 0, 1]] * 3).bool()
+    irregular = torch.tensor([[1, 0, 1, 0, 1, 0], [1, 1, 0, 1, 0, 1]] * 3).bool()
     with regard.watch(layer) as recording:
-        layer(tokens[:, :, :6], tokens[:, :, :6], kept)
+        layer(tokens[:, :, :6], tokens[:, :, :6], irregular)
         layer(tokens[:, :, 6:], tokens, torch.ones(1, 7, dtype=torch.bool))
-    with pytest.raises(regard.ArgumentError, match="2 calls whose masks had to be kept"):
+    with pytest.raises(regard.ArgumentError, match="2 calls whose masks are stored as arrays"):
         recording[""]
     assert [call.shape[-2:] for call in recording.calls("")] == [(6, 6), (1, 7)]
 
 
-def test_a_mask_that_was_written_into_is_read_again():
+def test_an_overwritten_mask_is_recognised_again():
     layers = nn.ModuleList([Masked(), Masked()])
     mask = torch.tensor(causal().to_dense(6, 6))
     with torch.no_grad(), regard.watch(layers) as recording:

@@ -1,4 +1,4 @@
-"""The lens on plain PyTorch: what it tells, what it leaves behind (nothing), and what it refuses."""
+"""`regard.watch` on plain PyTorch: what it records, what it restores, and what it rejects."""
 
 from __future__ import annotations
 
@@ -15,19 +15,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier  # noqa: E402
 
 import regard  # noqa: E402
-from regard import (  # noqa: E402
-    ArgumentError,
-    ArgumentTypeError,
-    NotCapturedError,
-    causal,
-    padding,
-)
-from regard.lens.capture import patching as _patch  # noqa: E402
-from regard.lens.capture import wrappers as _capture  # noqa: E402
+from regard import ArgumentError, ArgumentTypeError, NotCapturedError, causal, padding  # noqa: E402
+from regard.lens.capture import patching, wrappers  # noqa: E402
 
 
 class Block(nn.Module):
-    """Causal attention over a shared projection, by the function that it is given."""
+    """Causal attention over a shared projection; `how` says how the function is looked up."""
 
     def __init__(self, width: int = 32, heads: int = 4, how: str = "attribute") -> None:
         super().__init__()
@@ -40,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         query, key, value = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
         )
         attend = F.scaled_dot_product_attention if self.how == "attribute" else imported_earlier
         return self.out(attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
@@ -54,51 +47,51 @@ def stack(**options) -> nn.Module:
 X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
 
 
-def names() -> list[object]:
-    """Everything that a watch may touch."""
-    held = [
+def list_functions() -> list[object]:
+    """List every function that a watch may patch."""
+    functions = [
         F.scaled_dot_product_attention,
         F.multi_head_attention_forward,
         torch._native_multi_head_attention,
     ]
-    return [*held, torch._transformer_encoder_layer_fwd, imported_earlier]
+    return [*functions, torch._transformer_encoder_layer_fwd, imported_earlier]
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    before = names()
+def check_nothing_stays_patched():
+    before = list_functions()
     yield
-    assert all(a is b for a, b in zip(before, names(), strict=True))
-    assert not _capture.owners and not list(_patch.wrapped_names())
+    assert all(a is b for a, b in zip(before, list_functions(), strict=True))
+    assert not wrappers.watchers and not patching.list_patches()
 
 
-def hooks(model: nn.Module) -> int:
+def count_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-# -- What is told -----------------------------------------------------------------------------------------
+# -- Recorded matrices ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["attribute", "imported"])
-def test_a_model_of_ones_own(how):
+def test_a_hand_written_model(how):
     model = stack(how=how)
     plain = model(X)
     with regard.watch(model) as recording:
         assert torch.equal(model(X), plain)
     assert list(recording) == ["0", "1"] and len(recording) == 2 and "0" in recording and "2" not in recording
-    query, key = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in model[0].qkv(X).chunk(3, -1)[:2])
+    query, key = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in model[0].qkv(X).chunk(3, -1)[:2])
     scores = query @ key.mT / 8**0.5 + torch.full((7, 7), -torch.inf).triu(1)
     torch.testing.assert_close(recording["0"].to_dense(), scores.softmax(-1).detach())
     assert recording["0"].mask == causal()
     call = recording.calls("0")[0]
-    assert (call.layer, call.kernel, call.is_causal) == ("Block", "torch: flash on CPU", True)
+    assert (call.layer_class, call.kernel, call.is_causal) == ("Block", "torch: flash on CPU", True)
     torch.testing.assert_close(call.lse, scores.logsumexp(-1).detach())
     # References, not copies: the keys are where the projection wrote them.
     assert call.query.untyped_storage().data_ptr() == call.key.untyped_storage().data_ptr()
 
 
 class Biased(nn.Module):
-    """Attention with torch's mask that is one in name only; unlike a tensor it looks for the function by its name."""
+    """Attention with torch's causal bias, a mask without data that looks up the function by its name."""
 
     def forward(self, query, key, bias):
         before = F.scaled_dot_product_attention(query, key, key, bias)
@@ -110,7 +103,7 @@ def test_a_causal_bias_of_torch(corner):
     query, key = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 8))
     model, bias = Biased(), corner(3, 8)
     expected = model(query, key, bias)
-    with regard.watch(nn.Linear(2, 2)):  # somebody else's
+    with regard.watch(nn.Linear(2, 2)):  # another model
         assert torch.equal(2 * F.scaled_dot_product_attention(query, key, key, bias), expected)
     with regard.watch(model) as recording:
         assert torch.equal(model(query, key, bias), expected)
@@ -121,7 +114,7 @@ def test_a_causal_bias_of_torch(corner):
     assert len(recording.calls("")) == 2
 
 
-def test_gradients_are_what_they_were():
+def test_gradients_do_not_change():
     plain, watched = stack(), stack()
     plain(X).square().sum().backward()
     with regard.watch(watched) as recording:
@@ -144,12 +137,12 @@ def test_multihead_attention_by_every_path(training, need_weights, grad, masks):
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(32, 4, batch_first=True).train(training)
     with torch.set_grad_enabled(grad):
-        plain, told = layer(X, X, X, need_weights=need_weights, average_attn_weights=False, **masks)
+        plain, weights = layer(X, X, X, need_weights=need_weights, average_attn_weights=False, **masks)
         with regard.watch(layer) as recording:
             output, _ = layer(X, X, X, need_weights=need_weights, average_attn_weights=False, **masks)
         assert torch.equal(output, plain)
-        told = told if need_weights else layer(X, X, X, average_attn_weights=False, **masks)[1]
-    torch.testing.assert_close(recording[""].to_dense(), told.detach())
+        weights = weights if need_weights else layer(X, X, X, average_attn_weights=False, **masks)[1]
+    torch.testing.assert_close(recording[""].to_dense(), weights.detach())
     expected = {"key_padding_mask": padding([7, 5]), "attn_mask": causal()}
     assert recording[""].mask == (expected[next(iter(masks))] if masks else None)
 
@@ -157,8 +150,8 @@ def test_multihead_attention_by_every_path(training, need_weights, grad, masks):
 def test_weights_averaged_over_heads_are_those_of_each_head():
     layer = nn.MultiheadAttention(32, 4, batch_first=True)
     with regard.watch(layer) as recording:
-        _, told = layer(X, X[:, :3], X[:, :3])
-    torch.testing.assert_close(recording[""].to_dense().mean(1), told.detach())
+        _, weights = layer(X, X[:, :3], X[:, :3])
+    torch.testing.assert_close(recording[""].to_dense().mean(1), weights.detach())
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -190,13 +183,13 @@ def test_the_transformer_encoder_and_its_fast_path(norm_first, training, options
     given = {"attn_mask": options.get("mask"), "key_padding_mask": options.get("src_key_padding_mask")}
     if given["attn_mask"] is not None and given["key_padding_mask"] is not None:
         given["attn_mask"] = given["attn_mask"].bool()
-    _, told = first.self_attn(x, x, x, average_attn_weights=False, **given)
-    torch.testing.assert_close(recording["layers.0.self_attn"].to_dense(), told.detach())
+    _, weights = first.self_attn(x, x, x, average_attn_weights=False, **given)
+    torch.testing.assert_close(recording["layers.0.self_attn"].to_dense(), weights.detach())
     assert recording["layers.0.self_attn"].mask == mask
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused():
+def test_nested_tensors_are_rejected():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
     with (
@@ -208,7 +201,7 @@ def test_nested_tensors_are_refused():
     assert "enable_nested_tensor=False" in error.value.hint
 
 
-def test_a_layer_that_does_its_own_softmax_is_refused():
+def test_a_layer_that_computes_its_own_softmax_is_rejected():
     class SelfAttention(Block):
         def forward(self, x):
             query, key, value = self.qkv(x).chunk(3, -1)
@@ -217,7 +210,8 @@ def test_a_layer_that_does_its_own_softmax_is_refused():
     model = nn.Sequential(SelfAttention(), Block())
     with (
         pytest.raises(
-            NotCapturedError, match="'0' gave nothing: SelfAttention computes its weights by itself"
+            NotCapturedError,
+            match="'0' was not captured: SelfAttention computes its weights without calling a watched function",
         ),
         regard.watch(model),
     ):
@@ -227,15 +221,17 @@ def test_a_layer_that_does_its_own_softmax_is_refused():
     assert list(recording) == ["1"]
 
 
-def test_unread_attention_without_a_telling_name_is_refused_where_it_is_all_there_is():
+def test_a_model_without_any_captured_attention_is_rejected():
     with (
-        pytest.raises(NotCapturedError, match="gave nothing: no attention of Sequential"),
+        pytest.raises(
+            NotCapturedError, match="was not captured: Sequential called no watched attention function"
+        ),
         regard.watch(model := nn.Sequential(nn.Linear(32, 4))),
     ):
         model(X)
 
 
-# -- What is kept -----------------------------------------------------------------------------------------
+# -- Options ----------------------------------------------------------------------------------------------
 
 
 def test_layers_are_names_or_patterns():
@@ -253,7 +249,7 @@ def test_layers_are_names_or_patterns():
         regard.watch(model, layers=["a", "c"])
 
 
-def test_moved_copied_and_with_values():
+def test_device_dtype_copy_and_values():
     model = stack()
     with regard.watch(model, dtype=torch.float16, values=True) as recording:
         model(X)
@@ -273,19 +269,19 @@ def test_measures_instead_of_queries_and_keys():
     model = stack()
     with regard.watch(model) as exact:
         model(X)
-    with regard.watch(model, keep="measures", measures={"spread": regard.Spread()}) as recording:
+    with regard.watch(model, measures={"spread": regard.Spread()}) as recording:
         model(X)
     call = recording.calls("0")[0]
     assert call.query is None and call.key is None and call.shape == (2, 4, 7, 7)
-    torch.testing.assert_close(call.measured["spread"], exact["0"].measure(spread=regard.Spread()).spread)
-    with pytest.raises(ArgumentError, match='keep="measures", which kept spread'):
+    torch.testing.assert_close(call.measures["spread"], exact["0"].measure(spread=regard.Spread()).spread)
+    with pytest.raises(ArgumentError, match="a recording with measures only: spread"):
         recording["0"]
-    with regard.watch(model, keep="measures") as recording:
+    with regard.watch(model, measures="default") as recording:
         model(X)
-    assert set(recording.calls("1")[0].measured) == {"entropy", "first", "distance"}
+    assert set(recording.calls("1")[0].measures) == {"entropy", "first", "distance"}
 
 
-def test_what_was_written_over_is_not_told():
+def test_an_overwritten_key_raises():
     class Careless(Block):
         def forward(self, x):
             key = self.qkv(x).unflatten(-1, (3, 4, 8))[:, :, 0].transpose(1, 2).clone()
@@ -296,7 +292,7 @@ def test_what_was_written_over_is_not_told():
     model = Careless()
     with torch.no_grad(), regard.watch(model) as recording:
         model(X)
-    with pytest.raises(ArgumentError, match="wrote over after it was seen") as error:
+    with pytest.raises(ArgumentError, match="overwrote after the call") as error:
         recording[""]
     assert "copy=True" in error.value.hint
     with torch.no_grad(), regard.watch(model, copy=True) as recording:
@@ -304,10 +300,10 @@ def test_what_was_written_over_is_not_told():
     assert recording[""].scores[0, 0, 0].any()
 
 
-def test_wrong_names_are_told_with_near_ones():
+def test_wrong_names_raise_with_a_similar_one():
     model = stack()
     with regard.watch(model) as recording:
-        with pytest.raises(NotCapturedError, match="nothing seen so far"):
+        with pytest.raises(NotCapturedError, match="an empty recording"):
             recording["0"]
         model(X)
     with pytest.raises(NotCapturedError, match="one of 2, such as '0'"):
@@ -318,7 +314,7 @@ def test_wrong_names_are_told_with_near_ones():
     assert repr(recording).splitlines()[1] == "  0: (batch 2, heads 4, q_len 7, kv_len 7)"
 
 
-# -- What is left behind: nothing -------------------------------------------------------------------------
+# -- Restored ---------------------------------------------------------------------------------------------
 
 
 def test_nested_repeated_and_in_any_order():
@@ -333,26 +329,26 @@ def test_nested_repeated_and_in_any_order():
     other(X)
     c.__exit__(None, None, None)
     b.__exit__(None, None, None)
-    assert [len(s.calls("0")) for s in (recording_a, recording_b, recording_c)] == [1, 2, 1]
+    assert [len(recording.calls("0")) for recording in (recording_a, recording_b, recording_c)] == [1, 2, 1]
     with regard.watch(model) as again:
         model(X)
-    assert len(again.calls("0")) == 1 and hooks(model) == hooks(other) == 0
+    assert len(again.calls("0")) == 1 and count_hooks(model) == count_hooks(other) == 0
     with a, pytest.raises(ArgumentError, match="entered already"), a:
         pass
 
 
-def test_an_exception_passes_and_leaves_nothing():
+def test_an_exception_passes_and_everything_is_restored():
     model = stack()
     with pytest.raises(RuntimeError), regard.watch(model):
         model(X[..., :3])
-    assert hooks(model) == 0
+    assert count_hooks(model) == 0
     model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), regard.watch(model) as recording:
         model(X)
-    assert len(recording) == 2 and hooks(model) == 1
+    assert len(recording) == 2 and count_hooks(model) == 1
 
 
-def test_who_wrapped_the_name_meanwhile_keeps_it():
+def test_a_function_that_the_user_patched_stays():
     model, calls = stack(), []
     original = F.scaled_dot_product_attention
 
@@ -369,7 +365,7 @@ def test_who_wrapped_the_name_meanwhile_keeps_it():
         F.scaled_dot_product_attention = original
 
 
-def test_threads_are_told_apart():
+def test_threads_are_kept_apart():
     watched, other = stack(), stack()
     plain = watched(X)
     outputs, barrier = [], threading.Barrier(4)
@@ -406,13 +402,13 @@ def test_many_cycles_leave_memory_as_it_was(runs):
     cycles(200)
     gc.collect()
     assert len(gc.get_objects()) <= before + 50
-    assert hooks(model) == 0
+    assert count_hooks(model) == 0
 
 
-# -- What is refused --------------------------------------------------------------------------------------
+# -- Rejected ---------------------------------------------------------------------------------------------
 
 
-def test_compiled_models_are_refused():
+def test_compiled_models_are_rejected():
     model = stack()
     with pytest.raises(ArgumentError, match=r"torch\.compile has compiled") as error:
         regard.watch(torch.compile(model, backend="eager"))
@@ -427,7 +423,7 @@ def test_a_compiled_function_around_a_model_breaks_at_each_attention():
     model = stack().requires_grad_(False)
     plain = model(X)
     compiled = torch.compile(lambda x: model(x), backend="eager")
-    compiled(X)  # compiled before anybody watches
+    compiled(X)  # compiled before the watch
     with regard.watch(model) as recording:
         output = compiled(X)
     torch.testing.assert_close(output, plain)
@@ -435,15 +431,19 @@ def test_a_compiled_function_around_a_model_breaks_at_each_attention():
     assert list(recording) == ["0", "1"] and recording.calls("0")[0].query.shape == (2, 4, 7, 8)
 
 
-def test_what_is_no_model_is_refused():
+def test_wrong_arguments_are_rejected():
     with pytest.raises(
-        ArgumentTypeError, match="watch: received the function test_what_is_no_model_is_refused"
+        ArgumentTypeError, match="watch: received the function test_wrong_arguments_are_rejected"
     ):
-        regard.watch(test_what_is_no_model_is_refused)
-    with pytest.raises(ArgumentError, match="keep='all'"):
-        regard.watch(stack(), keep="all")
-    with pytest.raises(ArgumentError, match="with measures"):
-        regard.watch(stack(), measures={"entropy": regard.Entropy()})
+        regard.watch(test_wrong_arguments_are_rejected)
+    with pytest.raises(
+        ArgumentTypeError, match="measures as str 'all'; expected a mapping from names to measures"
+    ):
+        regard.watch(stack(), measures="all")
+    with pytest.raises(ArgumentTypeError, match=r"measures as a Entropy; .* regard\.Entropy\(\)"):
+        regard.watch(stack(), measures=regard.Entropy())
+    with pytest.raises(TypeError, match="keep"):
+        regard.watch(stack(), keep="measures")
 
 
 def test_autocast_and_inference_mode():

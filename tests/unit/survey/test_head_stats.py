@@ -95,7 +95,7 @@ def test_cross_attention_has_no_distances():
 def test_watch_passes_each_call_to_a_function(model):
     with (
         torch.no_grad(),
-        watch(model, keep="measures", measures=lambda call: {"rows": call.shape[-2]}) as recording,
+        watch(model, measures=lambda call: {"rows": call.shape[-2]}) as recording,
     ):
         model(encode("seven b"))
-    assert [recording.calls(name)[0].measured for name in recording] == [{"rows": 7}] * len(recording)
+    assert [recording.calls(name)[0].measures for name in recording] == [{"rows": 7}] * len(recording)

@@ -1,79 +1,96 @@
-"""`recording.diagnose`: what is wrong with the attention that was seen, where, and what to do."""
+"""Run all checks on a recording: `Recording.diagnose`."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from regard.errors import ArgumentError, describe_argument
-from regard.lens.analysis import checks
-from regard.lens.analysis.checks import Layer
-from regard.lens.analysis.find import _stem
+from regard.lens.analysis.call_checks import MASK_CHECKS, SETTING_CHECKS, Check, check_inverted_mask
+from regard.lens.analysis.checked_layer import CheckedLayer
+from regard.lens.analysis.find import stack_name
 from regard.lens.analysis.finding import Finding, Findings
-from regard.lens.analysis.token_rows import fitting, listed
-from regard.lens.call import Call
-from regard.lens.capture.module_hints import Hints
+from regard.lens.analysis.head_checks import check_heads
+from regard.lens.analysis.token_rows import as_token_lists, fit_tokens
+from regard.lens.capture.cache_joining import JoinedCalls
+from regard.lens.capture.call import LayerCall
+from regard.lens.capture.module_hints import ModuleHints
+from regard.lens.capture.record import Uncaptured
 
-# Texts that stand for padding in the vocabularies in use.
-_PADS = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
+# Padding tokens of common vocabularies.
+_PADDING_TOKENS = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 
 
-def diagnose(
-    each: list[tuple[int, str, int, Call]],
-    hints: Hints,
-    runs: dict[str, list[Any]],
-    missed: dict[str, tuple[str, str]],
+def run_checks(
+    layer_calls: Sequence[LayerCall],
+    joined_calls: Mapping[str, list[JoinedCalls]],
+    module_hints: ModuleHints,
+    uncaptured: Mapping[str, Uncaptured],
+    *,
     tokens: Any = None,
     attention_mask: Any = None,
     causal: bool | None = None,
 ) -> Findings:
-    """What `Recording.diagnose` returns."""
-    found: list[Finding] = []
-    real = _real(tokens, attention_mask)
-    layers = [Layer(number, name, which, call, False) for number, name, which, call in each]
-    whole = [layer for layer in layers if layer.call.query is not None and min(layer.shape)]
-    for layer in whole:
-        layer.causal = _is_causal(layer, whole, hints, causal)
-        layer.real = _fit(real, layer, whole)
-    broken, finite = _not_finite(whole)
-    found += broken
-    usual = _usual_scales(whole)
+    """Run the checks of `Recording.diagnose`.
+
+    Args:
+        layer_calls: The calls of the recording.
+        joined_calls: The same by module name, with the steps of each cache.
+        module_hints: Modules that are causal, and the positions that were looked up.
+        uncaptured: Layers that were not captured, by name.
+        tokens: Tokens of the sequence, or None.
+        attention_mask: (batch, n), 1 = token, 0 = padding, or None.
+        causal: Whether layers should be causal; None to infer it.
+
+    Returns:
+        The findings.
+    """
+    findings: list[Finding] = []
+    is_token = _find_tokens(tokens, attention_mask)
+    layers = [CheckedLayer(entry.layer, entry.module, entry.call) for entry in layer_calls]
+    with_weights = [layer for layer in layers if layer.call.query is not None and min(layer.shape)]
+    for layer in with_weights:
+        layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
+        layer.is_token = _fit_to_layer(is_token, layer, with_weights)
+    not_finite, finite = _check_finite(with_weights)
+    findings += not_finite
+    usual_scales = _find_usual_scales(with_weights)
     for layer in layers:
-        found += _all(checks.REST, layer)
-        if layer not in whole:
+        findings += _run(SETTING_CHECKS, layer)
+        if layer not in with_weights:
             continue
-        wrong = checks.inverted(layer)
-        if wrong is not None:
-            found.append(wrong)
+        inverted = check_inverted_mask(layer)
+        if inverted is not None:
+            findings.append(inverted)
         elif layer in finite:
-            found += _all(checks.MASKS, layer)
+            findings += _run(MASK_CHECKS, layer)
         if layer in finite:
-            found += checks.heads(layer, usual.get(_kind(layer)))
-    found += _positions(runs, hints)
-    for number, (name, (why, hint)) in enumerate(missed.items(), len(layers)):
-        found.append(
-            Finding("not captured", "warning", f"The layer gave nothing: {why}.", name, number, hint=hint)
-        )
+            findings += check_heads(layer, usual_scales.get(_scale_group(layer)))
+    findings += _check_positions(joined_calls, module_hints)
+    for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
+        message = f"The layer was not captured: {failure.reason}."
+        findings.append(Finding("not captured", "warning", message, name, number, hint=failure.hint))
     heads = sum(layer.shape[1] for layer in layers)
-    return Findings(found, f"{_count(len(layers), 'layer')}, {_count(heads, 'head')}")
+    return Findings(findings, f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}")
 
 
-def _all(several: Any, layer: Layer) -> list[Finding]:
-    return [finding for check in several if (finding := check(layer)) is not None]
+def _run(checks: Iterable[Check], layer: CheckedLayer) -> list[Finding]:
+    return [finding for check in checks if (finding := check(layer)) is not None]
 
 
-def _count(number: int, word: str) -> str:
+def _format_count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-# What is expected
+# Expectations
 
 
-def _real(tokens: Any, attention_mask: Any) -> Any:
-    """Which tokens are no padding, (batch, n), from the mask the model was given or from the tokens' texts."""
+def _find_tokens(tokens: Any, attention_mask: Any) -> Any:
+    """Return which tokens are not padding, (batch, n), by the mask or the texts of the tokens; None if unknown."""
     if attention_mask is not None:
         mask = np.asarray(attention_mask.cpu() if hasattr(attention_mask, "cpu") else attention_mask)
         if mask.ndim not in (1, 2) or not np.isin(mask, (0, 1)).all():
@@ -81,161 +98,174 @@ def _real(tokens: Any, attention_mask: Any) -> Any:
                 "recording.diagnose",
                 received=f"attention_mask as {describe_argument(mask)}",
                 expected="(batch, n), 1 for a token and 0 for padding",
-                hint="It is what the tokenizer returns beside input_ids.",
+                hint="Pass the attention_mask that the tokenizer returns with input_ids.",
             )
         return np.atleast_2d(mask != 0)
     if tokens is None:
         return None
-    lists = listed(tokens, "recording.diagnose")
-    if len({len(row) for row in lists}) > 1:
+    token_lists = as_token_lists(tokens, "recording.diagnose")
+    if len({len(row) for row in token_lists}) > 1:
         return None
-    real = np.array([[token not in _PADS for token in row] for row in lists])
-    return None if real.all() else real
+    is_token = np.array([[token not in _PADDING_TOKENS for token in row] for row in token_lists])
+    return None if is_token.all() else is_token
 
 
-def _fit(real: Any, layer: Layer, layers: list[Layer]) -> Any:
-    """The same for the keys of one layer; None where it reads another sequence. What was generated is no padding."""
+def _fit_to_layer(is_token: Any, layer: CheckedLayer, layers: list[CheckedLayer]) -> Any:
+    """Return which keys of a layer are tokens; None if its keys are another sequence. Generated tokens count."""
     batch, _, _, kv_len = layer.shape
-    if real is None or len(real) not in (1, batch):
+    if is_token is None or len(is_token) not in (1, batch):
         return None
-    both = any("encoder" in each.name for each in layers) and "decoder" in layer.name
-    if both and layer.place.first is not None:
+    is_self_attention = layer.token_rows.query_offset is not None
+    has_encoder = any("encoder" in other.module for other in layers)
+    if has_encoder and "decoder" in layer.module and is_self_attention:
         return None
-    if real.shape[1] < kv_len and layer.call.steps > 1 and layer.place.first is not None:
-        real = np.concatenate([real, np.ones((len(real), kv_len - real.shape[1]), bool)], 1)
-    fits = fitting(real.tolist(), batch, kv_len)
-    return None if fits is None else np.array(fits, bool).reshape(batch, kv_len)
+    missing = kv_len - is_token.shape[1]
+    if missing > 0 and layer.call.steps > 1 and is_self_attention:
+        is_token = np.concatenate([is_token, np.ones((len(is_token), missing), bool)], 1)
+    fitted = fit_tokens(is_token.tolist(), batch, kv_len)
+    return None if fitted is None else np.array(fitted, bool).reshape(batch, kv_len)
 
 
-def _is_causal(layer: Layer, layers: list[Layer], hints: Hints, causal: bool | None) -> bool:
-    """Whether a layer should be: as it was said, as its module says, or as most layers of its stack are."""
-    if layer.place.first is None:
+def _should_be_causal(
+    layer: CheckedLayer, layers: list[CheckedLayer], module_hints: ModuleHints, causal: bool | None
+) -> bool:
+    """Decide whether a layer should be causal: by the argument, by its module, or by most layers of its stack."""
+    if layer.token_rows.query_offset is None:
         return False
     if causal is not None:
         return causal
-    if hints.causal.get(layer.name):
+    if module_hints.causal.get(layer.module):
         return True
     stack = [
-        each for each in layers if _stem(each.name) == _stem(layer.name) and each.place.first is not None
+        other
+        for other in layers
+        if stack_name(other.module) == stack_name(layer.module) and other.token_rows.query_offset is not None
     ]
-    return sum(map(_looks_causal, stack)) > len(stack) / 2
+    return sum(map(_is_causal, stack)) > len(stack) / 2
 
 
-def _looks_causal(layer: Layer) -> bool:
-    rules = layer.call.rules
-    return rules.kept is None and layer.shape[2] > 1 and not (rules.high > layer.place.own + 1).any()
+def _is_causal(layer: CheckedLayer) -> bool:
+    mask = layer.call.compact_mask
+    attends_ahead = (mask.stop > layer.token_rows.own_keys + 1).any()
+    return mask.dense_mask is None and layer.shape[2] > 1 and not attends_ahead
 
 
-def _kind(layer: Layer) -> tuple[Any, ...]:
-    """Layers that should share a scale."""
-    return _stem(layer.name), layer.call.query.shape[-1], layer.place.first is None
+def _scale_group(layer: CheckedLayer) -> tuple[Any, ...]:
+    """Return the key of the layers that should share a scale."""
+    is_cross_attention = layer.token_rows.query_offset is None
+    return stack_name(layer.module), layer.call.query.shape[-1], is_cross_attention
 
 
-def _usual_scales(layers: list[Layer]) -> dict[Any, float]:
-    """The scale of most layers of a kind, where at least three agree."""
+def _find_usual_scales(layers: list[CheckedLayer]) -> dict[Any, float]:
+    """Find the scale of most layers of each group, if at least three agree."""
     scales: dict[Any, list[float]] = {}
     for layer in layers:
-        scales.setdefault(_kind(layer), []).append(float(f"{layer.call.scale:.6g}"))
-    common = {kind: Counter(each).most_common(1)[0] for kind, each in scales.items()}
-    return {kind: scale for kind, (scale, count) in common.items() if count >= 3}
+        scales.setdefault(_scale_group(layer), []).append(float(f"{layer.call.scale:.6g}"))
+    most_common = {group: Counter(values).most_common(1)[0] for group, values in scales.items()}
+    return {group: scale for group, (scale, count) in most_common.items() if count >= 3}
 
 
-# What goes through several layers
+# Checks across layers
 
 
-def _not_finite(layers: list[Layer]) -> tuple[list[Finding], list[Layer]]:
-    """Where NaN and inf began, as one finding, and the layers that have none."""
-    bad = [(layer, where) for layer in layers if (where := _bad(layer)) is not None]
-    finite = [layer for layer in layers if all(layer is not each for each, _ in bad)]
-    if not bad:
+def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[CheckedLayer]]:
+    """Report where NaN and inf began, as one finding; also return the layers without them."""
+    affected = [(layer, found) for layer in layers if (found := _find_not_finite(layer)) is not None]
+    finite = [layer for layer in layers if all(layer is not other for other, _ in affected)]
+    if not affected:
         return [], finite
-    layer, (where, parts, kinds) = bad[0]
-    heads = where.any((0, 2))
-    position = next(i for i, each in enumerate(layers) if each is layer)
-    evidence: dict[str, Any] = {name: f"{count:,} numbers" for name, count in kinds.items()} | {
-        "in": " and ".join(parts)
-    }
-    evidence["layers after it that have some"] = len(bad) - 1
-    if heads.all() and position:
-        what = f"They came in with the layer's input: they began after {layers[position - 1].name}."
-        hint = "Look at what lies between the two: feed-forward, norm, residual; torch.autograd.detect_anomaly()."
-    elif heads.all():
-        what = "They are there in the first layer that was seen."
-        hint = "Look at the inputs, the embeddings and this layer's projections: isnan(weight).any()."
+    layer, (where, tensors, counts) = affected[0]
+    all_heads = where.any((0, 2)).all()
+    position = next(i for i, other in enumerate(layers) if other is layer)
+    evidence: dict[str, Any] = {name: f"{count:,} numbers" for name, count in counts.items()}
+    evidence |= {"in": " and ".join(tensors), "later layers with some": len(affected) - 1}
+    if all_heads and position:
+        message = f"They came with the layer's input: they began after {layers[position - 1].module}."
+        hint = (
+            "Check what lies between the two: feed-forward, norm, residual; torch.autograd.detect_anomaly()."
+        )
+    elif all_heads:
+        message = "They are in the first recorded layer."
+        hint = "Check the inputs, the embeddings and this layer's projections: isnan(weight).any()."
     else:
-        what = "They began in this layer's projections, since other heads have none."
-        hint = f"Look at the weights of {' and '.join(parts)} of these heads, and for overflow in half precision."
-    words = "NaN or inf"
-    return [layer.finding(words, "error", what, where, evidence, hint)], finite
+        message = "They began in this layer's projections, since other heads have none."
+        hint = (
+            f"Check the weights of {' and '.join(tensors)} of these heads, and half precision for overflow."
+        )
+    return [layer.build_finding("NaN or inf", "error", message, where, evidence, hint)], finite
 
 
-def _bad(layer: Layer) -> tuple[Any, list[str], dict[str, int]] | None:
-    """Where query, key or added scores are not finite, (batch, heads, rows); in which of them; and how many."""
+def _find_not_finite(layer: CheckedLayer) -> tuple[Any, list[str], dict[str, int]] | None:
+    """Find NaN and inf in query, key and bias: where, (batch, heads, rows); in which tensors; and how many."""
     batch, heads, q_len, _ = layer.shape
-    where, parts, kinds = np.zeros((batch, heads, q_len), bool), [], {"NaN": 0, "inf": 0}
+    where, tensors, counts = np.zeros((batch, heads, q_len), bool), [], {"NaN": 0, "inf": 0}
     for name, tensor in (("query", layer.call.query), ("key", layer.call.key)):
         finite = tensor.isfinite()
         if bool(finite.all()):
             continue
-        parts.append(name)
-        kinds["NaN"] += int(tensor.isnan().sum())
-        kinds["inf"] += int(tensor.isinf().sum())
+        tensors.append(name)
+        counts["NaN"] += int(tensor.isnan().sum())
+        counts["inf"] += int(tensor.isinf().sum())
         hit = (~finite.all(-1)).cpu().numpy().reshape(batch, -1, tensor.shape[-2])
         hit = hit.repeat(heads // hit.shape[1], 1)
-        own = layer.place.first
-        if name == "key":  # which rows are hit depends on the mask: those of its own token at least
-            hit = hit[:, :, own : own + q_len] if own is not None else hit.any(-1, keepdims=True)
+        offset = layer.token_rows.query_offset
+        if name == "key":  # the affected rows depend on the mask; the key's own row is one of them
+            hit = hit[:, :, offset : offset + q_len] if offset is not None else hit.any(-1, keepdims=True)
         where = where | hit
-    added = getattr(layer.call.rules.added, "array", None)
-    if added is not None and bool((added.isnan() | (added == torch.inf)).any()):
-        parts.append("mask")
-        kinds["NaN"] += int(added.isnan().sum())
-        kinds["inf"] += int((added == torch.inf).sum())
+    bias = getattr(layer.call.compact_mask.bias, "array", None)
+    if bias is not None and bool((bias.isnan() | (bias == torch.inf)).any()):
+        tensors.append("mask")
+        counts["NaN"] += int(bias.isnan().sum())
+        counts["inf"] += int((bias == torch.inf).sum())
         where |= True
-    return (where, parts, {name: count for name, count in kinds.items() if count}) if parts else None
+    if not tensors:
+        return None
+    return where, tensors, {name: count for name, count in counts.items() if count}
 
 
-def _positions(runs: dict[str, list[Any]], hints: Hints) -> list[Finding]:
-    """Positions that do not go on where the last call of a cache ended."""
-    for number, (name, several) in enumerate(runs.items()):
-        for run in several:
-            lengths = [step.query.shape[-2] for step in getattr(run, "steps", ())]
-            if len(lengths) < 2 or run.crossing or run.trying:
+def _check_positions(
+    joined_calls: Mapping[str, list[JoinedCalls]], module_hints: ModuleHints
+) -> list[Finding]:
+    """Check that the positions of each cached step follow those of the last one."""
+    by_module: dict[str, list[Any]] = {}
+    for lookup in module_hints.lookups:
+        by_module.setdefault(lookup.module, []).append(lookup.positions.cpu().numpy())
+    for layer, (name, groups) in enumerate(joined_calls.items()):
+        for joined in groups:
+            lengths = [step.query.shape[-2] for step in joined.steps]
+            if len(lengths) < 2 or joined.is_cross_attention or joined.speculative_mode:
                 continue
-            by_module: dict[str, list[Any]] = {}
-            for read in hints.reads:
-                by_module.setdefault(read.module, []).append(read.positions.cpu().numpy())
-            for module, reads in by_module.items():
-                if [read.shape[1] for read in reads] != lengths:
+            for module, lookups in by_module.items():
+                if [positions.shape[1] for positions in lookups] != lengths:
                     continue
-                wrong = _breaks(reads, lengths)
-                if wrong is not None:
-                    return [_disagreeing(number, name, module, *wrong)]
+                jumps = _find_jumps(lookups, lengths)
+                if jumps:
+                    row, position, expected = jumps[0]
+                    evidence: dict[str, Any] = {"position": position, "expected": expected}
+                    evidence |= {"calls with a jump": len(jumps), "looked up by": module}
+                    return [
+                        Finding(
+                            "positions",
+                            "error",
+                            "The positions of a cached step do not follow those of the keys before it.",
+                            name,
+                            layer,
+                            rows=(row,),
+                            evidence=evidence,
+                            hint="Omit position_ids, or pass cache length + arange(new tokens), padding not counted.",
+                        )
+                    ]
     return []
 
 
-def _breaks(reads: list[Any], lengths: list[int]) -> tuple[int, int, int, int] | None:
-    """The first call whose positions do not go on: (row, position read, position expected, how many such calls)."""
-    wrong = []
+def _find_jumps(lookups: list[Any], lengths: list[int]) -> list[tuple[int, int, int]]:
+    """Find the calls whose positions do not follow: first row, position and expected position of each."""
+    jumps = []
     row = lengths[0]
-    for before, here, length in zip(reads, reads[1:], lengths[1:], strict=False):
+    for before, positions, length in zip(lookups, lookups[1:], lengths[1:], strict=False):
         expected = before[:, -1:] + 1 + np.arange(length)
-        if (here != expected).any():
-            wrong.append((row, int(here.flat[0]), int(np.broadcast_to(expected, here.shape).flat[0])))
+        if (positions != expected).any():
+            first_expected = int(np.broadcast_to(expected, positions.shape).flat[0])
+            jumps.append((row, int(positions.flat[0]), first_expected))
         row += length
-    return None if not wrong else (*wrong[0], len(wrong))
-
-
-def _disagreeing(
-    number: int, name: str, module: str, row: int, here: int, expected: int, count: int
-) -> Finding:
-    return Finding(
-        "positions",
-        "error",
-        "A cached step reads positions that do not go on where the keys before it ended.",
-        name,
-        number,
-        rows=(row,),
-        evidence={"position read": here, "expected": expected, "calls with a jump": count, "read by": module},
-        hint="Leave position_ids out, or pass cache length + arange(new tokens), padding not counted.",
-    )
+    return jumps

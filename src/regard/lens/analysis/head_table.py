@@ -1,4 +1,4 @@
-"""One row for each layer and head: the measures that heads are named by, from one pass for each layer."""
+"""Build the table of `Recording.heads`: the measures that identify kinds of heads, from one pass for each layer."""
 
 from __future__ import annotations
 
@@ -9,128 +9,167 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.lens.analysis.measures import At, Bands, Collected, Copies
-from regard.lens.analysis.token_rows import Place, fitting, listed, misfit
-from regard.lens.call import Call
+from regard.lens.analysis.measures import DistanceBands, ReceivedFrom, TokenCopies, WeightAt
+from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
+from regard.lens.capture.call import Call, LayerCall
 from regard.lens.table import Table
 from regard.measures import Entropy, Measure
 
-# The share of the keys that count as heavy hitters.
-HEAVY = 0.1
+# The fraction of the keys that count as heavy hitters.
+HEAVY_FRACTION = 0.1
 
 
-def heads(
-    layers: Sequence[tuple[int, str, int, Call]], tokens: Any = None, windows: Sequence[int] = (16, 128)
+def build_head_table(
+    layer_calls: Sequence[LayerCall], tokens: Any = None, windows: Sequence[int] = (16, 128)
 ) -> Table:
-    """The rows of `Recording.heads`, for layers as (number, name, which call, the call)."""
-    rows, fits, lengths = Table(), tokens is None, set()
-    copies: dict[Any, Any] = {}  # where they are is the same for every layer
-    given = None if tokens is None else listed(tokens, "recording.heads")
-    for number, name, which, call in layers:
+    """Build the table of `Recording.heads`.
+
+    Args:
+        layer_calls: The calls to measure.
+        tokens: Token ids or texts, (n,) or (batch, n), or None.
+        windows: Sizes of the `within_…` columns.
+
+    Returns:
+        One row for each call and head.
+
+    Raises:
+        ArgumentError: A call was recorded with measures only, or the number of tokens fits no layer.
+    """
+    table, fits, lengths = Table(), tokens is None, set()
+    tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers
+    token_lists = None if tokens is None else as_token_lists(tokens, "recording.heads")
+    for layer, module, index, call in layer_calls:
         if call.query is None:
             raise ArgumentError(
                 "recording.heads",
-                received=f'{name!r}, watched with keep="measures"',
-                expected='keep="qk"',
-                hint=f"What was measured is recording.calls({name!r})[0].measured; or watch again with "
-                'keep="qk", dtype=torch.bfloat16 if memory is short.',
+                received=f"{module!r}, which was recorded with measures only",
+                expected="a recording of queries and keys",
+                hint=f"The results are recording.calls({module!r})[0].measures. Or call regard.watch without measures, "
+                "with dtype=torch.bfloat16 to save memory.",
             )
         *lead, _, kv_len = call.shape
         lengths.add(kv_len)
-        own = None if given is None else fitting(given, math.prod(lead[:-1]), kv_len)
+        own = None if token_lists is None else fit_tokens(token_lists, math.prod(lead[:-1]), kv_len)
         fits = fits or own is not None
-        columns, _ = measured(call, own, windows, copies)
-        if given is not None and own is None:
-            nothing = np.full(len(columns["entropy"]), np.nan)
-            columns |= {"duplicate": nothing, "induction": nothing}
+        columns, _ = measure_heads(call, own, windows, tiles)
+        if token_lists is not None and own is None:
+            nan = np.full(len(columns["entropy"]), np.nan)
+            columns |= {"duplicate": nan, "induction": nan}
         for head in range(len(columns["entropy"])):
-            numbers = {key: float(column[head]) for key, column in columns.items()}
-            rows.append({"module": name, "layer": number, "call": which, "head": head, **numbers})
-    if not fits and given is not None:
-        raise misfit("recording.heads", given, lengths)
-    return rows
+            numbers = {name: float(column[head]) for name, column in columns.items()}
+            table.append({"module": module, "layer": layer, "call": index, "head": head, **numbers})
+    if not fits and token_lists is not None:
+        raise token_count_error("recording.heads", token_lists, lengths)
+    return table
 
 
-def measured(
+def measure_heads(
     call: Call,
     tokens: list[list[Any]] | None,
     windows: Sequence[int],
-    copies: dict[Any, Any],
-    **also: Measure,
+    tiles: dict[Any, Any],
+    **extra: Measure,
 ) -> tuple[dict[str, Any], Any]:
-    """Columns of one number for each head, means over the rows of all batch entries that are no padding.
+    """Measure the heads of one call: means over the tokens of all batch entries, without padding.
 
-    Beside them, what the measures made that share the pass, `also` among them; None of a matrix without entries.
+    Args:
+        call: The call.
+        tokens: Tokens of the keys, one list for each batch entry, or None.
+        windows: Sizes of the `within_…` columns.
+        tiles: Cache of `TokenCopies`, shared by the calls of a recording.
+        **extra: More measures to compute in the same pass.
+
+    Returns:
+        Columns by name, (heads,) each, and the results of all measures, `extra` included; None instead of the results
+        if the matrix is empty.
     """
     positional = ["distance", "previous", *(f"within_{window}" for window in windows)]
-    order = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
-    order += [] if tokens is None else ["duplicate", "induction"]
-    nothing = np.full(call.shape[-3] if len(call.shape) > 2 else 1, np.nan)
+    names = ["entropy", "first", "previous", "distance", *positional[2:], "heavy"]
+    names += [] if tokens is None else ["duplicate", "induction"]
+    nan = np.full(call.shape[-3] if len(call.shape) > 2 else 1, np.nan)
     if not math.prod(call.shape):
-        return dict.fromkeys(order, nothing), None
-    place = Place.of(call)
-    first = np.where(place.rows, place.keys.argmax(-1)[..., None], -1)
-    asked: dict[str, Measure] = {
+        return dict.fromkeys(names, nan), None
+    token_rows = TokenRows.from_call(call)
+    measures: dict[str, Measure] = {
         "entropy": Entropy(),
-        "first": At(first),
-        "received": Collected(place.rows),
+        "first": WeightAt(token_rows.first_key),
+        "received": ReceivedFrom(token_rows.rows),
     }
-    counted = {"entropy": place.rows, "first": place.rows}
-    if place.first is not None:
+    counted_rows = {"entropy": token_rows.rows, "first": token_rows.rows}
+    if token_rows.query_offset is not None:
         near = [(1 - int(window), int(window) - 1) for window in windows]
-        asked["bands"] = Bands([(-1, -1), *near], place.first)
-        before = place.own - 1
-        counted |= dict.fromkeys(positional, place.rows)
-        counted["previous"] = place.rows & (before >= 0) & place.keys[..., np.maximum(before, 0)]
+        measures["bands"] = DistanceBands([(-1, -1), *near], token_rows.query_offset)
+        previous = token_rows.own_keys - 1
+        has_previous = (previous >= 0) & token_rows.keys[..., np.maximum(previous, 0)]
+        counted_rows |= dict.fromkeys(positional, token_rows.rows)
+        counted_rows["previous"] = token_rows.rows & has_previous
         if tokens is not None:
-            asked["copies"], again = copies_of(place, tokens, copies)
-    made = call.matrix.measure(**asked, **also)
-    results = {"entropy": made.entropy, "first": made.first}
-    if place.first is not None:
-        results |= {name: made.bands[..., i] for i, name in enumerate(positional)}
-    if "copies" in asked:
-        results |= {"duplicate": made.copies[..., 0], "induction": made.copies[..., 1]}
-        counted |= dict.fromkeys(("duplicate", "induction"), again)
-    columns = {name: mean_of(numpy_of(result), counted[name]) for name, result in results.items()}
-    columns["heavy"] = heavy_share(numpy_of(made.received), place)
-    return {name: columns.get(name, nothing) for name in order}, made
+            measures["copies"], has_copy = build_copies_measure(token_rows, tokens, tiles)
+            counted_rows |= dict.fromkeys(("duplicate", "induction"), has_copy)
+    results = call.matrix.measure(**measures, **extra)
+    by_row = {"entropy": results.entropy, "first": results.first}
+    if token_rows.query_offset is not None:
+        by_row |= {name: results.bands[..., i] for i, name in enumerate(positional)}
+    if "copies" in measures:
+        by_row |= {"duplicate": results.copies[..., 0], "induction": results.copies[..., 1]}
+    columns = {
+        name: mean_over_rows(as_numpy_per_head(rows), counted_rows[name]) for name, rows in by_row.items()
+    }
+    columns["heavy"] = heavy_hitter_share(as_numpy_per_head(results.received), token_rows)
+    return {name: columns.get(name, nan) for name in names}, results
 
 
-def copies_of(place: Place, tokens: list[list[Any]], found: dict[Any, Any]) -> tuple[Measure, Any]:
-    """The measure that looks at tokens, and the rows whose token came before."""
+def build_copies_measure(
+    token_rows: TokenRows, tokens: list[list[Any]], tiles: dict[Any, Any]
+) -> tuple[Measure, Any]:
+    """Build the measure of weight on copies of a token.
+
+    Args:
+        token_rows: The tokens of a call of self-attention.
+        tokens: Tokens of the keys, one list for each batch entry.
+        tiles: Cache of `TokenCopies`, shared by the calls of a recording.
+
+    Returns:
+        The measure, and the rows whose token has an earlier copy, (…, 1, q_len).
+    """
     numbers: dict[Any, int] = {}
     ids = np.array([[numbers.setdefault(token, len(numbers)) for token in row] for row in tokens])
-    ids = np.where(place.keys, ids.reshape(place.keys.shape), -1)
-    of_query = np.where(place.rows, ids[..., place.own], -2)  # padding is nobody's copy
-    known: list[Any] = []
+    ids = np.where(token_rows.keys, ids.reshape(token_rows.keys.shape), -1)
+    query_ids = np.where(token_rows.rows, ids[..., token_rows.own_keys], -2)  # padding copies nothing
+    is_repeated: list[Any] = []
     for row in ids.reshape(-1, ids.shape[-1]):
-        _, where, which = np.unique(row, return_index=True, return_inverse=True)
-        known.append(where[which] < np.arange(len(row)))
-    again = np.reshape(known, ids.shape)[..., place.own] & place.rows
-    assert place.first is not None
-    return Copies(of_query, ids, place.first, alike=found), again
+        _, first_position, inverse = np.unique(row, return_index=True, return_inverse=True)
+        is_repeated.append(first_position[inverse] < np.arange(len(row)))
+    has_copy = np.reshape(is_repeated, ids.shape)[..., token_rows.own_keys] & token_rows.rows
+    assert token_rows.query_offset is not None
+    return TokenCopies(query_ids, ids, token_rows.query_offset, tiles=tiles), has_copy
 
 
-def mean_of(values: Any, which: Any) -> Any:
-    """The mean of each head over the rows that count, (…, heads, q_len) to (heads,); NaN where none does."""
-    which = np.broadcast_to(which, values.shape)
-    over = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 2)
-    count = which.sum(over)
-    total = np.where(which, values, 0.0).sum(over)
+def mean_over_rows(values: Any, rows: Any) -> Any:
+    """Average over the rows that count and the batch, (…, heads, q_len) to (heads,); NaN if none counts."""
+    rows = np.broadcast_to(rows, values.shape)
+    axes = tuple(axis for axis in range(values.ndim) if axis != values.ndim - 2)
+    count = rows.sum(axes)
+    total = np.where(rows, values, 0.0).sum(axes)
     return np.atleast_1d(np.where(count > 0, total / np.maximum(count, 1), np.nan))
 
 
-def heavy_share(received: Any, place: Place) -> Any:
-    """The share of what all keys received that the tenth of them that received most has."""
-    keys = np.broadcast_to(place.keys, received.shape)
-    count = np.ceil(HEAVY * keys.sum(-1, keepdims=True))
-    largest = -np.sort(-received, -1)
-    top = np.where(np.arange(received.shape[-1]) < count, largest, 0.0).sum(-1)
-    over = tuple(range(top.ndim - 1))
-    return np.atleast_1d(top.sum(over) / np.maximum(received.sum(-1).sum(over), np.finfo(float).tiny))
+def heavy_hitter_share(received: Any, token_rows: TokenRows) -> Any:
+    """Return the share of the received weight on the tenth of the keys that receives most, (heads,).
+
+    Args:
+        received: Weight that each key receives, (…, heads, kv_len).
+        token_rows: The tokens of the call.
+    """
+    keys = np.broadcast_to(token_rows.keys, received.shape)
+    count = np.ceil(HEAVY_FRACTION * keys.sum(-1, keepdims=True))
+    descending = -np.sort(-received, -1)
+    top = np.where(np.arange(received.shape[-1]) < count, descending, 0.0).sum(-1)
+    axes = tuple(range(top.ndim - 1))
+    return np.atleast_1d(top.sum(axes) / np.maximum(received.sum(-1).sum(axes), np.finfo(float).tiny))
 
 
-def numpy_of(array: Any) -> Any:
-    """A result as NumPy, with an axis of heads."""
+def as_numpy_per_head(array: Any) -> Any:
+    """Return a result as float64 NumPy, with an axis of heads."""
     array = array.detach().double().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
     return array[None] if array.ndim == 1 else array

@@ -1,4 +1,4 @@
-"""Measures of the kinds of head that have names: the weight at one key of each row, near it, and where tokens match."""
+"""Measures that identify kinds of heads: weight at one key per row, by distance, and on copies of a token."""
 
 from __future__ import annotations
 
@@ -14,61 +14,67 @@ from regard.types import Array, IntArray
 
 
 @dataclass(frozen=True, eq=False)
-class At(Measure):
-    """The weight that each row puts on one key of its own: (…, q_len). `keys` (…, q_len) has −1 for none, which is 0.
+class WeightAt(Measure):
+    """Weight that each row puts on one given key: (…, q_len).
+
+    Args:
+        keys: The key of each row, (…, q_len); −1 for none, whose weight is 0.
+        bounds: Lowest and highest key; set by `bind`.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(At(np.array([-1, 0, 1]))).at.round(4)
+    >>> A.measure(WeightAt(np.array([-1, 0, 1]))).weight_at.round(4)
     array([0.    , 0.5   , 0.3333])
     """
 
     keys: IntArray
-    ends: tuple[int, int] = (0, 0)  # the lowest key and the highest
+    bounds: tuple[int, int] = (0, 0)
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
-        keys = problem.frame.take_pairs(self.keys, 1, "at")
+        keys = problem.frame.take_pairs(self.keys, 1, "weight at")
         live = keys[keys >= 0]
-        ends = (int(live.min()), int(live.max())) if live.size else (1, 0)
-        return replace(self, keys=keys, ends=ends)
+        bounds = (int(live.min()), int(live.max())) if live.size else (1, 0)
+        return replace(self, keys=keys, bounds=bounds)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         columns = span(kv_idx)
-        if columns.stop <= self.ends[0] or columns.start > self.ends[1]:
+        if columns.stop <= self.bounds[0] or columns.start > self.bounds[1]:
             return state
         rows = span(q_idx)
         keys = self.keys[:, rows]
         inside = (keys >= columns.start) & (keys < columns.stop)
         if inside.any():
-            local = xp.asarray(np.where(inside, keys - columns.start, 0))
-            local = xp.broadcast_to(local, weights.shape[:2])
-            found = xp.take_along_axis(weights, local[..., None], axis=-1)[..., 0]
+            column = xp.asarray(np.where(inside, keys - columns.start, 0))
+            column = xp.broadcast_to(column, weights.shape[:2])
+            found = xp.take_along_axis(weights, column[..., None], axis=-1)[..., 0]
             state[:, rows] += xp.where(xp.asarray(inside), found, 0.0)
         return state
 
 
 @dataclass(frozen=True)
-class Bands(Measure):
-    """The mean distance of each row from its own key, and its share in each band: (…, q_len, 1 + bands).
+class DistanceBands(Measure):
+    """Mean distance of each row from its own key, and its weight in bands of distances: (…, q_len, 1 + bands).
 
-    A band is (least, most), how far after a row's own key a key may be, negative before it. Row 0 stands at key
-    `first`.
+    Args:
+        bands: Pairs (least, most) of signed distances, key minus row's own key; both ends are included.
+        query_offset: Position of row 0 among the keys.
+        factors: Factors of a tile, shared by the tiles along a diagonal.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Bands([(-1, -1), (-1, 1)])).bands.round(4)
+    >>> A.measure(DistanceBands([(-1, -1), (-1, 1)])).distance_bands.round(4)
     array([[0.    , 0.    , 1.    ],
            [0.5   , 0.5   , 1.    ],
            [1.    , 0.3333, 0.6667]])
     """
 
     bands: Sequence[tuple[float, float]]
-    first: int = 0
-    alike: dict[Any, Array] = field(default_factory=dict)  # tiles along a diagonal share their factors
+    query_offset: int = 0
+    factors: dict[Any, Array] = field(default_factory=dict)
     reads_scores: ClassVar[bool] = False
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
@@ -76,131 +82,154 @@ class Bands(Measure):
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         rows, columns = span(q_idx), span(kv_idx)
-        low = columns.start - (self.first + rows.stop - 1)
-        high = columns.stop - 1 - (self.first + rows.start)
-        whole = [low >= least and high <= most for least, most in self.bands]
-        empty = [high < least or low > most for least, most in self.bands]
-        if low <= 0 <= high or not all(map(max, whole, empty)):
-            return self._cut(state, weights, q_idx, kv_idx, xp, (low, high, rows, columns))
-        # From a row to the nearest key of the tile, and on from there to each key: nothing cancels.
-        width, before = len(kv_idx), high < 0
-        if (width, before) not in self.alike:
-            on = xp.flip(xp.arange(width)) if before else xp.arange(width)
-            self.alike[width, before] = xp.astype(xp.stack([on, xp.ones_like(on)], axis=-1), weights.dtype)
-        product = weights @ self.alike[width, before]
-        place = q_idx + self.first
-        gap = place - (columns.stop - 1) if before else columns.start - place
+        low = columns.start - (self.query_offset + rows.stop - 1)
+        high = columns.stop - 1 - (self.query_offset + rows.start)
+        contains_tile = [low >= least and high <= most for least, most in self.bands]
+        misses_tile = [high < least or low > most for least, most in self.bands]
+        if low <= 0 <= high or not all(map(max, contains_tile, misses_tile)):
+            return self._step_through_edge(state, weights, q_idx, kv_idx, xp, (low, high))
+        # The distance is that from the row to the nearest key of the tile, plus that to each key: nothing cancels.
+        width, is_before = len(kv_idx), high < 0
+        if (width, is_before) not in self.factors:
+            steps = xp.flip(xp.arange(width)) if is_before else xp.arange(width)
+            columns_of_one = xp.stack([steps, xp.ones_like(steps)], axis=-1)
+            self.factors[width, is_before] = xp.astype(columns_of_one, weights.dtype)
+        product = weights @ self.factors[width, is_before]
+        position = q_idx + self.query_offset
+        gap = position - (columns.stop - 1) if is_before else columns.start - position
         state[:, rows, 0] += product[..., 0] + gap * product[..., 1]
-        for band in range(len(whole)):
-            if whole[band]:
+        for band, contains in enumerate(contains_tile):
+            if contains:
                 state[:, rows, 1 + band] += product[..., 1]
         return state
 
-    def _cut(self, state: Any, weights: Array, q_idx: Array, kv_idx: Array, xp: Any, tile: Any) -> Any:
-        """The same for a tile that a band's edge or the diagonal cuts."""
-        low, high, rows, _ = tile
-        if (low, high, len(q_idx)) not in self.alike:
-            after = kv_idx[None, :] - (q_idx + self.first)[:, None]
-            parts = [xp.abs(after), *((after >= least) & (after <= most) for least, most in self.bands)]
-            found = xp.stack([xp.astype(part, weights.dtype) for part in parts], axis=-1)
-            self.alike[low, high, len(q_idx)] = found
-        product = xp.permute_dims(weights, (1, 0, 2)) @ self.alike[low, high, len(q_idx)]
-        state[:, rows] += xp.permute_dims(product, (1, 0, 2))
+    def _step_through_edge(
+        self, state: Any, weights: Array, q_idx: Array, kv_idx: Array, xp: Any, distances: tuple[int, int]
+    ) -> Any:
+        """Add a tile that the diagonal or the edge of a band crosses."""
+        tile = (*distances, len(q_idx))
+        if tile not in self.factors:
+            distance = kv_idx[None, :] - (q_idx + self.query_offset)[:, None]
+            parts = [
+                xp.abs(distance),
+                *((distance >= least) & (distance <= most) for least, most in self.bands),
+            ]
+            self.factors[tile] = xp.stack([xp.astype(part, weights.dtype) for part in parts], axis=-1)
+        product = xp.permute_dims(weights, (1, 0, 2)) @ self.factors[tile]
+        state[:, span(q_idx)] += xp.permute_dims(product, (1, 0, 2))
         return state
 
 
 @dataclass(frozen=True, eq=False)
-class Copies(Measure):
-    """The share of each row on earlier copies of its token, and on what came after them: (…, q_len, 2).
+class TokenCopies(Measure):
+    """Weight of each row on earlier copies of its token, and on the tokens after them: (…, q_len, 2).
 
-    `of_query` (…, q_len) and `of_key` (…, kv_len) are the tokens as numbers; row 0 stands at key `first`. A copy lies
-    before the row, what came after it there or before.
+    A copy lies before the row; the token after it lies before the row or is the row's own.
+
+    Args:
+        query_ids: Tokens of the rows as numbers, (…, q_len).
+        key_ids: Tokens of the keys as numbers, (…, kv_len).
+        query_offset: Position of row 0 among the keys.
+        sorted_keys: The keys sorted by token, then position, one number each; set by `bind`.
+        token_hashes: A hash of the tokens of each batch entry; set by `bind`.
+        tiles: Copies inside a tile, shared by heads and layers with the same tokens.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Copies(np.array([7, 8, 7]), np.array([7, 8, 7]))).copies[2].round(4)
+    >>> A.measure(TokenCopies(np.array([7, 8, 7]), np.array([7, 8, 7]))).token_copies[2].round(4)
     array([0.3333, 0.3333])
     """
 
-    of_query: IntArray
-    of_key: IntArray
-    first: int = 0
-    in_order: IntArray | None = None  # the keys by token, then by position, as one number each
-    names: tuple[int, ...] = ()  # of the tokens of each batch entry
-    alike: dict[Any, Any] = field(default_factory=dict)  # what a tile has: other heads look there too
+    query_ids: IntArray
+    key_ids: IntArray
+    query_offset: int = 0
+    sorted_keys: IntArray | None = None
+    token_hashes: tuple[int, ...] = ()
+    tiles: dict[Any, Any] = field(default_factory=dict)
     reads_scores: ClassVar[bool] = False
-    KEPT: ClassVar[int] = 1 << 20
+    MAX_CACHED: ClassVar[int] = 1 << 20  # entries of `tiles`
 
     def bind(self, problem: Problem) -> Measure:
-        ids = [problem.frame.take_pairs(each, 1, "copies") for each in (self.of_query, self.of_key)]
-        if all((each == each[:1]).all() for each in ids):
-            ids = [each[:1] for each in ids]  # heads of one batch entry have the same tokens
-        most = max(map(len, ids))
-        of_query, of_key = (np.broadcast_to(each, (most, each.shape[1])) for each in ids)
-        length = of_key.shape[1]
-        found = np.sort(of_key * length + np.arange(length), -1)
-        names = tuple(
-            hash((*(each.tobytes() for each in ids), self.first)) for ids in zip(of_query, found, strict=True)
+        ids = [problem.frame.take_pairs(array, 1, "copies") for array in (self.query_ids, self.key_ids)]
+        if all((array == array[:1]).all() for array in ids):
+            ids = [array[:1] for array in ids]  # one batch entry: the heads share its tokens
+        entries = max(map(len, ids))
+        query_ids, key_ids = (np.broadcast_to(array, (entries, array.shape[1])) for array in ids)
+        kv_len = key_ids.shape[1]
+        sorted_keys = np.sort(key_ids * kv_len + np.arange(kv_len), -1)
+        hashes = tuple(
+            hash((queries.tobytes(), keys.tobytes(), self.query_offset))
+            for queries, keys in zip(query_ids, sorted_keys, strict=True)
         )
-        return replace(self, of_query=of_query * length, of_key=of_key, in_order=found, names=names)
+        return replace(
+            self, query_ids=query_ids * kv_len, key_ids=key_ids, sorted_keys=sorted_keys, token_hashes=hashes
+        )
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         rows, columns = span(q_idx), span(kv_idx)
-        if columns.start > self.first + rows.stop - 1:
+        if columns.start > self.query_offset + rows.stop - 1:
             return state
-        for one in range(len(self.of_query)):
-            found = self._found(one, rows, columns, xp)
-            if found is not None:
-                row, column, start, stop = found
-                pairs = slice(None) if len(self.of_query) == 1 else slice(one, one + 1)
-                sums = xp.astype(weights[pairs][:, row, column], xp.float64)
-                sums = xp.cumulative_sum(sums, axis=-1, include_initial=True)
+        for entry in range(len(self.query_ids)):
+            copies = self._find_copies(entry, rows, columns, xp)
+            if copies is not None:
+                row, column, start, stop = copies
+                pairs = slice(None) if len(self.query_ids) == 1 else slice(entry, entry + 1)
+                found = xp.astype(weights[pairs][:, row, column], xp.float64)
+                sums = xp.cumulative_sum(found, axis=-1, include_initial=True)
                 state[pairs, rows] += sums[:, stop] - sums[:, start]
         return state
 
-    def _found(self, one: int, rows: slice, columns: slice, xp: Any) -> Any:
-        """Rows and columns, in a tile, of each row's copies and then of the keys after them; where each row's begin."""
-        assert self.in_order is not None
-        tile = (self.names[one], rows.start, columns.start)
-        if tile in self.alike:
-            return self.alike[tile]
-        keys, own = self.in_order[one], self.of_query[one, rows]
-        place = np.arange(rows.start, rows.stop) + self.first
-        ends = [
+    def _find_copies(self, entry: int, rows: slice, columns: slice, xp: Any) -> Any:
+        """Find the copies of each row's token inside a tile, and the keys after them.
+
+        Returns:
+            Rows and columns of the tile, sorted by row, then kind, and where those of each row and kind start and
+            stop, (rows, 2); None if there are none.
+        """
+        assert self.sorted_keys is not None
+        tile = (self.token_hashes[entry], rows.start, columns.start)
+        if tile in self.tiles:
+            return self.tiles[tile]
+        keys, token = self.sorted_keys[entry], self.query_ids[entry, rows]
+        position = np.arange(rows.start, rows.stop) + self.query_offset
+        ranges = [
             (
-                np.searchsorted(keys, own + max(columns.start - kind, 0)),
-                np.searchsorted(keys, own + np.minimum(columns.stop - kind, place)),
+                np.searchsorted(keys, token + max(columns.start - shift, 0)),
+                np.searchsorted(keys, token + np.minimum(columns.stop - shift, position)),
             )
-            for kind in (0, 1)
+            for shift in (0, 1)  # copies, and the keys after them
         ]
-        low, high = np.moveaxis(np.array(ends), 0, -1)  # (rows, 2) each
+        low, high = np.moveaxis(np.array(ranges), 0, -1)  # (rows, 2) each
         count = np.maximum(high - low, 0)
-        total, found = int(count.sum()), None
+        total, copies = int(count.sum()), None
         if total:
             before = np.cumsum(count).reshape(count.shape) - count
             which = np.repeat(np.arange(count.size), count.ravel())
-            copy = keys[low.ravel()[which] + np.arange(total) - before.ravel()[which]] - own[which // 2]
+            copy = keys[low.ravel()[which] + np.arange(total) - before.ravel()[which]] - token[which // 2]
             column = copy + which % 2 - columns.start
-            found = tuple(xp.asarray(each) for each in (which // 2, column, before, before + count))
-        self._keep(tile, found, total)
-        return found
+            copies = tuple(xp.asarray(array) for array in (which // 2, column, before, before + count))
+        self._cache(tile, copies, total)
+        return copies
 
-    def _keep(self, tile: Any, found: Any, size: int) -> None:
-        size += self.alike.get("size", 0) + 1
-        if size <= self.KEPT:
-            self.alike[tile], self.alike["size"] = found, size
+    def _cache(self, tile: Any, copies: Any, size: int) -> None:
+        size += self.tiles.get("size", 0) + 1
+        if size <= self.MAX_CACHED:
+            self.tiles[tile], self.tiles["size"] = copies, size
 
 
 @dataclass(frozen=True, eq=False)
-class Collected(Measure):
-    """What each key received from some rows: (…, kv_len). `rows` (…, q_len) is how much each row counts.
+class ReceivedFrom(Measure):
+    """Weight that each key receives from some rows: (…, kv_len).
+
+    Args:
+        rows: Factor of each row, (…, q_len), such as 1 for tokens and 0 for padding.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((2, 2)))
-    >>> A.measure(Collected(np.array([1, 1, 0]))).collected
+    >>> A.measure(ReceivedFrom(np.array([1, 1, 0]))).received_from
     array([1., 1.])
     """
 
@@ -208,7 +237,7 @@ class Collected(Measure):
     reads_scores: ClassVar[bool] = False
 
     def bind(self, problem: Problem) -> Measure:
-        rows = problem.frame.take_pairs(self.rows, 1, "collected")
+        rows = problem.frame.take_pairs(self.rows, 1, "received from")
         return replace(self, rows=problem.engine.xp.asarray(rows, dtype=problem.dtype)[:, None, :])
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:

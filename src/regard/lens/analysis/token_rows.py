@@ -1,4 +1,4 @@
-"""Where one call stands: which rows and keys are tokens rather than padding, and how rows and keys are counted."""
+"""Which rows and keys of a call are tokens rather than padding, and which tokens they are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.lens.call import Call
-from regard.lens.capture.mask_recognition import Rules
+from regard.lens.capture.call import Call
+from regard.lens.capture.compact_mask import CompactMask
 from regard.types import IntArray
 
-# Names of layers whose keys are another sequence's; where lengths are equal nothing else tells them.
-_ACROSS = (
+# Names of cross-attention layers. If queries and keys have the same length, nothing else identifies them.
+_CROSS_ATTENTION_NAMES = (
     "crossattention",
     "cross_attn",
     "cross_attention",
@@ -25,91 +26,115 @@ _ACROSS = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """Rows and keys of a call: `keys` (…, 1, kv_len) are those that some row sees, `rows` (…, 1, q_len) those that see.
+class TokenRows:
+    """The rows and keys of a call that are not padding.
 
-    A row of padding is no row: in self-attention, one whose own key nobody sees. `first` is the key of row 0, None in
-    cross-attention, where rows and keys are counted apart.
+    Args:
+        lead: Leading axes of the matrix, (…, heads).
+        query_offset: Position of row 0 among the keys; None for cross-attention, whose rows and keys are counted
+            separately.
+        keys: (…, 1, kv_len), True for keys that some row attends to.
+        rows: (…, 1, q_len), True for rows that attend to some key. In self-attention, the own key of the row must be
+            one of `keys`, too: otherwise the row is padding.
     """
 
     lead: tuple[int, ...]
-    first: int | None
+    query_offset: int | None
     keys: Any
     rows: Any
 
     @property
-    def own(self) -> IntArray:
-        """The key of each row; of self-attention only."""
-        assert self.first is not None
-        return np.arange(self.rows.shape[-1]) + self.first
+    def own_keys(self) -> IntArray:
+        """The position of each row among the keys, (q_len,), for self-attention."""
+        assert self.query_offset is not None
+        return np.arange(self.rows.shape[-1]) + self.query_offset
+
+    @property
+    def first_key(self) -> IntArray:
+        """The first token's key for each row that counts, (…, 1, q_len); −1 for padding."""
+        return np.where(self.rows, self.keys.argmax(-1)[..., None], -1)
 
     @classmethod
-    def of(cls, call: Call) -> Place:
-        """That of a call."""
+    def from_call(cls, call: Call) -> TokenRows:
+        """Find the tokens of a call."""
         *lead, q_len, kv_len = call.shape
         shape = (*lead[:-1], 1)
-        if call.query is None:  # measured as it ran: nothing is known of its mask
+        if call.query is None:  # recorded with measures: its mask is unknown
             rows, keys = np.ones((*shape, q_len), bool), np.ones((*shape, kv_len), bool)
         else:
-            rows, keys = (_over_heads(each, tuple(lead)) for each in visible(call.rules, q_len, kv_len))
-        first = None if _is_across(call, keys) else call.first
-        if first is not None:
-            rows = rows & keys[..., first : first + q_len]
-        return cls(tuple(lead), first, keys, rows)
+            rows, keys = (
+                _any_head(flags, tuple(lead)) for flags in find_visible(call.compact_mask, q_len, kv_len)
+            )
+        query_offset = None if _is_cross_attention(call, keys) else call.query_offset
+        if query_offset is not None:
+            rows = rows & keys[..., query_offset : query_offset + q_len]
+        return cls(tuple(lead), query_offset, keys, rows)
 
 
-def _is_across(call: Call, keys: Any) -> bool:
-    """Whether the keys are another sequence's: by the layer's name, or since they do not end with the last row's own.
+def _is_cross_attention(call: Call, keys: Any) -> bool:
+    """Return whether the keys belong to another sequence.
 
-    So do the keys of a chunk that follows others, but its first row does not see past its own.
+    By the layer's name, or because the keys do not end with the last row's own key. The keys of a chunk in the middle
+    do not either, but its first row does not attend past its own key.
     """
     *_, q_len, kv_len = call.shape
-    if any(word in call.name.lower() for word in _ACROSS):
+    if any(word in call.name.lower() for word in _CROSS_ATTENTION_NAMES):
         return True
     live = np.flatnonzero(keys.any(tuple(range(keys.ndim - 1))))
-    stop = call.first + q_len
+    stop = call.query_offset + q_len
     if stop != kv_len and (not len(live) or stop != live[-1] + 1):
         return True
-    ahead = int(call.rules.high[..., 0].max(initial=0)) > call.first + 1
-    return bool(call.first and q_len > 1 and ahead)
+    attends_ahead = int(call.compact_mask.stop[..., 0].max(initial=0)) > call.query_offset + 1
+    return bool(call.query_offset and q_len > 1 and attends_ahead)
 
 
-def visible(rules: Rules, q_len: int, kv_len: int) -> tuple[Any, Any]:
-    """Rows (…, q_len) that see a key by the rules, and keys (…, kv_len) that some row sees."""
+def find_visible(mask: CompactMask, q_len: int, kv_len: int) -> tuple[Any, Any]:
+    """Find the rows that attend to some key, (…, q_len), and the keys that some row attends to, (…, kv_len)."""
     if not q_len or not kv_len:
         return np.zeros(q_len, bool), np.zeros(kv_len, bool)
-    array = rules.kept if rules.kept is not None else getattr(rules.added, "array", None)
-    if array is not None:
-        lowest = None if rules.kept is not None else _lowest(array)
-        seen = array if lowest is None else array > lowest
-        rows, keys = seen.any(-1).cpu().numpy(), seen.any(-2).cpu().numpy()
-        return (np.broadcast_to(each, (*each.shape[:-1], n)) for each, n in ((rows, q_len), (keys, kv_len)))  # type: ignore[return-value]
-    low, high = np.broadcast_arrays(rules.low, rules.high)
-    rows = low < high if rules.flat is None else (low < high) & (rules.flat == 0)
-    low, high, live = (np.broadcast_to(each, rows.shape).reshape(-1, q_len) for each in (low, high, rows))
-    edges = np.zeros((len(live), kv_len + 1), np.int64)
-    for ends, own, seen in zip(edges, zip(low, high, strict=True), live, strict=True):
-        np.add.at(ends, own[0][seen], 1)
-        np.add.at(ends, own[1][seen], -1)
-    keys = (np.cumsum(edges, -1)[:, :-1] > 0).reshape((*rows.shape[:-1], kv_len))
-    return rows, keys if rules.keys is None else keys & rules.keys
+    bias = getattr(mask.bias, "array", None)
+    visible = mask.dense_mask
+    if visible is None and bias is not None:
+        visible = bias > float(torch.finfo(bias.dtype).min)
+    if visible is not None:
+        rows, keys = visible.any(-1).cpu().numpy(), visible.any(-2).cpu().numpy()
+        return np.broadcast_to(rows, (*rows.shape[:-1], q_len)), np.broadcast_to(
+            keys, (*keys.shape[:-1], kv_len)
+        )
+    start, stop = np.broadcast_arrays(mask.start, mask.stop)
+    rows = start < stop if mask.uniform_keys is None else (start < stop) & (mask.uniform_keys == 0)
+    start, stop, live = (
+        np.broadcast_to(array, rows.shape).reshape(-1, q_len) for array in (start, stop, rows)
+    )
+    # Count the intervals that cover each key: +1 where one starts, −1 where it stops.
+    changes = np.zeros((len(live), kv_len + 1), np.int64)
+    for change, begins, ends, is_live in zip(changes, start, stop, live, strict=True):
+        np.add.at(change, begins[is_live], 1)
+        np.add.at(change, ends[is_live], -1)
+    keys = (np.cumsum(changes, -1)[:, :-1] > 0).reshape((*rows.shape[:-1], kv_len))
+    return rows, keys if mask.visible_keys is None else keys & mask.visible_keys
 
 
-def _lowest(array: Any) -> float:
-    import torch
-
-    return float(torch.finfo(array.dtype).min)
-
-
-def _over_heads(array: Any, lead: tuple[int, ...]) -> Any:
-    """(…, 1, n): what holds for some head, for each batch entry."""
-    array = array.reshape((1,) * max(0, max(1 + len(lead), 2) - array.ndim) + array.shape)
-    array = np.broadcast_to(array, (*lead[:-1], *array.shape[-2:]))
-    return array.any(-2, keepdims=True)
+def _any_head(flags: Any, lead: tuple[int, ...]) -> Any:
+    """Reduce (…, heads or 1, n) to (…, 1, n): what holds for some head of each batch entry."""
+    flags = flags.reshape((1,) * max(0, max(1 + len(lead), 2) - flags.ndim) + flags.shape)
+    flags = np.broadcast_to(flags, (*lead[:-1], *flags.shape[-2:]))
+    return flags.any(-2, keepdims=True)
 
 
-def listed(tokens: Any, operation: str) -> list[list[Any]]:
-    """Tokens as one list for each batch entry, of text or of ids; one list alone is for every entry."""
+def as_token_lists(tokens: Any, operation: str) -> list[list[Any]]:
+    """Return tokens as one list for each batch entry; a single list is for all entries.
+
+    Args:
+        tokens: Texts or ids, (n,) or (batch, n): lists, arrays or tensors.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        The lists.
+
+    Raises:
+        ArgumentTypeError: It is something else, such as one text.
+    """
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not len(tokens):
@@ -119,17 +144,17 @@ def listed(tokens: Any, operation: str) -> list[list[Any]]:
             expected="a list of tokens, or one list for each batch entry",
             hint="With a tokenizer: tokenizer.convert_ids_to_tokens(input_ids[0]).",
         )
-    several = not isinstance(tokens[0], str) and (
+    is_nested = not isinstance(tokens[0], str) and (
         isinstance(tokens[0], Sequence) or hasattr(tokens[0], "tolist")
     )
-    rows = list(tokens) if several else [tokens]
+    rows = list(tokens) if is_nested else [tokens]
     return [list(row.tolist() if hasattr(row, "tolist") else row) for row in rows]
 
 
-def fitting(tokens: list[list[Any]], batch: int, length: int) -> list[list[Any]] | None:
-    """The tokens of each batch entry, cut to a length; None where they are not that many.
+def fit_tokens(tokens: list[list[Any]], batch: int, length: int) -> list[list[Any]] | None:
+    """Return one list of `length` tokens for each batch entry, or None if the numbers do not fit.
 
-    One more than there are keys will do: what `generate()` made last was never read.
+    There may be one token more than keys: `generate()` does not feed back its last token.
     """
     if len(tokens) not in (1, batch) or any(len(row) not in (length, length + 1) for row in tokens):
         return None
@@ -137,12 +162,12 @@ def fitting(tokens: list[list[Any]], batch: int, length: int) -> list[list[Any]]
     return [row[:length] for row in rows]
 
 
-def misfit(operation: str, tokens: list[list[Any]], lengths: set[int]) -> ArgumentError:
-    """The error where tokens fit no layer."""
+def token_count_error(operation: str, tokens: list[list[Any]], lengths: set[int]) -> ArgumentError:
+    """Build the error for tokens that fit no layer."""
     counts = sorted({len(row) for row in tokens})
     return ArgumentError(
         operation,
         received=f"{' or '.join(map(str, counts))} tokens for {len(tokens)} batch entries",
         expected=f"as many as a layer has keys: {' or '.join(map(str, sorted(lengths)))}",
-        hint="Give every token the model read, special tokens and padding too.",
+        hint="Pass every token the model read, special tokens and padding included.",
     )

@@ -1,6 +1,6 @@
-"""Calls whose keys extend the last one's, put together: prefill and steps of `generate()` are one matrix.
+"""Join the calls that share one key-value cache: prefill and steps of `generate()` become one matrix.
 
-Only the newest keys are held, and what a rolling cache let go; each call adds its own rows.
+Only the newest keys are held, and the keys that a rolling cache evicted; each call adds its own rows.
 """
 
 from __future__ import annotations
@@ -11,127 +11,144 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.lens.call import Call
-from regard.lens.capture.mask_recognition import Rules
+from regard.lens.capture.call import Call
+from regard.lens.capture.compact_mask import CompactMask
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
 
-# Up to so many numbers all keys are compared with the last call's; of more, the newest columns and a sample.
-COMPARED, NEWEST, SAMPLE = 1 << 18, 512, 64
+# Keys with at most this many numbers are compared whole with the previous call's; of more, a sample and the newest.
+MAX_COMPARED, NEWEST, SAMPLES = 1 << 18, 512, 64
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """The rows that one call added."""
 
     query: Tensor
     lse: Tensor | None
     output: Tensor | None
-    rules: Rules
+    compact_mask: CompactMask
     is_causal: bool
 
-    def first(self, count: int) -> Rows:
-        """The first of them."""
-        rules = self.rules
-        flat = None if rules.flat is None else rules.flat[..., :count]
-        return Rows(
+    def first(self, count: int) -> CallRows:
+        """Return the first rows."""
+        mask = self.compact_mask
+        uniform_keys = None if mask.uniform_keys is None else mask.uniform_keys[..., :count]
+        return CallRows(
             self.query[..., :count, :],
             None if self.lse is None else self.lse[..., :count],
             None if self.output is None else self.output[..., :count, :],
-            replace(rules, low=rules.low[..., :count], high=rules.high[..., :count], flat=flat),
+            replace(
+                mask, start=mask.start[..., :count], stop=mask.stop[..., :count], uniform_keys=uniform_keys
+            ),
             self.is_causal,
         )
 
 
-class Run:
-    """Calls of one layer that one cache joins, as one: all their rows, and the keys of the last."""
+class JoinedCalls:
+    """The calls of one layer that share a cache: the rows of all, and the keys of the last.
+
+    Args:
+        call: The first call.
+    """
 
     def __init__(self, call: Call) -> None:
         self.last = call
-        self.steps: list[Rows] = []
-        self.rows = 0
-        self.let_go: list[Tensor] = []  # keys that a rolling cache holds no more
-        self.column = 0  # where the newest call's keys begin among all keys
-        self.crossing = False  # whether every call looks at the same keys
+        self.steps: list[CallRows] = []
+        self.num_rows = 0
+        self.evicted_keys: list[Tensor] = []  # by a rolling cache
+        self.key_offset = 0  # position of the newest call's first key among all keys
+        self.is_cross_attention = False  # every call attends to the same keys
         self._joined: Call | None = None
-        if call.measured is None:
-            call.first = max(0, _seen_up_to(call) - call.query.shape[-2])
-            self._add(call)
-        self._begin = call.first
+        if call.measures is None:
+            call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
+            self._add_rows(call)
+        self._query_offset = call.query_offset
 
-    def _add(self, call: Call) -> None:
+    def _add_rows(self, call: Call) -> None:
         self.last, self._joined = call, None
-        self.steps.append(Rows(call.query, call.lse, call.output, call.rules, call.is_causal))
-        self.rows += call.query.shape[-2]
+        self.steps.append(CallRows(call.query, call.lse, call.output, call.compact_mask, call.is_causal))
+        self.num_rows += call.query.shape[-2]
 
     @property
-    def trying(self) -> str:
-        """How `generate()` tried out tokens that it may have taken back; "" where it did not."""
-        return self.last.trying if len(self.steps) > 1 else ""
+    def speculative_mode(self) -> str:
+        """How `generate()` proposed tokens that it may have discarded; "" if it did not."""
+        return self.last.speculative_mode if len(self.steps) > 1 else ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, heads, q_len, kv_len)"""
+        """Shape of the joined matrix, (…, heads, q_len, kv_len)."""
+        if self.last.measures is not None:
+            return self.last.shape
         *lead, _, kv_len = self.last.shape
-        return self.last.shape if self.last.measured is not None else (*lead, self.rows, self.column + kv_len)
+        return (*lead, self.num_rows, self.key_offset + kv_len)
 
-    def takes(self, call: Call) -> bool:
-        """Whether a call goes on where this run ends; it then belongs to it."""
+    def try_append(self, call: Call) -> bool:
+        """Append a call whose keys extend those of the last call.
+
+        Args:
+            call: The next call of the layer. If it is appended, its key, mask and offset are adjusted.
+
+        Returns:
+            Whether it was appended.
+        """
         last = self.last
-        if not _alike(last, call):
+        if not _have_same_settings(last, call):
             return False
-        if _same_tensor(call.origin, last.origin):
-            # Another query that sees the same: the same one again is the same attention over another value.
-            again = call.query.data_ptr() == last.query.data_ptr()
-            if again or not _see_the_same(last.rules, call.rules, call.key.shape[-2]):
+        if _is_same_tensor(call.source_key, last.source_key):
+            # Another query over the same keys. The same query again is the same attention over another value.
+            repeated = call.query.data_ptr() == last.query.data_ptr()
+            if repeated or not _attend_to_same_keys(last.compact_mask, call.compact_mask, call.key.shape[-2]):
                 return False
-            self.crossing = True
-            self._add(call)
+            self.is_cross_attention = True
+            self._add_rows(call)
             return True
-        if self.crossing:
+        if self.is_cross_attention:
             return False
-        if self._extend(call, last.key, call.key):
+        if self._append(call, last.key, call.key):
             return True
-        # A cache with room to spare hides what is not there yet from everybody: it ends where the last one is seen.
-        held, length = last.key[..., : _seen_up_to(last), :], call.key[..., : _seen_up_to(call), :]
-        return any(
-            self._extend(call, a, b) for a, b in ((last.key, length), (held, call.key), (held, length))
-        )
+        # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
+        old, new = last.key[..., : _count_used_keys(last), :], call.key[..., : _count_used_keys(call), :]
+        return any(self._append(call, *keys) for keys in ((last.key, new), (old, call.key), (old, new)))
 
-    def _extend(self, call: Call, old: Tensor, new: Tensor) -> bool:
-        """Take a call whose keys are the `new` ones, the last one's being the `old`, if they go on."""
-        past = new.shape[-2] - call.query.shape[-2]  # the keys that were there before this call
-        dropped = _dropped(old, new, past) if past > 0 else None
-        if dropped is None:
+    def _append(self, call: Call, old: Tensor, new: Tensor) -> bool:
+        """Append a call with the keys `new` if they extend the keys `old` of the last call."""
+        past = new.shape[-2] - call.query.shape[-2]  # keys from before this call
+        evicted = _count_evicted(old, new, past) if past > 0 else None
+        if evicted is None:
             return False
-        column = self.column + dropped
-        stand = column + past - self._begin  # rows that stand: a speculative step may take some back
-        keys = self.last.rules.keys, call.rules.keys
-        holes = keys[0] is not None or keys[1] is not None
-        if stand <= 0 or (holes and (dropped or not _agree(*keys, past))):
+        key_offset = self.key_offset + evicted
+        kept_rows = key_offset + past - self._query_offset  # a speculative step may discard rows
+        old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
+        has_holes = old_keys is not None or new_keys is not None
+        if kept_rows <= 0 or (has_holes and (evicted or not _agree(old_keys, new_keys, past))):
             return False
-        if dropped:
-            self.let_go.append(old[..., :dropped, :].clone())
-        while self.rows > stand:
-            step = self.steps.pop()
-            count = step.query.shape[-2]
-            self.rows -= count
-            if self.rows < stand:
-                self.steps.append(step.first(stand - self.rows))
-                self.rows = stand
-        rules = call.rules
-        if holes and keys[1] is not None:
-            rules = replace(rules, keys=keys[1][..., : new.shape[-2]])
-        if column:
-            rules = replace(rules, low=rules.low + column, high=rules.high + column)
-        self.column, call.first, call.key, call.rules = column, column + past, new, rules
-        self._add(call)
+        if evicted:
+            self.evicted_keys.append(old[..., :evicted, :].clone())
+        self._truncate(kept_rows)
+        mask = call.compact_mask
+        if new_keys is not None:
+            mask = replace(mask, visible_keys=new_keys[..., : new.shape[-2]])
+        if key_offset:
+            mask = replace(mask, start=mask.start + key_offset, stop=mask.stop + key_offset)
+        self.key_offset, call.query_offset = key_offset, key_offset + past
+        call.key, call.compact_mask = new, mask
+        self._add_rows(call)
         return True
+
+    def _truncate(self, num_rows: int) -> None:
+        """Remove the rows from `num_rows` on."""
+        while self.num_rows > num_rows:
+            step = self.steps.pop()
+            self.num_rows -= step.query.shape[-2]
+            if self.num_rows < num_rows:
+                self.steps.append(step.first(num_rows - self.num_rows))
+                self.num_rows = num_rows
 
     @property
     def call(self) -> Call:
-        """The run as one call."""
-        if len(self.steps) <= 1 and not self.let_go:
+        """All calls as one."""
+        if len(self.steps) <= 1 and not self.evicted_keys:
             return self.last
         if self._joined is None:
             self._joined = self._join()
@@ -139,41 +156,40 @@ class Run:
 
     def _join(self) -> Call:
         last, steps = self.last, self.steps
-        key = torch.cat([*self.let_go, last.key], -2) if self.let_go else last.key
         lses, outputs = [step.lse for step in steps], [step.output for step in steps]
         return replace(
             last,
             query=torch.cat([step.query for step in steps], -2),
-            key=key,
-            value=last.value if not self.let_go else None,
-            output=None if any(each is None for each in outputs) else torch.cat(outputs, -2),
-            lse=None if any(each is None for each in lses) else torch.cat(lses, -1),
-            rules=_joined([step.rules for step in steps]),
+            key=torch.cat([*self.evicted_keys, last.key], -2) if self.evicted_keys else last.key,
+            value=last.value if not self.evicted_keys else None,
+            output=None if any(output is None for output in outputs) else torch.cat(outputs, -2),
+            lse=None if any(lse is None for lse in lses) else torch.cat(lses, -1),
+            compact_mask=_join_masks([step.compact_mask for step in steps]),
             is_causal=any(step.is_causal for step in steps),
             steps=len(steps),
-            first=self._begin,
+            query_offset=self._query_offset,
         )
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what is held, masks of q_len × kv_len left out."""
-        held = [self.last.key, self.last.value, *self.let_go]
-        held += [tensor for step in self.steps for tensor in step[:3]]
-        return sum(int(tensor.nbytes) for tensor in held if tensor is not None)
+        """Bytes of the tensors that are held, without masks of q_len × kv_len."""
+        tensors = [self.last.key, self.last.value, *self.evicted_keys]
+        tensors += [tensor for step in self.steps for tensor in (step.query, step.lse, step.output)]
+        return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
-def _alike(a: Call, b: Call) -> bool:
-    """Whether all that does not grow is the same."""
+def _have_same_settings(a: Call, b: Call) -> bool:
+    """Return whether two calls agree in everything except the lengths, and neither holds a mask as an array."""
     if a.query.shape[:-2] != b.query.shape[:-2] or a.key.shape[:-2] != b.key.shape[:-2]:
         return False
     if (
         a.scale != b.scale
         or a.softcap != b.softcap
-        or a.rules.added != b.rules.added
+        or a.compact_mask.bias != b.compact_mask.bias
         or a.query.dtype != b.query.dtype
     ):
         return False
-    if a.rules.nbytes or b.rules.nbytes:
+    if a.compact_mask.nbytes or b.compact_mask.nbytes:
         return False
     same_sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
@@ -181,68 +197,76 @@ def _alike(a: Call, b: Call) -> bool:
     return bool(same_sink)
 
 
-def _same_tensor(a: Any, b: Any) -> bool:
-    """Whether two calls were given one and the same key, which nobody wrote into between them."""
+def _is_same_tensor(a: Any, b: Any) -> bool:
+    """Return whether two calls were passed the same key tensor, unchanged in between."""
     if a is None or b is None:
         return False
     (tensor, version), (other, other_version) = a, b
     return tensor() is not None and tensor() is other() and version == other_version
 
 
-def _see_the_same(a: Rules, b: Rules, kv_len: int) -> bool:
-    """Whether all rows of two calls see the same keys, as those of a decoder see an encoder's."""
-    alike = all(
-        (each.low == a.low[..., :1]).all() and (each.high == a.high[..., :1]).all() for each in (a, b)
+def _attend_to_same_keys(a: CompactMask, b: CompactMask, kv_len: int) -> bool:
+    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's."""
+    same_interval = all(
+        (mask.start == a.start[..., :1]).all() and (mask.stop == a.stop[..., :1]).all() for mask in (a, b)
     )
-    return alike and _agree(a.keys, b.keys, kv_len)
+    return same_interval and _agree(a.visible_keys, b.visible_keys, kv_len)
 
 
-def _seen_up_to(call: Call) -> int:
-    """How many keys there are up to the last one that somebody sees; all of them where nobody sees any."""
-    return int(call.rules.high.max(initial=0)) or int(call.key.shape[-2])
+def _count_used_keys(call: Call) -> int:
+    """Return the number of keys up to the last one that any row attends to; all keys if none is."""
+    return int(call.compact_mask.stop.max(initial=0)) or int(call.key.shape[-2])
 
 
-def _dropped(old: Tensor, new: Tensor, past: int) -> int | None:
-    """How many of the old keys a cache let go of so that `past` of the new ones are old; None where it did not."""
+def _count_evicted(old: Tensor, new: Tensor, past: int) -> int | None:
+    """Return how many old keys a cache evicted if `past` new keys are old ones; None if they are not."""
     held = old.shape[-2]
     if past > held:
         return None
-    if _equal(new[..., :past, :], old if past == held else old[..., :past, :]):
-        again = min(held, new.shape[-2])
-        # Keys taken back are replaced by others; the same ones again are no sequence that grows.
-        same = past < again and _equal(new[..., past:again, :], old[..., past:again, :])
+    if _are_equal(new[..., :past, :], old if past == held else old[..., :past, :]):
+        overlap = min(held, new.shape[-2])
+        # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
+        same = past < overlap and _are_equal(new[..., past:overlap, :], old[..., past:overlap, :])
         return None if same else 0
-    return held - past if past < held and _equal(new[..., :past, :], old[..., held - past :, :]) else None
+    if past < held and _are_equal(new[..., :past, :], old[..., held - past :, :]):
+        return int(held - past)
+    return None
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether keys are the same: all of them where they are few, else the newest and a sample."""
-    if a.numel() > COMPARED:
-        length = a.shape[-2]
-        step = max(1, length // SAMPLE)
-        if not torch.equal(a[..., ::step, :], b[..., ::step, :]):
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Compare keys: all of them if they are few, else a sample and the newest."""
+    if a.numel() > MAX_COMPARED:
+        stride = max(1, a.shape[-2] // SAMPLES)
+        if not torch.equal(a[..., ::stride, :], b[..., ::stride, :]):
             return False
         a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
     return bool(torch.equal(a, b))
 
 
 def _agree(a: Any, b: Any, past: int) -> bool:
-    """Whether two calls hide the same keys from everybody."""
+    """Return whether two calls mask the same of the first `past` keys in every row."""
     if a is None and b is None:
         return True
-    a, b = (np.ones((1, past), bool) if each is None else each[..., :past] for each in (a, b))
+    a, b = (np.ones((1, past), bool) if keys is None else keys[..., :past] for keys in (a, b))
     return bool((a == b).all())
 
 
-def _joined(rules: list[Rules]) -> Rules:
-    low, high = (_stacked([getattr(each, name) for each in rules]) for name in ("low", "high"))
-    flat = None
-    if any(each.flat is not None for each in rules):
-        flats = [np.zeros(each.low.shape[-1], np.int64) if each.flat is None else each.flat for each in rules]
-        flat = _stacked(flats)
-    return Rules(low, high, keys=rules[-1].keys, flat=flat, added=rules[-1].added)
+def _join_masks(masks: list[CompactMask]) -> CompactMask:
+    start, stop = (_concatenate([getattr(mask, edge) for mask in masks]) for edge in ("start", "stop"))
+    uniform_keys = None
+    if any(mask.uniform_keys is not None for mask in masks):
+        none = [np.zeros(mask.start.shape[-1], np.int64) for mask in masks]
+        uniform_keys = _concatenate(
+            [
+                zeros if mask.uniform_keys is None else mask.uniform_keys
+                for mask, zeros in zip(masks, none, strict=True)
+            ]
+        )
+    last = masks[-1]
+    return CompactMask(start, stop, last.visible_keys, uniform_keys, bias=last.bias)
 
 
-def _stacked(edges: list[IntArray]) -> IntArray:
+def _concatenate(edges: list[IntArray]) -> IntArray:
+    """Concatenate rows after broadcasting their leading axes."""
     lead = np.broadcast_shapes(*(edge.shape[:-1] for edge in edges))
     return np.concatenate([np.broadcast_to(edge, (*lead, edge.shape[-1])) for edge in edges], -1)

@@ -1,4 +1,4 @@
-"""What a model says of itself while it is watched: which layers mean to be causal, and the positions it reads."""
+"""What a model states about itself: which modules are causal, and which positions it looks up."""
 
 from __future__ import annotations
 
@@ -11,42 +11,50 @@ from torch import nn
 Tensor = Any  # the types of torch are not followed
 
 
-class Read(NamedTuple):
-    """The positions that one forward pass read, (batch or 1, n), and the module that read them."""
+class PositionLookup(NamedTuple):
+    """The positions that one forward pass looked up, (batch or 1, n), and the module that did."""
 
     module: str
     positions: Tensor
 
 
-class Hints:
-    """`causal` by module name, and every `Read` in order."""
+class ModuleHints:
+    """`causal` has the `is_causal` attribute of modules by name, `lookups` every position lookup in order."""
 
     def __init__(self) -> None:
         self.causal: dict[str, bool] = {}
-        self.reads: list[Read] = []
+        self.lookups: list[PositionLookup] = []
         self._last: Tensor = None
 
-    def watch(self, model: nn.Module) -> Iterator[Any]:
-        """Read what the model says, and hang hooks where it looks up positions; yields the hooks."""
+    def attach(self, model: nn.Module) -> Iterator[Any]:
+        """Read `is_causal` of the modules, and register hooks on position embeddings.
+
+        Yields:
+            The handle of each hook, which removes it.
+        """
         for name, module in model.named_modules():
             if isinstance(getattr(module, "is_causal", None), bool):
                 self.causal[name] = module.is_causal
-            kind = type(module).__name__.lower()
-            last = name.rpartition(".")[2]
-            table = isinstance(module, nn.Embedding) and (
-                last == "wpe" or "position_embedding" in last or last == "embed_positions"
+            class_name = type(module).__name__.lower()
+            attribute = name.rpartition(".")[2]
+            is_table = isinstance(module, nn.Embedding) and (
+                attribute == "wpe" or "position_embedding" in attribute or attribute == "embed_positions"
             )
-            if table or "rotaryembedding" in kind:
-                yield module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            if is_table or "rotaryembedding" in class_name:
+                yield module.register_forward_pre_hook(self._make_hook(name), with_kwargs=True)
 
-    def _hook(self, name: str) -> Any:
-        def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [kwargs.get("position_ids"), *args, *kwargs.values()]
-            for each in given:
-                if isinstance(each, torch.Tensor) and each.dtype == torch.int64 and each.ndim in (1, 2):
-                    if each is not self._last:  # a model may look the same positions up several times
-                        self.reads.append(Read(name, each.detach().reshape(-1, each.shape[-1]).clone()))
-                    self._last = each
+    def _make_hook(self, name: str) -> Any:
+        def record_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for argument in (kwargs.get("position_ids"), *args, *kwargs.values()):
+                if (
+                    isinstance(argument, torch.Tensor)
+                    and argument.dtype == torch.int64
+                    and argument.ndim in (1, 2)
+                ):
+                    if argument is not self._last:  # a model may look up the same positions several times
+                        positions = argument.detach().reshape(-1, argument.shape[-1]).clone()
+                        self.lookups.append(PositionLookup(name, positions))
+                    self._last = argument
                     return
 
-        return read
+        return record_positions

@@ -1,23 +1,24 @@
-"""Names of other people's modules, wrapped while somebody watches and put back afterwards.
+"""Patch names of other modules while a model is watched, and restore them afterwards.
 
-A name is wrapped once however many watch, and put back when the last one leaves, in whatever order they do.
+A name is patched once, however many watches use it, and restored when the last of them exits, in any order.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 Function = Callable[..., Any]
+PatchKey = tuple[int, str]
 
 
 @dataclass
-class _Wrapped:
-    names: MutableMapping[str, Any]
+class _Patch:
+    namespace: MutableMapping[str, Any]
     name: str
     original: Any
     wrapper: Any
@@ -25,56 +26,72 @@ class _Wrapped:
 
 
 _lock = threading.RLock()
-_wrapped: dict[tuple[int, str], _Wrapped] = {}
+_patches: dict[PatchKey, _Patch] = {}
 
 
-def opaque(function: Function) -> Function:
-    """The function, which torch.compile leaves as it is: whoever compiles meanwhile does not trace into the lens."""
+def exclude_from_compile(function: Function) -> Function:
+    """Return a function that torch.compile does not trace into, for callers that compile while a model is watched."""
     if "torch._dynamo" not in sys.modules:
         return function
     torch = sys.modules["torch"]
-    hidden: Function = torch.compiler.disable(function)
-    compiling = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    if compiling is None:
-        return hidden
+    excluded: Function = torch.compiler.disable(function)
+    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    if get_callback is None:
+        return excluded
 
-    # Where nobody compiles, what `disable` does at every call is left out: a token of generate() has a dozen of them.
+    # `disable` costs time at every call, and a token of generate() has a dozen calls: skip it if nothing compiles.
     @wraps(function)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if compiling() is None else hidden(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if get_callback() is None else excluded(*args, **kwargs)
 
-    outside: Function = torch.compiler.disable(either, recursive=False)
-    return outside
+    dispatched: Function = torch.compiler.disable(call, recursive=False)
+    return dispatched
 
 
-def wrap(names: MutableMapping[str, Any], name: str, make: Callable[[Function], Function]) -> tuple[int, str]:
-    """Put `make(function)` where `names[name]` is; what is returned undoes it, through `unwrap`."""
+def patch(
+    namespace: MutableMapping[str, Any], name: str, make_wrapper: Callable[[Function], Function]
+) -> PatchKey:
+    """Replace `namespace[name]` by `make_wrapper(namespace[name])`, unless it is patched already.
+
+    Args:
+        namespace: The `vars()` of a module, or a registry.
+        name: The key to replace.
+        make_wrapper: Called with the original function.
+
+    Returns:
+        What `unpatch` needs to undo it.
+    """
     with _lock:
-        place = (id(names), name)
-        if place not in _wrapped:
-            original = names[name]
-            wrapper = opaque(make(original))
+        key = (id(namespace), name)
+        if key not in _patches:
+            original = namespace[name]
+            wrapper = exclude_from_compile(make_wrapper(original))
             wrapper._regard_original = original  # type: ignore[attr-defined]
-            _wrapped[place] = _Wrapped(names, name, original, wrapper)
-            names[name] = wrapper
-        _wrapped[place].users += 1
-        return place
+            _patches[key] = _Patch(namespace, name, original, wrapper)
+            namespace[name] = wrapper
+        _patches[key].users += 1
+        return key
 
 
-def unwrap(place: tuple[int, str]) -> None:
-    """Leave a place; the last one to leave puts the name back."""
+def unpatch(key: PatchKey) -> None:
+    """Release a patch; the last user to release it restores the original."""
     with _lock:
-        held = _wrapped[place]
+        held = _patches[key]
         held.users -= 1
-        if not held.users:
-            del _wrapped[place]
-            if (
-                held.names.get(held.name) is held.wrapper
-            ):  # else somebody wrapped it after us, and will put ours back
-                held.names[held.name] = held.original
+        if held.users:
+            return
+        del _patches[key]
+        # If another library wrapped the name in the meantime, leave its wrapper in place.
+        if held.namespace.get(held.name) is held.wrapper:
+            held.namespace[held.name] = held.original
 
 
-def wrapped_names() -> Iterator[tuple[MutableMapping[str, Any], str]]:
-    """Every name that is wrapped now."""
+def unwrap_original(function: Any) -> Any:
+    """Return the function that a patch replaced, or the function itself if it is not a wrapper."""
+    return getattr(function, "_regard_original", function) if callable(function) else function
+
+
+def list_patches() -> list[tuple[MutableMapping[str, Any], str]]:
+    """List the names that are patched now, each with its namespace."""
     with _lock:
-        yield from [(held.names, held.name) for held in _wrapped.values()]
+        return [(held.namespace, held.name) for held in _patches.values()]

@@ -1,4 +1,4 @@
-"""From what went through a call to its record: held once, recognised, and held against what the function returned."""
+"""Build the record of a call from its captured arguments, and verify it with what the function returned."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ import torch
 from torch import nn
 
 from regard.errors import RegardError
-from regard.lens.call import Call
-from regard.lens.capture.mask_recognition import Rules, read, seen_up_to
-from regard.lens.capture.wrappers import Passed
+from regard.lens.capture.call import Call
+from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.mask_recognition import count_used_keys, recognise_mask
+from regard.lens.capture.wrappers import CapturedArgs
 from regard.measures import Measure
 from regard.score_mods import ScoreMod, softcap
 
 Tensor = Any  # the types of torch are not followed
 
+# Tolerance of the comparison with returned weights and outputs, in units of the dtype's epsilon.
+TOLERANCE = 64
+
+_LOAD_HINT = "Load the model with attn_implementation='sdpa', or 'eager' if it has no other."
+
 
 @dataclass
-class Keep:
-    """What is kept of a call."""
+class CaptureOptions:
+    """What `watch` records of each call.
+
+    Args:
+        device: Move the tensors to this device; None leaves them.
+        dtype: Convert the tensors to this dtype; None leaves them.
+        copy: Copy the tensors.
+        values: Record value and output, too.
+        measures: Record the results of these measures, or of this function, instead of query and key.
+    """
 
     device: Any
     dtype: Any
@@ -32,228 +46,257 @@ class Keep:
     measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
 
     def __post_init__(self) -> None:
-        # Layers pass the same mask on: it is read once, as long as it lives.
-        self._last: tuple[Any, Any, Rules] | None = None
+        # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
+        self._last_mask: tuple[Any, Any, CompactMask] | None = None
 
 
-def call_of(
-    module: nn.Module, name: str, passed: Passed, keep: Keep, biases: Sequence[ScoreMod]
-) -> Call | tuple[str, str]:
-    """The record of a call; or why there is none, and the hint."""
-    query, key = passed.query.detach(), passed.key.detach()
+@dataclass(frozen=True)
+class Uncaptured:
+    """Why a call cannot be recorded, and a hint."""
+
+    reason: str
+    hint: str
+
+
+def build_call(
+    module: nn.Module, name: str, args: CapturedArgs, options: CaptureOptions, biases: Sequence[ScoreMod]
+) -> Call | Uncaptured:
+    """Build the record of a call.
+
+    Args:
+        module: The module that ran.
+        name: Its name in the model.
+        args: What it was called with.
+        options: What to record.
+        biases: Position biases of the model, which may explain its additive masks.
+
+    Returns:
+        The call, or why it cannot be recorded.
+    """
+    query, key = args.query.detach(), args.key.detach()
     if query.is_nested or key.is_nested:
-        return "nested tensors", "Pad the batch instead: torch.nested.to_padded_tensor, with a mask."
-    if passed.attn_mask is not None and not isinstance(passed.attn_mask, torch.Tensor):
-        kind = type(passed.attn_mask).__name__
-        return f"a {kind} for a mask ({passed.kernel})", _EAGER
-    key = _once(key, query)
+        return Uncaptured(
+            "it was called with nested tensors",
+            "Pad the batch instead: torch.nested.to_padded_tensor, with a mask.",
+        )
+    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor):
+        mask_class = type(args.attn_mask).__name__
+        return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
+    key = drop_repeated_heads(key, query)
     try:
-        call = _recognised(module, name, passed, query, key, keep, biases)
+        call = _recognise(module, name, args, query, key, options, biases)
     except RegardError as error:
-        return f"{passed.kernel}, of which no matrix can be made ({error})", _EAGER
-    if passed.kernel.startswith("transformers") or passed.weights is not None:
+        return Uncaptured(f"no matrix can be computed for {args.kernel} ({error})", _LOAD_HINT)
+    if args.kernel.startswith("transformers") or args.weights is not None:
         with torch.no_grad():
-            found = _held_against(call, passed, module)
-        if found is None:
-            why = f"{passed.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
-            return why, _EAGER
-        call = found
-    if keep.measures is not None:
+            verified = _verify(call, args, module)
+        if verified is None:
+            reason = f"{args.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
+            return Uncaptured(reason, _LOAD_HINT)
+        call = verified
+    if options.measures is not None:
         with torch.no_grad():
-            if callable(keep.measures):
-                results = keep.measures(call)
+            if callable(options.measures):
+                results = options.measures(call)
             else:
-                results = call.matrix.measure(**keep.measures)._asdict()
-        return replace(call, query=None, key=None, lse=None, measured=results, extent=call.shape)
-    return _hold(call, passed, keep)
+                results = call.matrix.measure(**options.measures)._asdict()
+        return replace(call, query=None, key=None, lse=None, measures=results, stored_shape=call.shape)
+    return _store_tensors(call, args, options)
 
 
-_EAGER = "Load the model with attn_implementation='sdpa', or 'eager' where it has no other."
+def drop_repeated_heads(key: Tensor, query: Tensor) -> Tensor:
+    """Return a key with one head for each group, if the model repeated it for every head of the group.
 
+    Args:
+        key: (…, heads or kv_heads, kv_len, head_dim).
+        query: (…, heads, q_len, head_dim).
 
-def _once(key: Tensor, query: Tensor) -> Tensor:
-    """The key without the repetitions that make every head of a group one of its own."""
+    Returns:
+        A copy with kv_heads heads, or the key itself.
+    """
     heads = key.shape[-3] if key.ndim > 2 else 1
     if heads == 1 or key.shape[-3] != query.shape[-3] or not key.numel():
         return key
-    edge = key[..., [0, -1], :]
-    alike = (edge[..., 1:, :, :] == edge[..., :-1, :, :]).movedim(-3, 0).flatten(1).all(1).tolist()
-    size = alike.index(False) + 1 if False in alike else heads
-    if size == 1 or heads % size or alike != [(i + 1) % size != 0 for i in range(heads - 1)]:
+    ends = key[..., [0, -1], :]
+    same_as_next = (ends[..., 1:, :, :] == ends[..., :-1, :, :]).movedim(-3, 0).flatten(1).all(1).tolist()
+    size = same_as_next.index(False) + 1 if False in same_as_next else heads
+    if size == 1 or heads % size or same_as_next != [(i + 1) % size != 0 for i in range(heads - 1)]:
         return key
     grouped = key.unflatten(-3, (heads // size, size))
-    one = grouped.select(-3, 0)
-    if not all(torch.equal(one, grouped.select(-3, i)) for i in range(1, size)):
+    first = grouped.select(-3, 0)
+    if not all(torch.equal(first, grouped.select(-3, i)) for i in range(1, size)):
         return key
-    return one.clone(memory_format=torch.contiguous_format)
+    return first.clone(memory_format=torch.contiguous_format)
 
 
-def _recognised(
-    module: nn.Module, name: str, passed: Passed, query: Tensor, key: Tensor, keep: Keep, biases: Any
+def _recognise(
+    module: nn.Module,
+    name: str,
+    args: CapturedArgs,
+    query: Tensor,
+    key: Tensor,
+    options: CaptureOptions,
+    biases: Sequence[ScoreMod],
 ) -> Call:
-    q_len, kv_len = query.shape[-2], key.shape[-2]
-    mask = _whole_mask(passed, query, kv_len)
-    rules = _read(mask, passed, q_len, kv_len, tuple(query.shape[:-2]), keep, biases)
-    if biases and rules.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
-        # A cache with room to spare: the bias is told from the keys that are there.
-        used = seen_up_to(mask)
-        shorter = _read(mask[..., :used], passed, q_len, used, tuple(query.shape[:-2]), keep, biases)
+    q_len, kv_len, lead = query.shape[-2], key.shape[-2], tuple(query.shape[:-2])
+    mask = _combine_mask_and_bias(args, kv_len)
+    compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
+    if biases and compact.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
+        # A static cache: the bias is recognised from the keys in use.
+        used = count_used_keys(mask)
+        shorter = _recognise_cached(mask[..., :used], args, q_len, used, lead, options, biases)
         if not shorter.nbytes:
-            key, rules = key[..., :used, :], shorter
-    scale = passed.scale
+            key, compact = key[..., :used, :], shorter
     return Call(
         name=name,
-        layer=type(module).__name__,
+        layer_class=type(module).__name__,
         query=query,
         key=key,
-        rules=rules,
-        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
-        kernel=passed.kernel,
-        lse=None if passed.lse is None else passed.lse.detach(),
-        softcap=None if passed.softcap is None else softcap(passed.softcap),
-        sink=None if passed.sink is None else passed.sink.detach().reshape(-1),
-        dropout_p=float(passed.dropout_p),
-        is_causal=bool(passed.is_causal),
+        compact_mask=compact,
+        scale=1.0 / math.sqrt(query.shape[-1]) if args.scale is None else float(args.scale),
+        kernel=args.kernel,
+        lse=None if args.lse is None else args.lse.detach(),
+        softcap=None if args.softcap is None else softcap(args.softcap),
+        sink=None if args.sink is None else args.sink.detach().reshape(-1),
+        dropout_p=float(args.dropout_p),
+        is_causal=bool(args.is_causal),
         training=module.training,
-        origin=(weakref.ref(passed.key), _version(passed.key)),
+        source_key=(weakref.ref(args.key), _version(args.key)),
     )
 
 
-def _whole_mask(passed: Passed, query: Tensor, kv_len: int) -> Tensor | None:
-    """Mask and position bias as one tensor, cut to the keys that there are."""
-    mask, added = passed.attn_mask, passed.position_bias
-    if mask is None and added is None:
+def _combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
+    """Combine mask and position bias into one tensor, truncated to the keys."""
+    mask, bias = args.attn_mask, args.position_bias
+    if mask is None and bias is None:
         return None
-    if mask is not None and mask.ndim == 2 and passed.kernel.startswith("transformers"):
-        mask = mask[:, None, None, :].to(torch.bool)  # padding, as flash kernels take it
-    mask, added = (
-        each[..., :kv_len] if each is not None and each.shape[-1] > kv_len else each for each in (mask, added)
+    if mask is not None and mask.ndim == 2 and args.kernel.startswith("transformers"):
+        mask = mask[:, None, None, :].to(torch.bool)  # a padding mask, as flash kernels take it
+    mask, bias = (
+        array[..., :kv_len] if array is not None and array.shape[-1] > kv_len else array
+        for array in (mask, bias)
     )
-    if mask is None or added is None:
-        return added if mask is None else mask
+    if mask is None or bias is None:
+        return bias if mask is None else mask
     if mask.dtype == torch.bool:
-        return torch.where(mask, added, torch.finfo(added.dtype).min)
-    return added + mask
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
 
 
-def _read(
+def _recognise_cached(
     mask: Tensor | None,
-    passed: Passed,
+    args: CapturedArgs,
     q_len: int,
     kv_len: int,
     lead: tuple[int, ...],
-    keep: Keep,
-    biases: Any,
-) -> Rules:
+    options: CaptureOptions,
+    biases: Sequence[ScoreMod],
+) -> CompactMask:
+    """Recognise a mask, or return the result of the last call if it had the same mask."""
     if mask is None:
-        return read(None, is_causal=passed.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
-    sinks = passed.sink is not None
-    known = (_version(mask), q_len, kv_len, lead, sinks)
-    last = keep._last
-    if last is not None and last[0]() is mask and last[1] == known:
+        return recognise_mask(None, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
+    sinks = args.sink is not None
+    settings = (_version(mask), q_len, kv_len, lead, sinks)
+    last = options._last_mask
+    if last is not None and last[0]() is mask and last[1] == settings:
         return last[2]
-    rules = read(
-        mask, is_causal=passed.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
+    compact = recognise_mask(
+        mask, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
     )
-    keep._last = (weakref.ref(mask), known, rules)
-    return rules
+    options._last_mask = (weakref.ref(mask), settings, compact)
+    return compact
 
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else int(tensor._version)
 
 
-def _written(tensor: Tensor) -> bool:
-    """Whether a tensor has been written into, as a cache with room to spare is, and may be again."""
+def _may_be_overwritten(tensor: Tensor) -> bool:
+    """Return whether a tensor has been written to in place, as a static cache is, and may be again."""
     version = _version(tensor)
     if version is None:
         return bool(tensor.untyped_storage().nbytes() > tensor.nbytes)
     return version > 0
 
 
-def _hold(call: Call, passed: Passed, keep: Keep) -> Call:
-    """The call, its tensors as they are to be kept."""
+def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
+    """Copy, move or reference the tensors of a call, as the options ask."""
 
-    def hold(tensor: Tensor) -> Tensor:
-        if keep.device is None and keep.dtype is None:
-            return tensor.clone() if keep.copy or _written(tensor) else tensor
-        return tensor.to(device=keep.device or tensor.device, dtype=keep.dtype or tensor.dtype, copy=True)
+    def store(tensor: Tensor) -> Tensor:
+        if options.device is None and options.dtype is None:
+            return tensor.clone() if options.copy or _may_be_overwritten(tensor) else tensor
+        device, dtype = options.device or tensor.device, options.dtype or tensor.dtype
+        return tensor.to(device=device, dtype=dtype, copy=True)
 
     query, key = call.query, call.key
-    call.query, call.key = hold(query), hold(key)
-    kept = [tensor for tensor, old in ((call.query, query), (call.key, key)) if tensor is old]
-    call.versions = tuple((tensor, tensor._version) for tensor in kept if not tensor.is_inference())
-    if keep.dtype is not None or keep.device is not None:
-        call.lse = (
-            None if call.query.dtype != query.dtype or call.lse is None else call.lse.to(call.query.device)
-        )
+    call.query, call.key = store(query), store(key)
+    references = [stored for stored, old in ((call.query, query), (call.key, key)) if stored is old]
+    call.versions = tuple((tensor, tensor._version) for tensor in references if not tensor.is_inference())
+    if options.dtype is not None or options.device is not None:
+        converted = call.query.dtype != query.dtype
+        call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
         call.sink = None if call.sink is None else call.sink.to(call.query.device)
-    if keep.values:
-        call.value = hold(_once(passed.value.detach(), query))
-        call.output = None if passed.output is None else hold(passed.output.detach())
+    if options.values:
+        call.value = store(drop_repeated_heads(args.value.detach(), query))
+        call.output = None if args.output is None else store(args.output.detach())
     return call
 
 
-# Held against what came back
-
-_ROUNDINGS = 64
-
-
-def _held_against(call: Call, passed: Passed, module: nn.Module) -> Call | None:
-    """The call, or the same with causality that its function adds by itself, whichever gives what came back."""
-    tries = [call]
-    if passed.attn_mask is None and not passed.is_causal and getattr(module, "is_causal", False):
-        shape = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
-        tries.append(replace(call, rules=read(None, is_causal=True, lead=(), **shape), is_causal=True))
-    for each in tries:
-        if _agrees(
-            replace(each), passed, module
-        ):  # a copy: its matrix is made before it is known what is kept
-            return each
+def _verify(call: Call, args: CapturedArgs, module: nn.Module) -> Call | None:
+    """Return the call if it reproduces what the function returned, if need be with a causal mask; else None."""
+    candidates = [call]
+    if args.attn_mask is None and not args.is_causal and getattr(module, "is_causal", False):
+        lengths = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
+        causal = recognise_mask(None, is_causal=True, lead=(), **lengths)
+        candidates.append(replace(call, compact_mask=causal, is_causal=True))
+    for candidate in candidates:
+        # A copy, since `matrix` is cached before the tensors are stored.
+        if _reproduces(replace(candidate), args, module):
+            return candidate
     return None
 
 
-def _agrees(call: Call, passed: Passed, module: nn.Module) -> bool:
-    """Whether some rows are what the function returned, up to rounding: its weights, or at least its output."""
+def _reproduces(call: Call, args: CapturedArgs, module: nn.Module) -> bool:
+    """Return whether some rows equal the returned weights, or at least the returned output, up to rounding."""
     count = call.query.shape[-2]
     rows = sorted({0, count // 3, count // 2, count - 1})
     part = call.matrix.lazy[..., rows, :]
     ours = part.to_dense()
-    if passed.weights is not None:
-        theirs = passed.weights.detach()[..., rows, :].to(ours.dtype)
-        most = part.scores[...].abs()
-        most = float(torch.where(most.isfinite(), most, 0.0).amax())
-        near = _ROUNDINGS * torch.finfo(passed.query.dtype).eps * (1 + most)
-        if _weights_agree(ours, theirs, near, passed.dropout_p if module.training else 0.0):
+    if args.weights is not None:
+        theirs = args.weights.detach()[..., rows, :].to(ours.dtype)
+        scores = part.scores[...].abs()
+        largest = float(torch.where(scores.isfinite(), scores, 0.0).amax())
+        tolerance = TOLERANCE * torch.finfo(args.query.dtype).eps * (1 + largest)
+        if _weights_agree(ours, theirs, tolerance, args.dropout_p if module.training else 0.0):
             return True
-    # Some tell weights that are not what the output was made with: a sink may be left out of them.
-    return _outputs_agree(call, passed, rows, ours)
+    # Some functions return weights that differ from those of the output: a sink may be missing.
+    return _outputs_agree(call, args, rows, ours)
 
 
-def _weights_agree(ours: Tensor, theirs: Tensor, near: float, dropped: float) -> bool:
+def _weights_agree(ours: Tensor, theirs: Tensor, tolerance: float, dropout: float) -> bool:
     if theirs.shape[-1] > ours.shape[-1] and not theirs[..., ours.shape[-1] :].any():
-        theirs = theirs[..., : ours.shape[-1]]  # a cache with room to spare
+        theirs = theirs[..., : ours.shape[-1]]  # of a static cache
     if theirs.ndim < ours.ndim and theirs.shape[-3:-2] != ours.shape[-3:-2]:
         ours = ours.mean(-3)  # averaged over heads
     if theirs.numel() != ours.numel():
         return False
     theirs = theirs.reshape(ours.shape)
-    fits = (theirs * (1 - dropped) - ours).abs() <= near * ours.amax(-1, keepdim=True)
-    if dropped:
-        fits |= theirs == 0
-    # NaN is right where ours is NaN too, and is what eager attention makes of a row that sees nothing.
-    fits |= theirs.isnan() & (ours.isnan() | (ours == 0).all(-1, keepdim=True))
-    return bool(fits.all())
+    agree = (theirs * (1 - dropout) - ours).abs() <= tolerance * ours.amax(-1, keepdim=True)
+    if dropout:
+        agree |= theirs == 0
+    # Eager attention returns NaN in a fully masked row, where ours is 0.
+    agree |= theirs.isnan() & (ours.isnan() | (ours == 0).all(-1, keepdim=True))
+    return bool(agree.all())
 
 
-def _outputs_agree(call: Call, passed: Passed, rows: list[int], ours: Tensor) -> bool:
-    if passed.output is None or passed.dropout_p or passed.output.ndim != passed.value.ndim:
+def _outputs_agree(call: Call, args: CapturedArgs, rows: list[int], ours: Tensor) -> bool:
+    if args.output is None or args.dropout_p or args.output.ndim != args.value.ndim:
         return False
-    value = _once(passed.value.detach(), call.query).to(ours.dtype)
+    value = drop_repeated_heads(args.value.detach(), call.query).to(ours.dtype)
     groups = ours.shape[-3] // value.shape[-3]
     expected = ours @ value.repeat_interleave(groups, -3)
-    theirs = passed.output.detach().transpose(-2, -3)[..., rows, :].to(ours.dtype)
+    theirs = args.output.detach().transpose(-2, -3)[..., rows, :].to(ours.dtype)
     if theirs.shape != expected.shape:
         return False
-    near = _ROUNDINGS * torch.finfo(passed.query.dtype).eps * float(value.abs().amax())
-    return bool(((theirs - expected).abs() <= near).all())
+    tolerance = TOLERANCE * torch.finfo(args.query.dtype).eps * float(value.abs().amax())
+    return bool(((theirs - expected).abs() <= tolerance).all())

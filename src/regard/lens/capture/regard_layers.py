@@ -1,4 +1,4 @@
-"""Layers that make their matrix by `regard.attention`, those of `regard.nn` among them, watched where they call it."""
+"""Capture layers that compute their matrix with `regard.attention`, those of `regard.nn` among them."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from typing import Any
 import torch
 
 from regard.core.matrix import AttentionMatrix
-from regard.lens.capture import wrappers as capture
+from regard.lens.capture import wrappers
 from regard.masks import causal
 from regard.score_mods import SoftcapMod
 
 
-def wrap_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
-    """`attention` or `layer_matrix` as a layer's file knows it, watched; only the second knows the value."""
+def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
+    """Wrap `attention`, or `layer_matrix`, which is also passed the value."""
 
     @wraps(original)
     def attention(query: Any, key: Any, *value: Any, **options: Any) -> AttentionMatrix:
         matrix = original(query, key, *value, **options)
-        module = capture._running()
-        if module is not None and capture._watched(module):
-            mods = [each for each in options.get("score_mod") or () if each is not None]
-            if any(not isinstance(each, SoftcapMod) for each in mods) or len(mods) > 1:
-                for recorder, name in tuple(capture.owners.get(id(module), ())):
-                    if name is not None:
-                        capture._thread.captured = capture.captured() + 1
-                        recorder.miss(name, f"scores changed by {mods}", "Ask the layer: need_matrix=True.")
-                return matrix
-            mask: Any = options.get("mask")
-            square = query.shape[-2] == key.shape[-2]
-            plain = mask is None or (square and mask == causal())
-            passed = capture.Passed(
-                query,
-                key,
-                value[0] if value else key,
-                attn_mask=None if plain else torch.from_numpy(mask.to_dense(*_shape(mask, matrix))),
-                is_causal=plain and mask is not None,
-                scale=matrix.scale,
-                softcap=mods[0].cap if mods else None,
-                sink=options.get("sink"),
-                kernel="regard: attention",
+        module = wrappers.find_running_module()
+        if module is None:
+            return matrix
+        mods = [mod for mod in options.get("score_mod") or () if mod is not None]
+        if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
+            wrappers.report_uncaptured(
+                module, f"its scores are modified by {mods}", "Use the layer's own matrix: need_matrix=True."
             )
-            capture.tell(module, passed)
+            return matrix
+        mask: Any = options.get("mask")
+        is_square = query.shape[-2] == key.shape[-2]
+        is_simple = mask is None or (is_square and mask == causal())
+        args = wrappers.CapturedArgs(
+            query,
+            key,
+            value[0] if value else key,
+            attn_mask=None if is_simple else torch.from_numpy(mask.to_dense(*_mask_shape(mask, matrix))),
+            is_causal=is_simple and mask is not None,
+            scale=matrix.scale,
+            softcap=mods[0].cap if mods else None,
+            sink=options.get("sink"),
+            kernel="regard: attention",
+        )
+        wrappers.notify(module, args)
         return matrix
 
     return attention
 
 
-def _shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
-    """As much of the matrix's shape as its mask may differ over; heads mostly share one."""
+def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
+    """Return the shape to expand a mask to: with one head if the heads share it."""
     *batch, heads, q_len, kv_len = matrix.shape
+    shape = (*batch, 1, q_len, kv_len)
     try:
-        one = (*batch, 1, q_len, kv_len)
-        mask.check(type(matrix._problem.frame).from_shape(one))
-    except ValueError:  # a size for each head
+        mask.check(type(matrix._problem.frame).from_shape(shape))
+    except ValueError:  # the mask differs between heads
         return (*batch, heads, q_len, kv_len)
-    return one
+    return shape

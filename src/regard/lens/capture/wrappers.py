@@ -1,7 +1,7 @@
-"""The wrappers: each runs what it stands for, with what it was given, and tells the recordings what went through.
+"""Wrap the attention functions that models call: each runs the original, and notifies the watchers of the arguments.
 
-Which module is running is read off the Python stack: the nearest caller whose first argument is a module of a watched
-model. Hooks would switch off the fast paths of `nn.TransformerEncoderLayer`, and change its output.
+The running module is read from the Python stack: the nearest caller whose first argument is a module of a watched
+model. Hooks would disable the fast paths of `nn.TransformerEncoderLayer`, and so change its output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from regard.engines import torch_kernels as kernels
+from regard.lens.capture.patching import unwrap_original
 
 Tensor = Any  # the types of torch are not followed
 
 
-class Passed(NamedTuple):
-    """What went through one call of attention, in the words of `F.scaled_dot_product_attention`."""
+class CapturedArgs(NamedTuple):
+    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -33,110 +34,129 @@ class Passed(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-    # … and what only some functions know
+    # Arguments and results of other attention functions.
     softcap: float | None = None
     sink: Tensor | None = None
     position_bias: Tensor | None = None
     lse: Tensor | None = None
     output: Tensor | None = None
-    weights: Tensor | None = None  # where the function returned them: what is captured is held against them
+    weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
     kernel: str = ""
 
-
-class Recorder(Protocol):
-    """Who is told."""
-
-    def record(self, module: nn.Module, name: str, passed: Passed) -> None:
-        """A call went through."""
-
-    def miss(self, name: str, why: str, hint: str) -> None:
-        """A call that cannot be told went through."""
+    @property
+    def sdpa_args(self) -> tuple[Any, ...]:
+        """The arguments of `F.scaled_dot_product_attention`."""
+        return self[:8]
 
 
-# Every module of a watched model: who watches it, and its name there, None where it was not asked for.
-owners: dict[int, list[tuple[Recorder, str | None]]] = {}
+class Watcher(Protocol):
+    """What is notified of the calls of a module."""
+
+    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
+        """Record a call."""
+
+    def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
+        """Report a call that cannot be recorded."""
+
+
+# For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
+watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
 _thread = threading.local()
 
-
-thread = threading.get_ident  # the number of this thread
-
-
-def captured() -> int:
-    """How many calls this thread has captured: a function that wraps another one sees whether that did it."""
-    return getattr(_thread, "captured", 0)
+# Functions of transformers that propose tokens and may discard them.
+_SPECULATIVE = {"_beam_search": "beam search", "_assisted_decoding": "speculative decoding"}
 
 
-# Ways of generating that try tokens out, by the name of what runs them in transformers.
-_TRYING = {"_beam_search": "beam search", "_assisted_decoding": "speculative decoding"}
+def count_captures() -> int:
+    """Return how many calls this thread has captured, so that an outer wrapper knows whether an inner one did."""
+    return getattr(_thread, "captures", 0)
 
 
-def trying() -> str:
-    """Whether the caller tries tokens out that it may take back, and how: "" where it does not."""
+def speculative_mode() -> str:
+    """Return how the caller proposes tokens that it may discard, such as "beam search"; "" if it does not."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _TRYING:
-            return _TRYING[frame.f_code.co_name]
+        if frame.f_code.co_name in _SPECULATIVE:
+            return _SPECULATIVE[frame.f_code.co_name]
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
-def _running() -> nn.Module | None:
-    """The module of a watched model that is running: the nearest one on the stack."""
+def find_running_module() -> nn.Module | None:
+    """Return the module of a watched model that is nearest on the stack, if it is selected."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
-            if id(first) in owners and isinstance(first, nn.Module):
-                return first
+            if id(first) in watchers and isinstance(first, nn.Module):
+                return first if is_selected(first) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
-def tell(module: nn.Module, passed: Passed, below: str = "") -> None:
-    """Tell whoever watches a module what it did; `below` names a module within it that was passed over."""
-    _thread.captured = captured() + 1
-    for recorder, name in tuple(owners.get(id(module), ())):
+def is_selected(module: nn.Module) -> bool:
+    """Return whether any watch selects a module."""
+    return any(name is not None for _, name in watchers.get(id(module), ()))
+
+
+def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> None:
+    """Pass a call to the watchers of a module.
+
+    Args:
+        module: The module that ran.
+        args: What it was called with.
+        submodule: Name of the module inside it whose call was fused into this one.
+    """
+    _thread.captures = count_captures() + 1
+    for watcher, name in tuple(watchers.get(id(module), ())):
         if name is not None:
-            recorder.record(module, f"{name}.{below}" if below and name else name or below, passed)
+            watcher.record(module, _join_names(name, submodule), args)
 
 
-def _watched(module: nn.Module) -> bool:
-    return any(name is not None for _, name in owners.get(id(module), ()))
+def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:
+    """Report a call that cannot be recorded to the watchers of a module."""
+    _thread.captures = count_captures() + 1
+    for watcher, name in tuple(watchers.get(id(module), ())):
+        if name is not None:
+            watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
+
+
+def _join_names(name: str, submodule: str) -> str:
+    return f"{name}.{submodule}" if name and submodule else name or submodule
 
 
 def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`F.scaled_dot_product_attention`, watched. The CPU's flash kernel, where it would run, is called for its lse."""
+    """Wrap `F.scaled_dot_product_attention`; if the CPU's flash kernel would run, call it directly for its lse."""
 
     @wraps(original)
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+    def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         bias: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         if _is_causal_bias(bias):
-            # It looks for this function by the name it has now, and calls it again with what it stands for.
+            # It looks up this function by its present name, and calls it again with ordinary arguments.
             return type(bias).__torch_function__(F.scaled_dot_product_attention, (), args, kwargs)
-        module = _running()
-        if module is None or not _watched(module):
+        module = find_running_module()
+        if module is None:
             return original(*args, **kwargs)
-        passed = Passed(*args, **kwargs)
-        given = passed[:8]
+        captured = CapturedArgs(*args, **kwargs)
         if getattr(_thread, "probing", False):
-            _thread.probe = passed
-            return passed.query.new_zeros((*passed.query.shape[:-1], passed.value.shape[-1]))
-        # Who put a function of their own there wants that one to run.
-        found = kernels.run_flash_with_lse(*given) if original is kernels.SDPA else None
-        if found is None:
-            output = original(*args, **kwargs)
-            tell(module, Passed(*given, output=output, kernel=f"torch: {kernels.find_sdpa_backend(*given)}"))
+            _thread.probe = captured
+            return captured.query.new_zeros((*captured.query.shape[:-1], captured.value.shape[-1]))
+        # If the user replaced torch's function, theirs has to run.
+        result = kernels.run_flash_with_lse(*captured.sdpa_args) if original is kernels.SDPA else None
+        if result is None:
+            output, lse = original(*args, **kwargs), None
+            kernel = f"torch: {kernels.find_sdpa_backend(*captured.sdpa_args)}"
         else:
-            output, lse = found
-            tell(module, Passed(*given, lse=lse, output=output, kernel="torch: flash on CPU"))
+            (output, lse), kernel = result, "torch: flash on CPU"
+        notify(module, captured._replace(lse=lse, output=output, kernel=kernel))
         return output
 
-    return scaled_dot_product_attention
+    return sdpa
 
 
 def _is_causal_bias(mask: Any) -> bool:
-    """Whether it is torch's `causal_lower_right(…)` or `causal_upper_left(…)`: a tensor that is a mask in name only."""
+    """Return whether a mask is torch's `causal_lower_right(…)` or `causal_upper_left(…)`, a tensor without data."""
     biases = sys.modules.get("torch.nn.attention.bias")
     return biases is not None and isinstance(mask, biases.CausalBias)
 
@@ -146,142 +166,141 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def wrap_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of transformers, watched: `(module, query, key, value, attention_mask, …)`.
+def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an attention function of transformers: `(module, query, key, value, attention_mask, …)`.
 
-    Functions that end in `F.scaled_dot_product_attention` have been captured there. What is left is captured from the
-    arguments, and held against the weights or the output that the function returned.
+    If it calls `F.scaled_dot_product_attention`, the call has been captured there. Otherwise the arguments are
+    captured, and `record.build_call` verifies them with the weights or the output that the function returned.
     """
 
     @wraps(original)
     def attention_function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _watched(module):
+        if not is_selected(module):
             return original(module, *args, **kwargs)
-        before = captured()
+        before = count_captures()
         result = original(module, *args, **kwargs)
-        if captured() == before:
+        if count_captures() == before:
             bound = _signature(original).bind(module, *args, **kwargs)
             bound.apply_defaults()
-            given = dict(bound.arguments)
+            arguments = dict(bound.arguments)
             for parameter in _signature(original).parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
-                    given |= given.pop(parameter.name, {})
-            tell(module, _passed(module, given, result, getattr(original, "__name__", "a function")))
+                    arguments |= arguments.pop(parameter.name, {})
+            name = getattr(original, "__name__", "a function")
+            notify(module, _convert_arguments(module, arguments, result, name))
         return result
 
     return attention_function
 
 
-def _passed(module: nn.Module, given: dict[str, Any], result: Any, name: str) -> Passed:
-    query, key = given["query"], given["key"]
+def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any, name: str) -> CapturedArgs:
+    """Convert the arguments and the result of an attention function of transformers."""
+    query, key = arguments["query"], arguments["key"]
     output, weights = result if isinstance(result, tuple) else (result, None)
-    sink = given.get("s_aux")
-    sink = getattr(module, "sinks", None) if sink is None else sink
-    mask = given.get("attention_mask")
-    scale = given.get("scaling")
-    return Passed(
+    sink = arguments.get("s_aux")
+    return CapturedArgs(
         query,
         key,
-        given["value"],
-        attn_mask=mask,
-        dropout_p=given.get("dropout") or 0.0,
-        scale=scale,
+        arguments["value"],
+        attn_mask=arguments.get("attention_mask"),
+        dropout_p=arguments.get("dropout") or 0.0,
+        scale=arguments.get("scaling"),
         enable_gqa=key.shape[-3] != query.shape[-3],
-        softcap=given.get("softcap"),
-        sink=sink,
-        position_bias=given.get("position_bias"),
+        softcap=arguments.get("softcap"),
+        sink=getattr(module, "sinks", None) if sink is None else sink,
+        position_bias=arguments.get("position_bias"),
         output=output,
         weights=weights,
         kernel=f"transformers: {name}",
     )
 
 
-def _probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Passed | None:
-    """What a function passes to `F.scaled_dot_product_attention`, which is not run."""
+def _probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
+    """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
     _thread.probing, _thread.probe = True, None
     try:
         with torch.no_grad():
             function(*args, **kwargs)
     finally:
         _thread.probing = False
-    found: Passed | None = _thread.probe
+    captured: CapturedArgs | None = _thread.probe
     _thread.probe = None
-    return found
+    return captured
 
 
-def wrap_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`F.multi_head_attention_forward`, watched: with `need_weights=True` it does its own softmax."""
+def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `F.multi_head_attention_forward`, which computes its own softmax with `need_weights=True`."""
 
     @wraps(original)
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> Any:
-        module = _running()
-        if module is None or not _watched(module):
+        module = find_running_module()
+        if module is None:
             return original(*args, **kwargs)
-        before = captured()
+        before = count_captures()
         output, weights = original(*args, **kwargs)
-        if captured() == before:
-            given = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
-            passed = _probe(original, **given)
-            if passed is not None:
-                tell(module, passed._replace(weights=weights, kernel="torch: softmax (need_weights)"))
+        if count_captures() == before:
+            arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
+            captured = _probe(original, **arguments)
+            if captured is not None:
+                notify(module, captured._replace(weights=weights, kernel="torch: softmax (need_weights)"))
         return output, weights
 
     return multi_head_attention_forward
 
 
-def wrap_native_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch._native_multi_head_attention`, the fast path of `nn.MultiheadAttention`, watched."""
+def wrap_native_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch._native_multi_head_attention`, the fast path of `nn.MultiheadAttention`."""
 
     @wraps(original)
-    def native(*args: Any) -> Any:
+    def native_multi_head_attention(*args: Any) -> Any:
         result = original(*args)
-        module = _running()
-        if module is not None and _watched(module):
+        module = find_running_module()
+        if module is not None:
             x, mask, mask_type = args[0], args[9], args[12] if len(args) > 12 else None
-            _tell_fast(module, "", x, args[3:9], mask, mask_type)
+            _notify_fast_path(module, "", x, args[3:9], mask, mask_type)
         return result
 
-    return native
+    return native_multi_head_attention
 
 
 def wrap_encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch._transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer`, watched."""
+    """Wrap `torch._transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer`."""
 
     @wraps(original)
     def encoder_layer(*args: Any) -> Any:
         result = original(*args)
-        module = _running()
-        if module is not None and _watched(module):
+        module = find_running_module()
+        if module is not None:
             x, mask, mask_type = args[0], args[18], args[19]
             if args[8] and not x.is_nested:  # norm_first
                 x = F.layer_norm(x, x.shape[-1:], args[10], args[11], args[9])
-            _tell_fast(module, "self_attn", x, args[1:7], mask, mask_type)
+            _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
         return result
 
     return encoder_layer
 
 
-def _tell_fast(module: nn.Module, below: str, x: Tensor, weights: Any, mask: Any, mask_type: Any) -> None:
-    """What a fused layer computed with: its projections, done again."""
+def _notify_fast_path(
+    module: nn.Module, submodule: str, x: Tensor, weights: Any, mask: Any, mask_type: Any
+) -> None:
+    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask."""
     if x.is_nested:
-        _thread.captured = captured() + 1
-        for recorder, name in tuple(owners.get(id(module), ())):
-            if name is not None:
-                recorder.miss(
-                    f"{name}.{below}".strip("."),
-                    "nested tensors, which nn.TransformerEncoder makes of a padded batch",
-                    "Build it with nn.TransformerEncoder(…, enable_nested_tensor=False).",
-                )
+        report_uncaptured(
+            module,
+            "nn.TransformerEncoder converted the padded batch to nested tensors",
+            "Build it with nn.TransformerEncoder(…, enable_nested_tensor=False).",
+            submodule,
+        )
         return
     width, heads, in_weight, in_bias, out_weight, out_bias = weights
-    padding, across = (mask, None) if mask_type == 1 else (None, mask)
-    if across is not None and across.ndim == 4:
-        across = across.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
-    turned = x.transpose(0, 1)
-    forward = getattr(F.multi_head_attention_forward, "_regard_original", F.multi_head_attention_forward)
-    passed = _probe(
-        forward, turned, turned, turned, width, heads, in_weight, in_bias, None, None, False, 0.0, out_weight,
-        out_bias, training=False, key_padding_mask=padding, need_weights=False, attn_mask=across,
+    key_padding_mask, attn_mask = (mask, None) if mask_type == 1 else (None, mask)
+    if attn_mask is not None and attn_mask.ndim == 4:
+        attn_mask = attn_mask.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
+    sequence_first = x.transpose(0, 1)
+    captured = _probe(
+        unwrap_original(F.multi_head_attention_forward), sequence_first, sequence_first, sequence_first, width, heads,
+        in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=False,
+        key_padding_mask=key_padding_mask, need_weights=False, attn_mask=attn_mask,
     )  # fmt: skip
-    if passed is not None:
-        tell(module, passed._replace(kernel="torch: fused encoder layer (fast path)"), below)
+    if captured is not None:
+        notify(module, captured._replace(kernel="torch: fused encoder layer (fast path)"), submodule)

@@ -1,0 +1,178 @@
+"""`Call`: the record of one call of an attention layer, from which the lens computes everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from regard.core.attention import attention
+from regard.core.matrix import AttentionMatrix
+from regard.errors import ArgumentError
+from regard.lens.capture.compact_mask import CompactMask
+from regard.masks import Mask
+from regard.score_mods import ScoreMod
+
+Tensor = Any  # the types of torch are not followed
+
+
+@dataclass
+class Call:
+    """One call of an attention layer, or the consecutive calls that share one key-value cache.
+
+    Query and key are detached references to the model's own tensors, unless `watch` copies or moves them. A
+    key that the model repeated for each head of a group is stored once. With `watch(measures=…)`, query and key are
+    None, and `measures` has the results.
+
+    Args:
+        name: Name of the module in the model.
+        layer_class: Name of the module's class.
+        query: (…, heads, q_len, head_dim).
+        key: (…, kv_heads, kv_len, head_dim).
+        compact_mask: Mask and bias as they were recognised; `mask` and `score_mods` have their names.
+        scale: Factor of the scores.
+        kernel: The kernel that ran.
+        lse: (…, heads, q_len), from the kernel that ran; None if it does not return one.
+        value: (…, kv_heads, kv_len, value_dim) with `watch(values=True)`, else None.
+        output: Output of the kernel with `watch(values=True)`, else None.
+        softcap: Soft cap of the scores, or None.
+        sink: Learnt sink, one score for each head, or None.
+        dropout_p: Dropout probability that was passed.
+        is_causal: Whether `is_causal` was passed in any of the calls.
+        training: Whether the module was in training mode.
+        query_offset: Position of the first query among the keys.
+        steps: Number of calls that were joined.
+        measures: Results by name with `watch(measures=…)`, else None.
+        stored_shape: Shape of the matrix if query and key are None.
+        versions: Tensors that are held by reference, each with its version.
+        speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
+        source_key: Weak reference to the key that was passed, and its version.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as recording:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> (call,) = recording.calls("self_attn")
+    >>> call.layer_class, call.shape, call.kernel
+    ('MultiheadAttention', (1, 2, 3, 3), 'torch: flash on CPU')
+    """
+
+    name: str
+    layer_class: str
+    query: Tensor
+    key: Tensor
+    compact_mask: CompactMask
+    scale: float
+    kernel: str
+    lse: Tensor | None = None
+    value: Tensor | None = None
+    output: Tensor | None = None
+    softcap: ScoreMod | None = None
+    sink: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    training: bool = False
+    query_offset: int = 0
+    steps: int = 1
+    measures: dict[str, Any] | None = None
+    stored_shape: tuple[int, ...] = ()
+    versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    speculative_mode: str = ""
+    source_key: Any = field(default=None, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, (…, heads, q_len, kv_len)."""
+        if self.stored_shape:
+            return self.stored_shape
+        return (*self.query.shape[:-1], self.key.shape[-2])
+
+    @property
+    def groups(self) -> int:
+        """Number of heads that share a key."""
+        return int(self.query.shape[-3] // self.key.shape[-3]) if self.query.ndim > 2 < self.key.ndim else 1
+
+    @cached_property
+    def mask(self) -> Mask | None:
+        """The mask by its name; None if nothing is masked."""
+        return self.compact_mask.mask(self.query.shape[-2], self.key.shape[-2])
+
+    @property
+    def score_mods(self) -> tuple[ScoreMod, ...]:
+        """The modifications of the scaled scores, in order."""
+        softcap = () if self.softcap is None else (self.softcap,)
+        return softcap + self.compact_mask.score_mods()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held."""
+        tensors = (self.query, self.key, self.lse, self.value, self.output)
+        held = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+        return held + self.compact_mask.nbytes
+
+    @cached_property
+    def matrix(self) -> AttentionMatrix:
+        """The attention matrix, lazy.
+
+        Raises:
+            ArgumentError: The call was recorded with `measures`, or the model has overwritten its query or key.
+        """
+        if self.measures is not None:
+            raise ArgumentError(
+                f"recording[{self.name!r}]",
+                received="a recording with measures only: " + ", ".join(self.measures),
+                expected="a recording of queries and keys",
+                hint=f"The results are recording.calls({self.name!r})[0].measures. For the matrix, call regard.watch "
+                "without measures.",
+            )
+        self._check_unchanged()
+        matrix = attention(
+            self.query,
+            self.key,
+            mask=self.mask,
+            score_mod=self.score_mods,
+            scale=self.scale,
+            sink=self.sink,
+            enable_gqa=self.groups > 1,
+        )
+        if self.lse is not None and self.lse.dtype == self.key.dtype:
+            matrix._fused_lse = self._correct_lse(self.lse)
+        return matrix
+
+    def _correct_lse(self, lse: Tensor) -> Tensor:
+        """Correct the kernel's lse in fully masked rows, which it sets to 0 or absorbs into the lowest number."""
+        empty, uniform_keys = self.compact_mask.empty_rows, self.compact_mask.uniform_keys
+        if empty is not None:
+            lse = lse.masked_fill(torch.tensor(empty, device=lse.device), -torch.inf)
+        if uniform_keys is not None:
+            keys = torch.tensor(uniform_keys, device=lse.device).clamp(max=self.key.shape[-2])
+            lse = torch.where(keys > 0, keys.log().to(lse.dtype), lse)
+        return lse
+
+    def _check_unchanged(self) -> None:
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise ArgumentError(
+                    f"recording[{self.name!r}]",
+                    received="a query or key that the model overwrote after the call",
+                    expected="the tensors that the layer computed with",
+                    hint="Record a copy: regard.watch(model, copy=True).",
+                )
+
+
+class LayerCall(NamedTuple):
+    """A call with its place in a recording.
+
+    Args:
+        layer: Number of the layer, from 0, in the order in which the layers ran.
+        module: Name of the module.
+        call_index: Which call of the layer it is, from 0.
+        call: The call.
+    """
+
+    layer: int
+    module: str
+    call_index: int
+    call: Call
