@@ -36,6 +36,7 @@ PAGE_ORDER = [
     "learn",
     "testing",
     "engines",
+    "tiling",
 ]
 KIND_ORDER = ["function", "class", "exception", "data"]
 
@@ -176,7 +177,7 @@ def _is_public_member(key: str, raw: Any) -> bool:
     )
     if key.startswith("__") and key.endswith("__"):  # operators with a docstring
         ours = inspect.isfunction(raw) and (raw.__module__ or "").startswith("regard")
-        return ours and bool(raw.__doc__) and key != "__init__"
+        return ours and bool(raw.__doc__) and key not in ("__init__", "__reduce__")
     return routine and not key.startswith("_")
 
 
