@@ -190,9 +190,9 @@ def trained() -> Any:
 
 def benchmark_executors(folder: Path, documents: int, max_tokens: int) -> None:
     """Run one survey with both executors, for every trained model that is available; the tables must be equal."""
-    from examples.induction.data import text
+    from examples.induction.data import build_text
 
-    texts = text().train.decode().split("\n\n")
+    texts = build_text().train.decode().split("\n\n")
     paragraphs = [paragraph for paragraph in texts if len(paragraph) > 200][:documents]
     corpus = folder / "paragraphs.jsonl"
     corpus.write_text("".join(json.dumps({"text": paragraph}) + "\n" for paragraph in paragraphs))

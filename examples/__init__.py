@@ -1,1 +1,1 @@
-"""What can be run: each file says how; `examples.induction` is a package, to be imported."""
+"""Examples to run; each file says how. `examples.induction` is a package to import."""

@@ -1,4 +1,4 @@
-"""Two small models of `regard.nn` and how they were trained; `load(name)` gives the kept ones.
+"""Two small models built from `regard.nn`, and how they were trained; `load(name)` returns the stored ones.
 
 >>> from examples.induction import load
 >>> load().config
@@ -7,12 +7,12 @@ Config(vocabulary=128, width=64, heads=4, layers=2, hidden=0)
 
 from __future__ import annotations
 
-from examples.induction.data import Repeats, decode, encode, repeats
+from examples.induction.data import RepeatBatch, decode, draw_repeats, encode
 from examples.induction.model import Config, Model, load, save
 
-__all__ = ["Config", "Model", "Repeats", "decode", "encode", "load", "repeats", "save", "text"]
+__all__ = ["Config", "Model", "RepeatBatch", "decode", "draw_repeats", "encode", "load", "load_text", "save"]
 
 
-def text() -> Model:
-    """`load("text")`, for who takes the name of a function: `regard heads examples.induction:text`."""
+def load_text() -> Model:
+    """Load the text model, for commands that take a function name: `regard heads examples.induction:load_text`."""
     return load("text")

@@ -1,4 +1,4 @@
-"""A causal model of `regard.nn` layers, small enough to read: its logits, and every attention matrix behind them."""
+"""A small causal model built from `regard.nn` layers, which returns its logits and all attention matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model; `hidden` is the width inside the MLP of each layer, 0 for attention alone."""
+    """The sizes of a model; `hidden` is the width of the MLP in each layer, 0 for attention only."""
 
     vocabulary: int
     width: int
@@ -29,7 +29,7 @@ class Config:
 
 
 class Layer(nn.Module):
-    """Attention, then an MLP if there is one, each added to what came in."""
+    """Attention and, if the config has one, an MLP, each with a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -42,14 +42,22 @@ class Layer(nn.Module):
             self.mlp = nn.Sequential(nn.RMSNorm(width), *parts)
 
     def forward(self, x: Tensor, cache: KVCache | None) -> tuple[Tensor, Any]:
-        """x (batch, n, width) after this layer, and the matrix (batch, heads, n, kv_len) it attended by."""
+        """Run the layer.
+
+        Args:
+            x: Activations (batch, n, width).
+            cache: Keys and values of earlier tokens, or None.
+
+        Returns:
+            Activations (batch, n, width) and the attention matrix (batch, heads, n, kv_len).
+        """
         attended, A = self.attention(self.norm(x), mask=causal(), cache=cache, need_matrix=True)
         x = x + attended
         return (x if self.mlp is None else x + self.mlp(x)), A
 
 
 class Model(nn.Module):
-    """Tokens in, a score for each next token out: embedding, layers with residuals, unembedding.
+    """A language model: embedding, attention layers, unembedding; it returns logits for the next token.
 
     >>> model = Model(Config(vocabulary=5, width=8, heads=2, layers=2))
     >>> logits, matrices = model(torch.tensor([[0, 1, 2]]), need_matrices=True)
@@ -69,10 +77,16 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None, need_matrices: bool = False
     ) -> Any:
-        """Logits (batch, n, vocabulary) for the token after each of `tokens` (batch, n).
+        """Compute the logits of the next token at every position.
 
-        With `need_matrices=True` also a list with the `AttentionMatrix` of each layer, (batch, heads, n, n). With
-        `caches`, one for each layer, the tokens come after those that went before: see `caches`.
+        Args:
+            tokens: Tokens (batch, n).
+            caches: One cache for each layer, from `build_caches`; the tokens then follow those of earlier calls.
+            need_matrices: Also return the attention matrices.
+
+        Returns:
+            Logits (batch, n, vocabulary); with `need_matrices`, also a list with the `AttentionMatrix` of each layer,
+            (batch, heads, n, kv_len).
         """
         x, matrices = self.embedding(tokens), []
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
@@ -81,22 +95,36 @@ class Model(nn.Module):
         logits = self.unembedding(self.norm(x))
         return (logits, matrices) if need_matrices else logits
 
-    def caches(self) -> list[KVCache]:
-        """An empty cache for each layer."""
+    def build_caches(self) -> list[KVCache]:
+        """Build an empty cache for each layer."""
         return [KVCache() for _ in self.layers]
 
     @torch.no_grad()
-    def extend(self, tokens: Tensor, more: int) -> Tensor:
-        """`tokens` (batch, n) with the `more` likeliest ones after them, one at a time, through the caches."""
-        caches, new = self.caches(), tokens
-        for _ in range(more):
+    def generate(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
+        """Generate the most likely tokens one at a time, with caches.
+
+        Args:
+            tokens: The prompt (batch, n).
+            max_new_tokens: Number of tokens to generate.
+
+        Returns:
+            The prompt and the new tokens (batch, n + max_new_tokens).
+        """
+        caches, new = self.build_caches(), tokens
+        for _ in range(max_new_tokens):
             new = self(new, caches=caches)[:, -1:].argmax(-1)
             tokens = torch.cat([tokens, new], 1)
         return tokens
 
 
 def save(model: Model, path: str | Path, about: dict[str, Any] | None = None) -> None:
-    """Write the weights in float16, with the sizes and whatever is to be told `about` them in the file's header."""
+    """Save the weights in float16, with the config and `about` in the header of the file.
+
+    Args:
+        model: The model.
+        path: The safetensors file to write.
+        about: How the model was trained and what was measured, as JSON data.
+    """
     from safetensors.torch import save_file
 
     halves = {name: tensor.detach().half().contiguous() for name, tensor in model.state_dict().items()}
@@ -105,10 +133,15 @@ def save(model: Model, path: str | Path, about: dict[str, Any] | None = None) ->
 
 
 def load(name: str | Path = "induction") -> Model:
-    """A trained model, ready to be asked: `load()` repeats what it has seen, `load("text")` writes English bytes.
+    """Load a trained model in float32, in eval mode and without gradients.
 
-    Its weights are float32 and want no gradients; `model.config` has the sizes, `model.about` what was measured when it
-    was trained. A path loads a checkpoint that `save` wrote.
+    `model.config` has the sizes, `model.about` how it was trained and what was measured.
+
+    Args:
+        name: "induction" repeats sequences, "text" generates English bytes; or the path of a file that `save` wrote.
+
+    Returns:
+        The model.
     """
     from safetensors import safe_open
 

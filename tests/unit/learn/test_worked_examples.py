@@ -1,7 +1,7 @@
 """Every value of data/worked_examples.json, to the digits printed, and every erratum by computation.
 
-A test gets its facts from `@facts(name="path")`, which also records the path. The last tests go through the file and fail
-if it has a fact that no test uses.
+A test gets its facts from `@facts(name="path")`, which also records the path. The last tests go through the file and
+fail if it has a fact that no test uses.
 """
 
 from __future__ import annotations
