@@ -15,7 +15,7 @@ from pathlib import Path
 
 import regard
 from regard.errors import format_anchor
-from regard.measures import name_of
+from regard.measures import get_result_name
 
 PACKAGE = Path(regard.__file__).parent
 
@@ -179,8 +179,8 @@ class Source:
         subclasses = sorted(name for name in self.bases if function.owner in self.ancestors(name))
         if (text := ast.unparse(node)) == "type(self).__name__":
             return subclasses
-        if text == "name_of(self)":
-            return [name_of(type(name, (), {})()) for name in subclasses]
+        if text == "get_result_name(self)":
+            return [get_result_name(type(name, (), {})()) for name in subclasses]
         if isinstance(node, ast.IfExp):
             branches = (node.body, node.orelse)
             return [name for branch in branches for name in self.operations(branch, function, bindings)]

@@ -57,7 +57,7 @@ class TileSizes:
         for field in fields(self):
             size, least = getattr(self, field.name), 0 if field.name == "cached_scores" else 1
             check_count(
-                size, least, 1 << 62, "TileSizes", field.name, "", "Sizes count rows, columns or entries."
+                size, least, None, "TileSizes", field.name, "", "Sizes count rows, columns or entries."
             )
 
     def split_rows(self, count: int) -> Iterator[IntArray]:

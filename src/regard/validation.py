@@ -32,27 +32,34 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
         ) from None
 
 
-def check_count(count: Any, least: int, most: int, operation: str, name: str, of: str, hint: str) -> int:
-    """Return an argument that must be an integer in a range.
+def check_count(
+    count: Any, least: int, most: int | None, operation: str, name: str, of: str, hint: str
+) -> int:
+    """Validate a whole number from `least` to `most`, or without an upper limit.
 
     Args:
         count: The argument.
-        least: Smallest accepted integer.
-        most: Largest accepted integer.
-        operation: Name of the operation in errors.
-        name: Name of the argument in errors.
-        of: Text in errors after the received value, such as " for kv_len 7".
-        hint: How to fix the call.
+        least: Smallest accepted value.
+        most: Largest accepted value; None for no limit.
+        operation: Operation that an error message names.
+        name: Argument that an error message names.
+        of: Text that an error message appends to the received value, such as " for kv_len 7".
+        hint: How to fix the argument.
+
+    Returns:
+        The count as a Python int.
 
     Raises:
-        ArgumentError: The argument is not an integer from `least` to `most`.
+        ArgumentError: If `count` is not a whole number in the range.
     """
-    if isinstance(count, int | np.integer) and not isinstance(count, bool) and least <= count <= most:
+    is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if is_int and count >= least and (most is None or count <= most):
         return int(count)
+    limits = f"of {least} or more" if most is None else f"from {least} to {most}"
     raise ArgumentError(
         operation,
         received=f"{name}={count!r}{of}",
-        expected=f"{name} from {least} to {most}, a whole number",
+        expected=f"{name} {limits}, a whole number",
         hint=hint,
     )
 

@@ -204,7 +204,7 @@ def _(_apply: Function) -> Function:
     return lambda self, scores, *args: scores
 
 
-@fault("alibi-rewards-distance", "row 20", "regard.score_mods:AlibiMod.added")
+@fault("alibi-rewards-distance", "row 20", "regard.score_mods:AlibiMod.additive_bias")
 def _(added: Function) -> Function:
     return lambda self, *args: -added(self, *args)
 

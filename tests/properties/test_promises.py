@@ -55,7 +55,7 @@ def everything(A, value) -> dict[str, np.ndarray]:
     )._asdict()  # fmt: skip
     (found["max"], found["argmax"]), (found["top"], found["keys"]) = (
         found.pop("max_weight"),
-        found.pop("top_k"),
+        found.pop("topk"),
     )
     rows = {"output": A @ value, "weights": A.to_dense(), "scores": A.scores[...], "lse": A.lse}
     return {**rows, **found}

@@ -22,7 +22,7 @@ from regard import (
 )
 from regard.core.problem import Problem
 from regard.masks import Mask, causal, dense, first, padding, sliding_window
-from regard.measures import MaxWeight, Sum, Top
+from regard.measures import MaxWeight, Sum, TopKResult
 from regard.score_mods import alibi, bias, softcap
 from regard.tiling import use_tile_sizes
 
@@ -298,7 +298,7 @@ def test_states_of_tiles_merge_in_any_grouping(measure, order, small_tiles):
             query = 0 * query  # many ties
         A = attention(query, key, mask=mask)
         parted, whole = A.measure(parted=Parted(measure, 4, order), whole=measure)
-        if isinstance(whole, Top):
+        if isinstance(whole, TopKResult):
             assert np.array_equal(parted.values, whole.values) and np.array_equal(
                 parted.indices, whole.indices
             )

@@ -38,7 +38,7 @@ def test_changes_are_seen_by_one_thread_only():
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
 def test_sizes_are_whole_numbers_above_0(size):
     with (
-        pytest.raises(regard.ArgumentError, match=r"TileSizes: received columns=.*from 1"),
+        pytest.raises(regard.ArgumentError, match=r"TileSizes: received columns=.*of 1 or more"),
         use_tile_sizes(columns=size),
     ):
         pass

@@ -10,7 +10,7 @@ import numpy as np
 
 from regard.core.indexing import resolve_index
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
-from regard.measures import Measure, name_of
+from regard.measures import Measure, get_result_name
 
 # The axes of a reduction: one axis, several, or None for all.
 Axis = int | tuple[int, ...] | None
@@ -119,7 +119,7 @@ def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> 
                 expected="measures such as Entropy() or TopK(8)",
                 hint="A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
             )
-    names = [*map(name_of, measures), *named]
+    names = [*map(get_result_name, measures), *named]
     if len(set(names)) != len(names):
         raise ArgumentError(
             "measure",

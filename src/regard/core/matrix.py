@@ -31,7 +31,7 @@ from regard.core.products import DenseWeights, LogSumExp, Product, flatten_opera
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
 from regard.errors import ArgumentError, TooLargeError, format_named_shape
 from regard.masks import Mask
-from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, Top, TopK
+from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
 from regard.render import text
 from regard.types import Align, Array, IntArray
 
@@ -315,7 +315,7 @@ class AttentionMatrix:
         """
         return self.measure(Mass(mask)).mass
 
-    def topk(self, k: int) -> Top:
+    def topk(self, k: int) -> TopKResult:
         """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
 
         Args:
@@ -327,7 +327,7 @@ class AttentionMatrix:
         Raises:
             ArgumentError: `k` is not a whole number from 1 to kv_len.
         """
-        top: Top = self.measure(top=TopK(k)).top
+        top: TopKResult = self.measure(top=TopK(k)).top
         return top
 
     def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> Array:

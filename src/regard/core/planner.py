@@ -76,7 +76,9 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, ca
     rest = {name: measure for name, measure in measures.items() if name not in outputs}
     if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
-    columns = [measure.columns(problem) for measure in rest.values() if hasattr(measure, "columns")]
+    columns = [
+        measure.value_columns(problem) for measure in rest.values() if hasattr(measure, "value_columns")
+    ]
     all_have_columns = len(columns) == len(rest) and None not in map(_width, columns)
     max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
     if all_have_columns and sum(_width(array) or 0 for array in columns) <= max_width:
@@ -126,7 +128,7 @@ def execute(
     lse, kernel = None, ""
     if plan.has_product:
         parts: list[Any] = [
-            flatten_value(measure.value) if isinstance(measure, Output) else measure.columns(problem)
+            flatten_value(measure.value) if isinstance(measure, Output) else measure.value_columns(problem)
             for measure in plan.from_product.values()
         ]
         value, index = _concat_values(parts or [problem.placeholder_value], xp)
@@ -141,7 +143,7 @@ def execute(
                 results[name] = (
                     engine.cast(columns, part.dtype)
                     if isinstance(measure, Output)
-                    else measure.from_columns(columns, lse, problem)
+                    else measure.finish_columns(columns, lse, problem)
                 )
         known = SoftmaxStats(lse, None)
     measures = [

@@ -13,7 +13,7 @@ from regard.core.broadcasting import broadcast_index, num_pairs
 from regard.core.problem import Problem, Spec
 from regard.engines import find_engine
 from regard.errors import ArgumentError, describe_argument, format_named_shape
-from regard.measures import Measure, span
+from regard.measures import Measure, as_slice
 from regard.types import Array, IntArray, Namespace
 
 
@@ -78,7 +78,7 @@ class DenseWeights(Measure):
         return xp.zeros(shape, dtype=self.problem.dtype)
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
-        state[:, span(q_idx), span(kv_idx)] = weights
+        state[:, as_slice(q_idx), as_slice(kv_idx)] = weights
         return state
 
 
@@ -154,9 +154,9 @@ class Product(Measure):
         weights = engine.cast(weights, self.dtype)  # the array may have a wider dtype
         transpose = xp.matrix_transpose if self.transposed else lambda tile: tile
         if self.finite:
-            state[:, span(kept)] += transpose(weights) @ part
+            state[:, as_slice(kept)] += transpose(weights) @ part
         else:
-            state[:, span(kept)] += _multiply_non_finite(transpose(weights), transpose(scores), part, xp)
+            state[:, as_slice(kept)] += _multiply_non_finite(transpose(weights), transpose(scores), part, xp)
         return state
 
 

@@ -13,7 +13,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
-from regard.measures import Top
+from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
 Tensor = Any  # the types of torch are not followed
@@ -83,7 +83,7 @@ class RecordingWriter:
 
     def encode_result(self, result: Any, name: str) -> Any:
         """Encode a result of a measure: an array, or the pair that `TopK` returns."""
-        if isinstance(result, Top):
+        if isinstance(result, TopKResult):
             names = [self.add_array(array, f"{name}.{i}") for i, array in enumerate(result)]
             return {"kind": "top", "arrays": names}
         if isinstance(result, torch.Tensor | np.ndarray):
@@ -183,7 +183,7 @@ class RecordingReader:
     def decode_result(self, record: Any) -> Any:
         """Decode a result of a measure."""
         arrays = [self.get_array(name) for name in record["arrays"]]
-        return Top(*arrays) if record["kind"] == "top" else arrays[0]
+        return TopKResult(*arrays) if record["kind"] == "top" else arrays[0]
 
     def decode_call(self, record: dict[str, Any]) -> Call:
         """Decode a call."""

@@ -1,6 +1,6 @@
-"""Measures: what can be said of the whole matrix in one streaming pass and O(n) memory.
+"""Measures: summaries of the whole matrix, computed in one streaming pass and O(n) memory.
 
-A measure is about ten lines. This one finds the share of each row that falls on even positions:
+`A.measure(…)` runs them; a measure is about ten lines. This one computes the share of each row on even positions:
 
 >>> import numpy as np, regard
 >>> class EvenShare(Measure):
@@ -12,32 +12,34 @@ A measure is about ten lines. This one finds the share of each row that falls on
 >>> A = regard.attention(np.zeros((4, 2)), np.zeros((4, 2)), mask=regard.causal())
 >>> A.measure(EvenShare()).even_share
 array([1.        , 0.5       , 0.66666667, 0.5       ])
+
+This package may import engines, masks and the modules below them, not core.
 """
 
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.measures.base import Measure, name_of, span
+from regard.measures.base import Measure, as_slice, get_result_name
 from regard.measures.distance import Distance, Position, Spread
 from regard.measures.sums import Coarse, Entropy, Mass, Output, Received, Sum
-from regard.measures.topk import MaxWeight, Top, TopK
+from regard.measures.topk import MaxWeight, TopK, TopKResult
 
 __all__ = [
     "Coarse",
     "Distance",
     "Entropy",
-    "MaxWeight",
     "Mass",
+    "MaxWeight",
     "Measure",
     "Output",
     "Position",
     "Received",
     "Spread",
     "Sum",
-    "Top",
     "TopK",
-    "name_of",
-    "span",
+    "TopKResult",
+    "as_slice",
+    "get_result_name",
 ]
 
 set_public_module(globals())

@@ -1,28 +1,32 @@
-"""What every measure has, and what they share."""
+"""The base class of measures, and helpers that measures share."""
 
 from __future__ import annotations
 
+import copy
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import Field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from regard.types import Array, IntArray
+from regard.types import Array, IntArray, Namespace
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
 
+MeasureT = TypeVar("MeasureT", bound="Measure")
+
 
 class Measure:
-    """Base of measures: give it `init` and `step`, and `merge` and `finish` where the ones here do not fit.
+    """Base class of measures: a subclass defines `init` and `step`, and `merge` and `finish` if needed.
 
-    (batch, head) pairs are on one axis: a tile of weights is `(pairs, rows, columns)`, and the arrays that
-    `finish` returns begin with the axis of pairs. Weights are final when `step` sees them, so nothing is ever
-    rescaled; tiles that the mask leaves empty are not shown.
+    (batch, head) pairs are on one axis: a tile of weights is (pairs, rows, columns), and the arrays that `finish`
+    returns begin with the axis of pairs. Weights are final when `step` gets them, so nothing is ever rescaled. Tiles
+    that the mask leaves empty are skipped.
 
     >>> import regard
     >>> from regard.learn import cat
-    >>> class Above(Measure):  # how many keys of each row have a weight above 0.2
+    >>> class Above(regard.Measure):  # how many keys of each row have a weight above 0.2
     ...     def init(self, shape, xp):
     ...         return xp.zeros(shape[:2])
     ...
@@ -33,64 +37,163 @@ class Measure:
     array([2., 2., 2., 1., 1.])
     """
 
-    # Whether `step` looks at the scores. Where no measure does, it may get None for them, and weights whose memory
-    # is used again for the next tile: what is to be kept must be copied.
+    # Whether `step` reads the scores. If no measure of a pass does, `step` may get None for them, and weights whose
+    # memory is reused for the next tile, so that it must copy what it keeps.
     reads_scores: ClassVar[bool] = True
+    # Field of `A.measure(…)` that holds the result; empty for the class name in snake case.
+    result_name: ClassVar[str] = ""
 
     def bind(self, problem: Problem) -> Measure:
-        """The measure for one matrix, before the first tile; for those that need more than the tile."""
+        """Return the measure for one matrix; called before the first tile.
+
+        Args:
+            problem: Matrix in canonical form.
+
+        Returns:
+            The measure itself, or a copy that holds what it needs of the matrix.
+
+        Raises:
+            ArgumentError: If the measure does not fit the matrix.
+        """
         return self
 
-    def columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        """Columns (own pairs, kv_len, width) whose product with the matrix gives the measure, if there are any.
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
+        """Return columns whose product with the matrix gives the measure, so that a fused product can compute it.
 
-        With them, which of their own pairs serves each pair. Such a measure can ride on a fused product.
+        Args:
+            problem: Matrix in canonical form.
+
+        Returns:
+            The columns (own pairs, kv_len, width), and for each pair of the matrix its pair in them, (pairs,). None
+            if the measure is not such a product.
         """
         return None
 
-    def from_columns(self, product: Array, lse: Array, problem: Problem) -> Any:
-        """The result from that product, (pairs, rows, width)."""
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Any:
+        """Compute the result from the product of the matrix and `value_columns`.
+
+        Args:
+            product: (pairs, rows, width).
+            lse: Logsumexp of each row: (pairs, rows).
+            problem: Matrix in canonical form.
+
+        Returns:
+            The result, which begins with the axis of pairs.
+        """
         return product[..., 0]
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        """The state before any tile, for a matrix of shape (pairs, q_len, kv_len)."""
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        """Return the state before the first tile.
+
+        Args:
+            shape: Shape of the matrix, (pairs, q_len, kv_len).
+            xp: Array API namespace of the engine.
+
+        Returns:
+            Any object: an array, or a tuple of arrays.
+        """
         raise TypeError(f"{type(self).__name__} must define init(shape, xp)")
 
-    def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        """The state after one more tile; `q_idx` and `kv_idx` are the rows and columns it covers."""
+    def step(
+        self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Any:
+        """Add one tile to the state.
+
+        Args:
+            state: State after the tiles before; it may be changed in place.
+            weights: Weights of the tile: (pairs, r, c).
+            scores: Scores of the tile, −inf where masked: (pairs, r, c).
+            q_idx: Rows of the tile: (r,).
+            kv_idx: Columns of the tile: (c,).
+            xp: Array API namespace of the engine.
+
+        Returns:
+            The state after the tile.
+        """
         raise TypeError(f"{type(self).__name__} must define step(state, weights, scores, q_idx, kv_idx, xp)")
 
     def merge(self, a: Any, b: Any) -> Any:
-        """The state of two sets of tiles together: of tiles, ranks or documents alike. Associative up to rounding."""
+        """Merge the states of two sets of tiles, ranks or documents; associative up to rounding.
+
+        Args:
+            a: A state.
+            b: Another state.
+
+        Returns:
+            The state of both sets; the default is a + b.
+        """
         return a + b
 
     def finish(self, state: Any) -> Any:
-        """The result from the last state."""
+        """Compute the result from the last state.
+
+        Args:
+            state: State after all tiles.
+
+        Returns:
+            An array or a named tuple of arrays, which begin with the axis of pairs; the default is the state.
+        """
         return state
 
+    def __repr__(self) -> str:
+        """Show the arguments that differ from their defaults, as in `Coarse(cells=64)`."""
+        own_fields: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        arguments = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in own_fields
+            if field.init and not _is_default(getattr(self, field.name), field.default)
+        ]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
-def span(indices: Array) -> slice:
-    """The indices of a tile's rows or columns, which follow each other, as a slice.
+
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (isinstance(default, int | float | str) and value == default)
+
+
+def copy_with(measure: MeasureT, **state: Any) -> MeasureT:
+    """Return a copy of a measure that holds what it needs of one matrix."""
+    bound = copy.copy(measure)
+    vars(bound).update(state)
+    return bound
+
+
+def as_slice(indices: Array) -> slice:
+    """Convert the indices of a tile's rows or columns, which are contiguous, to a slice.
+
+    Args:
+        indices: Ascending contiguous integers, at least one.
+
+    Returns:
+        The slice from the first to the last.
 
     >>> import numpy as np
-    >>> span(np.arange(8, 12))
+    >>> from regard.measures import as_slice
+    >>> as_slice(np.arange(8, 12))
     slice(8, 12, None)
     """
     first = int(indices[0])
     return slice(first, first + len(indices))
 
 
-def for_all(column: Array, problem: Problem) -> tuple[Array, IntArray]:
-    """One column that serves all pairs."""
+def share_column(column: Array, problem: Problem) -> tuple[Array, IntArray]:
+    """Return one column (kv_len,) in the form of `Measure.value_columns`, shared by all pairs."""
     array = problem.engine.xp.asarray(column, dtype=problem.dtype)[None, :, None]
     return array, np.zeros(problem.shape[0], np.int64)
 
 
-def name_of(measure: Any) -> str:
-    """The field of `A.measure(…)` that holds a measure's result: its class name in small letters.
+def get_result_name(measure: object) -> str:
+    """Return the field of `A.measure(…)` that holds a measure's result.
+
+    Args:
+        measure: A measure.
+
+    Returns:
+        Its `result_name`, or else its class name in snake case.
 
     >>> import regard
-    >>> name_of(regard.TopK(8))
-    'top_k'
+    >>> from regard.measures import get_result_name
+    >>> get_result_name(regard.MaxWeight()), get_result_name(regard.TopK(8))
+    ('max_weight', 'topk')
     """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()
+    name: str = getattr(measure, "result_name", "")
+    return name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()

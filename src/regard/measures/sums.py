@@ -2,63 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
-from regard.measures.base import Measure, for_all, span
-from regard.types import Array, IntArray
+from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
+from regard.types import Array, IntArray, Namespace
 from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Entropy(Measure):
-    """The entropy of each row in nats, −Σ w ln w: shape (…, q_len); 0 for a row on one key or on none.
+    """The entropy of each row in nats, −Σ w ln w: shape (…, q_len); 0 for a row with one live key or none.
 
     >>> import numpy as np, regard
-    >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(Entropy()).entropy.round(4)
+    >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(regard.Entropy()).entropy.round(4)
     array([1.3863])
     """
 
     reads_scores: ClassVar[bool] = False
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
         logs = xp.log(xp.clip(weights, float(xp.finfo(weights.dtype).tiny), None))  # 0 · ln tiny is 0
         return self.step_logs(state, weights, logs, q_idx, kv_idx, xp)
 
-    def columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        # Without anything else in them, the mean score of a row is its query times the mean of its keys.
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
+        # If scores are only scaled products, the mean score of a row is its query times the mean of its keys.
         return None if problem.score_mods or problem.sink is not None else (problem.key, problem.key_index)
 
-    def from_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
         engine, xp = problem.engine, problem.engine.xp
         query = engine.take(problem.query, problem.query_index, np.arange(problem.shape[1]), problem.dtype)
         entropy = lse - problem.scale * xp.vecdot(product, query)
         return xp.where(lse == -xp.inf, 0.0, xp.clip(entropy, 0.0, None))  # a difference may round to below 0
 
-    def step_logs(self, state: Any, weights: Array, logs: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        """`step` where the logarithms of the weights are at hand, finite for a weight of 0 too; it uses them up."""
+    def step_logs(
+        self, state: Array, weights: Array, logs: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        """Add one tile to the state, given the logarithms of its weights.
+
+        Args:
+            state: State after the tiles before.
+            weights: Weights of the tile: (pairs, r, c).
+            logs: Their logarithms, finite also for a weight of 0; overwritten.
+            q_idx: Rows of the tile: (r,).
+            kv_idx: Columns of the tile: (c,).
+            xp: Array API namespace of the engine.
+
+        Returns:
+            The state after the tile.
+        """
         logs *= weights
-        state[:, span(q_idx)] -= xp.sum(logs, axis=-1)
+        state[:, as_slice(q_idx)] -= xp.sum(logs, axis=-1)
         return state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sum(Measure):
-    """The sum of each row (axis −1: 1, less the sink's share) or each column (axis −2: what the key received).
+    """The sum of each row or of each column.
+
+    Args:
+        axis: −1 sums over the keys, shape (…, q_len): 1, less the share of the sink. −2 sums over the queries, shape
+            (…, kv_len): the weight that each key received.
+
+    Raises:
+        ArgumentError: If `axis` is neither −1 nor −2.
 
     >>> import numpy as np, regard
+    >>> from regard.measures import Sum
     >>> regard.attention(np.zeros((3, 2)), np.zeros((2, 2))).measure(Sum(-2)).sum
     array([1.5, 1.5])
     """
@@ -66,145 +90,208 @@ class Sum(Measure):
     axis: int = -1
     reads_scores: ClassVar[bool] = False
 
-    def columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        return None if self.axis == -2 else for_all(np.ones(problem.frame.kv_len), problem)
+    def __post_init__(self) -> None:
+        check_axis(self.axis, get_result_name(self))
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Array:
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
+        return None if self.axis == -2 else share_column(np.ones(problem.frame.kv_len), problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros((shape[0], shape[2 if self.axis == -2 else 1]))
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        state[:, span(kv_idx if self.axis == -2 else q_idx)] += xp.sum(weights, axis=self.axis)
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        state[:, as_slice(kv_idx if self.axis == -2 else q_idx)] += xp.sum(weights, axis=self.axis)
         return state
 
 
-@dataclass(frozen=True)
+def check_axis(axis: object, operation: str) -> None:
+    """Raise an `ArgumentError` unless `axis` is −1 or −2."""
+    if isinstance(axis, bool) or axis not in (-1, -2):
+        raise ArgumentError(
+            operation,
+            received=f"axis={axis!r}",
+            expected="axis=-1 (over the keys) or axis=-2 (over the queries)",
+            hint="Axes of heads and batch entries are kept; reduce the result over them.",
+        )
+
+
+@dataclass(frozen=True, repr=False)
 class Received(Sum):
-    """What each key received, summed over the queries: shape (…, kv_len). H2O's heavy hitters are its largest.
+    """The weight that each key received, summed over the queries: shape (…, kv_len).
+
+    The largest are the heavy hitters of H2O. It takes no argument: its axis is −2.
+
+    Raises:
+        ArgumentError: If another axis is given.
 
     >>> import numpy as np, regard
-    >>> regard.attention(np.zeros((3, 2)), np.zeros((2, 2))).measure(Received()).received
+    >>> regard.attention(np.zeros((3, 2)), np.zeros((2, 2))).measure(regard.Received()).received
     array([1.5, 1.5])
     """
 
     axis: int = -2
 
+    def __post_init__(self) -> None:
+        if isinstance(self.axis, bool) or self.axis != -2:
+            raise ArgumentError(
+                "received",
+                received=f"axis={self.axis!r}",
+                expected="no argument: a key receives weight from all queries, axis=-2",
+                hint="For the sum of each row use regard.measures.Sum(-1).",
+            )
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Output(Measure):
     """The product `A @ value` beside other measures, which share its kernel or its pass: (…, q_len, value_dim).
 
+    Args:
+        value: (…, kv_heads, kv_len, value_dim) or (kv_len,), as in `A @ value`.
+
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((1, 2)), np.zeros((4, 2)))
-    >>> A.measure(Output(np.array([[1.0], [2], [3], [4]])), regard.Position())
+    >>> A.measure(regard.Output(np.array([[1.0], [2], [3], [4]])), regard.Position())
     Measures(output=array([[2.5]]), position=array([1.5]))
     """
 
     value: Array
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        raise TypeError("Output is made by A.measure(Output(value), …) alone")
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        raise TypeError("Output is computed by A.measure(Output(value), …) only")
+
+    def __repr__(self) -> str:
+        return f"Output(<value of shape {tuple(np.shape(self.value))}>)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mass(Measure):
-    """The share of each row that falls on the keys a mask lets through: shape (…, q_len).
+    """The share of each row on the keys that a mask lets through: shape (…, q_len).
+
+    Args:
+        mask: Which keys count for each query.
+
+    Raises:
+        ArgumentTypeError: If `mask` is not a mask.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Mass(regard.first(1))).mass
+    >>> A.measure(regard.Mass(regard.first(1))).mass
     array([1.        , 0.5       , 0.33333333])
     """
 
     mask: Mask
-    problem: Problem | None = None
+    _problem: Problem | None = field(default=None, init=False, compare=False)
     reads_scores: ClassVar[bool] = False
 
-    def bind(self, problem: Problem) -> Measure:
+    def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
             raise ArgumentTypeError(
                 "mass",
                 received=describe_argument(self.mask),
                 expected="a mask such as regard.first(1)",
-                hint="Wrap it: dense(array) for booleans.",
+                hint="Wrap booleans, True = attend: dense(array).",
             )
-        self.mask.check(problem.frame)
-        return replace(self, problem=problem)
 
-    def columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        self.bind(problem)
+    def bind(self, problem: Problem) -> Measure:
+        self.mask.check(problem.frame)
+        return copy_with(self, _problem=problem)
+
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
+        self.mask.check(problem.frame)
         if not self.mask.is_key_only:
             return None
         kv_idx, xp = np.arange(problem.frame.kv_len), problem.engine.xp
         allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, xp)
-        of = np.arange(len(allowed)) if len(allowed) > 1 else np.zeros(problem.shape[0], np.int64)
-        return xp.astype(allowed[:, 0, :, None], problem.dtype), of
+        index = np.arange(len(allowed)) if len(allowed) > 1 else np.zeros(problem.shape[0], np.int64)
+        return xp.astype(allowed[:, 0, :, None], problem.dtype), index
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.problem is not None
-        to_numpy = self.problem.engine.to_numpy
-        positions = self.problem.positions[to_numpy(q_idx)]
-        allowed = self.mask.allows(self.problem.frame, positions, to_numpy(kv_idx), xp)
-        state[:, span(q_idx)] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        assert self._problem is not None
+        to_numpy = self._problem.engine.to_numpy
+        positions = self._problem.positions[to_numpy(q_idx)]
+        allowed = self.mask.allows(self._problem.frame, positions, to_numpy(kv_idx), xp)
+        state[:, as_slice(q_idx)] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
         return state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Coarse(Measure):
-    """The matrix as a picture of `block` × `block` cells, (…, block, block), by their mean, "max" or "sum".
+    """The matrix as a picture of cells, each the mean, the maximum or the sum of its weights.
 
-    Entry (i, j) falls into cell (i · block // q_len, j · block // kv_len). `block` may be (rows, columns), too.
+    With `cells` cells along each edge, entry (i, j) is in cell (i · cells // q_len, j · cells // kv_len).
+
+    Args:
+        cells: Number of cells along each edge, or (rows, columns). At most one for each row and column.
+        reduce: "mean", "max" or "sum".
+
+    Raises:
+        ArgumentError: If `cells` is not a whole number above 0, or `reduce` is unknown.
 
     >>> import numpy as np, regard
-    >>> regard.attention(np.zeros((4, 2)), np.zeros((4, 2))).measure(Coarse(2)).coarse
+    >>> regard.attention(np.zeros((4, 2)), np.zeros((4, 2))).measure(regard.Coarse(2)).coarse
     array([[0.25, 0.25],
            [0.25, 0.25]])
     """
 
-    block: int | tuple[int, int]
-    reduce: str = "mean"
-    problem: Problem | None = None
+    cells: int | tuple[int, int]
+    reduce: Literal["mean", "max", "sum"] = "mean"
+    _problem: Problem | None = field(default=None, init=False, compare=False)
     reads_scores: ClassVar[bool] = False
 
-    def bind(self, problem: Problem) -> Measure:
-        rows, columns = problem.shape[1:]
-        of = f" for a matrix of ({rows}, {columns})"
-        cells = "block is the number of cells along an edge, at most one for each row and column."
-        if isinstance(self.block, tuple) and len(self.block) == 2:
-            for block, length, name in zip(self.block, (rows, columns), ("rows", "columns"), strict=True):
-                check_count(block, 1, length, "coarsen", f"block of {name}", of, cells)
-        else:
-            check_count(self.block, 1, min(rows, columns), "coarsen", "block", of, cells)
+    def __post_init__(self) -> None:
+        self._check_cells(None, None, "")
         if self.reduce not in ("mean", "max", "sum"):
             raise ArgumentError(
                 "coarsen",
                 received=f"reduce={self.reduce!r}",
                 expected='"mean", "max" or "sum"',
-                hint="It says how the weights of one of the cells become one number.",
+                hint="It says how the weights of a cell become one number; the number of cells is the first argument.",
             )
-        return replace(self, problem=problem)
+
+    def _check_cells(self, max_rows: int | None, max_columns: int | None, of: str) -> None:
+        hint = "cells is the number of cells along an edge, at most one for each row and column."
+        if isinstance(self.cells, tuple) and len(self.cells) == 2:
+            for cells, most, name in zip(
+                self.cells, (max_rows, max_columns), ("rows", "columns"), strict=True
+            ):
+                check_count(cells, 1, most, "coarsen", f"cells of {name}", of, hint)
+        else:
+            most = None if max_rows is None or max_columns is None else min(max_rows, max_columns)
+            check_count(self.cells, 1, most, "coarsen", "cells", of, hint)
+
+    def bind(self, problem: Problem) -> Measure:
+        rows, columns = problem.shape[1:]
+        self._check_cells(rows, columns, f" for a matrix of ({rows}, {columns})")
+        return copy_with(self, _problem=problem)
 
     @property
-    def _blocks(self) -> tuple[int, int]:
-        """How many cells there are along the rows and along the columns."""
-        return self.block if isinstance(self.block, tuple) else (self.block, self.block)
+    def _grid(self) -> tuple[int, int]:
+        """Number of cells along the rows and along the columns."""
+        return self.cells if isinstance(self.cells, tuple) else (self.cells, self.cells)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        return xp.zeros((shape[0], *self._blocks))
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
+        return xp.zeros((shape[0], *self._grid))
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        assert self.problem is not None
-        how = "max" if self.reduce == "max" else "sum"
-        where = [slice(None)]
-        for axis, indices, block in zip((-2, -1), (q_idx, kv_idx), self._blocks, strict=True):
-            at = span(indices)
-            cells, sizes = _cells(at.start, at.stop, self.problem.shape[axis], block)
-            weights = self.problem.engine.segment_reduce(weights, sizes, axis, how)
-            where.append(cells)
-        part = state[tuple(where)]
-        part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if how == "max" else part + weights
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        assert self._problem is not None
+        reduce = "max" if self.reduce == "max" else "sum"
+        index = [slice(None)]
+        for axis, indices, count in zip((-2, -1), (q_idx, kv_idx), self._grid, strict=True):
+            tile = as_slice(indices)
+            cells, sizes = _find_cells(tile.start, tile.stop, self._problem.shape[axis], count)
+            weights = self._problem.engine.segment_reduce(weights, sizes, axis, reduce)
+            index.append(cells)
+        part = state[tuple(index)]
+        part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if reduce == "max" else part + weights
         return state
 
     def merge(self, a: Array, b: Array) -> Array:
@@ -213,15 +300,15 @@ class Coarse(Measure):
     def finish(self, state: Array) -> Array:
         if self.reduce != "mean":
             return state
-        assert self.problem is not None
-        lengths = zip(self.problem.shape[1:], self._blocks, strict=True)
-        rows, columns = (np.array(_cells(0, n, n, block)[1]) for n, block in lengths)
-        return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])
+        assert self._problem is not None
+        lengths = zip(self._problem.shape[1:], self._grid, strict=True)
+        rows, columns = (np.array(_find_cells(0, n, n, count)[1]) for n, count in lengths)
+        return state / self._problem.engine.xp.asarray(rows[:, None] * columns[None, :])
 
 
 @lru_cache(maxsize=1024)
-def _cells(start: int, stop: int, length: int, block: int) -> tuple[slice, tuple[int, ...]]:
-    """The cells that indices start … stop of an axis fall into, of `block` along it, and how many fall into each."""
-    cells = range(start * block // length, (stop - 1) * block // length + 1)
-    edges = [start, *(-(-cell * length // block) for cell in cells[1:]), stop]
+def _find_cells(start: int, stop: int, length: int, count: int) -> tuple[slice, tuple[int, ...]]:
+    """Return the cells, of `count` along an axis, that indices start … stop are in, and how many are in each."""
+    cells = range(start * count // length, (stop - 1) * count // length + 1)
+    edges = [start, *(-(-cell * length // count) for cell in cells[1:]), stop]
     return slice(cells.start, cells.stop), tuple(np.diff(edges).tolist())

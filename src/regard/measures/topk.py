@@ -1,23 +1,28 @@
-"""The largest weights and where they are."""
+"""The largest weights and their positions."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from regard.engines import Engine, find_engine
-from regard.measures.base import Measure, span
+from regard.measures.base import Measure, as_slice, copy_with
+from regard.measures.sums import check_axis
 from regard.tiling import tile_sizes
-from regard.types import Array
+from regard.types import Array, Namespace
 from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
 
 
-class Top(NamedTuple):
-    """The largest weights and where they are; both (…, q_len, k) for `TopK`, without the last axis for `MaxWeight`.
+class TopKResult(NamedTuple):
+    """The largest weights and their indices: (…, q_len, k) for `TopK`, without the last axis for `MaxWeight`.
+
+    Attributes:
+        values: The weights.
+        indices: The keys of the weights; for `MaxWeight(-2)` the queries.
 
     >>> import regard
     >>> from regard.learn import cat
@@ -30,160 +35,188 @@ class Top(NamedTuple):
     indices: Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MaxWeight(Measure):
-    """The largest weight of each row (axis −1) or column (axis −2) and its index, the lowest where several tie.
+    """The largest weight of each row or column and its index; ties go to the lowest index.
+
+    The result is a `TopKResult` of arrays of shape (…, q_len) or (…, kv_len).
+
+    Args:
+        axis: −1 for the largest weight of each row, −2 for that of each column.
+
+    Raises:
+        ArgumentError: If `axis` is neither −1 nor −2.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.eye(2), np.eye(2))
-    >>> A.measure(MaxWeight()).max_weight.indices
+    >>> A.measure(regard.MaxWeight()).max_weight.indices
     array([0, 1])
     """
 
     axis: int = -1
     reads_scores: ClassVar[bool] = False
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Top:
-        kept = (shape[0], shape[2 if self.axis == -2 else 1])
-        return Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+    def __post_init__(self) -> None:
+        check_axis(self.axis, "max_weight")
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKResult:
+        kept = (shape[0], shape[2 if self.axis == -2 else 1])
+        return TopKResult(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+
+    def step(
+        self, state: TopKResult, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> TopKResult:
         kept, searched = (kv_idx, q_idx) if self.axis == -2 else (q_idx, kv_idx)
-        here = Top(xp.max(weights, axis=self.axis), searched[xp.argmax(weights, axis=self.axis)])
-        better = self.merge(Top(state.values[:, kept], state.indices[:, kept]), here)
-        state.values[:, kept], state.indices[:, kept] = better
+        tile = TopKResult(xp.max(weights, axis=self.axis), searched[xp.argmax(weights, axis=self.axis)])
+        merged = self.merge(TopKResult(state.values[:, kept], state.indices[:, kept]), tile)
+        state.values[:, kept], state.indices[:, kept] = merged
         return state
 
-    def merge(self, a: Top, b: Top) -> Top:
+    def merge(self, a: TopKResult, b: TopKResult) -> TopKResult:
         a_nan, b_nan = a.values != a.values, b.values != b.values
-        # Zeros carry index 0 from the start, as in the dense matrix, where hidden keys are zeros too.
-        tie = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
-        take = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tie & (b.indices < a.indices))
+        # Zeros have index 0 from the start, as in the dense matrix, where masked keys are zeros too.
+        tied = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
+        take_b = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tied & (b.indices < a.indices))
         where = find_engine("merge", values=a.values).xp.where
-        return Top(*(where(take, y, x) for x, y in zip(a, b, strict=True)))
+        return TopKResult(*(where(take_b, y, x) for x, y in zip(a, b, strict=True)))
 
 
-class Waiting(NamedTuple):
-    """A tile that has not been searched yet."""
+class PendingTile(NamedTuple):
+    """A tile whose weights are in the buffer and not yet searched."""
 
     rows: slice
     kv_idx: Array
 
 
-class Found(NamedTuple):
-    """The state of `TopK`: the largest of what was searched, the tiles that were not, and room for their weights."""
+class TopKState(NamedTuple):
+    """The state of `TopK`: the result of the searched tiles, the pending tiles, and a buffer for their weights."""
 
-    top: Top
-    waiting: list[Waiting]
-    room: list[Array]
+    top: TopKResult
+    pending: list[PendingTile]
+    buffers: list[Array]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopK(Measure):
-    """The k largest weights of each row and their keys, largest first, ties to the lowest index.
+    """The k largest weights of each row and their keys, largest first; ties go to the lowest index.
+
+    The result is a `TopKResult` of arrays of shape (…, q_len, k).
+
+    Args:
+        k: Number of weights, at most kv_len.
+
+    Raises:
+        ArgumentError: If `k` is not a whole number above 0.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.array([[1.0, 0]]), np.array([[0.0, 0], [9, 0], [5, 0]]))
-    >>> A.measure(TopK(2)).top_k.indices
+    >>> A.measure(regard.TopK(2)).topk.indices
     array([[1, 2]])
     """
 
     k: int
-    engine: Engine | None = None
-    most: int = 0
+    _engine: Engine | None = field(default=None, init=False, compare=False)
+    _max_pending: int = field(default=0, init=False, compare=False)
     reads_scores: ClassVar[bool] = False
+    result_name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        self._check_k(None, "")
+
+    def _check_k(self, most: int | None, of: str) -> None:
+        check_count(self.k, 1, most, "topk", "k", of, "Ask for at most as many keys as there are.")
 
     def bind(self, problem: Problem) -> Measure:
         kv_len = problem.shape[2]
-        check_count(
-            self.k,
-            1,
-            kv_len,
-            "topk",
-            "k",
-            f" for kv_len {kv_len}",
-            "Ask for at most as many keys as there are.",
-        )
-        return replace(self, engine=problem.engine, most=tile_sizes().topk_columns)
+        self._check_k(kv_len, f" for kv_len {kv_len}")
+        return copy_with(self, _engine=problem.engine, _max_pending=tile_sizes().topk_columns)
 
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Found:
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKState:
         kept = (*shape[:2], self.k)
-        return Found(Top(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64)), [], [])
+        return TopKState(TopKResult(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64)), [], [])
 
-    def step(self, state: Found, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Found:
-        rows, width = span(q_idx), len(kv_idx)
-        # Tiles of the same rows wait for each other: one search among many columns is cheaper than many searches.
-        start = sum(len(tile.kv_idx) for tile in state.waiting)
-        if state.waiting and (state.waiting[0].rows != rows or start + width > self.most):
+    def step(
+        self, state: TopKState, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> TopKState:
+        rows, width = as_slice(q_idx), len(kv_idx)
+        # Tiles of the same rows are collected: one search among many columns is cheaper than many searches.
+        start = sum(len(tile.kv_idx) for tile in state.pending)
+        if state.pending and (state.pending[0].rows != rows or start + width > self._max_pending):
             self._search(state, xp)
             start = 0
-        if not state.room or state.room[0].shape[1] < len(q_idx) or state.room[0].shape[2] < start + width:
-            room = xp.empty((len(weights), len(q_idx), max(self.most, width)), dtype=weights.dtype)
-            state.room[:] = [room]
-        state.room[0][:, : len(q_idx), start : start + width] = weights
-        state.waiting.append(Waiting(rows, kv_idx))
+        buffers = state.buffers
+        if not buffers or buffers[0].shape[1] < len(q_idx) or buffers[0].shape[2] < start + width:
+            shape = (len(weights), len(q_idx), max(self._max_pending, width))
+            buffers[:] = [xp.empty(shape, dtype=weights.dtype)]
+        buffers[0][:, : len(q_idx), start : start + width] = weights
+        state.pending.append(PendingTile(rows, kv_idx))
         return state
 
-    def _search(self, state: Found, xp: Any) -> None:
-        """Bring what is waiting into what was found."""
-        assert self.engine is not None
-        rows = state.waiting[0].rows
-        kv_idx = xp.concat([tile.kv_idx for tile in state.waiting])
-        weights = state.room[0][:, : rows.stop - rows.start, : len(kv_idx)]
-        state.waiting.clear()
+    def _search(self, state: TopKState, xp: Namespace) -> None:
+        """Search the pending tiles and update the result of their rows."""
+        assert self._engine is not None
+        rows = state.pending[0].rows
+        kv_idx = xp.concat([tile.kv_idx for tile in state.pending])
+        weights = state.buffers[0][:, : rows.stop - rows.start, : len(kv_idx)]
+        state.pending.clear()
         if xp.any(kv_idx[1:] < kv_idx[:-1]):
-            order = xp.argsort(kv_idx)  # of equal weights the first is found
+            order = xp.argsort(kv_idx)  # of equal weights the search returns the first
             weights, kv_idx = weights[..., order], kv_idx[order]
-        kept = tuple(each[:, rows] for each in state.top)
+        kept = TopKResult(*(array[:, rows] for array in state.top))
         where: Any = ...
-        if xp.any(kept[0][..., -1] > 0):
-            # Most rows of a long matrix hold nothing larger here than what was found before.
+        if xp.any(kept.values[..., -1] > 0):
+            # Most rows of a long matrix have nothing larger here than what was found before.
             peak = xp.max(weights, axis=-1)
-            better = (peak > 0) & (peak >= kept[0][..., -1]) | (peak != peak)
+            better = (peak > 0) & (peak >= kept.values[..., -1]) | (peak != peak)
             where = better if xp.count_nonzero(better) * 2 < math.prod(better.shape) else ...
         weights = weights[where]
         if len(kv_idx) > self.k:
-            weights, columns = self.engine.topk(weights, self.k)
+            weights, columns = self._engine.topk(weights, self.k)
             columns = kv_idx[columns]
         else:
             columns = xp.broadcast_to(kv_idx, weights.shape)
-        found = self._together(Top(*(each[where] for each in kept)), Top(weights, columns))
-        for each, new in zip(kept, found, strict=True):
-            each[where] = new
+        merged = self._merge_results(
+            TopKResult(*(array[where] for array in kept)), TopKResult(weights, columns)
+        )
+        for array, new in zip(kept, merged, strict=True):
+            array[where] = new
 
-    def merge(self, a: Found, b: Found) -> Found:
+    def merge(self, a: TopKState, b: TopKState) -> TopKState:
         for state in (a, b):
-            if state.waiting:
+            if state.pending:
                 self._search(state, find_engine("merge", values=state.top.values).xp)
-        return Found(self._together(a.top, b.top), [], [])
+        return TopKState(self._merge_results(a.top, b.top), [], [])
 
-    def _together(self, a: Top, b: Top) -> Top:
+    def _merge_results(self, a: TopKResult, b: TopKResult) -> TopKResult:
         xp = find_engine("merge", values=a.values).xp
         indices = xp.concat([a.indices, b.indices], axis=-1)
         values = xp.concat([xp.astype(x.values, a.values.dtype) for x in (a, b)], axis=-1)
         # By index, then by value: both sorts are stable, so equal weights stay in the order of their keys.
         by_index = xp.argsort(indices, axis=-1, stable=True)
         ranked = xp.take_along_axis(xp.where(values != values, xp.inf, values), by_index, axis=-1)
-        order = xp.take_along_axis(by_index, xp.argsort(-ranked, axis=-1, stable=True), axis=-1)[
-            ..., : self.k
-        ]
-        return Top(xp.take_along_axis(values, order, axis=-1), xp.take_along_axis(indices, order, axis=-1))
+        by_value = xp.argsort(-ranked, axis=-1, stable=True)
+        order = xp.take_along_axis(by_index, by_value, axis=-1)[..., : self.k]
+        return TopKResult(*(xp.take_along_axis(array, order, axis=-1) for array in (values, indices)))
 
-    def finish(self, state: Found) -> Top:
-        """Zeros, hidden keys among them, tie: they get the lowest indices that no larger weight has."""
+    def finish(self, state: TopKState) -> TopKResult:
+        """Return the result; zeros, masked keys among them, get the lowest indices that no larger weight has.
+
+        Args:
+            state: State after all tiles.
+        """
         xp = find_engine("finish", values=state.top.values).xp
-        if state.waiting:
+        if state.pending:
             self._search(state, xp)
         top = state.top
         rows = xp.any(top.values == 0, axis=-1)
         if not xp.any(rows):
             return top
         indices = top.indices[rows]  # (rows with zeros, k)
-        missing = top.values[rows] == 0
+        is_zero = top.values[rows] == 0
         candidate = xp.arange(self.k)[:, None]
-        free = ~xp.any((indices[..., None, :] == candidate) & ~missing[..., None, :], axis=-1)
+        free = ~xp.any((indices[..., None, :] == candidate) & ~is_zero[..., None, :], axis=-1)
         lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
-        rank = xp.astype(xp.cumulative_sum(xp.astype(missing, xp.int64), axis=-1), xp.int64) - 1
+        rank = xp.astype(xp.cumulative_sum(xp.astype(is_zero, xp.int64), axis=-1), xp.int64) - 1
         filled = xp.take_along_axis(lowest, xp.where(rank < 0, 0, rank), axis=-1)
-        top.indices[rows] = xp.where(missing, filled, indices)
+        top.indices[rows] = xp.where(is_zero, filled, indices)
         return top

@@ -44,7 +44,7 @@ COLORBAR_LABELS = {
 class Visible(Coarse):
     """1 for cells in which a query attends to a key, 0 for fully masked cells."""
 
-    reduce: str = "max"
+    reduce: Literal["mean", "max", "sum"] = "max"
     reads_scores: ClassVar[bool] = True
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:

@@ -19,7 +19,7 @@ from regard.lens.analysis.head_table import (
 from regard.lens.analysis.measures import ReceivedFrom, WeightAt
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call
-from regard.measures import Entropy, Measure, span
+from regard.measures import Entropy, Measure, as_slice
 from regard.survey.schema import DISTANCE_BINS, ENTROPY_BINS, MEASURES, WINDOWS, list_columns
 from regard.types import Array, IntArray
 
@@ -53,7 +53,7 @@ class Offsets(Measure):
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         if self.rows is not None:
-            weights = weights * self.rows[:, span(q_idx)]
+            weights = weights * self.rows[:, as_slice(q_idx)]
         pairs, height, width = weights.shape
         wide = height + width
         if (pairs, height, width) not in self.buffers:

@@ -300,7 +300,7 @@ def test_measures_are_those_of_the_dense_matrix(mask, engine):
     }  # fmt: skip
     for name, array in expected.items():
         assert np.allclose(getattr(found, name), array, rtol=1e-11, atol=1e-12), name
-    assert np.allclose(found.top_k.values, np.sort(W, axis=-1)[..., :-3:-1], rtol=1e-12)
+    assert np.allclose(found.topk.values, np.sort(W, axis=-1)[..., :-3:-1], rtol=1e-12)
     cell = (np.arange(N) * 3 // N)[:, None] == np.arange(3)
     sizes = cell.sum(0)
     assert np.allclose(found.coarse, cell.T @ W @ cell / np.outer(sizes, sizes), rtol=1e-11)

@@ -23,7 +23,7 @@ from regard import (
     causal,
     first,
 )
-from regard.measures import MaxWeight, Sum, Top, name_of
+from regard.measures import MaxWeight, Sum, TopKResult, get_result_name
 from regard.tiling import use_tile_sizes
 
 HEADS, HEAD_DIM = 3, 5
@@ -83,7 +83,7 @@ def formulas(W: Any, mask: Any) -> dict[str, Any]:
         "position": (W * keys).sum(-1),
         "spread": np.sqrt(variance),
         "mass": (W * mask).sum(-1),
-        "top_k": (np.take_along_axis(W, order, -1), order),
+        "topk": (np.take_along_axis(W, order, -1), order),
         "max_weight": (W.max(-1), W.argmax(-1)),
         "highest": (W.max(-2), W.argmax(-2)),
     }
@@ -204,7 +204,7 @@ def test_an_empty_row_measures_zero_and_never_nan() -> None:
             assert np.isfinite(array).all()
             if array.dtype == float:
                 assert not array[0].any() and array[1].all()
-    equal(found.top_k.indices[0], np.broadcast_to([0, 1, 2], (HEADS, 11, 3)))
+    equal(found.topk.indices[0], np.broadcast_to([0, 1, 2], (HEADS, 11, 3)))
 
 
 def test_a_live_nan_is_the_largest_and_shows_in_its_row_only() -> None:
@@ -217,7 +217,7 @@ def test_a_live_nan_is_the_largest_and_shows_in_its_row_only() -> None:
     equal(A.argmax(-1), np.full(7, 6))
     equal(A.topk(2).indices, np.broadcast_to([6, 7], (7, 2)))
     equal(np.isnan(A.sum(-2)), np.arange(11) >= 6)
-    late, early = (Top(np.array([np.nan]), np.array([j])) for j in (8, 6))
+    late, early = (TopKResult(np.array([np.nan]), np.array([j])) for j in (8, 6))
     equal([MaxWeight().merge(*pair).indices for pair in ((late, early), (early, late))], [[6], [6]])
 
 
@@ -262,17 +262,79 @@ def test_coarse_is_the_mean_unless_said_and_the_matrix_itself_at_full_size() -> 
         close(A.coarsen(13, reduce), A.to_dense(), atol=1e-15)
 
 
-@pytest.mark.parametrize("block, reduce", [(0, "mean"), (12, "mean"), (5, "median"), (-1, "sum")])
-def test_coarse_refuses_what_it_cannot_do(block: int, reduce: str) -> None:
-    expected = '"mean", "max" or "sum"' if reduce == "median" else "block from 1 to 11"
+@pytest.mark.parametrize(
+    "cells, expected",
+    [
+        (12, "cells from 1 to 11"),
+        ((5, 18), "cells of columns from 1 to 17"),
+        ((12, 5), "cells of rows from 1 to 11"),
+    ],
+)
+def test_no_more_cells_than_rows_and_columns(cells: Any, expected: str) -> None:
     with pytest.raises(regard.ArgumentError, match=expected):
-        matrix().coarsen(block, reduce)
+        matrix().coarsen(cells)
 
 
-@pytest.mark.parametrize("k", [0, -1, 18])
-def test_no_more_keys_than_there_are(k: int) -> None:
+def test_no_more_keys_than_there_are() -> None:
     with pytest.raises(regard.ArgumentError, match="k from 1 to 17"):
-        matrix().topk(k)
+        matrix().topk(18)
+
+
+INVALID: dict[str, tuple[Any, str]] = {
+    "no cell": (lambda: Coarse(0), "coarsen: received cells=0; expected cells of 1 or more"),
+    "cells below 0": (lambda: Coarse(-1, "sum"), "cells=-1"),
+    "a part of a cell": (lambda: Coarse(2.5), "cells=2.5"),
+    "no column of cells": (lambda: Coarse((3, 0)), "cells of columns=0"),
+    "three cells": (lambda: Coarse((1, 2, 3)), r"cells=\(1, 2, 3\)"),
+    "the median": (lambda: Coarse(5, "median"), 'reduce=\'median\'; expected "mean", "max" or "sum"'),
+    "top 0": (lambda: TopK(0), "topk: received k=0; expected k of 1 or more"),
+    "top -1": (lambda: TopK(-1), "k=-1"),
+    "top True": (lambda: TopK(True), "k=True"),
+    "top 2.5": (lambda: TopK(2.5), "k=2.5"),
+    "sum over heads": (lambda: Sum(0), "sum: received axis=0; expected axis=-1"),
+    "sum over both": (lambda: Sum(None), "axis=None"),
+    "received over the keys": (lambda: Received(-1), "received: received axis=-1; expected no argument"),
+    "received over True": (lambda: Received(True), "axis=True"),
+    "largest over heads": (lambda: MaxWeight(1), "max_weight: received axis=1; expected axis=-1"),
+    "no corner": (lambda: Distance("upper"), "distance: received align='upper'"),
+    "no corner of a spread": (lambda: Spread("upper"), "spread: received align='upper'"),
+    "no mask": (lambda: Mass(first), "mass: received the function first; expected a mask"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_arguments_are_validated_at_once(name: str) -> None:
+    make, message = INVALID[name]
+    with pytest.raises((regard.ArgumentError, regard.ArgumentTypeError), match=message):
+        make()
+
+
+REPRS: dict[str, Measure] = {
+    "Entropy()": Entropy(),
+    "Received()": Received(),
+    "Sum()": Sum(),
+    "Sum(axis=-2)": Sum(-2),
+    "Distance()": Distance(),
+    "Distance(align='lower_right')": Distance(LR),
+    "Spread()": Spread(),
+    "Position()": Position(),
+    "Mass(mask=causal() & first(3))": Mass(causal() & first(3)),
+    "TopK(k=3)": TopK(3),
+    "MaxWeight()": MaxWeight(),
+    "Coarse(cells=5)": Coarse(5),
+    "Coarse(cells=(2, 3), reduce='max')": Coarse((2, 3), "max"),
+}
+
+
+@pytest.mark.parametrize("text", REPRS)
+def test_reprs_show_the_arguments_and_no_bound_state(text: str) -> None:
+    measure, A = REPRS[text], matrix(13, 13)
+    assert repr(measure) == repr(measure.bind(A._problem)) == text
+    assert measure.bind(A._problem) == measure and hash(measure) == hash(measure.bind(A._problem))
+
+
+def test_the_repr_of_an_output_is_short() -> None:
+    assert repr(regard.Output(np.zeros((7, 3)))) == "Output(<value of shape (7, 3)>)"
 
 
 def test_distance_asks_which_corner() -> None:
@@ -366,12 +428,16 @@ def test_a_measure_without_step_says_so() -> None:
 def test_results_are_named_for_the_class_or_by_keyword() -> None:
     A = matrix()
     found = A.measure(Entropy(), TopK(2), Mass(first(1)), near=Mass(first(3)), big=TopK(3))
-    assert found._fields == ("entropy", "top_k", "mass", "near", "big")
+    assert found._fields == ("entropy", "topk", "mass", "near", "big")
     entropy, _, mass, near, big = found
     equal(entropy, found.entropy)
     assert (near > mass).all() and big.values.shape == (2, HEADS, 11, 3)
     assert big._fields == ("values", "indices") and A.topk(3)._fields == ("values", "indices")
-    assert [name_of(m) for m in (TopK(1), EvenShare(), Received())] == ["top_k", "even_share", "received"]
+    assert [get_result_name(m) for m in (TopK(1), EvenShare(), Received())] == [
+        "topk",
+        "even_share",
+        "received",
+    ]
     assert A.measure() == ()
 
 

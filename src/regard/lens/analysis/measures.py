@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard.core.problem import Problem
-from regard.measures import Measure, span
+from regard.measures import Measure, as_slice
 from regard.types import Array, IntArray
 
 
@@ -41,10 +41,10 @@ class WeightAt(Measure):
         return xp.zeros(shape[:2])
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        columns = span(kv_idx)
+        columns = as_slice(kv_idx)
         if columns.stop <= self.bounds[0] or columns.start > self.bounds[1]:
             return state
-        rows = span(q_idx)
+        rows = as_slice(q_idx)
         keys = self.keys[:, rows]
         inside = (keys >= columns.start) & (keys < columns.stop)
         if inside.any():
@@ -81,7 +81,7 @@ class DistanceBands(Measure):
         return xp.zeros((*shape[:2], 1 + len(self.bands)))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        rows, columns = span(q_idx), span(kv_idx)
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
         low = columns.start - (self.query_offset + rows.stop - 1)
         high = columns.stop - 1 - (self.query_offset + rows.start)
         contains_tile = [low >= least and high <= most for least, most in self.bands]
@@ -116,7 +116,7 @@ class DistanceBands(Measure):
             ]
             self.factors[tile] = xp.stack([xp.astype(part, weights.dtype) for part in parts], axis=-1)
         product = xp.permute_dims(weights, (1, 0, 2)) @ self.factors[tile]
-        state[:, span(q_idx)] += xp.permute_dims(product, (1, 0, 2))
+        state[:, as_slice(q_idx)] += xp.permute_dims(product, (1, 0, 2))
         return state
 
 
@@ -169,7 +169,7 @@ class TokenCopies(Measure):
         return xp.zeros((*shape[:2], 2))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        rows, columns = span(q_idx), span(kv_idx)
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
         if columns.start > self.query_offset + rows.stop - 1:
             return state
         for entry in range(len(self.query_ids)):
@@ -244,5 +244,5 @@ class ReceivedFrom(Measure):
         return xp.zeros((shape[0], shape[2]))
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        state[:, span(kv_idx)] += (self.rows[..., span(q_idx)] @ weights)[:, 0]
+        state[:, as_slice(kv_idx)] += (self.rows[..., as_slice(q_idx)] @ weights)[:, 0]
         return state
