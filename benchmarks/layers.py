@@ -1,9 +1,9 @@
-"""The layers beside torch.nn.MultiheadAttention, and decoding with a cache: sides alternated, medians, spread.
+"""Compare layers with torch.nn.MultiheadAttention, and decode with a cache: alternating sides, medians, spread.
 
-python benchmarks/layers.py [--rounds 9] [--only words]
+python benchmarks/layers.py [--rounds 9] [--only text]
 
-(8, 512, 512), 8 heads, the same weights on both sides. Decoding is timed for more and more tokens; the exponent is
-that of the time over the tokens, fitted: 1 is linear.
+Inputs are (8, 512, 512), with 8 heads and equal weights on both sides. Decoding is timed for growing numbers of tokens;
+the exponent of time over tokens is fitted, and 1 is linear.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from regard.nn import KVCache, MultiheadAttention
 TOKENS = (32, 64, 128, 256)
 
 
-def duels() -> list[Duel]:
-    """What is compared: the bare side is torch's module with need_weights=False, or the layer without its matrix."""
+def list_duels() -> list[Duel]:
+    """Return the comparisons; the baseline is torch's module with need_weights=False, or the layer without a matrix."""
     torch.manual_seed(0)
     x = torch.randn(8, 512, 512)
-    hidden = torch.ones(512, 512, dtype=torch.bool).triu(1)
+    ignored = torch.ones(512, 512, dtype=torch.bool).triu(1)
 
     def pair(dropout: float = 0.0) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
         theirs = nn.MultiheadAttention(512, 8, dropout=dropout, batch_first=True)
@@ -36,7 +36,7 @@ def duels() -> list[Duel]:
 
     theirs, ours = pair()
     dropping, ours_dropping = pair(0.1)
-    turning = MultiheadAttention(512, 8, rope="half")
+    rotary = MultiheadAttention(512, 8, rope="half")
 
     def forward(run: Callable[[torch.Tensor], object]) -> Callable[[], object]:
         def once() -> object:
@@ -59,7 +59,7 @@ def duels() -> list[Duel]:
         return theirs(x, x, x, need_weights=False)[0]
 
     def bare_causal(x: torch.Tensor) -> torch.Tensor:
-        return theirs(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+        return theirs(x, x, x, attn_mask=ignored, is_causal=True, need_weights=False)[0]
 
     def with_matrix(x: torch.Tensor) -> torch.Tensor:
         return ours(x, need_matrix=True)[0]
@@ -76,7 +76,7 @@ def duels() -> list[Duel]:
         ),
         Duel("forward, and the matrix", forward(ours), forward(with_matrix), "1×"),
         Duel("training step, and the matrix", step(ours, ours), step(ours, with_matrix), "1×"),
-        Duel("forward, rotary", forward(bare), forward(turning), ""),
+        Duel("forward, rotary", forward(bare), forward(rotary), ""),
         Duel(
             "training step, weights dropped",
             step(dropping, lambda x: dropping(x, x, x, need_weights=False)[0]),
@@ -86,8 +86,8 @@ def duels() -> list[Duel]:
     ]
 
 
-def decoding(rounds: int) -> list[tuple[str, list[float], float]]:
-    """Seconds for each number of tokens, one after the other, and the exponent of their growth."""
+def time_decoding(rounds: int) -> list[tuple[str, list[float], float]]:
+    """Return the name, the seconds for each number of tokens, and the exponent of their growth, for each cache."""
     layer = MultiheadAttention(512, 8, rope="half").eval()
     x = torch.randn(1, max(TOKENS), 512)
 
@@ -99,44 +99,44 @@ def decoding(rounds: int) -> list[tuple[str, list[float], float]]:
                 else:
                     layer(x[:, i : i + 1], mask=causal(), cache=cache)
 
-    ways: dict[str, Callable[[], KVCache | None]] = {
+    caches: dict[str, Callable[[], KVCache | None]] = {
         "with a cache": KVCache,
         "with a window of 64": lambda: KVCache(window=64, keep_first=4),
         "without": lambda: None,
     }
-    found = []
-    for name, make in ways.items():
-        decode(TOKENS[0], make())
+    results = []
+    for name, build_cache in caches.items():
+        decode(TOKENS[0], build_cache())
         times: list[list[float]] = []
         for _ in range(rounds):
             row = []
             for tokens in TOKENS:
                 start = time.perf_counter()
-                decode(tokens, make())
+                decode(tokens, build_cache())
                 row.append(time.perf_counter() - start)
             times.append(row)
         medians = [statistics.median(column) for column in zip(*times, strict=True)]
         logs = [(math.log(n), math.log(t)) for n, t in zip(TOKENS, medians, strict=True)]
         exponent = statistics.linear_regression(*zip(*logs, strict=True)).slope
-        found.append((name, medians, exponent))
-    return found
+        results.append((name, medians, exponent))
+    return results
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default="", help="only the rows whose name has these words")
+    parser.add_argument("--only", default="", help="run only the rows whose name contains this text")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{HEADINGS}  asked for")
-    for duel in duels():
+    print(f"{HEADINGS}  limit")
+    for duel in list_duels():
         if options.only in duel.name:
             row = alternate(duel, options.rounds)
             print(f"{told(row)}  {row['limit']}", flush=True)
     print(f"\n{'decoding, ms':<34}" + "".join(f" {n:>6} tokens" for n in TOKENS) + "  exponent")
-    for name, times, exponent in decoding(max(1, options.rounds // 3)):
+    for name, times, exponent in time_decoding(max(1, options.rounds // 3)):
         print(f"{name:<34}" + "".join(f" {t * 1e3:>13.1f}" for t in times) + f"  {exponent:.2f}", flush=True)
 
 
