@@ -69,7 +69,7 @@ def plot_induction_head(path: Path, seed: int = 7) -> None:
     shown = axes.imshow(matrices[-1][0, head], cmap="Blues", vmin=0, vmax=1)
     rows = torch.nonzero(sample.source[0] >= 0).flatten()
     axes.scatter(sample.source[0][rows], rows, s=70, facecolors="none", edgecolors=ORANGE, linewidths=1)
-    title = f"Layer 1, head {head}; circled: the token after the first copy"
+    title = f"Layer 1, head {head}; circled: what came next in the first copy"
     axes.set(xlabel="key", ylabel="query", title=title)
     figure.colorbar(shown, label="weight", shrink=0.8)
     _write(figure, path)
