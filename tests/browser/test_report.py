@@ -371,7 +371,7 @@ def test_survey_resumes_and_prints_quarantined_documents(run, stub, texts, tmp_p
     out = tmp_path / "out"
     captured = run("survey", "a-model", texts, "--output", out, "--shard-size", 3)
     first, quarantined, hint = captured.out.splitlines()
-    assert first.startswith("stub: 6 documents, ") and first.endswith(f": {out}")
+    assert first.startswith("stub: 6 documents, ") and first.endswith(f", written to {out}")
     assert (
         quarantined.startswith("quarantined: bad.txt (not text: ")
         and hint == f"To write the report: regard report {out}"

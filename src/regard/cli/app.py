@@ -60,7 +60,7 @@ def explain(
 
 
 def explore(
-    name: Annotated[ExplorerName, typer.Argument(show_default=False, help="Page to write.")],
+    name: Annotated[ExplorerName, typer.Argument(metavar="NAME", show_default=False, help="Page to write.")],
     file: MatrixFile = None,
     output: Annotated[
         Path | None,
@@ -138,7 +138,7 @@ def heads(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Print a table of measures for each head of a model on a text: entropy, distance, induction, …."""
+    """Print the measures of each head of a model on a text, such as entropy, distance and induction."""
     from regard.cli.model_commands import ModelOptions, heads
 
     options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
@@ -191,7 +191,10 @@ def survey(
         typer.Option("--name-field", metavar="NAME", help="Field or column that holds a document's name."),
     ] = None,
     shard_size: Annotated[
-        int, typer.Option("--shard-size", metavar="N", min=1, help="Number of documents in a shard.")
+        int,
+        typer.Option(
+            "--shard-size", metavar="N", min=1, help="Number of documents that are committed together."
+        ),
     ] = 64,
     timeout: Annotated[
         float,

@@ -15,7 +15,10 @@ from regard.core.attention import attention
 from regard.errors import ArgumentError
 from regard.learn.examples import cat
 from regard.masks import causal as causal_mask
+from regard.render.text import escape_unprintable
 
+# Tokens that an error lists.
+MAX_TOKENS = 8
 # The attributes of an explanation that --json prints.
 FIELDS = (
     *("query", "key", "value", "scale", "score_mods", "masks", "raw_scores", "scaled_scores", "scores", "shift"),
@@ -116,9 +119,17 @@ def _find_query(query: str, tokens: list[str] | None, shape: tuple[int, ...]) ->
             "explain",
             received=f"--query {query}, {problem}",
             expected="the position of a query, or a token that occurs once",
-            hint=f"There are {shape[0]} queries, counted from 0.",
+            hint=f"Use a position (0–{shape[0] - 1}){_list_tokens(tokens)}.",
         )
     return positions[0]
+
+
+def _list_tokens(tokens: list[str] | None) -> str:
+    """List the first tokens, for the hint of an error."""
+    if not tokens:
+        return ""
+    shown = [*tokens[:MAX_TOKENS], *(["…"] if len(tokens) > MAX_TOKENS else [])]
+    return f" or one of: {', '.join(map(escape_unprintable, shown))}"
 
 
 def _style_line(line: str) -> Text:

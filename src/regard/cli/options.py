@@ -57,7 +57,7 @@ CausalOption = Annotated[bool, typer.Option("--causal", help="Apply a causal mas
 MatrixFile = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[FILE]",
+        metavar="FILE",
         show_default=False,
         help="JSON or NPZ file with query, key, value, tokens, mask, scale. Default: a built-in example.",
     ),

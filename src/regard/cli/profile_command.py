@@ -45,7 +45,7 @@ class ProfileSize:
         return self.batch * self.heads * self.q_len * self.kv_len
 
 
-class Variant(NamedTuple):
+class TimedVariant(NamedTuple):
     """One way to compute the output: its name, its kernel, and a function that runs it."""
 
     name: str
@@ -163,7 +163,7 @@ def _time_variants(printer: Printer, size: ProfileSize, rounds: int) -> dict[str
     return facts | {"variants": rows, "notes": _explain_times(size, facts, rows)}
 
 
-def _build_variants(torch: Any, size: ProfileSize) -> tuple[list[Variant], dict[str, Any]]:
+def _build_variants(torch: Any, size: ProfileSize) -> tuple[list[TimedVariant], dict[str, Any]]:
     """Build the variants for a size, and the facts that are known before anything is timed."""
     from regard.engines.torch_kernels import find_sdpa_backend
 
@@ -208,16 +208,16 @@ def _build_variants(torch: Any, size: ProfileSize) -> tuple[list[Variant], dict[
         return scores.softmax(-1) @ v
 
     variants = [
-        Variant(SDPA, f"torch: {sdpa_kernel}, {argument}", lambda: sdpa(query, key, value, **options)),
-        Variant(LAZY, A.kernel, lambda: attention(query, key, mask=mask, enable_gqa=gqa) @ value),
-        Variant("A @ value and four measures", plan.replace("\n", "; "), run_measured),
+        TimedVariant(SDPA, f"torch: {sdpa_kernel}, {argument}", lambda: sdpa(query, key, value, **options)),
+        TimedVariant(LAZY, A.kernel, lambda: attention(query, key, mask=mask, enable_gqa=gqa) @ value),
+        TimedVariant("A @ value and four measures", plan.replace("\n", "; "), run_measured),
     ]
     weight_bytes = size.num_weights * query.element_size()
     if not fits:
         del variants[0]
     if weight_bytes <= MAX_STORED_BYTES:
         kernel = "one call for each step, weights stored"
-        variants.append(Variant("softmax(scores) @ value", kernel, run_stored))
+        variants.append(TimedVariant("softmax(scores) @ value", kernel, run_stored))
     return variants, {"matrix_bytes": weight_bytes, "visible_share": visible}
 
 
@@ -277,9 +277,7 @@ def _fit_exponents(records: list[dict[str, Any]]) -> dict[str, float]:
             if row["name"] in times:
                 times[row["name"]].append((record["kv_len"], row["median_seconds"]))
     return {
-        name: fit_exponent(*zip(*pairs, strict=True))
-        for name, pairs in times.items()
-        if len(dict(pairs)) > 1
+        name: fit_exponent(*zip(*pairs, strict=True)) for name, pairs in times.items() if len(dict(pairs)) > 1
     }
 
 

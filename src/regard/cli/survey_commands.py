@@ -74,7 +74,7 @@ def survey(printer: Printer, model: str, corpus: str, output: Path, options: dic
         style_text(
             (name, "bold"), ": ", (f"{result.documents:,}", NUMBER_STYLE), " documents, ",
             (f"{result.tokens:,}", NUMBER_STYLE), " tokens, ", (f"{heads:,}", NUMBER_STYLE),
-            f" heads, {format_duration(seconds)}: {output}",
+            f" heads in {format_duration(seconds)}, written to {output}",
         )
     )  # fmt: skip
     for document in quarantined[:MAX_QUARANTINED]:

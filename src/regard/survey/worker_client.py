@@ -105,9 +105,9 @@ class WorkerClient:
             name = getattr(self.spec.model, "name", self.spec.model)
             raise SurveyError(
                 "survey.run",
-                received=f"the model {name!r}, which failed to run: {answer}",
+                received=f"the model {name!r}, which failed to run",
                 expected="a model that can be loaded and run under regard.watch",
-                hint="Run it alone to debug: call it once inside regard.watch(model).",
+                hint=f"The worker reported: {answer}",
             )
         return answer
 
