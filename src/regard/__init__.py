@@ -40,15 +40,21 @@ from regard.positions import rope, sinusoidal
 from regard.score_mods import ScoreMod, alibi, bias, relative_bias, softcap
 
 if TYPE_CHECKING:
+    from regard import engines as engines
     from regard import explore as explore
     from regard import feature_maps as feature_maps
     from regard import learn as learn
     from regard import lens as lens
+    from regard import masks as masks
+    from regard import measures as measures
     from regard import models as models
     from regard import nn as nn
     from regard import plot as plot
+    from regard import positions as positions
+    from regard import score_mods as score_mods
     from regard import survey as survey
     from regard import testing as testing
+    from regard import tiling as tiling
     from regard.lens.recording import load_recording
     from regard.lens.watch import watch
 
@@ -82,6 +88,7 @@ __all__ = [
     "causal",
     "dense",
     "document",
+    "engines",
     "explore",
     "feature_maps",
     "first",
@@ -89,19 +96,24 @@ __all__ = [
     "lens",
     "linear_attention",
     "load_recording",
+    "masks",
+    "measures",
     "merge",
     "models",
     "nn",
     "padding",
     "plot",
+    "positions",
     "prefix",
     "relative_bias",
     "rope",
+    "score_mods",
     "sinusoidal",
     "sliding_window",
     "softcap",
     "survey",
     "testing",
+    "tiling",
     "watch",
 ]
 
@@ -125,7 +137,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"regard.{name}")
     if name in _LAZY_FUNCTIONS:
         function = getattr(importlib.import_module(_LAZY_FUNCTIONS[name]), name)
-        function.__module__ = "regard"
+        function.__module__ = __name__
         globals()[name] = function
         return function
     if name == "__version__":
@@ -134,8 +146,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, those imported on first access included."""
-    return sorted({*globals(), *__all__, "__version__"})
+    """List the public names, including those imported on first access."""
+    return sorted([*__all__, "__version__"])
 
 
 set_public_module(globals())

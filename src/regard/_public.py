@@ -1,12 +1,18 @@
-"""Give exported objects their public path."""
+"""Give exported objects the path under which users import them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+# Packages without public names: their objects are exported by other packages.
+_PRIVATE = ("regard.core.", "regard.pages.", "regard.render.")
+
 
 def set_public_module(namespace: dict[str, Any]) -> None:
-    """Set `__module__` of the objects that a package defines and exports, as tracebacks, reprs and `help` show it.
+    """Set `__module__` of the objects that a package exports, so that tracebacks, reprs and `help` show its path.
+
+    Objects of the package's own modules and of private packages are changed; objects of another public package keep
+    that package's path.
 
     Args:
         namespace: The `globals()` of the package's `__init__`, with `__name__` and `__all__`.
@@ -14,5 +20,5 @@ def set_public_module(namespace: dict[str, Any]) -> None:
     package = namespace["__name__"]
     for name in namespace["__all__"]:
         exported = namespace.get(name)
-        if str(getattr(exported, "__module__", "")).startswith(f"{package}."):
+        if str(getattr(exported, "__module__", "")).startswith((f"{package}.", *_PRIVATE)):
             exported.__module__ = package

@@ -191,7 +191,7 @@ class AttentionMatrix:
 
     # Products
 
-    def __matmul__(self, value: Any) -> Array:
+    def __matmul__(self, value: Array) -> Array:
         """Multiply the matrix by a value.
 
         Args:
@@ -211,7 +211,7 @@ class AttentionMatrix:
                 return self._store_fused(*fused)
         return self._product(value, "A @ value", transposed=False)
 
-    def __rmatmul__(self, x: Any) -> Array:
+    def __rmatmul__(self, x: Array) -> Array:
         """Multiply (…, heads, width, q_len) or (q_len,) by the matrix; see `mT`."""
         x = self._problem.engine.as_float(x, "x @ A", "x")
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)

@@ -77,7 +77,7 @@ class TransposedMatrix:
         *leading, q_len, kv_len = self.mT.shape
         return (*leading, kv_len, q_len)
 
-    def __matmul__(self, x: Any) -> Array:
+    def __matmul__(self, x: Array) -> Array:
         """Multiply by x of shape (…, heads, q_len, width) or (q_len,): (…, heads, kv_len, width) or (…, kv_len)."""
         return self.mT._product(x, "A.mT @ x", transposed=True)
 

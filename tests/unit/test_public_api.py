@@ -1,0 +1,126 @@
+"""Public names: `__all__`, `dir()`, `__module__`, the type checker and the reference pages agree."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs/_ext"))
+
+pytest.importorskip("torch")  # nn and lens need it
+
+# Classes of regard.learn are written to be read: inspect.getsource finds them by the module that defines them.
+SHOWS_SOURCE = "regard.learn"
+
+
+def list_modules(module: types.ModuleType = regard) -> Iterator[types.ModuleType]:
+    """List a module and the modules with an `__all__` that it exports, recursively."""
+    yield module
+    for name in module.__all__:
+        exported = getattr(module, name)
+        if isinstance(exported, types.ModuleType) and hasattr(exported, "__all__"):
+            yield from list_modules(exported)
+
+
+def list_exports() -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """List the exported functions and classes with the module that exports them."""
+    for module in list_modules():
+        for name in module.__all__:
+            exported = getattr(module, name)
+            if inspect.isclass(exported) or inspect.isroutine(exported):
+                yield module, name, exported
+
+
+def test_dir_lists_the_exported_names():
+    assert dir(regard) == sorted([*regard.__all__, "__version__"])
+    assert len(regard.__all__) == len(set(regard.__all__))
+
+
+@pytest.mark.parametrize("name", regard.__all__)
+def test_an_exported_name_can_be_imported(name):
+    assert getattr(importlib.import_module("regard"), name) is getattr(regard, name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'regard' has no attribute 'seen'"):
+        regard.seen  # noqa: B018
+
+
+def test_exported_objects_have_the_path_of_a_public_package():
+    packages = {module.__name__ for module in list_modules()}
+    exports = [export for export in list_exports() if not export[0].__name__.startswith(SHOWS_SOURCE)]
+    assert len(exports) > 100
+    for module, name, exported in exports:
+        expected = {"regard"} if name in regard.__all__ and module is regard else packages
+        assert exported.__module__ in expected, f"{module.__name__}.{name}"
+        if not name.startswith("_") and "<locals>" not in exported.__qualname__:
+            public = importlib.import_module(exported.__module__)
+            assert getattr(public, exported.__qualname__) is exported, f"{module.__name__}.{name}"
+
+
+def test_no_function_has_the_name_of_a_module():
+    for module in list_modules():
+        for name in module.__all__:
+            if not isinstance(getattr(module, name), types.ModuleType) and hasattr(module, "__path__"):
+                assert importlib.util.find_spec(f"{module.__name__}.{name}") is None, (
+                    f"{module.__name__}.{name}"
+                )
+
+
+def test_the_reference_pages_show_the_exported_names():
+    pytest.importorskip("sphinx")
+    from api_reference import find_modules, public_modules
+
+    # The command line has a page of its own.
+    assert {module.__name__ for module in find_modules()} - {"regard.cli"} == {
+        module.__name__ for module in list_modules()
+    }
+    shown = {name.name for module in public_modules() for name in module.names}
+    values = {id(name.value) for module in public_modules() for name in module.names}
+    assert all(id(exported) in values for _, _, exported in list_exports())
+    assert {f"regard.{name}" for module, name, _ in list_exports() if module is regard} <= shown
+
+
+REVEALED = re.compile(r'Revealed type is "(.*)"')
+TYPED = [
+    *(f"regard.{name}" for name in regard.__all__),
+    *(
+        "regard.survey.run",
+        "regard.survey.open",
+        "regard.models.load",
+        "regard.lens.Recording",
+        "regard.masks.causal",
+    ),
+    *(
+        "regard.nn.KVCache",
+        "regard.plot.heatmap",
+        "regard.testing.check_conformance",
+        "regard.engines.register",
+    ),
+]
+
+
+@pytest.mark.slow
+def test_the_type_checker_knows_every_exported_name(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    file = tmp_path / "names.py"
+    file.write_text("import regard\n" + "".join(f"reveal_type({name})\n" for name in TYPED))
+    report, errors, code = api.run([str(file), "--config-file", str(ROOT / "pyproject.toml")])
+    assert code == 0, report + errors
+    revealed = REVEALED.findall(report)
+    assert len(revealed) == len(TYPED)
+    unknown = [name for name, kind in zip(TYPED, revealed, strict=True) if kind in ("Any", "builtins.object")]
+    assert unknown == []
+    assert "Recording" in revealed[TYPED.index("regard.load_recording")]
+    assert "LoadedModel" in revealed[TYPED.index("regard.models.load")]
