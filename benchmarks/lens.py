@@ -1,9 +1,9 @@
-"""A model watched beside the same model unwatched: sides alternated, medians, spread.
+"""Time a model with and without `regard.watch`: alternating runs, medians, spread.
 
 python benchmarks/lens.py [--rounds 5] [--only words] [--eager]
 
 A Llama of four layers, hidden 512, 8 heads over 2, random weights, 8,192 tokens. `--eager` adds
-`output_attentions=True`, which takes about 11 GB there. Memory is the peak above what was held before, for one call.
+`output_attentions=True`, which takes about 11 GB. Memory is the peak of one call above what was allocated before.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 65_536}
 
 
-def made(kind: type, implementation: str) -> torch.nn.Module:
+def build_model(model_class: type, implementation: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return kind._from_config(LlamaConfig(**SIZES, **HEADS), attn_implementation=implementation).eval()
+    return model_class._from_config(LlamaConfig(**SIZES, **HEADS), attn_implementation=implementation).eval()
 
 
-def watched(
-    model: torch.nn.Module, tokens: torch.Tensor, ask: Callable[[regard.lens.Recording], object]
+def run_watched(
+    model: torch.nn.Module, tokens: torch.Tensor, analyse: Callable[[regard.lens.Recording], object]
 ) -> object:
     with torch.no_grad(), regard.watch(model) as recording:
         model(tokens)
-    return ask(recording)
+    return analyse(recording)
 
 
-def ways(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """What is run, by name, on a model of its own."""
-    model = made(LlamaModel, "sdpa")
+def build_runs(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return the functions to time, by name."""
+    model = build_model(LlamaModel, "sdpa")
 
     @torch.no_grad()
     def bare() -> object:
@@ -48,42 +48,42 @@ def ways(tokens: torch.Tensor) -> dict[str, Callable[[], object]]:
 
     @torch.no_grad()
     def eager() -> object:
-        return made(LlamaModel, "eager")(tokens, output_attentions=True).attentions[0].shape
+        return build_model(LlamaModel, "eager")(tokens, output_attentions=True).attentions[0].shape
 
     return {
         "bare": bare,
-        "watched": lambda: watched(model, tokens, len),
-        "heads": lambda: watched(model, tokens, lambda recording: recording.heads()),
-        "heads with tokens": lambda: watched(model, tokens, lambda recording: recording.heads(tokens)),
+        "watched": lambda: run_watched(model, tokens, len),
+        "heads": lambda: run_watched(model, tokens, lambda recording: recording.heads()),
+        "heads with tokens": lambda: run_watched(model, tokens, lambda recording: recording.heads(tokens)),
         "eager": eager,
     }
 
 
-def peak(name: str, length: int) -> int:
-    """Bytes that one call adds to the most that a fresh process has held."""
-    code = f"import lens; lens.weigh({name!r}, {length})"
-    done = subprocess.run(
+def measure_peak(name: str, length: int) -> int:
+    """Return the bytes that one call adds to the peak memory of a new process."""
+    code = f"import lens; lens.print_peak({name!r}, {length})"
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=sys.path[0]
     )
-    return int(done.stdout)
+    return int(process.stdout)
 
 
-def weigh(name: str, length: int) -> None:
-    """Print it, from within that process."""
-    run = ways(torch.randint(1000, (1, length)))[name]
-    before = held()
+def print_peak(name: str, length: int) -> None:
+    """Print the bytes that one call adds to the peak memory of this process."""
+    run = build_runs(torch.randint(1000, (1, length)))[name]
+    before = peak_memory()
     run()
-    print(held() - before)
+    print(peak_memory() - before)
 
 
-def held() -> int:
-    """The most bytes this process has held; `ru_maxrss` would be at least its parent's."""
+def peak_memory() -> int:
+    """Return the peak memory of this process; `ru_maxrss` would be at least its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def generating() -> Duel:
-    model, prompt = made(LlamaForCausalLM, "sdpa"), torch.randint(1000, (1, 32))
+def build_generation() -> Duel:
+    model, prompt = build_model(LlamaForCausalLM, "sdpa"), torch.randint(1000, (1, 32))
     options = {"max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
 
     def ours() -> object:
@@ -94,39 +94,41 @@ def generating() -> Duel:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="only the rows whose name has these words")
+    parser.add_argument("--only", default="", help="run only the rows whose name contains these words")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     tokens = torch.randint(1000, (1, options.length))
-    ran = ways(tokens)
+    runs = build_runs(tokens)
     duels = [
-        Duel("watched", ran["bare"], ran["watched"], "1.05×"),
-        Duel("watched, every head measured", ran["bare"], ran["heads"], "2×"),
-        Duel("watched, measured with tokens", ran["bare"], ran["heads with tokens"], "2×"),
-        generating(),
+        Duel("watched", runs["bare"], runs["watched"], "1.05×"),
+        Duel("watched, every head measured", runs["bare"], runs["heads"], "2×"),
+        Duel("watched, measured with tokens", runs["bare"], runs["heads with tokens"], "2×"),
+        build_generation(),
     ]
-    print(f"{HEADINGS}  asked for")
+    print(f"{HEADINGS}  limit")
     for duel in duels:
         if options.only in duel.name:
             row = alternate(duel, options.rounds)
             print(f"{told(row)}  {row['limit']}", flush=True)
     if options.eager:
         start = time.perf_counter()
-        ran["heads with tokens"]()
+        runs["heads with tokens"]()
         middle = time.perf_counter()
-        ran["eager"]()
+        runs["eager"]()
         end = time.perf_counter()
         print(
-            f"against output_attentions=True: {(end - middle) / (middle - start):.1f} times as fast, asked 4"
+            f"against output_attentions=True: {(end - middle) / (middle - start):.1f} times as fast, required 4"
         )
-        bare, ours, eager = (peak(name, options.length) for name in ("bare", "heads with tokens", "eager"))
+        bare, ours, eager = (
+            measure_peak(name, options.length) for name in ("bare", "heads with tokens", "eager")
+        )
         share = (ours - bare) / (eager - bare)
         print(
-            f"memory above the bare call: {ours - bare:,} of {eager - bare:,} bytes, {share:.1%}, asked 15%"
+            f"memory above the bare call: {ours - bare:,} of {eager - bare:,} bytes, {share:.1%}, limit 15%"
         )
 
 

@@ -199,7 +199,7 @@ def test_equal_keys_are_not_a_cache():
         layer(torch.randn(1, 2, 3, 8), key.clone())
         layer(torch.randn(1, 2, 1, 8), key.clone())
     assert [call.shape[-2:] for call in recording.calls("")] == [(3, 11), (1, 11)]
-    with regard.watch(layer) as recording:  # the same tensor: queries of one decoder over one encoder
+    with regard.watch(layer) as recording:  # one tensor: queries of one decoder over one encoder
         layer(torch.randn(1, 2, 3, 8), key)
         layer(torch.randn(1, 2, 1, 8), key)
     assert recording[""].shape == (1, 2, 4, 11)

@@ -96,7 +96,7 @@ class JoinedCalls:
         if not _have_same_settings(last, call):
             return False
         if _is_same_tensor(call.source_key, last.source_key):
-            # Another query over the same keys. The same query again is the same attention over another value.
+            # Another query over the same keys; if the query repeats, it is the same attention over another value.
             repeated = call.query.data_ptr() == last.query.data_ptr()
             if repeated or not _attend_to_same_keys(last.compact_mask, call.compact_mask, call.key.shape[-2]):
                 return False
