@@ -313,7 +313,7 @@ def test_a_document_that_crashes_its_process_once_is_measured(corpus, tmp_path):
 
 def test_a_model_that_does_not_run_raises_before_anything_is_written(corpus, tmp_path):
     with pytest.raises(
-        SurveyError, match="which failed to run; .* The worker reported: .* these weights do not exist"
+        SurveyError, match=r"which failed to run; .* The worker reported: .* these weights do not exist"
     ):
         run(corpus, tmp_path / "out", model="tests.helpers.survey_models:broken")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lock"}
