@@ -221,7 +221,7 @@ TEXT = ("--text", "abc")
         (["explain", "heads.json", "--head", "7"], "expected an index into the leading axes, here (2,)"),
         (["explain", "--head", "1"], "Omit --head: the arrays have one head already."),
         (["explore", "heatmap", "--head", "1"], "Omit --head: the arrays have one head already."),
-        (["explain", "-q", "dog"], "not a token here; expected the position of a query, or a token that occurs once. Use a position (0–4) or one of: The, cat, sat, on, mat."),
+        (["explain", "-q", "dog"], "a token that occurs once. Use a position (0–4) or one of: The, cat, sat, on, mat."),
         (["explain", "-q", "9"], "received index 9 for axis 0; expected from -5 to 4"),
         (["explore", "code", "bad.json", "--causal"], "received 'bad.json'"),
         (["explore", "code", "--causal"], "expected input that this page shows: no input but the built-in example"),
