@@ -32,13 +32,14 @@ from regard.learn.family.scores import (
     Softcap,
 )
 from regard.learn.family.streaming import Cached, Flash, Linear, TileState
-from regard.learn.family.variant import Variant
+from regard.learn.family.variant import AttentionVariant
 from regard.learn.family.worked_row import WorkedRow, WorkedStep
 from regard.learn.validation import as_choice
 from regard.validation import check_count
 
 __all__ = [
     "ALiBi",
+    "AttentionVariant",
     "Biased",
     "BlockSparse",
     "Cached",
@@ -62,7 +63,6 @@ __all__ = [
     "SlidingWindow",
     "Softcap",
     "TileState",
-    "Variant",
     "WorkedRow",
     "WorkedStep",
     "mean_pool_heads",

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.errors import ArgumentError
-from regard.learn.family.variant import Variant
+from regard.learn.family.variant import AttentionVariant
 from regard.learn.validation import Floats, as_count, as_floats
 
 
-class MultiHead(Variant):
+class MultiHead(AttentionVariant):
     """Several heads of `d_k` columns each; their outputs are concatenated.
 
     The weights are (…, num_heads, q_len, kv_len).

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from regard.learn.family.variant import Variant, broadcast_mask, relative_positions
+from regard.learn.family.variant import AttentionVariant, broadcast_mask, relative_positions
 from regard.learn.validation import Bools, Floats, as_count
 
 
-class Masked(Variant):
+class Masked(AttentionVariant):
     """Attention with a built-in mask. If the caller passes a mask as well, a key must be allowed by both.
 
     Args:
@@ -102,7 +102,7 @@ class BlockSparse(Masked):
         return same_block | np.isin(q, self.global_tokens) | np.isin(k, self.global_tokens)
 
 
-class Cross(Variant):
+class Cross(AttentionVariant):
     """Queries from one sequence, keys and values from another: only the inputs differ, nothing is overridden.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import Example, cat
-from regard.learn.family.variant import Variant
+from regard.learn.family.variant import AttentionVariant
 from regard.learn.family.worked_row import WorkedRow, explain
 from regard.learn.validation import Floats
 from regard.render.table import format_table
@@ -82,7 +82,7 @@ class Mechanism:
     example: Example = cat
     query_tokens: tuple[str, ...] = cat.tokens
     worked_rows: tuple[int, ...] = (0,)
-    base_classes: tuple[type[Variant], ...] = ()
+    base_classes: tuple[type[AttentionVariant], ...] = ()
     run_example: Callable[[Any, Example], OutputAndWeights] = field(default=run_in_one_call, repr=False)
 
     def build(self) -> ScaledDotProductAttention:

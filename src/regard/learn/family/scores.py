@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.errors import ArgumentError
-from regard.learn.family.variant import Variant, relative_positions
+from regard.learn.family.variant import AttentionVariant, relative_positions
 from regard.learn.validation import Floats, as_count, as_floats, as_mask, as_number
 
 
-class Biased(Variant):
+class Biased(AttentionVariant):
     """Attention that adds a bias to each scaled score; the bias depends on the two positions alone.
 
     Args:
@@ -120,7 +120,7 @@ class ALiBi(Biased):
         return 0.0 - self.slope * np.abs(relative_positions(q_len, kv_len))  # 0 on the diagonal, not −0
 
 
-class Rotary(Variant):
+class Rotary(AttentionVariant):
     """Queries and keys are rotated by their positions, so that a score depends on the distance only.
 
     Entries i and i + d_k/2 form a pair (the "half" layout), which is rotated by the angle position · base^(−2i/d_k).
@@ -175,7 +175,7 @@ class Rotary(Variant):
         return positions[:, None] * frequencies
 
 
-class Softcap(Variant):
+class Softcap(AttentionVariant):
     """Scores capped smoothly by cap · tanh(score / cap); small scores hardly change.
 
     Args:
@@ -195,7 +195,7 @@ class Softcap(Variant):
         return capped
 
 
-class Sink(Variant):
+class Sink(AttentionVariant):
     """A score without a key: `sink` takes a share of every row, and that share goes to no value.
 
     Args:

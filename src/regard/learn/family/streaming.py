@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.learn.family.masking import Causal
-from regard.learn.family.variant import Variant, broadcast_mask
+from regard.learn.family.variant import AttentionVariant, broadcast_mask
 from regard.learn.softmax_alternatives import normalised_relu
 from regard.learn.validation import Floats, as_count, as_floats
 
 
-class Linear(Variant):
+class Linear(AttentionVariant):
     """Linear attention: weights are φ(query) · φ(key), divided by their sum, with φ(x) = elu(x) + 1 ≥ 0.
 
     Args:
@@ -101,7 +101,7 @@ class TileState:
     weighted_sum: Floats
 
 
-class Flash(Variant):
+class Flash(AttentionVariant):
     """Tiled attention: the scores of at most `tile_size` keys exist at a time; running sums are kept and rescaled.
 
     Args:
@@ -109,7 +109,7 @@ class Flash(Variant):
         tile_size: Number of keys per tile.
 
     >>> Q, K, V = [[1, 0]], [[2, 0], [0, 2], [1, 1]], [[4], [8], [6]]
-    >>> np.allclose(Flash(d_k=2, tile_size=2)(Q, K, V)[0], Variant(d_k=2)(Q, K, V)[0], rtol=1e-15)
+    >>> np.allclose(Flash(d_k=2, tile_size=2)(Q, K, V)[0], AttentionVariant(d_k=2)(Q, K, V)[0], rtol=1e-15)
     True
     """
 

@@ -12,13 +12,13 @@ from regard.learn.family.worked_row import WorkedRow, explain
 from regard.learn.validation import Bools, Floats, as_floats, as_mask, check_leading_axes
 
 
-class Variant(ScaledDotProductAttention):
+class AttentionVariant(ScaledDotProductAttention):
     """Scaled dot-product attention whose `explain` also shows the steps that a subclass changes.
 
     Args:
         d_k: Number of entries in each query and key.
 
-    >>> print(Variant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"], query_idx=0).steps[0])
+    >>> print(AttentionVariant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"], query_idx=0).steps[0])
     1. Compare the query [1] with each key
        a  1·2 = 2
     """
