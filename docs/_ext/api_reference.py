@@ -50,6 +50,7 @@ class PublicName:
     value: Any
     doc: str
     signature: str = ""
+    parameters: tuple[str, ...] = ()
     members: tuple[PublicName, ...] = ()
     bases: tuple[str, ...] = ()
     documented_elsewhere: bool = False  # a member whose docstring belongs to a public base or another library
@@ -58,6 +59,14 @@ class PublicName:
     def module(self) -> str:
         """The name up to the last dot."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def undocumented_parameters(self) -> list[str]:
+        """The parameters that the sections `Args:` and `Attributes:` of the docstring do not list."""
+        sections = re.findall(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n)+)", self.doc + "\n", re.MULTILINE)
+        entries = re.findall(r"^    ([\w*, ]+)(?: \(.*\))?:", "\n".join(sections), re.MULTILINE)
+        documented = {name.strip(" *") for entry in entries for name in entry.split(",")}
+        return [name for name in self.parameters if name not in documented]
 
 
 @dataclass
@@ -139,9 +148,11 @@ def describe(name: str, value: Any, full_names: dict[int, str]) -> PublicName:
         kind = "exception" if issubclass(value, BaseException) else "class"
         bases = tuple(full_names[id(base)] for base in value.__mro__[1:] if id(base) in full_names)
         members = tuple(find_members(name, value, formatter))
-        return PublicName(name, kind, value, own_doc(value), formatter.constructor(value), members, bases)
+        signature, parameters = formatter.constructor(value)
+        return PublicName(name, kind, value, own_doc(value), signature, parameters, members, bases)
     if inspect.isroutine(value):
-        return PublicName(name, "function", value, inspect.getdoc(value) or "", formatter.signature(value))
+        signature, parameters = formatter.signature(value)
+        return PublicName(name, "function", value, inspect.getdoc(value) or "", signature, parameters)
     return PublicName(name, "data", value, comment_above(name.rpartition(".")[2], value))
 
 
@@ -158,13 +169,15 @@ def find_members(name: str, owner: type, formatter: SignatureFormatter) -> Itera
             doc, elsewhere = inherited_doc(owner, key, formatter.full_names)
             if isinstance(raw, property | functools.cached_property):
                 getter = raw.fget if isinstance(raw, property) else raw.func
-                kind, signature = "property", formatter.return_annotation(getter)
+                kind, signature, parameters = "property", formatter.return_annotation(getter), ()
             else:
                 kinds = {staticmethod: "staticmethod", classmethod: "classmethod"}
                 kind = kinds.get(type(raw), "method")
                 function = getattr(raw, "__func__", raw)
-                signature = formatter.signature(function, skip_first=kind != "staticmethod")
-            yield PublicName(f"{name}.{key}", kind, raw, doc, signature, documented_elsewhere=elsewhere)
+                signature, parameters = formatter.signature(function, skip_first=kind != "staticmethod")
+            yield PublicName(
+                f"{name}.{key}", kind, raw, doc, signature, parameters, documented_elsewhere=elsewhere
+            )
 
 
 def _has_own_docs(base: type, full_names: dict[int, str]) -> bool:
@@ -246,28 +259,29 @@ class SignatureFormatter:
 
     full_names: dict[int, str]
 
-    def signature(self, function: Any, skip_first: bool = False) -> str:
-        """Format the parameters and the return annotation of a function."""
+    def signature(self, function: Any, skip_first: bool = False) -> tuple[str, tuple[str, ...]]:
+        """Return the formatted signature of a function, and the names of its parameters."""
         function = inspect.unwrap(function)
         parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
         returned = self.return_annotation(function)
         arrow = f" -> {returned}" if returned else ""
-        return f"({self.parameters(parameters, annotation_namespace(function))}){arrow}"
+        formatted = f"({self.format_parameters(parameters, annotation_namespace(function))}){arrow}"
+        return formatted, tuple(parameter.name for parameter in parameters)
 
     def return_annotation(self, function: Any) -> str:
         return self.annotation(
             inspect.signature(function).return_annotation, annotation_namespace(inspect.unwrap(function))
         )
 
-    def constructor(self, value: type) -> str:
-        """Format the constructor's parameters; return "" for a class that callers do not construct."""
+    def constructor(self, value: type) -> tuple[str, tuple[str, ...]]:
+        """Return the formatted parameters of the constructor and their names; nothing if callers do not call it."""
         constructor = next(
             vars(base)[key] for base in value.__mro__ for key in ("__init__", "__new__") if key in vars(base)
         )
         ours = (getattr(constructor, "__module__", None) or value.__module__).startswith("regard")
         abstract = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
         if not inspect.isfunction(constructor) or not ours or abstract:
-            return ""
+            return "", ()
         namespace = annotation_namespace(constructor)
         bound = _fields_set_by_bind(value)
         parameters = [
@@ -275,8 +289,9 @@ class SignatureFormatter:
         ]
         required = [it for it in parameters if it.default is inspect.Parameter.empty]
         if any(self.is_private(it.annotation, namespace) for it in required):
-            return ""
-        return f"({self.parameters(parameters, namespace)})"
+            return "", ()
+        formatted = f"({self.format_parameters(parameters, namespace)})"
+        return formatted, tuple(parameter.name for parameter in parameters)
 
     def annotation(self, annotation: Any, namespace: dict[str, Any]) -> str:
         """Format an annotation, "" if there is none."""
@@ -296,7 +311,7 @@ class SignatureFormatter:
         classes = [value for word in words if inspect.isclass(value := namespace.get(word))]
         return any(it.__module__.startswith("regard") and id(it) not in self.full_names for it in classes)
 
-    def parameters(self, parameters: list[inspect.Parameter], namespace: dict[str, Any]) -> str:
+    def format_parameters(self, parameters: list[inspect.Parameter], namespace: dict[str, Any]) -> str:
         """Format parameters, with `*` and `/` where they belong."""
         parts: list[str] = []
         kinds = inspect.Parameter
@@ -309,13 +324,13 @@ class SignatureFormatter:
                 parts.append("*")
             if previous is kinds.POSITIONAL_ONLY and parameter.kind is not kinds.POSITIONAL_ONLY:
                 parts.append("/")
-            parts.append(self.parameter(parameter, namespace))
+            parts.append(self.format_parameter(parameter, namespace))
             previous = parameter.kind
         if previous is kinds.POSITIONAL_ONLY:
             parts.append("/")
         return ", ".join(parts)
 
-    def parameter(self, parameter: inspect.Parameter, namespace: dict[str, Any]) -> str:
+    def format_parameter(self, parameter: inspect.Parameter, namespace: dict[str, Any]) -> str:
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         text = stars.get(parameter.kind, "") + parameter.name
         annotation = self.annotation(parameter.annotation, namespace)

@@ -54,6 +54,13 @@ WITHOUT_EXAMPLE: dict[str, str] = {
 }
 
 
+# Methods that do not list their parameters, by the start of their name, and why.
+WITHOUT_ARGS: dict[str, str] = {
+    "regard.engines.ArrayEngine.": "regard.engines.Engine lists them",
+    "regard.lens.Watch.": "called by the wrappers of attention functions",
+}
+
+
 def docstring_faults(name: PublicName) -> list[str]:
     """Describe what is wrong with the docstrings of a name and of its members."""
     faults = []
@@ -68,6 +75,19 @@ def docstring_faults(name: PublicName) -> list[str]:
     return faults
 
 
+def missing_args(name: PublicName) -> list[str]:
+    """Describe the functions and methods of a name that do not list all their parameters under `Args:`."""
+    shown = [member for member in name.members if member.doc and not member.documented_elsewhere]
+    return [
+        f"{documented.name}: {', '.join(documented.undocumented_parameters)}"
+        for documented in (name, *shown)
+        if documented.kind in ("function", "method", "classmethod", "staticmethod")
+        and not documented.name.endswith("__")
+        and not documented.name.startswith(tuple(WITHOUT_ARGS))
+        and documented.undocumented_parameters
+    ]
+
+
 def has_example(name: PublicName) -> bool:
     """Tell whether a function, or a class or one of its members, has a doctest."""
     return any(">>> " in documented.doc for documented in (name, *name.members))
@@ -79,6 +99,10 @@ def public_names() -> list[PublicName]:
 
 def test_every_public_name_has_a_docstring_with_a_summary():
     assert [fault for name in public_names() for fault in docstring_faults(name)] == []
+
+
+def test_every_public_function_lists_its_parameters():
+    assert [missing for name in public_names() for missing in missing_args(name)] == []
 
 
 def test_every_public_module_has_a_docstring():
@@ -127,6 +151,20 @@ def test_faulty_docstrings_are_reported():
     (fault,) = docstring_faults(describe("regard.third_person", third_person, {}))
     assert fault == "regard.third_person opens with 'Returns nothing.'"
     assert not has_example(describe("regard.third_person", third_person, {}))
+
+
+def documented_in_part(first: int, *others: int, last: int = 0) -> None:
+    """Add numbers.
+
+    Args:
+        first: A number.
+        *others: More numbers, which
+            name: nothing.
+    """
+
+
+def test_a_missing_parameter_is_reported():
+    assert missing_args(describe("regard.add", documented_in_part, {})) == ["regard.add: last"]
 
 
 def test_a_new_module_gets_a_page(tmp_path, monkeypatch):

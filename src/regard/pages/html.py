@@ -44,7 +44,11 @@ class Page:
     html: str
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to a file that any browser opens."""
+        """Write the page to a file that any browser opens.
+
+        Args:
+            path: File to write.
+        """
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             for start in range(0, len(self.html), CHUNK):  # encoded whole, a large page would be there twice
                 file.write(self.html[start : start + CHUNK])

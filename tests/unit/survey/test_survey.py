@@ -230,7 +230,10 @@ def test_fingerprints_distinguish_models_and_tokenizers():
     assert hash_weights(one) == hash_weights(tiny()[0]) != hash_weights(two)
     one.layers[0].norm.weight[3] += 1e-3
     assert hash_weights(one) != hash_weights(tiny()[0])
-    assert hash_tokenizer(encode_bytes) == "tests.helpers.survey_models:encode" and hash_tokenizer(None) == "bytes"
+    assert (
+        hash_tokenizer(encode_bytes) == "tests.helpers.survey_models:encode"
+        and hash_tokenizer(None) == "bytes"
+    )
 
 
 def test_a_loaded_model_can_be_surveyed(tmp_path):
