@@ -213,7 +213,9 @@ def test_a_solution_is_computed_when_called(monkeypatch):
 
 
 def test_only_vectors_of_one_length_attend_most_to_themselves():
-    holds = {letter: (made().argmax(axis=-1) == range(3)).all() for letter, (_, made) in keys.CHANGES.items()}
+    holds = {
+        letter: (compute().argmax(axis=-1) == range(3)).all() for letter, (_, compute) in keys.CHANGES.items()
+    }
     assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
 
 

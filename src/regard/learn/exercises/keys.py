@@ -106,9 +106,9 @@ def _explain_equal() -> str:
         f"the lengths are {format_vector(lengths)}.",
         "If all lengths are equal, q·k ≤ |q||k| = q·q, so no key beats the token itself (b). The four changes:",
     ]
-    for letter, (change, made) in CHANGES.items():
+    for letter, (change, compute) in CHANGES.items():
         lines.append(
-            f"  {letter}. {change}: each attends most to {['t' + str(j) for j in made().argmax(axis=-1)]}"
+            f"  {letter}. {change}: each attends most to {['t' + str(j) for j in compute().argmax(axis=-1)]}"
         )
     return "\n".join(lines)
 

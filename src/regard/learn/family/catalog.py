@@ -72,8 +72,8 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         name="causal",
         title="Causal",
-        problem="A model that predicts the next token must not see it. Each query is masked from the keys after "
-        "its own position, so all positions of a text can be trained in one pass.",
+        problem="A model that predicts the next token must not see it. For each query, the keys after its own "
+        "position are masked, so all positions of a text can be trained in one pass.",
         changes="the mask: no later keys",
         formula="score(i, j) = −∞ where j > i",
         latex=r"S_{ij} = -\infty \quad \text{for } j > i",
