@@ -217,9 +217,11 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("received", UNSUPPORTED)
 def test_unsupported_modules_are_rejected(received):
-    make, words = UNSUPPORTED[received]
+    build_module, message = UNSUPPORTED[received]
     with pytest.raises((TypeError, ValueError)) as error:
-        from_transformers(make())
+        from_transformers(build_module())
     assert (
-        "from_transformers" in str(error.value) and received in str(error.value) and words in str(error.value)
+        "from_transformers" in str(error.value)
+        and received in str(error.value)
+        and message in str(error.value)
     )

@@ -38,26 +38,26 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(**options) -> MultiheadAttention:
+def build_layer(**options) -> MultiheadAttention:
     torch.manual_seed(1)
-    made = MultiheadAttention(EMBED, 4, num_kv_heads=2, **options).requires_grad_(False)
-    for parameter in made.parameters():
+    layer = MultiheadAttention(EMBED, 4, num_kv_heads=2, **options).requires_grad_(False)
+    for parameter in layer.parameters():
         parameter += 0.1 * torch.randn_like(parameter)
-    return made
+    return layer
 
 
-PLAIN, ROTARY = layer(sink="learned"), layer(rope="half")
+PLAIN, ROTARY = build_layer(sink="learned"), build_layer(rope="half")
 
 
-def check_output(found, made, x, **arguments):
+def check_output(found, layer, x, **arguments):
     """Compare the cached output with the uncached one in float64: at most twice the error of float32."""
-    right = copy.deepcopy(made).double()(x.double(), **arguments)
+    right = copy.deepcopy(layer).double()(x.double(), **arguments)
     size = float(right.abs().max())
-    assert_matches(found, right, made(x, **arguments), dtype="float32", magnitude=max(size, 1.0))
+    assert_matches(found, right, layer(x, **arguments), dtype="float32", magnitude=max(size, 1.0))
 
 
-def in_chunks(made, x, sizes, cache, **arguments):
-    return torch.cat([made(piece, cache=cache, **arguments) for piece in x.split(sizes, 1)], 1)
+def in_chunks(layer, x, sizes, cache, **arguments):
+    return torch.cat([layer(piece, cache=cache, **arguments) for piece in x.split(sizes, 1)], 1)
 
 
 def chunkings(total: int):
@@ -74,16 +74,16 @@ def chunkings(total: int):
     sizes=chunkings(TOKENS),
     window=st.none() | st.integers(1, TOKENS + 2),
     keep=st.integers(0, 5),
-    made=st.sampled_from([PLAIN, ROTARY]),
+    layer=st.sampled_from([PLAIN, ROTARY]),
     mods=st.sampled_from([(), (alibi(),), (softcap(1.0), alibi())]),
 )
-def test_18_any_chunking_equals_the_uncached_pass(sizes, window, keep, made, mods):
+def test_18_any_chunking_equals_the_uncached_pass(sizes, window, keep, layer, mods):
     x, mask = draw(2, TOKENS, EMBED), causal()
     if window is not None:
         mask = causal() & (sliding_window(window) | first(keep))
     cache = KVCache() if window is None else KVCache(window=window, keep_first=keep)
-    found = in_chunks(made, x, sizes, cache, mask=causal(), score_mod=mods)
-    check_output(found, made, x, mask=mask, score_mod=mods)
+    found = in_chunks(layer, x, sizes, cache, mask=causal(), score_mod=mods)
+    check_output(found, layer, x, mask=mask, score_mod=mods)
     assert len(cache) == TOKENS and cache.lengths.tolist() == [TOKENS] * 2
     if window is not None:
         assert cache.columns <= keep + 2 * window + max(sizes)
@@ -96,22 +96,22 @@ def test_18_any_chunking_equals_the_uncached_pass(sizes, window, keep, made, mod
     sizes=chunkings(TOKENS - 9),
     window=st.none() | st.integers(1, 12),
     keep=st.integers(0, 3),
-    made=st.sampled_from([PLAIN, ROTARY]),
+    layer=st.sampled_from([PLAIN, ROTARY]),
     mods=st.sampled_from([(), (alibi(),), (softcap(1.0), alibi())]),
 )
-def test_18_prompts_of_different_lengths(lengths, side, sizes, window, keep, made, mods):
+def test_18_prompts_of_different_lengths(lengths, side, sizes, window, keep, layer, mods):
     x, most = draw(3, TOKENS, EMBED), max(lengths)
     mask = causal() if window is None else causal() & (sliding_window(window) | first(keep))
     cache = KVCache() if window is None else KVCache(window=window, keep_first=keep)
-    prompt = torch.full((3, most, EMBED), 1e3)  # what stands in the padding must not matter
+    prompt = torch.full((3, most, EMBED), 1e3)  # the content of padding must not matter
     real = padding(lengths, side=side).to_dense(3, 1, 1, most).reshape(3, most)
     prompt[torch.tensor(real)] = torch.cat([x[i, :n] for i, n in enumerate(lengths)])
-    out = made(prompt, mask=causal(), score_mod=mods, cache=cache, padding=padding(lengths, side=side))
+    out = layer(prompt, mask=causal(), score_mod=mods, cache=cache, padding=padding(lengths, side=side))
     rest = torch.stack([x[i, n : n + sum(sizes)] for i, n in enumerate(lengths)])
-    more = in_chunks(made, rest, sizes, cache, mask=causal(), score_mod=mods)
+    more = in_chunks(layer, rest, sizes, cache, mask=causal(), score_mod=mods)
     for i, n in enumerate(lengths):
         row = torch.cat([out[i][torch.tensor(real[i])], more[i]])
-        check_output(row[None], made, x[i : i + 1, : n + sum(sizes)], mask=mask, score_mod=mods)
+        check_output(row[None], layer, x[i : i + 1, : n + sum(sizes)], mask=mask, score_mod=mods)
     assert cache.lengths.tolist() == [n + sum(sizes) for n in lengths]
 
 
@@ -119,10 +119,10 @@ def test_18_prompts_of_different_lengths(lengths, side, sizes, window, keep, mad
 @given(
     data=st.data(),
     window=st.none() | st.integers(1, 6),
-    made=st.sampled_from([PLAIN, ROTARY]),
+    layer=st.sampled_from([PLAIN, ROTARY]),
 )
-def test_18_cropping(data, window, made):
-    # Tokens are read, forgotten and read again; what was read last is what counts.
+def test_18_cropping(data, window, layer):
+    # Append tokens, crop them, and append others: only the last ones count.
     x, noise = draw(2, TOKENS, EMBED), draw(2, TOKENS, EMBED, seed=5)
     cache = KVCache(window=window, keep_first=2 if window else 0)
     mask = causal() if window is None else causal() & (sliding_window(window) | first(2))
@@ -131,7 +131,7 @@ def test_18_cropping(data, window, made):
         at = len(cache)
         astray = data.draw(st.integers(0, 3))
         if astray:
-            made(noise[:, at : at + astray], mask=causal(), cache=cache)
+            layer(noise[:, at : at + astray], mask=causal(), cache=cache)
             try:
                 cache.crop(at)
             except regard.ArgumentError:
@@ -139,8 +139,8 @@ def test_18_cropping(data, window, made):
                 return
             assert len(cache) == at
         step = data.draw(st.integers(1, 5))
-        found[:, at : at + step] = made(x[:, at : at + step], mask=causal(), cache=cache)
-    check_output(found, made, x, mask=mask)
+        found[:, at : at + step] = layer(x[:, at : at + step], mask=causal(), cache=cache)
+    check_output(found, layer, x, mask=mask)
 
 
 def test_cropping_batch_entries_separately():
@@ -157,7 +157,7 @@ def test_cropping_batch_entries_separately():
     torch.testing.assert_close(ROTARY(x, mask=causal(), cache=cache), whole)
 
 
-# -- Masks and score modifications are those of the sequence --------------------------------------------------
+# -- Masks and score modifications of the sequence -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def test_masks_and_score_mods_of_the_sequence_apply_to_its_chunks(name, ragged):
     arguments, whole = SAID[name]
     x, cache = draw(2, n, EMBED), KVCache()
     right, B = PLAIN(x, need_matrix=True, **arguments)
-    if whole:  # arrays are as long as the sequence, so the last chunk ends it
+    if whole:  # its arrays have the length of the sequence, so the last chunk must end there
         noise = {"mask": causal()}
         PLAIN(x[:, : n - 5], cache=cache, **noise)
         if ragged:
@@ -229,39 +229,39 @@ def test_masks_and_score_mods_of_the_sequence_apply_to_its_chunks(name, ragged):
 
 
 def test_one_token_needs_no_mask():
-    x, cache, made = draw(1, 200, EMBED), KVCache(), layer()
-    made(x[:, :199], mask=causal(), cache=cache)
-    _, A = made(x[:, 199:], mask=causal(), cache=cache, need_matrix=True)
+    x, cache, layer = draw(1, 200, EMBED), KVCache(), build_layer()
+    layer(x[:, :199], mask=causal(), cache=cache)
+    _, A = layer(x[:, 199:], mask=causal(), cache=cache, need_matrix=True)
     assert A.kernel.endswith("no mask") and A.shape == (1, 4, 1, 200)
 
 
 def test_unbatched_input_with_bias_kv():
-    made, x = layer(bias_kv=True, rope="interleaved"), draw(1, TOKENS, EMBED)
-    right, B = made(x, mask=causal(), need_matrix=True)
+    layer, x = build_layer(bias_kv=True, rope="interleaved"), draw(1, TOKENS, EMBED)
+    right, B = layer(x, mask=causal(), need_matrix=True)
     cache = KVCache()
     for start in range(0, TOKENS, 4):
-        found, A = made(x[0, start : start + 4], mask=causal(), cache=cache, need_matrix=True)
+        found, A = layer(x[0, start : start + 4], mask=causal(), cache=cache, need_matrix=True)
         torch.testing.assert_close(found, right[0, start : start + 4], atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(A.to_dense(), B[0, :, start:], atol=2e-6, rtol=1e-5)
 
 
 def test_gradients_flow_through_the_cache():
-    made, x = layer(rope="half").requires_grad_().double(), draw(2, 9, EMBED).double()
+    layer, x = build_layer(rope="half").requires_grad_().double(), draw(2, 9, EMBED).double()
     table = draw(8, 4, seed=3).double()
 
     def gradients(run):
-        made.zero_grad()
+        layer.zero_grad()
         given, learnt = x.clone().requires_grad_(), table.clone().requires_grad_()
         run(given, relative_bias(learnt, bidirectional=False)).square().sum().backward()
-        return [given.grad, learnt.grad, *(p.grad.clone() for p in made.parameters())]
+        return [given.grad, learnt.grad, *(p.grad.clone() for p in layer.parameters())]
 
     mask = causal() & sliding_window(2)
-    right = gradients(lambda x, change: made(x, mask=mask, score_mod=change))
+    right = gradients(lambda x, change: layer(x, mask=mask, score_mod=change))
     sizes = [3, 1, 1, 4]
     for window in (None, 2):
         found = gradients(
             lambda x, change, w=window: in_chunks(
-                made, x, sizes, KVCache(window=w), mask=mask, score_mod=change
+                layer, x, sizes, KVCache(window=w), mask=mask, score_mod=change
             )
         )
         for mine, theirs in zip(found, right, strict=True):
@@ -290,8 +290,8 @@ def test_appending_a_token_copies_only_that_token():
     for i in range(256):
         cache.append(i * key, -i * key)
         places.add(cache._key.data_ptr())
-        assert cache.key.data_ptr() == cache._key.data_ptr()  # what is handed out is a view
-    assert len(places) == 3  # room for 64, 128, 256
+        assert cache.key.data_ptr() == cache._key.data_ptr()  # a view, not a copy
+    assert len(places) == 3  # capacities of 64, 128 and 256 tokens
     assert torch.equal(cache.key[1, 0, :, 0], torch.arange(256.0))
     assert torch.equal(cache.value[0, 0, :, 3], -torch.arange(256.0))
 
@@ -301,9 +301,9 @@ def test_a_window_bounds_memory_and_moves_each_token_once():
     cache = KVCache(window=16, keep_first=3)
     cache.append(torch.ones(1, 1, 1000, 4), torch.ones(1, 1, 1000, 4))
     for i in range(1000, 1500):
-        held = cache._key
+        buffer = cache._key
         cache.append(i * key, i * key)
-        moves += held is not cache._key
+        moves += buffer is not cache._key
         assert cache.columns <= 3 + 2 * 16 and (i < 1001 or cache._key.shape[2] <= 3 + 3 * 16)
     assert moves <= 1 + 500 / 16
     assert cache.positions[0, :3].tolist() == [0, 1, 2] and cache.positions[0, -16:].tolist() == list(
@@ -360,9 +360,9 @@ INVALID = {
 
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments_raise_an_error_with_a_hint(name):
-    wrong, words = INVALID[name]
-    with pytest.raises(regard.ArgumentError, match=words):
-        wrong()
+    call, message = INVALID[name]
+    with pytest.raises(regard.ArgumentError, match=message):
+        call()
 
 
 def test_repr_fits_one_line():

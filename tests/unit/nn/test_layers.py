@@ -21,13 +21,13 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiheadAttention:
+def build_layer(*sizes: int, dtype: torch.dtype = torch.float32, **options) -> MultiheadAttention:
     """A layer without zero parameters."""
-    made = MultiheadAttention(*sizes, dtype=dtype, **options)
-    for seed, parameter in enumerate(made.parameters()):
+    layer = MultiheadAttention(*sizes, dtype=dtype, **options)
+    for seed, parameter in enumerate(layer.parameters()):
         values = draw(*parameter.shape, seed=seed, dtype=dtype) * (parameter.shape[-1] ** -0.5)
         parameter.data.copy_(values)
-    return made
+    return layer
 
 
 def turned(x, positions, layout, frequencies):
@@ -42,7 +42,7 @@ def turned(x, positions, layout, frequencies):
     return np.stack([a, b], -1).reshape(x.shape)
 
 
-def by_hand(made, query, key=None, value=None, *, allowed=None, added=0.0, dtype=np.longdouble):
+def by_hand(layer, query, key=None, value=None, *, allowed=None, added=0.0, dtype=np.longdouble):
     """Output and weights, step by step, in NumPy."""
     key = query if key is None else key
     value = key if value is None else value
@@ -50,28 +50,31 @@ def by_hand(made, query, key=None, value=None, *, allowed=None, added=0.0, dtype
     def heads(projection, x):
         x = x.numpy().astype(dtype) @ projection.weight.detach().numpy().astype(dtype).T
         x = x if projection.bias is None else x + projection.bias.detach().numpy().astype(dtype)
-        return x.reshape(*x.shape[:2], -1, made.head_dim).swapaxes(1, 2)
+        return x.reshape(*x.shape[:2], -1, layer.head_dim).swapaxes(1, 2)
 
-    q, k, v = (heads(*each) for each in ((made.q_proj, query), (made.k_proj, key), (made.v_proj, value)))
-    if made.rope is not None:
+    q, k, v = (
+        heads(projection, x)
+        for projection, x in ((layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, value))
+    )
+    if layer.rope is not None:
         q, k = (
-            turned(x, np.arange(x.shape[2]).astype(dtype), made.rope.layout, made.rope.frequencies)
+            turned(x, np.arange(x.shape[2]).astype(dtype), layer.rope.layout, layer.rope.frequencies)
             for x in (q, k)
         )
     k, v = (x.repeat(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scale = made.head_dim**-0.5 if made.scale is None else made.scale
+    scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
     scores = q @ k.swapaxes(-1, -2) * dtype(scale) + np.asarray(added, dtype)
     scores = scores if allowed is None else np.where(allowed, scores, -np.inf)
     shift = scores.max(-1, keepdims=True)
-    if made.sink is not None:
-        sink = torch.as_tensor(made.sink).detach().numpy().astype(dtype).reshape(-1, 1, 1)
+    if layer.sink is not None:
+        sink = torch.as_tensor(layer.sink).detach().numpy().astype(dtype).reshape(-1, 1, 1)
         shift = np.maximum(shift, sink)
     weights = np.exp(scores - shift)
     total = weights.sum(-1, keepdims=True)
-    weights = weights / (total if made.sink is None else total + np.exp(sink - shift))
+    weights = weights / (total if layer.sink is None else total + np.exp(sink - shift))
     output = (weights @ v).swapaxes(1, 2).reshape(*query.shape[:2], -1)
-    output = output @ made.out_proj.weight.detach().numpy().astype(dtype).T
-    bias = made.out_proj.bias
+    output = output @ layer.out_proj.weight.detach().numpy().astype(dtype).T
+    bias = layer.out_proj.bias
     return (output if bias is None else output + bias.detach().numpy().astype(dtype)), weights
 
 
@@ -102,99 +105,106 @@ LAYERS = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layer_equals_the_formula(name, masked):
-    made, x = layer(24, 6 if "head_dim" not in LAYERS[name] else 4, **LAYERS[name]), draw(3, 11, 24, seed=50)
+    layer, x = (
+        build_layer(24, 6 if "head_dim" not in LAYERS[name] else 4, **LAYERS[name]),
+        draw(3, 11, 24, seed=50),
+    )
     mask = causal() & (sliding_window(5) | first(2)) if masked else None
     allowed = mask.to_dense(11, 11) if masked else None
-    output, A = made(x, mask=mask, need_matrix=True)
-    right, naive = by_hand(made, x, allowed=allowed), by_hand(made, x, allowed=allowed, dtype=np.float32)
+    output, A = layer(x, mask=mask, need_matrix=True)
+    right, naive = by_hand(layer, x, allowed=allowed), by_hand(layer, x, allowed=allowed, dtype=np.float32)
     hold(output, right[0], naive[0])
     hold(A.to_dense(), right[1], naive[1], what="weights")
 
 
 @pytest.mark.parametrize("wide", [{}, {"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}])
 def test_cross_attention(wide):
-    made = layer(24, 4, num_kv_heads=2, **wide)
+    layer = build_layer(24, 4, num_kv_heads=2, **wide)
     query, key = draw(3, 5, 24, seed=1), draw(3, 9, wide.get("kdim", 24), seed=2)
     value = draw(3, 9, wide.get("vdim", 24), seed=3)
     lengths = [9, 4, 1]
     allowed = padding(lengths).to_dense(3, 1, 5, 9)
     right, naive = (
-        by_hand(made, query, key, value, allowed=allowed, dtype=t) for t in (np.longdouble, np.float32)
+        by_hand(layer, query, key, value, allowed=allowed, dtype=t) for t in (np.longdouble, np.float32)
     )
     for given in (padding(lengths), torch.tensor(allowed[:, 0, 0])):
-        output, A = made(query, key, value, padding=given, need_matrix=True)
+        output, A = layer(query, key, value, padding=given, need_matrix=True)
         hold(output, right[0], naive[0])
         hold(A.to_dense(), right[1], naive[1], what="weights")
     if not wide:
-        assert torch.equal(made(query, key), made(query, key, key))
+        assert torch.equal(layer(query, key), layer(query, key, key))
 
 
 def test_score_mods_and_masks_equal_those_of_attention():
-    made, x = layer(16, 4), draw(2, 9, 16, seed=7)
+    layer, x = build_layer(16, 4), draw(2, 9, 16, seed=7)
     table = draw(8, 4, seed=8).numpy()
     mods = [alibi(), relative_bias(table, bidirectional=True), softcap(2.0)]
-    output, A = made(x, mask=causal(), score_mod=mods, need_matrix=True)
-    q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (made.q_proj, made.k_proj, made.v_proj))
+    output, A = layer(x, mask=causal(), score_mod=mods, need_matrix=True)
+    q, k, v = (p(x).unflatten(-1, (4, 4)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     same = regard.attention(q.detach(), k.detach(), mask=causal(), score_mod=mods)
     torch.testing.assert_close(A.to_dense(), same.to_dense())
-    torch.testing.assert_close(output, made.out_proj((same @ v).transpose(1, 2).flatten(2)))
-    assert torch.equal(made(x, score_mod=alibi()), made(x, score_mod=[alibi()]))
+    torch.testing.assert_close(output, layer.out_proj((same @ v).transpose(1, 2).flatten(2)))
+    assert torch.equal(layer(x, score_mod=alibi()), layer(x, score_mod=[alibi()]))
 
 
 def test_queries_and_keys_are_normed_before_rotation():
-    made, x = layer(16, 2, rope="half", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
-    made.q_norm.weight.data.uniform_(0.5, 2.0)
-    A = made(x, need_matrix=True)[1]
-    q, k = (p(x).unflatten(-1, (2, 8)) for p in (made.q_proj, made.k_proj))
-    q, k = (rope(n(y).transpose(1, 2), layout="half") for n, y in ((made.q_norm, q), (made.k_norm, k)))
+    layer, x = build_layer(16, 2, rope="half", qk_norm=torch.nn.RMSNorm), draw(2, 5, 16, seed=9)
+    layer.q_norm.weight.data.uniform_(0.5, 2.0)
+    A = layer(x, need_matrix=True)[1]
+    q, k = (p(x).unflatten(-1, (2, 8)) for p in (layer.q_proj, layer.k_proj))
+    q, k = (rope(n(y).transpose(1, 2), layout="half") for n, y in ((layer.q_norm, q), (layer.k_norm, k)))
     torch.testing.assert_close(A.to_dense(), (q @ k.mT * 8**-0.5).softmax(-1))
 
 
 def test_unbatched_input():
-    made, x = layer(24, 4, num_kv_heads=2, rope="half", sink="learned"), draw(3, 11, 24)
-    outputs, A = made(x, mask=causal(), need_matrix=True)
+    layer, x = build_layer(24, 4, num_kv_heads=2, rope="half", sink="learned"), draw(3, 11, 24)
+    outputs, A = layer(x, mask=causal(), need_matrix=True)
     for i in range(3):
-        output, B = made(x[i], mask=causal(), need_matrix=True)
+        output, B = layer(x[i], mask=causal(), need_matrix=True)
         torch.testing.assert_close(output, outputs[i])
         assert B.shape == (4, 11, 11)
         torch.testing.assert_close(B.to_dense(), A[i].to_dense())
-    half = made(x[0], mask=causal(), padding=padding(6))
+    half = layer(x[0], mask=causal(), padding=padding(6))
     torch.testing.assert_close(half[:6], outputs[0, :6])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_masked_and_not_counted(side):
-    made, x, lengths = layer(24, 4, rope="interleaved"), draw(3, 9, 24), [9, 4, 6]
+    layer, x, lengths = build_layer(24, 4, rope="interleaved"), draw(3, 9, 24), [9, 4, 6]
     padded = torch.full_like(x, 1e4)
     for i, n in enumerate(lengths):
         padded[i, 9 - n if side == "left" else 0 :][:n] = x[i, :n]
-    output = made(padded, mask=causal(), padding=padding(lengths, side=side))
+    output = layer(padded, mask=causal(), padding=padding(lengths, side=side))
     for i, n in enumerate(lengths):
         found = output[i, 9 - n if side == "left" else 0 :][:n]
-        torch.testing.assert_close(found, made(x[i, :n], mask=causal()), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, layer(x[i, :n], mask=causal()), atol=1e-5, rtol=1e-5)
 
 
 def test_padding_between_tokens_is_not_counted():
-    # Turned positions are relative, so padding at an end moves nothing; a hole would.
-    made, x = layer(24, 4, rope="interleaved"), draw(2, 9, 24)
+    # Rotary positions are relative, so only padding between tokens could shift them.
+    layer, x = build_layer(24, 4, rope="interleaved"), draw(2, 9, 24)
     real = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 0, 1]]).bool()
-    output = made(x, mask=causal(), padding=real)
+    output = layer(x, mask=causal(), padding=real)
     for i in range(2):
-        right = made(x[i, real[i]], mask=causal())
+        right = layer(x[i, real[i]], mask=causal())
         torch.testing.assert_close(output[i, real[i]], right, atol=1e-5, rtol=1e-5)
 
 
 def test_project_kv_projects_keys_once():
-    made, query, memory = layer(24, 4, num_kv_heads=2, kdim=7, vdim=7), draw(3, 5, 24), draw(3, 9, 7, seed=1)
+    layer, query, memory = (
+        build_layer(24, 4, num_kv_heads=2, kdim=7, vdim=7),
+        draw(3, 5, 24),
+        draw(3, 9, 7, seed=1),
+    )
     lengths = padding([9, 4, 1])
-    kept = made.project_kv(memory, padding=lengths)
-    made.k_proj.weight.register_hook(lambda grad: pytest.fail("projected again"))
-    direct, A = made(query, memory, padding=lengths, need_matrix=True)
+    kept = layer.project_kv(memory, padding=lengths)
+    layer.k_proj.weight.register_hook(lambda grad: pytest.fail("projected again"))
+    direct, A = layer(query, memory, padding=lengths, need_matrix=True)
     for start in (0, 2):
-        output, B = made(query[:, start : start + 2], kept, need_matrix=True)
+        output, B = layer(query[:, start : start + 2], kept, need_matrix=True)
         torch.testing.assert_close(output, direct[:, start : start + 2])
         torch.testing.assert_close(B.to_dense(), A.to_dense()[:, :, start : start + 2])
-    torch.testing.assert_close(made(query[0], made.project_kv(memory[0])), direct[0])
+    torch.testing.assert_close(layer(query[0], layer.project_kv(memory[0])), direct[0])
     assert kept.lengths.tolist() == [9, 4, 1]
 
 
@@ -211,10 +221,10 @@ def test_the_matrix_costs_nothing_in_the_forward_pass(monkeypatch):
 
     counting = kernels.Kernel(kernel.name, counted, kernel.backward)
     monkeypatch.setattr(kernels, "get_kernel", lambda device_type: counting)
-    made, x = layer(24, 4), draw(3, 70, 24)
-    alone = made(x, mask=causal())
+    layer, x = build_layer(24, 4), draw(3, 70, 24)
+    alone = layer(x, mask=causal())
     assert len(calls) == 1
-    output, A = made(x, mask=causal(), need_matrix=True)
+    output, A = layer(x, mask=causal(), need_matrix=True)
     assert len(calls) == 2 and torch.equal(output, alone)
     with torch.no_grad():
         scores = A.scores[...]
@@ -224,18 +234,18 @@ def test_the_matrix_costs_nothing_in_the_forward_pass(monkeypatch):
 
 
 def test_dropout_only_while_training():
-    made, x = layer(24, 4, num_kv_heads=2, dropout=0.5), draw(3, 11, 24)
-    still = copy.deepcopy(made).eval()
+    layer, x = build_layer(24, 4, num_kv_heads=2, dropout=0.5), draw(3, 11, 24)
+    still = copy.deepcopy(layer).eval()
     expected, same = still(x, mask=causal(), need_matrix=True)
-    assert torch.equal(still(x, mask=causal()), layer(24, 4, num_kv_heads=2)(x, mask=causal()))
+    assert torch.equal(still(x, mask=causal()), build_layer(24, 4, num_kv_heads=2)(x, mask=causal()))
     torch.manual_seed(0)
-    output, A = made(x, mask=causal(), need_matrix=True)
-    torch.testing.assert_close(A.to_dense(), same.to_dense())  # the matrix is the one before
+    output, A = layer(x, mask=causal(), need_matrix=True)
+    torch.testing.assert_close(A.to_dense(), same.to_dense())  # the matrix before dropout
     torch.manual_seed(0)
     weights = F.dropout(same.to_dense(), 0.5)
     assert 0.3 < (weights[same.to_dense() > 0] == 0).double().mean() < 0.7
-    v = made.v_proj(x).unflatten(-1, (2, 6)).transpose(1, 2).repeat_interleave(2, 1)
-    torch.testing.assert_close(output, made.out_proj((weights @ v).transpose(1, 2).flatten(2)))
+    v = layer.v_proj(x).unflatten(-1, (2, 6)).transpose(1, 2).repeat_interleave(2, 1)
+    torch.testing.assert_close(output, layer.out_proj((weights @ v).transpose(1, 2).flatten(2)))
     assert not torch.allclose(output, expected)
 
 
@@ -257,43 +267,43 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_everything(name):
     options, arguments = GRADIENTS[name]
-    made = layer(4, 2, dtype=torch.float64, **options).double()
-    names, parameters = zip(*made.named_parameters(), strict=True)
+    layer = build_layer(4, 2, dtype=torch.float64, **options).double()
+    names, parameters = zip(*layer.named_parameters(), strict=True)
 
     def run(x, *values):
-        return torch.func.functional_call(made, dict(zip(names, values, strict=True)), (x,), arguments)
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,), arguments)
 
     x = draw(2, 3, 4, seed=99, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(run, (x, *parameters))
 
 
 def test_gradients_with_dropout():
-    made = layer(4, 2, dtype=torch.float64, dropout=0.3, sink="learned")
+    layer = build_layer(4, 2, dtype=torch.float64, dropout=0.3, sink="learned")
 
     def run(x, sink):
         torch.manual_seed(3)
-        return torch.func.functional_call(made, {"sink": sink}, (x,), {"mask": causal()})
+        return torch.func.functional_call(layer, {"sink": sink}, (x,), {"mask": causal()})
 
     x = draw(2, 3, 4, seed=99, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(run, (x, made.sink))
+    assert torch.autograd.gradcheck(run, (x, layer.sink))
 
 
-# -- compile, autocast, state_dict, casts ----------------------------------------------------------------------------
+# -- compile, autocast, state_dict, casts ---------------------------------------------------------------------
 
 
-def compiled(made: MultiheadAttention, backend: str) -> None:
+def compiled(layer: MultiheadAttention, backend: str) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     x = draw(3, 11, 24).requires_grad_()
-    quick = torch.compile(made, backend=backend)
+    quick = torch.compile(layer, backend=backend)
     for arguments in (
         {"mask": causal()},
         {"mask": causal(), "score_mod": alibi(), "padding": padding([2, 11, 5])},
     ):
         output, A = quick(x, need_matrix=True, **arguments)
-        expected = made(x, **arguments)
+        expected = layer(x, **arguments)
         torch.testing.assert_close(output, expected)
         assert A.shape == (3, 4, 11, 11)
         (found,) = torch.autograd.grad(output.square().sum(), x)
@@ -303,66 +313,66 @@ def compiled(made: MultiheadAttention, backend: str) -> None:
     assert len(counters["graph_break"]) == 1 and "masks and matrices are Python objects" in str(counters)
 
 
-# The compiler warns of its own ways.
+# The compiler emits warnings of its own.
 by_compiler = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 @by_compiler
 def test_compiled_for_autograd():
-    compiled(layer(24, 4, num_kv_heads=2, rope="half"), "aot_eager")
+    compiled(build_layer(24, 4, num_kv_heads=2, rope="half"), "aot_eager")
 
 
 @pytest.mark.slow
 @by_compiler
 def test_compiled_by_the_inductor():
-    compiled(layer(24, 4, num_kv_heads=2, rope="half"), "inductor")
+    compiled(build_layer(24, 4, num_kv_heads=2, rope="half"), "inductor")
 
 
 def test_under_autocast():
-    made, x = layer(32, 4, num_kv_heads=2, rope="half", sink="learned"), draw(2, 300, 32)
-    right = copy.deepcopy(made).double()(x.double(), mask=causal())
+    layer, x = build_layer(32, 4, num_kv_heads=2, rope="half", sink="learned"), draw(2, 300, 32)
+    right = copy.deepcopy(layer).double()(x.double(), mask=causal())
     with torch.autocast("cpu", torch.bfloat16):
-        output, A = made(x, mask=causal(), need_matrix=True)
+        output, A = layer(x, mask=causal(), need_matrix=True)
         q, k, v = (
-            p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (made.q_proj, made.k_proj, made.v_proj)
+            p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
         q, k = (rope(y, layout="half") for y in (q, k))
         scores = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(
             ~torch.ones(300, 300).tril().bool(), -torch.inf
         )
-        scores = torch.cat([scores, made.sink[:, None, None].expand(2, 4, 300, 1)], -1)
-        naive = made.out_proj(
+        scores = torch.cat([scores, layer.sink[:, None, None].expand(2, 4, 300, 1)], -1)
+        naive = layer.out_proj(
             (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
         )
     assert output.dtype == torch.bfloat16 and A.dtype == torch.float32
     hold(output, right.detach().numpy(), naive.detach().double().numpy(), "bfloat16")
     output.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, LAYERS["all of it"], {"bias_kv": True, "sink": 0.0, "rope": "half"}])
 def test_state_dict_round_trip(options):
-    made, x = layer(24, 4, **options), draw(2, 7, 24)
-    output = made(x, mask=causal())
-    state = made.state_dict()
+    layer, x = build_layer(24, 4, **options), draw(2, 7, 24)
+    output = layer(x, mask=causal())
+    state = layer.state_dict()
     assert not any("cos" in name or "sin" == name.split(".")[-1] for name in state)
     other = MultiheadAttention(24, 4, **options)
     other.load_state_dict(state, strict=True)
     assert torch.equal(other(x, mask=causal()), output)
-    for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(again(x, mask=causal()), output)
     assert ("sink" in state) == (options.get("sink") == "learned")
 
 
 def test_moved_and_cast():
-    made, x = layer(24, 4, rope="half", sink="learned"), draw(2, 7, 24)
-    output = made(x)
-    torch.testing.assert_close(made.double()(x.double()).float(), output)
-    assert made.rope.cos.dtype == torch.float64
-    half = made.bfloat16()
+    layer, x = build_layer(24, 4, rope="half", sink="learned"), draw(2, 7, 24)
+    output = layer(x)
+    torch.testing.assert_close(layer.double()(x.double()).float(), output)
+    assert layer.rope.cos.dtype == torch.float64
+    half = layer.bfloat16()
     assert half(x.bfloat16()).dtype == torch.bfloat16 and half.rope.cos.dtype == torch.float32
-    torch.testing.assert_close(made.float()(x), output, atol=0.02, rtol=0.02)  # the weights were rounded
-    assert made.to("meta").out_proj.weight.is_meta
+    torch.testing.assert_close(layer.float()(x), output, atol=0.02, rtol=0.02)  # the weights were rounded
+    assert layer.to("meta").out_proj.weight.is_meta
 
 
 # -- Rotary positions -----------------------------------------------------------------------------------------
@@ -434,46 +444,58 @@ INVALID = {
         "sink=True.*learned.*fixed for all heads",
     ),
     "positions below 0": (
-        lambda: layer(24, 4, rope="half")(x, positions=torch.arange(-1, 4)),
+        lambda: build_layer(24, 4, rope="half")(x, positions=torch.arange(-1, 4)),
         r"some below 0; expected integers from 0, of shape \(5,\) or \(2, 5\)",
     ),
     "too few positions": (
-        lambda: layer(24, 4, rope="half")(x, positions=[[1, 2]]),
+        lambda: build_layer(24, 4, rope="half")(x, positions=[[1, 2]]),
         r"\(1, 2\).*each token",
     ),
-    "width": (lambda: layer(24, 4)(x[..., :7]), r"query as an array .*\(2, 5, 7\).*\(batch, n, 24\).*kdim"),
-    "key without batch": (lambda: layer(24, 4)(x, x[0]), "key as an array.*batch"),
-    "an array": (lambda: layer(24, 4)(x.numpy()), "a tensor"),
-    "value without key": (lambda: layer(24, 4)(x, value=x), "a value and no key.*self-attention"),
+    "width": (
+        lambda: build_layer(24, 4)(x[..., :7]),
+        r"query as an array .*\(2, 5, 7\).*\(batch, n, 24\).*kdim",
+    ),
+    "key without batch": (lambda: build_layer(24, 4)(x, x[0]), "key as an array.*batch"),
+    "an array": (lambda: build_layer(24, 4)(x.numpy()), "a tensor"),
+    "value without key": (lambda: build_layer(24, 4)(x, value=x), "a value and no key.*self-attention"),
     "cache and key": (
-        lambda: layer(24, 4)(x, x + 1, cache=KVCache()),
+        lambda: build_layer(24, 4)(x, x + 1, cache=KVCache()),
         r"a cache and a key.*project_kv\(key\)",
     ),
-    "cache and positions": (lambda: layer(24, 4)(x, positions=[1], cache=KVCache()), "counts positions"),
+    "cache and positions": (
+        lambda: build_layer(24, 4)(x, positions=[1], cache=KVCache()),
+        "counts positions",
+    ),
     "cached and padding": (
-        lambda: layer(24, 4)(x, layer(24, 4).project_kv(x), padding=padding([1, 2])),
+        lambda: build_layer(24, 4)(x, build_layer(24, 4).project_kv(x), padding=padding([1, 2])),
         r"project_kv\(key, padding=…\)",
     ),
     "padding of numbers": (
-        lambda: layer(24, 4)(x, padding=[[1, 0, 0, 0, 0]] * 2),
+        lambda: build_layer(24, 4)(x, padding=[[1, 0, 0, 0, 0]] * 2),
         "True = a real token.*!= 0",
     ),
     "padding that depends on the query": (
-        lambda: layer(24, 4)(x, padding=causal()),
+        lambda: build_layer(24, 4)(x, padding=causal()),
         r"padding as causal\(\)",
     ),
-    "padding of another length": (lambda: layer(24, 4)(x, padding=torch.ones(2, 4).bool()), "kv_len 5"),
-    "a tensor for a mask": (lambda: layer(24, 4)(x, mask=torch.ones(5, 5).bool()), "Wrap it: dense"),
-    "a mask not called": (lambda: layer(24, 4)(x, mask=causal, cache=KVCache()), r"Call it: causal\(\)"),
-    "score_mod": (lambda: layer(24, 4)(x, score_mod=torch.ones(5, 5), cache=KVCache()), r"bias\(array\)"),
+    "padding of another length": (lambda: build_layer(24, 4)(x, padding=torch.ones(2, 4).bool()), "kv_len 5"),
+    "a tensor for a mask": (lambda: build_layer(24, 4)(x, mask=torch.ones(5, 5).bool()), "Wrap it: dense"),
+    "a mask not called": (
+        lambda: build_layer(24, 4)(x, mask=causal, cache=KVCache()),
+        r"Call it: causal\(\)",
+    ),
+    "score_mod": (
+        lambda: build_layer(24, 4)(x, score_mod=torch.ones(5, 5), cache=KVCache()),
+        r"bias\(array\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments_raise_an_error_with_a_hint(name):
-    wrong, words = INVALID[name]
-    with pytest.raises(regard.RegardError, match=words):
-        wrong()
+    call, message = INVALID[name]
+    with pytest.raises(regard.RegardError, match=message):
+        call()
 
 
 def test_public_names_are_sorted_and_documented():

@@ -21,13 +21,13 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def module(seed: int = 0, **options) -> nn.MultiheadAttention:
+def build_module(seed: int = 0, **options) -> nn.MultiheadAttention:
     """A module with random parameters: torch initialises biases with 0."""
-    made = nn.MultiheadAttention(EMBED, HEADS, **options)
+    layer = nn.MultiheadAttention(EMBED, HEADS, **options)
     with torch.no_grad():
-        for i, parameter in enumerate(made.parameters()):
+        for i, parameter in enumerate(layer.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=100 * seed + i) * EMBED**-0.5)
-    return made
+    return layer
 
 
 def hold(actual, definition, naive, what):
@@ -52,7 +52,7 @@ def compare(theirs, query, key, value, **masks):
     right = run(copy.deepcopy(theirs).double(), query.double(), key.double(), value.double(), **wide)
     naive = run(theirs, query, key, value, **masks)
     hold(output, right[0], naive[0], "output")
-    # A key of zeros, which is a sink here, has a column of its own there: what is left of 1.
+    # A key of zeros is a sink here and a column in torch: the remaining share of the row.
     columns = A.shape[-1]
     assert right[1].shape[-1] == columns + bool(theirs.add_zero_attn)
     weights = A.to_dense()
@@ -70,7 +70,7 @@ OPTIONS = list(
 
 @pytest.mark.parametrize(("bias", "bias_kv", "zero", "wide"), OPTIONS)
 def test_every_constructor_option(bias, bias_kv, zero, wide):
-    theirs = module(
+    theirs = build_module(
         bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, batch_first=bias, dropout=0.3, **wide
     ).eval()
     query = draw(BATCH, Q_LEN, EMBED, seed=1)
@@ -87,9 +87,9 @@ def test_every_constructor_option(bias, bias_kv, zero, wide):
 
 def booleans(*shape: int) -> torch.Tensor:
     """True = ignore; every row keeps a key."""
-    made = draw(*shape, seed=5) > 0.3
-    made[..., 1] = False
-    return made
+    layer = draw(*shape, seed=5) > 0.3
+    layer[..., 1] = False
+    return layer
 
 
 MASKS = {
@@ -112,13 +112,13 @@ MASKS = {
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(name, batch_first, extra):
-    theirs = module(batch_first=batch_first, **extra).eval()
+    theirs = build_module(batch_first=batch_first, **extra).eval()
     query, key, value = draw(BATCH, Q_LEN, EMBED, seed=1), *draw(2, BATCH, KV_LEN, EMBED, seed=2)
     compare(theirs, query, key, value, **MASKS[name])
 
 
 def test_masks_of_unbatched_input():
-    theirs = module().eval()
+    theirs = build_module().eval()
     query, key, value = draw(Q_LEN, EMBED, seed=1), *draw(2, KV_LEN, EMBED, seed=2)
     compare(theirs, query, key, value, attn_mask=draw(HEADS, Q_LEN, KV_LEN))
     for attn_mask in (booleans(Q_LEN, KV_LEN), booleans(HEADS, Q_LEN, KV_LEN)):
@@ -126,20 +126,20 @@ def test_masks_of_unbatched_input():
 
 
 def test_is_causal():
-    theirs = module(batch_first=True).eval()
+    theirs = build_module(batch_first=True).eval()
     ours, x = MultiheadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
-    hidden = torch.ones(Q_LEN, Q_LEN, dtype=torch.bool).triu(1)
+    ignored = torch.ones(Q_LEN, Q_LEN, dtype=torch.bool).triu(1)
     right = copy.deepcopy(theirs).double()(
-        *[x.double()] * 3, attn_mask=hidden, is_causal=True, need_weights=False
+        *[x.double()] * 3, attn_mask=ignored, is_causal=True, need_weights=False
     )[0]
-    naive = theirs(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+    naive = theirs(x, x, x, attn_mask=ignored, is_causal=True, need_weights=False)[0]
     output, A = ours(x, mask=causal(), need_matrix=True)
     hold(output, right, naive, "output")
     assert A.kernel == "torch: flash on CPU, causal"
 
 
 def test_dropout_drops_the_same_weights():
-    theirs = module(batch_first=True, dropout=0.4).train()
+    theirs = build_module(batch_first=True, dropout=0.4).train()
     ours, x = MultiheadAttention.from_torch(theirs), draw(BATCH, Q_LEN, EMBED)
     assert ours.training and ours.dropout == 0.4
     torch.manual_seed(7)
@@ -147,17 +147,17 @@ def test_dropout_drops_the_same_weights():
     torch.manual_seed(7)
     output, A = ours(x, need_matrix=True)
     torch.testing.assert_close(output, expected)
-    assert (weights == 0).any() and not (A.to_dense() == 0).any()  # theirs shows the weights after
+    assert (weights == 0).any() and not (A.to_dense() == 0).any()  # torch returns the weights after dropout
 
 
 def test_an_empty_row_is_zeros_here_and_nan_in_torch():
-    theirs = module(batch_first=True).eval()
-    x, hidden = draw(BATCH, Q_LEN, EMBED), torch.zeros(Q_LEN, Q_LEN, dtype=torch.bool)
-    hidden[2] = True
+    theirs = build_module(batch_first=True).eval()
+    x, ignored = draw(BATCH, Q_LEN, EMBED), torch.zeros(Q_LEN, Q_LEN, dtype=torch.bool)
+    ignored[2] = True
     output, A = MultiheadAttention.from_torch(theirs)(
-        x, need_matrix=True, **torch_masks(HEADS, attn_mask=hidden)
+        x, need_matrix=True, **torch_masks(HEADS, attn_mask=ignored)
     )
-    assert theirs(x, x, x, attn_mask=hidden)[0][:, 2].isnan().all()
+    assert theirs(x, x, x, attn_mask=ignored)[0][:, 2].isnan().all()
     torch.testing.assert_close(output[:, 2], theirs.out_proj.bias.expand(BATCH, -1))
     assert (A[:, :, 2] == 0).all()
 
@@ -167,7 +167,7 @@ def test_an_empty_row_is_zeros_here_and_nan_in_torch():
 
 @pytest.mark.parametrize(("bias", "bias_kv", "zero", "wide"), OPTIONS)
 def test_round_trip(bias, bias_kv, zero, wide):
-    theirs = module(bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, dropout=0.2, **wide)
+    theirs = build_module(bias=bias, add_bias_kv=bias_kv, add_zero_attn=zero, dropout=0.2, **wide)
     ours = MultiheadAttention.from_torch(theirs)
     back = ours.to_torch(batch_first=theirs.batch_first)
     state, again = theirs.state_dict(), back.state_dict()
@@ -181,7 +181,7 @@ def test_round_trip(bias, bias_kv, zero, wide):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_and_training_mode_are_kept(dtype):
-    ours = MultiheadAttention.from_torch(module(add_bias_kv=True).to(dtype).eval())
+    ours = MultiheadAttention.from_torch(build_module(add_bias_kv=True).to(dtype).eval())
     assert {p.dtype for p in ours.parameters()} == {dtype} and not ours.training
     assert ours.to_torch().bias_k.dtype == dtype
 
@@ -198,13 +198,13 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("words", UNSUPPORTED)
-def test_features_that_torch_lacks_are_rejected(words):
-    made = MultiheadAttention(EMBED, HEADS, **UNSUPPORTED[words])
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_features_that_torch_lacks_are_rejected(feature):
+    layer = MultiheadAttention(EMBED, HEADS, **UNSUPPORTED[feature])
     with pytest.raises(
-        regard.ArgumentError, match=f"to_torch: received a layer with {words}.*Keep the layer"
+        regard.ArgumentError, match=f"to_torch: received a layer with {feature}.*Keep the layer"
     ):
-        made.to_torch()
+        layer.to_torch()
 
 
 def test_other_modules_are_rejected():

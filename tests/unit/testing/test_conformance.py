@@ -22,7 +22,7 @@ from regard.testing.conformance.probe_calls import generate_probes
 
 
 def right(query, key, value, mask=None):
-    """Attention by the definition, (…, n, d), weights as well."""
+    """Return output and weights by the definition, (…, n, d)."""
     found = reference.attention(query, key, value, mask=True if mask is None else mask)
     return found.output, found.weights
 
@@ -191,7 +191,7 @@ def test_the_description_of_flash_attn_fits_its_signature():
         matrix = regard.attention(q, k, mask=mask, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
         return (matrix @ v).transpose(1, 2).to(torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float16)
 
-    # The same description, on the CPU: flash-attn itself has not been run.
+    # The preset of flash-attn on the CPU; flash-attn itself is not run.
     report = check_conformance(flash_attn_func, "flash_attn", device="cpu", dtypes=("float16",))
     assert report.ok, str(report)
     assert {row.name for row in report.capabilities if row.verdict == "yes"} >= {
@@ -225,7 +225,7 @@ def test_report_on_multihead_attention():
     assert report["boolean mask"].verdict == report["gradients, empty rows"].verdict == "yes"
 
 
-# Every shape costs these two a compilation: a call of each kind here, the whole report in docs/conformance.md.
+# These two compile for each shape, so only some capabilities are tested; docs/capabilities.md has all.
 KINDS = ("plain", "grouped heads", "causal, q_len ≠ kv_len", "mask per head or batch")
 
 
@@ -252,8 +252,8 @@ def test_the_engines_have_no_findings(engine):
     with disable_fused_kernel(engine):
         report = check_conformance(regard.attention, library=engine.split()[0])
     assert report.ok, str(report)
-    asked = [row for row in report.capabilities if row.verdict == "yes"]
-    assert len(asked) == len(report.capabilities) - (7 if engine == "numpy" else 0)
+    supported = [row for row in report.capabilities if row.verdict == "yes"]
+    assert len(supported) == len(report.capabilities) - (7 if engine == "numpy" else 0)
 
 
 @pytest.mark.slow
@@ -326,18 +326,18 @@ def test_a_function_that_raises_is_one_finding():
 
 
 @pytest.mark.parametrize(
-    ("returned", "words"),
+    ("returned", "message"),
     [
         (lambda q: 42, "for every call: returns a int, expected an array"),
         (lambda q: q[0], "returns (1, 2, 2), but layout 'b h n d' has 4 axes"),
     ],
 )
-def test_a_wrong_output_shape_is_one_finding(returned, words):
+def test_a_wrong_output_shape_is_one_finding(returned, message):
     report = check_conformance(
         lambda q, k, v: returned(q), layout="b h n d", unsupported=["no query, key or batch"]
     )
     (finding,) = report.findings
-    assert words in finding.message
+    assert message in finding.message
 
 
 def test_a_module_is_called_with_tensors():
@@ -416,7 +416,7 @@ def test_the_json_of_a_report():
 
 
 @pytest.mark.parametrize(
-    ("described", "words"),
+    ("described", "message"),
     [
         ({"layout": "b x n d"}, "layout 'b x n d'; expected the axes b, h, n and d"),
         ({"layout": "b (h n"}, "layout 'b (h n'"),
@@ -428,10 +428,10 @@ def test_the_json_of_a_report():
         ({"convention": "tensorflow"}, "expected one of torch, multihead, flex"),
     ],
 )
-def test_an_invalid_description_is_rejected(described, words):
+def test_an_invalid_description_is_rejected(described, message):
     with pytest.raises(regard.RegardError) as error:
         check_conformance(flat, **described)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_unknown_capability_is_rejected():
@@ -466,5 +466,5 @@ def test_the_capabilities_page_matches_the_kit():
     )
     column = header.index("torch scaled_dot_product_attention")
     report = check_conformance(F.scaled_dot_product_attention)
-    said = {row[0]: row[column].split()[0] for row in rows}
-    assert said == {row.name: row.verdict for row in report.capabilities}
+    verdicts = {row[0]: row[column].split()[0] for row in rows}
+    assert verdicts == {row.name: row.verdict for row in report.capabilities}

@@ -100,7 +100,7 @@ def after_softmax(scores, allowed):
 def split(array, heads):
     return array.reshape(
         array.shape[0], heads, array.shape[1], array.shape[2] // heads
-    )  # not moved by a transpose
+    )  # without a transpose
 
 
 def with_packed_heads(split_heads, join_heads):
@@ -186,7 +186,7 @@ def without_last_block(query, key, value, mask=None, block=32):
 LOWER, PACKED = {"causal": "lower_right"}, {"layout": "b n (h d)"}
 
 BROKEN = {
-    # name of the fault: (function, what is said of it)
+    # name of the fault: (function, fields of its convention)
     "scale missing": (with_scale(lambda q, k, v: 1.0), LOWER),
     "scale by head_dim": (with_scale(lambda q, k, v: 1 / q.shape[-1]), LOWER),
     "scale inverted": (with_scale(lambda q, k, v: q.shape[-1] ** 0.5), LOWER),

@@ -64,16 +64,16 @@ def test_the_command_line_prints_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("math", "received 'math'; expected module:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("math:no", "expected a function of math, which has acos,"),
     ],
 )
-def test_the_command_line_rejects_what_it_cannot_import(path, words, capsys):
+def test_the_command_line_rejects_what_it_cannot_import(path, message, capsys):
     assert main([path]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_attribute_path_is_imported():
