@@ -163,7 +163,8 @@ def find_members(name: str, owner: type, formatter: SignatureFormatter) -> Itera
         if base is not owner and _has_own_docs(base, formatter.full_names):
             continue
         for key, raw in vars(base).items():
-            if key in found or not _is_public_member(key, raw):
+            is_field = key in getattr(base, "__dataclass_fields__", {})  # its default can be a function
+            if key in found or is_field or not _is_public_member(key, raw):
                 continue
             found.add(key)
             doc, elsewhere = inherited_doc(owner, key, formatter.full_names)
