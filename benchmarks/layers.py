@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from run import HEADINGS, Duel, alternate, told  # beside this file
+from run import HEADINGS, Comparison, format_row, time_alternating  # beside this file
 from torch import nn
 
 from regard import causal
@@ -24,7 +24,7 @@ from regard.nn import KVCache, MultiheadAttention
 TOKENS = (32, 64, 128, 256)
 
 
-def list_duels() -> list[Duel]:
+def list_comparisons() -> list[Comparison]:
     """Return the comparisons; the baseline is torch's module with need_weights=False, or the layer without a matrix."""
     torch.manual_seed(0)
     x = torch.randn(8, 512, 512)
@@ -65,19 +65,21 @@ def list_duels() -> list[Duel]:
         return ours(x, need_matrix=True)[0]
 
     return [
-        Duel("forward", forward(bare), forward(ours), "1.05×"),
-        Duel("forward, causal", forward(bare_causal), forward(lambda x: ours(x, mask=causal())), "1.05×"),
-        Duel("training step", step(theirs, bare), step(ours, ours), "1.05×"),
-        Duel(
+        Comparison("forward", forward(bare), forward(ours), "1.05×"),
+        Comparison(
+            "forward, causal", forward(bare_causal), forward(lambda x: ours(x, mask=causal())), "1.05×"
+        ),
+        Comparison("training step", step(theirs, bare), step(ours, ours), "1.05×"),
+        Comparison(
             "training step, causal",
             step(theirs, bare_causal),
             step(ours, lambda x: ours(x, mask=causal())),
             "1.05×",
         ),
-        Duel("forward, and the matrix", forward(ours), forward(with_matrix), "1×"),
-        Duel("training step, and the matrix", step(ours, ours), step(ours, with_matrix), "1×"),
-        Duel("forward, rotary", forward(bare), forward(rotary), ""),
-        Duel(
+        Comparison("forward, and the matrix", forward(ours), forward(with_matrix), "1×"),
+        Comparison("training step, and the matrix", step(ours, ours), step(ours, with_matrix), "1×"),
+        Comparison("forward, rotary", forward(bare), forward(rotary), ""),
+        Comparison(
             "training step, weights dropped",
             step(dropping, lambda x: dropping(x, x, x, need_weights=False)[0]),
             step(ours_dropping, ours_dropping),
@@ -131,10 +133,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{HEADINGS}  limit")
-    for duel in list_duels():
-        if options.only in duel.name:
-            row = alternate(duel, options.rounds)
-            print(f"{told(row)}  {row['limit']}", flush=True)
+    for comparison in list_comparisons():
+        if options.only in comparison.name:
+            row = time_alternating(comparison, options.rounds)
+            print(f"{format_row(row)}  {row['limit']}", flush=True)
     print(f"\n{'decoding, ms':<34}" + "".join(f" {n:>6} tokens" for n in TOKENS) + "  exponent")
     for name, times, exponent in time_decoding(max(1, options.rounds // 3)):
         print(f"{name:<34}" + "".join(f" {t * 1e3:>13.1f}" for t in times) + f"  {exponent:.2f}", flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from run import HEADINGS, Duel, alternate, told  # beside this file
+from run import HEADINGS, Comparison, format_row, time_alternating  # beside this file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import regard
@@ -82,7 +82,7 @@ def peak_memory() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def build_generation() -> Duel:
+def build_generation() -> Comparison:
     model, prompt = build_model(LlamaForCausalLM, "sdpa"), torch.randint(1000, (1, 32))
     options = {"max_new_tokens": 256, "min_new_tokens": 256, "do_sample": False, "pad_token_id": 0}
 
@@ -90,7 +90,7 @@ def build_generation() -> Duel:
         with regard.watch(model):
             return model.generate(prompt, **options)
 
-    return Duel("generate 256 tokens", lambda: model.generate(prompt, **options), ours, "1.1×")
+    return Comparison("generate 256 tokens", lambda: model.generate(prompt, **options), ours, "1.1×")
 
 
 def main() -> None:
@@ -103,17 +103,17 @@ def main() -> None:
     options = parser.parse_args()
     tokens = torch.randint(1000, (1, options.length))
     runs = build_runs(tokens)
-    duels = [
-        Duel("watched", runs["bare"], runs["watched"], "1.05×"),
-        Duel("watched, every head measured", runs["bare"], runs["heads"], "2×"),
-        Duel("watched, measured with tokens", runs["bare"], runs["heads with tokens"], "2×"),
+    comparisons = [
+        Comparison("watched", runs["bare"], runs["watched"], "1.05×"),
+        Comparison("watched, every head measured", runs["bare"], runs["heads"], "2×"),
+        Comparison("watched, measured with tokens", runs["bare"], runs["heads with tokens"], "2×"),
         build_generation(),
     ]
     print(f"{HEADINGS}  limit")
-    for duel in duels:
-        if options.only in duel.name:
-            row = alternate(duel, options.rounds)
-            print(f"{told(row)}  {row['limit']}", flush=True)
+    for comparison in comparisons:
+        if options.only in comparison.name:
+            row = time_alternating(comparison, options.rounds)
+            print(f"{format_row(row)}  {row['limit']}", flush=True)
     if options.eager:
         start = time.perf_counter()
         runs["heads with tokens"]()

@@ -1,9 +1,9 @@
-"""Every ratio that regard states for PyTorch on the CPU, measured: sides alternated in one process, medians, spread.
+"""Measure every ratio that regard states for PyTorch on the CPU: both sides alternate in one process.
 
 python benchmarks/run.py [--rounds 9] [--only words] [--draw] [--write]
 
 Prints a table, appends it to benchmarks/history.jsonl, and with --draw draws the history to benchmarks/history.svg.
-A ratio is that of the medians; its spread is the range of the middle half of the ratios of neighbouring runs.
+A ratio is the ratio of the medians; its spread is the interquartile range of the ratios of neighbouring runs.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from regard import (
 HISTORY = Path(__file__).with_name("history.jsonl")
 
 
-class Duel(NamedTuple):
-    """Two ways to the same thing, the most that the second may take, and how often it runs, for one of the others."""
+class Comparison(NamedTuple):
+    """Two ways to compute something, the limit for the second, and the share of the rounds that it runs."""
 
     name: str
     bare: Callable[[], object]
     ours: Callable[[], object]
     limit: str
-    often: float = 1.0
+    rounds_share: float = 1.0
 
 
-def alternate(duel: Duel, rounds: int) -> dict[str, object]:
-    """The times of both sides, one after the other, and their ratio."""
-    duel.bare(), duel.ours()
+def time_alternating(comparison: Comparison, rounds: int) -> dict[str, object]:
+    """Time both sides alternately and compute the ratio."""
+    comparison.bare(), comparison.ours()
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         pair = []
-        for side in (duel.bare, duel.ours):
+        for side in (comparison.bare, comparison.ours):
             start = time.perf_counter()
             side()
             pair.append(time.perf_counter() - start)
@@ -66,18 +66,18 @@ def alternate(duel: Duel, rounds: int) -> dict[str, object]:
     bare, ours = (statistics.median(column) for column in zip(*times, strict=True))
     quarter = len(ratios) // 4
     return {
-        "name": duel.name,
+        "name": comparison.name,
         "bare_ms": bare * 1e3,
         "ours_ms": ours * 1e3,
         "ratio": ours / bare,
         "spread": [ratios[quarter], ratios[-1 - quarter]],
         "above_us": (ours - bare) * 1e6,
-        "limit": duel.limit,
+        "limit": comparison.limit,
     }
 
 
-def told(row: dict[str, Any]) -> str:
-    """A row of the table that every benchmark prints, as far as all share it."""
+def format_row(row: dict[str, Any]) -> str:
+    """Format the columns that the tables of all benchmarks share."""
     low, high = row["spread"]
     times = f"{row['bare_ms']:>8.2f} ms {row['ours_ms']:>8.2f} ms {row['ratio']:>6.2f}×"
     return f"{row['name']:<34} {times}  {low:.2f} … {high:<8.2f}"
@@ -86,8 +86,8 @@ def told(row: dict[str, Any]) -> str:
 HEADINGS = f"{'':<34} {'bare':>11} {'regard':>11} {'ratio':>7}  {'middle half':<15}"
 
 
-def duels() -> list[Duel]:
-    """What is compared: float32, (1, 8, 4096, 64), and the small sizes of decoding."""
+def list_comparisons() -> list[Comparison]:
+    """List the comparisons: float32, (1, 8, 4096, 64), and the small sizes of decoding."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 8, 4096, 64).unbind()
     q64, k64, v64 = (x[:, :, :64].contiguous() for x in (q, k, v))
@@ -102,7 +102,7 @@ def duels() -> list[Duel]:
     measures = (Entropy(), Received(), Distance(), Coarse(64))
     A64, C64, A1 = attention(q64, k64), attention(q64, k64, mask=causal()), attention(q1, k)
 
-    def measured(mask: object, *more: object) -> Callable[[], object]:
+    def make_measured(mask: object, *more: object) -> Callable[[], object]:
         def run() -> object:
             A = attention(q, k, mask=mask)
             return A @ v, A.measure(*measures, *more)
@@ -111,7 +111,7 @@ def duels() -> list[Duel]:
 
     segments = {f"segment_{i}": Mass(first(512 * (i + 1)) & ~first(512 * i)) for i in range(8)}
 
-    def riding(mask: object) -> Callable[[], object]:
+    def make_with_columns(mask: object) -> Callable[[], object]:
         def run() -> object:
             A = attention(q, k, mask=mask)
             return A.measure(Output(v), Position(), sink=Mass(first(1)), **segments), A.lse
@@ -119,109 +119,122 @@ def duels() -> list[Duel]:
         return run
 
     return [
-        Duel("A @ v", lambda: sdpa(q, k, v), lambda: attention(q, k) @ v, "1.05×"),
-        Duel(
+        Comparison("A @ v", lambda: sdpa(q, k, v), lambda: attention(q, k) @ v, "1.05×"),
+        Comparison(
             "A @ v, causal",
             lambda: sdpa(q, k, v, is_causal=True),
             lambda: attention(q, k, mask=causal()) @ v,
             "1.05×",
         ),
-        Duel("A @ v, n = 64", lambda: sdpa(q64, k64, v64), lambda: A64 @ v64, "+30 µs"),
-        Duel(
+        Comparison("A @ v, n = 64", lambda: sdpa(q64, k64, v64), lambda: A64 @ v64, "+30 µs"),
+        Comparison(
             "A @ v, n = 64, causal", lambda: sdpa(q64, k64, v64, is_causal=True), lambda: C64 @ v64, "+30 µs"
         ),
-        Duel("A @ v, one query", lambda: sdpa(q1, k, v), lambda: A1 @ v, "+30 µs"),
-        Duel("value_dim 48", lambda: sdpa(q, k, v48), lambda: attention(q, k) @ v48, "0.3×"),
-        Duel("three axes", lambda: sdpa(q[0], k[0], v[0]), lambda: attention(q[0], k[0]) @ v[0], "0.3×"),
-        Duel(
+        Comparison("A @ v, one query", lambda: sdpa(q1, k, v), lambda: A1 @ v, "+30 µs"),
+        Comparison("value_dim 48", lambda: sdpa(q, k, v48), lambda: attention(q, k) @ v48, "0.3×"),
+        Comparison(
+            "three axes", lambda: sdpa(q[0], k[0], v[0]), lambda: attention(q[0], k[0]) @ v[0], "0.3×"
+        ),
+        Comparison(
             "window of 256",
             lambda: sdpa(q, k, v, attn_mask=window),
             lambda: attention(q, k, mask=causal() & sliding_window(256)) @ v,
             "0.2×",
         ),
-        Duel(
+        Comparison(
             "16 documents",
             lambda: sdpa(q, k, v, attn_mask=documents),
             lambda: attention(q, k, mask=document(ids)) @ v,
             "0.15×",
         ),
-        Duel("output and four measures", lambda: sdpa(q, k, v), measured(None), "2×"),
-        Duel(
+        Comparison("output and four measures", lambda: sdpa(q, k, v), make_measured(None), "2×"),
+        Comparison(
             "output and four measures, causal",
             lambda: sdpa(q, k, v, is_causal=True),
-            measured(causal()),
+            make_measured(causal()),
             "2.5×",
         ),
-        Duel("and the top 8", lambda: sdpa(q, k, v), measured(None, TopK(8)), "3×"),
-        Duel(
-            "and the top 8, causal", lambda: sdpa(q, k, v, is_causal=True), measured(causal(), TopK(8)), "4×"
+        Comparison("and the top 8", lambda: sdpa(q, k, v), make_measured(None, TopK(8)), "3×"),
+        Comparison(
+            "and the top 8, causal",
+            lambda: sdpa(q, k, v, is_causal=True),
+            make_measured(causal(), TopK(8)),
+            "4×",
         ),
-        Duel("output, lse, masses, position", lambda: sdpa(q, k, v), riding(None), "1.35×"),
-        Duel(
+        Comparison("output, lse, masses, position", lambda: sdpa(q, k, v), make_with_columns(None), "1.35×"),
+        Comparison(
             "output, lse, masses, position, causal",
             lambda: sdpa(q, k, v, is_causal=True),
-            riding(causal()),
+            make_with_columns(causal()),
             "1.35×",
         ),
-        Duel("dense: four measures", lambda: dense(q, k, v), measured(None), "0.33×"),
-        Duel("dense: with the top 8", lambda: dense(q, k, v, top=8), measured(None, TopK(8)), "0.33×"),
-        *long_duels(),
+        Comparison("dense: four measures", lambda: compute_dense(q, k, v), make_measured(None), "0.33×"),
+        Comparison(
+            "dense: with the top 8",
+            lambda: compute_dense(q, k, v, top=8),
+            make_measured(None, TopK(8)),
+            "0.33×",
+        ),
+        *list_long_comparisons(),
     ]
 
 
-def dense(
+def compute_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, top: int = 0
 ) -> object:
-    """Output and the four measures from stored weights, as one would write them."""
+    """Compute the output and the four measures from stored weights, in plain torch."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
     weights = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
     at = torch.arange(weights.shape[-1])
     entropy = torch.special.entr(weights).sum(-1)
     distance = (weights * (at[:, None] - at).abs()).sum(-1)
     coarse = weights.unflatten(-1, (64, -1)).mean(-1).unflatten(-2, (64, -1)).mean(-2)
-    found = weights @ v, entropy, weights.sum(-2), distance, coarse
-    return (*found, weights.topk(top)) if top else found
+    results = weights @ v, entropy, weights.sum(-2), distance, coarse
+    return (*results, weights.topk(top)) if top else results
 
 
-def long_duels(tokens: int = 131_072) -> list[Duel]:
-    """One head, causal: 68.7 GB if it were stored."""
+def list_long_comparisons(tokens: int = 131_072) -> list[Comparison]:
+    """List the comparisons of one long causal head: 68.7 GB if it were stored."""
     q, k, v = torch.randn(3, 1, 1, tokens, 64, generator=torch.Generator().manual_seed(1)).unbind()
-    kept: list[object] = []
+    matrices: list[object] = []
 
-    def measured() -> object:
+    def run_measures() -> object:
         A = attention(q, k, mask=causal())
-        kept[:] = [A]
+        matrices[:] = [A]
         return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(512))
 
     def bare() -> object:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def tile() -> object:
-        return kept[0][0, 0, -512:, 1000:1512]  # type: ignore[index]
+        return matrices[0][0, 0, -512:, 1000:1512]  # type: ignore[index]
 
     return [
-        Duel(f"{tokens:,} tokens, causal", bare, measured, "3×", 0.2),
-        Duel(f"{tokens:,} tokens: then any tile", bare, tile, "0.01×", 0.2),
+        Comparison(f"{tokens:,} tokens, causal", bare, run_measures, "3×", 0.2),
+        Comparison(f"{tokens:,} tokens: then any tile", bare, tile, "0.01×", 0.2),
     ]
 
 
 def main() -> None:
-    """Measure, print, and keep."""
+    """Run the comparisons, print the table and append it to the history."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", default="", help="only the rows whose name has these words")
+    parser.add_argument("--only", default="", help="only rows whose name contains this text")
     parser.add_argument("--draw", action="store_true", help="draw the history, which needs the plot extra")
     parser.add_argument("--write", action="store_true", help="write the table into docs/speed.md")
     options = parser.parse_args()
     torch.set_num_threads(2)
     rows = []
-    print(f"{HEADINGS} {'above':>10}  asked for")
-    for duel in duels():
-        if options.only not in duel.name:
+    print(f"{HEADINGS} {'above':>10}  limit")
+    for comparison in list_comparisons():
+        if options.only not in comparison.name:
             continue
-        row = alternate(duel, max(1, round(options.rounds * (50 if "µs" in duel.limit else duel.often))))
+        row = time_alternating(
+            comparison,
+            max(1, round(options.rounds * (50 if "µs" in comparison.limit else comparison.rounds_share))),
+        )
         rows.append(row)
-        print(f"{told(row)} {row['above_us']:>7.0f} µs  {row['limit']}", flush=True)
+        print(f"{format_row(row)} {row['above_us']:>7.0f} µs  {row['limit']}", flush=True)
     record = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
@@ -232,13 +245,13 @@ def main() -> None:
     with HISTORY.open("a") as file:
         file.write(json.dumps(record) + "\n")
     if options.draw:
-        draw()
+        draw_history()
     if options.write:
-        write(record)
+        write_table(record)
 
 
-def write(record: dict[str, Any]) -> None:
-    """The table of docs/speed.md, made anew."""
+def write_table(record: dict[str, Any]) -> None:
+    """Write the table of docs/speed.md."""
     page = HISTORY.parents[1] / "docs" / "speed.md"
     lines = ["| | bare or dense | regard | ratio | middle half | above | aim |", "| --- " * 7 + "|"]
     for row in record["rows"]:
@@ -248,17 +261,17 @@ def write(record: dict[str, Any]) -> None:
             f"| {row['name']} | {row['bare_ms']:,.2f} ms | {row['ours_ms']:,.2f} ms | {row['ratio']:.2f}× |"
             f" {low:.2f} … {high:.2f} | {above} | {row['limit']} |"
         )
-    made = (
+    caption = (
         f"Measured on {record['when'][:10]}, torch {record['torch']}, {record['machine']}, "
         f"{record['threads']} threads."
     )
     before, rest = page.read_text().split("<!-- table -->\n")
     after = rest.split("<!-- end -->\n")[1]
-    page.write_text(f"{before}<!-- table -->\n{made}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")
+    page.write_text(f"{before}<!-- table -->\n{caption}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")
 
 
-def draw() -> None:
-    """Every ratio of the history over the runs, one small panel each, with what was asked for."""
+def draw_history() -> None:
+    """Draw every ratio of the history over the runs, one small panel each, with its limit."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -278,7 +291,7 @@ def draw() -> None:
         limit = rows[-1][1]["limit"]
         if limit.endswith("×"):
             axis.axhline(float(limit[:-1]), linestyle=":", color="black")
-        axis.set_title(f"{name} (asked: {limit})", fontsize=8)
+        axis.set_title(f"{name} (limit: {limit})", fontsize=8)
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=7)
     for axis in axes.flat[len(names) :]:

@@ -145,7 +145,7 @@ def run_shard(worker: ShardWorker, shard: Shard) -> ShardResult:
 def benchmark_cost(folder: Path, name: str, rounds: int) -> None:
     """Print the documents per second with and without the lens; the two take turns."""
     import survey as this_module  # imported by name, so that worker processes find the classes
-    from run import HEADINGS, Duel, alternate, told
+    from run import HEADINGS, Comparison, format_row, time_alternating
 
     corpus = write_texts(folder / f"{name}-texts", 2, 1024)
     (shard,) = corpus.iter_shards()
@@ -154,10 +154,10 @@ def benchmark_cost(folder: Path, name: str, rounds: int) -> None:
         for kind in (this_module.BareModel, this_module.WatchedModel)
     ]
     bare, ours = (lambda side=side: run_shard(side, shard).rows for side in sides)
-    row = alternate(Duel(f"{name}, 1,024 tokens", bare, ours, "1.67×"), rounds)
+    row = time_alternating(Comparison(f"{name}, 1,024 tokens", bare, ours, "1.67×"), rounds)
     print(HEADINGS)
     tokens = 2 * 1024 / row["ours_ms"] * 1000
-    print(f"{told(row)}  {1 / row['ratio']:.2f} of the documents per second, required 0.6; "
+    print(f"{format_row(row)}  {1 / row['ratio']:.2f} of the documents per second, required 0.6; "
           f"{tokens:,.0f} tokens per second and worker", flush=True)  # fmt: skip
     for side in sides:
         side.close()

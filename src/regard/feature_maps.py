@@ -32,7 +32,7 @@ FeatureMap = Callable[[Array], Array]
 
 
 def elu(x: Array) -> Array:
-    """Compute elu(x) + 1: x + 1 above 0 and exp(x) below, never 0 (Katharopoulos et al., 2006.16236).
+    """Compute x + 1 above 0 and exp(x) below, that is elu plus 1, never 0 (Katharopoulos et al., 2006.16236).
 
     Args:
         x: Array of any shape.
