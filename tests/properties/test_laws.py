@@ -18,7 +18,8 @@ from regard.masks.keys import KeyRangeMask
 from regard.masks.window import BandMask
 from regard.measures import MaxWeight, Sum
 from regard.testing import FACTORS, Case, build_inputs, epsilon
-from regard.testing.cases.generate import MASK_ATOMS, build_mask
+from regard.testing.cases.factors import MASK_ATOMS
+from regard.testing.cases.inputs import build_mask
 from regard.tiling import TileSizes, use_tile_sizes
 
 # The same examples in every run; a failure prints a line that reproduces it.

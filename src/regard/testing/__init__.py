@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from regard._public import set_public_module
 from regard.testing.cases.engine_check import ENGINES, check_case
-from regard.testing.cases.generate import (
-    FACTORS,
-    Case,
-    CaseInputs,
-    build_inputs,
-    draw_cases,
-    find_uncovered_pairs,
-    format_counts,
-)
+from regard.testing.cases.factors import FACTORS, Case
+from regard.testing.cases.generate import draw_cases, find_uncovered_pairs, format_counts
+from regard.testing.cases.inputs import CaseInputs, build_inputs
 from regard.testing.conformance.convention import CallingConvention
 from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.report import Capability, ConformanceReport

@@ -13,7 +13,8 @@ from regard.core.attention import attention
 from regard.engines import find_engine, get_engine
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
-from regard.testing.cases.generate import Case, CaseInputs, visible_keys
+from regard.testing.cases.factors import Case
+from regard.testing.cases.inputs import CaseInputs, visible_keys
 from regard.testing.tolerance import ErrorBound, epsilon
 
 # The engines that `check_case` can compare with the definition. The last two need torch.

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
+from regard.testing.cases.generate import draw_cases
+from regard.testing.cases.inputs import build_inputs
 from regard.testing.conformance.attention_call import Align, AttentionCall, build_causal_mask
 
 
@@ -234,8 +236,6 @@ def _build_mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.rand
 
 def _draw_probes(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iterator[ProbeCall]:
     """Draw calls from the case matrix: its masks, lengths, dtypes and values, without score modifications."""
-    from regard.testing.cases.generate import build_inputs, draw_cases
-
     if find_spec("ml_dtypes") is None:
         raise ArgumentError(
             "check_conformance", received='size "full" without ml_dtypes', expected="ml_dtypes, for bfloat16 in NumPy",
