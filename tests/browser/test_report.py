@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.helpers.pages import HOSTILE, faults
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
-import regard
 from regard.render.text import escape_unprintable
-from regard.survey import schema
-from regard.survey.aggregate import TopDocuments, aggregate_rows, get_bin_edges
+from regard.survey.aggregate import get_bin_edges
 from regard.survey.report import SHARES, SurveyReport, shorten
 from tests.helpers.survey_files import HEADS, write_survey
 
@@ -251,24 +244,7 @@ def test_the_keyboard_and_the_address_lead_to_a_head(tab):
     tab.locator("#head h3", has_text="Layer 0, head 0").wait_for()
 
 
-# -- Aggregation ------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0, float("nan")])), max_size=40),
-    st.data(),
-)
-def test_top_documents_equal_those_of_a_sort_for_any_batches(found, draw):
-    top = TopDocuments(3, 2)
-    cuts = sorted(draw.draw(st.lists(st.integers(0, len(found)), max_size=3)))
-    for start, stop in zip([0, *cuts], [*cuts, len(found)], strict=True):
-        part = found[start:stop]
-        index, values = (np.array(column) for column in (zip(*part, strict=True) if part else ([], [])))
-        top.update(index.astype(int), values.astype(float), lambda row, start=start: start + row)
-    for head in range(3):
-        own = [(-value, row) for row, (other, value) in enumerate(found) if other == head and value == value]
-        expected = [row for _, row in sorted(own)[:2]]
-        assert list(top.documents[head]) == expected + [None] * (2 - len(expected))
+# -- Contents of the page ---------------------------------------------------------------------------------
 
 
 def test_the_size_of_a_page_does_not_depend_on_the_documents(tmp_path):
@@ -279,21 +255,6 @@ def test_the_size_of_a_page_does_not_depend_on_the_documents(tmp_path):
     assert len(pages[1]) - len(pages[0]) < 20_000
     named = json.loads(re.search(r'id="record">(.*?)</script>', pages[1])[1])["documents"]
     assert 60 < len(named) <= 2 * 5 * len(PLACES) * 15 and len(shorten("x" * 10_000)) == 160
-
-
-def test_aggregates_do_not_depend_on_batches(survey, monkeypatch):
-    whole = aggregate_rows(survey)
-    monkeypatch.setattr("regard.survey.aggregate.BATCH_ROWS", 7)
-    small = [batch.slice(start, 5) for batch in survey.iter_batches() for start in range(0, len(batch), 5)]
-    monkeypatch.setattr(
-        type(survey), "iter_batches", lambda _, columns: (batch.select(columns) for batch in small)
-    )
-    parts = aggregate_rows(survey)
-    assert repr(whole.extremes["first"][0].documents) == repr(parts.extremes["first"][0].documents)
-    for name, counts in whole.counts.items():
-        np.testing.assert_array_equal(counts, parts.counts[name])
-    np.testing.assert_allclose(whole.within, parts.within, rtol=1e-12)
-    np.testing.assert_array_equal(whole.longer, parts.longer)
 
 
 def test_missing_measures_are_left_out(show, tmp_path):
@@ -308,195 +269,3 @@ def test_missing_measures_are_left_out(show, tmp_path):
     tab.locator("#app[data-ready]").wait_for()
     assert tab.locator("#measure option").all_text_contents() == ["entropy"]
     assert tab.locator(".behaviour").count() == 2 and len(read_cells(tab)) == 6
-
-
-def test_a_survey_without_documents_raises(tmp_path):
-    empty = write_survey(tmp_path / "empty", [])
-    with pytest.raises(regard.ArgumentError, match="no document is measured yet"):
-        empty.page()
-
-
-# -- The commands -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(capsys):
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
-    from regard.cli import main
-
-    def run(*arguments, code=0):
-        assert main([str(argument) for argument in arguments]) == code
-        return capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    """The command runs a stand-in instead of its model."""
-    from tests.helpers.survey_stub import Stub
-
-    real = regard.survey.run
-    monkeypatch.setattr("regard.survey.run", lambda _, *args, **kwargs: real(Stub(), *args, **kwargs))
-
-
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(6):
-        (folder / f"{number}.txt").write_text(f"page {number} " * (20 * number + 1))
-    (folder / "bad.txt").write_bytes(b"\xff\xfe\xfa")
-    return folder
-
-
-def test_report_prints_the_answer_and_writes_the_page(run, survey, tmp_path, page):
-    path = tmp_path / "page.html"
-    captured = run("report", survey.path, "-o", path)
-    assert captured.err == "" and captured.out.splitlines()[0] == SurveyReport(survey).answer()
-    assert "  induction: 1\n" in captured.out and captured.out.splitlines()[-1].startswith(
-        f"{page.title}: {path}, "
-    )
-    assert path.read_text() == page.html
-    captured = run("report", survey.path, "-o", path, "--json")
-    record = json.loads(captured.out)
-    assert captured.err == "" and record["page"] == str(path) and record["bytes"] == path.stat().st_size
-    assert {name: record[name] for name in SurveyReport(survey).summary} == json.loads(
-        json.dumps(SurveyReport(survey).summary)
-    )
-
-
-def test_survey_resumes_and_prints_quarantined_documents(run, stub, texts, tmp_path):
-    out = tmp_path / "out"
-    captured = run("survey", "a-model", texts, "--output", out, "--shard-size", 3)
-    first, quarantined, hint = captured.out.splitlines()
-    assert first.startswith("stub: 6 documents, ") and first.endswith(f", written to {out}")
-    assert (
-        quarantined.startswith("quarantined: bad.txt (not text: ")
-        and hint == f"To write the report: regard report {out}"
-    )
-    assert captured.err == ""
-    before = {path: path.stat().st_mtime_ns for path in out.glob("shard-*")}
-    next(iter(before)).write_bytes(b"broken")
-    captured = run("survey", "a-model", texts, "--output", out, "--shard-size", 3, "--json")
-    record = json.loads(captured.out)
-    assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 6)
-    assert (
-        len(record["notes"]) == 1 and captured.err == f"warning: {record['notes'][0]}\n"
-    )  # once: logging does not repeat it
-    assert "is damaged" in captured.err and regard.survey.open(out).find_damaged() == []
-
-
-def test_survey_shows_its_progress(run, stub, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-    captured = run("survey", "a-model", texts, "-o", tmp_path / "out", "--shard-size", 2)
-    assert "6 documents" in captured.err and "/s)" in captured.err and "1 quarantined" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
-        (["--measures", "entropy,colour"], 2, "received measures with 'colour'"),
-        (["--max-tokens", "0"], 2, "--max-tokens"),
-        (["--executor", "spark"], 2, "--executor"),
-    ],
-)
-def test_a_usage_error_of_survey_is_one_line(run, stub, texts, tmp_path, options, code, words):
-    captured = run("survey", "a-model", texts, "--output", tmp_path / "out", *options, code=code)
-    assert captured.out == "" and captured.err.startswith("regard survey: ") and words in captured.err
-    assert captured.err.count("\n") == 1
-
-
-def test_a_missing_survey_or_extra_is_one_line(run, stub, texts, tmp_path, monkeypatch):
-    captured = run("report", tmp_path, code=2)
-    assert captured.err.startswith("regard report: received ") and "no settings.json" in captured.err
-    captured = run("survey", "a-model", texts, code=2)
-    assert "'--output'" in captured.err and captured.err.count("\n") == 1
-    for command in (["report", tmp_path], ["survey", "a-model", texts, "--output", tmp_path / "out"]):
-        monkeypatch.setitem(sys.modules, "pyarrow", None)
-        captured = run(*command, code=3)
-        assert (
-            captured.err == f"regard {command[0]}: pyarrow is not installed. pip install 'regard[survey]'\n"
-        )
-    monkeypatch.undo()
-
-
-def test_a_survey_that_cannot_continue_exits_with_4_and_an_interrupt_with_130(run, monkeypatch, tmp_path):
-    from regard.survey import SurveyError
-
-    def stop(error):
-        def survey(*_, **__):
-            raise error
-
-        monkeypatch.setattr("regard.survey.run", survey)
-
-    stop(SurveyError("survey.run", received="a full disk", expected="free space", hint="Free some."))
-    captured = run("survey", "a", "b", "--output", tmp_path, code=4)
-    assert captured.err == "regard survey: received a full disk; expected free space. Free some.\n"
-    stop(KeyboardInterrupt())
-    captured = run("survey", "a", "b", "--output", tmp_path, code=130)
-    assert captured.err.startswith("warning: Interrupted. Run the same command again to resume; ")
-    assert captured.err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_survey_and_report_of_a_model(run, texts, tmp_path):
-    pytest.importorskip("torch")
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "regard",
-        "survey",
-        "tests.helpers.survey_models:tiny",
-        texts,
-        "--output",
-        out,
-        "--json",
-    ]
-    command += ["--max-tokens", 96]
-    done = subprocess.run(
-        [*map(str, command)], env=env, capture_output=True, text=True, timeout=120, check=True
-    )
-    record = json.loads(done.stdout)
-    assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 4) and done.stderr == ""
-    answer = run("report", out, "-o", tmp_path / "page.html").out
-    assert re.match(r"\d of 4 heads have 99 % of their weight within 64 tokens, over \d documents", answer)
-    assert (tmp_path / "page.html").stat().st_size < 200_000
-
-
-# -- The docs ---------------------------------------------------------------------------------------------
-
-DOCS = (ROOT / "docs/survey.md").read_text()
-
-
-def test_the_docs_have_the_table_of_the_schema():
-    table = [line for line in schema.__doc__.splitlines() if line.startswith("|")]
-    assert len(table) > 15 and "\n".join(table) in DOCS
-    names: list[str] = []
-    for line in table[2:]:
-        first = line.split("|")[1]
-        own = re.findall(r"`(\w+)`", first)
-        if "…" in first:
-            own = [f"{own[0].rpartition('_')[0]}_{window}" for window in schema.WINDOWS]
-        names += own
-    assert sorted(names) == sorted(schema.build_schema(schema.list_columns()).names)
-
-
-def test_the_sql_of_the_docs_runs(survey, rows):
-    duckdb = pytest.importorskip("duckdb")
-    (query,) = re.findall(r"^```sql\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
-    found = duckdb.sql(query.replace("results/", f"{survey.path}/")).fetchall()
-    longer = rows[rows["tokens"] > 128].groupby(["layer", "head"])
-    expected = []
-    for (layer, head), own in longer:
-        if own["within_128"].mean() >= 0.9:
-            least = own.loc[own["within_128"].idxmin()]
-            expected.append(((layer, head), least["within_128"], least["document"]))
-    expected.sort(key=lambda row: row[1])
-    assert len(expected) >= 2
-    assert [((layer, head), least, at) for layer, head, _, least, at in found] == expected
