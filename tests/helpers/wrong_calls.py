@@ -1,4 +1,4 @@
-"""Wrong calls, as a user makes them, and the words each error must contain."""
+"""Wrong calls of users, and the words that each error must contain."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BUILTIN = {
 
 
 class Wrong(NamedTuple):
-    """A call, and words of each part of its refusal; words that stand together are separated by `|`."""
+    """A call, the error it raises, and words of each part of the error, separated by `|`."""
 
     call: Callable[[], Any]
     kind: type[RegardError]
@@ -261,7 +261,7 @@ WRONG = {
         ArgumentTypeError, "merge", "lse of part 1|str", "NumPy arrays", "numpy.asarray"),
 }  # fmt: skip
 
-# Odd calls that must be refused in the same form; how each is worded is left to the words above.
+# Odd calls that must raise an error of the same form; its wording is not checked.
 ODD = {
     "ragged query": lambda: attention(ragged, key),
     "ragged key": lambda: attention(query, ragged),

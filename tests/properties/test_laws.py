@@ -1,4 +1,4 @@
-"""The algebra of attention, held for generated matrices: masks of every kind, heads, score modifications, sinks."""
+"""The algebra of attention on generated matrices: all masks, heads, score modifications and sinks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from regard.testing.cases.factors import MASK_ATOMS
 from regard.testing.cases.inputs import build_mask
 from regard.tiling import TileSizes, use_tile_sizes
 
-# The same examples in every run; a failure prints a line that reproduces it.
+# Every run draws the same examples; a failure prints a line that reproduces it.
 settings.register_profile("laws", max_examples=80, deadline=None, derandomize=True, print_blob=True)
 LAWS = settings.get_profile("laws")
 
 HEAD_DIM, VALUE_DIM = 5, 19
 SEEDS = st.integers(0, 2**31 - 1)
 CHANGES = ("none", "softcap", "alibi", "bias", "relative_bias", "sink", "scale -1")
-MOVABLE = ("none", "softcap", "sink")  # what does not ask where a row or column stands
+MOVABLE = ("none", "softcap", "sink")  # independent of the positions of rows and columns
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-11)
 equal = np.testing.assert_array_equal
 
 
 def cases(**choices: Any) -> st.SearchStrategy[Case]:
-    """Cases of the case matrix with the factors that a law speaks of; lengths are different primes, or equal."""
+    """Draw cases of the case matrix with the given factors; lengths are different primes, or equal."""
     usual: dict[str, Any] = FACTORS | dict(
         dtype=["float64"], q_len=[1, 11, 17, 0], kv_len=[17, 13, 29, 1, 0], head_dim=[HEAD_DIM],
         value_dim=[VALUE_DIM], layout=["contiguous"], values=["normal"], change=CHANGES,
@@ -56,13 +56,13 @@ def definition(inputs: Any) -> reference.Definition:
 
 
 def moved(inputs: Any, shape: tuple[int, ...], index: Any) -> dict[str, Any]:
-    """The arguments of a case with its mask as a whole array, whose rows or columns a law has moved."""
+    """Return the arguments of a case with a dense mask whose rows or columns are permuted."""
     allowed = np.broadcast_to(inputs.definition.get("mask", True), shape)
     return {**inputs.arguments, "mask": regard.dense(allowed[index])}
 
 
 def parts_of(*results: Any) -> Any:
-    """The arrays of results side by side, those that are values and indices taken apart."""
+    """Pair the arrays of results; tuples of values and indices are split."""
     return zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True)
 
 
@@ -121,7 +121,7 @@ def test_shards_of_the_keys_merge_to_the_whole_in_any_order(case: Case, cuts: An
 
 @st.composite
 def indices(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Integers, slices of any step, an ellipsis, new axes, and at most one integer array or list."""
+    """Draw integers, slices of any step, an ellipsis, new axes, and at most one integer array or list."""
     entries: list[Any] = []
     array_at = draw(st.integers(-2, len(shape) - 1))
     for axis, n in enumerate(shape):
@@ -162,7 +162,7 @@ def test_indexing_commutes_with_to_dense(case: Case, data: st.DataObject, sizes:
 
 
 def everything(A: regard.AttentionMatrix, value: Any) -> dict[str, Any]:
-    """All that can be asked of a matrix."""
+    """Compute every result of a matrix."""
     q_len, kv_len = A.shape[-2:]
     measures: dict[str, Any] = dict(
         entropy=regard.Entropy(), received=regard.Received(), rows=Sum(), largest=MaxWeight(), highest=MaxWeight(-2),
@@ -191,7 +191,7 @@ def test_block_size_never_matters(case: Case, sizes: Any) -> None:
         found = everything(filled(case)[1], inputs.value)
     for name, result in found.items():
         for x, y in parts_of(result, expected[name]):
-            # A spread of zero is a root of what cancels.
+            # A spread of zero is the root of a difference that cancels.
             close(x, y, err_msg=name, atol=1e-6 if name == "spread" else 1e-11)
 
 
@@ -236,7 +236,7 @@ def test_a_constant_added_to_a_row_moves_its_lse_and_nothing_else(case: Case, se
 
 @LAWS
 @given(cases(change=MOVABLE), st.sampled_from([0.0, 0.25, -3.0, 7.0]))
-def test_a_scaled_query_is_a_scaled_scale(case: Case, factor: float) -> None:
+def test_scaling_the_query_equals_scaling_the_scale(case: Case, factor: float) -> None:
     inputs, A = filled(case)
     scaled = regard.attention(inputs.query * factor, inputs.key, **inputs.arguments)
     other = regard.attention(inputs.query, inputs.key, **inputs.arguments, scale=A.scale * factor)
@@ -246,12 +246,12 @@ def test_a_scaled_query_is_a_scaled_scale(case: Case, factor: float) -> None:
 
 @LAWS
 @given(cases(change=[c for c in CHANGES if c != "sink"]), TILES)
-def test_outputs_lie_in_the_hull_of_the_values_seen(case: Case, sizes: Any) -> None:
+def test_outputs_lie_in_the_convex_hull_of_the_live_values(case: Case, sizes: Any) -> None:
     inputs, A = filled(case)
-    seen = (definition(inputs).scores != -np.inf)[..., None]
+    live = (definition(inputs).scores != -np.inf)[..., None]
     value = reference.repeat_heads(inputs.value, inputs.query)[..., None, :, :]
-    low = np.min(np.where(seen, value, np.inf), axis=-2, initial=np.inf)
-    high = np.max(np.where(seen, value, -np.inf), axis=-2, initial=-np.inf)
+    low = np.min(np.where(live, value, np.inf), axis=-2, initial=np.inf)
+    high = np.max(np.where(live, value, -np.inf), axis=-2, initial=-np.inf)
     with tiles(*sizes):
         output = A @ inputs.value
     live = low <= high
@@ -288,24 +288,24 @@ def test_masks_are_a_boolean_algebra(lead: Any, lengths: Any, specs: Any, seed: 
 
 @settings(LAWS, max_examples=300)
 @given(LEADS, LENGTHS, st.sampled_from(FACTORS["mask"][1:]), st.booleans(), SEEDS)
-def test_a_block_is_never_called_empty_or_full_wrongly(lead, lengths, spec, inverted, seed) -> None:
+def test_a_block_is_never_wrongly_classified_as_empty_or_full(lead, lengths, spec, inverted, seed) -> None:
     rng, shape = np.random.default_rng(seed), (*lead, *lengths)
     mask, allowed = build_mask(spec, shape, rng)
     (top, bottom), (left, right) = (sorted(rng.choice(n + 1, 2, replace=False)) for n in lengths)
     held = allowed[..., top:bottom, left:right] ^ inverted
     truth = "full" if held.all() else "partial" if held.any() else "empty"
-    told = (~mask if inverted else mask).classify(range(top, bottom), range(left, right), shape=shape)
-    assert told in (truth, "partial")
+    state = (~mask if inverted else mask).classify(range(top, bottom), range(left, right), shape=shape)
+    assert state in (truth, "partial")
     one_document = isinstance(mask, DocumentMask) and truth == ("empty" if inverted else "full")
     if isinstance(mask, BandMask | KeyRangeMask | DenseMask) or one_document:
-        assert told == truth
+        assert state == truth
 
 
 # Measures
 
 
 def tied(case: Case) -> regard.AttentionMatrix:
-    """A matrix of the case's kind with small whole numbers for query and key, so that many weights tie."""
+    """Return a matrix of the case with small integers as query and key, so that many weights tie."""
     inputs, _ = filled(case)
     return regard.attention(inputs.query.round(), inputs.key.round(), **inputs.arguments)
 
@@ -325,14 +325,14 @@ def test_merged_measures_equal_the_whole_in_any_order(case: Case, block: int, se
     ):  # fmt: skip
         bound = measure.bind(A._problem)
 
-        def seen(state: Any, number: int, bound: Any = bound) -> Any:
+        def step_block(state: Any, number: int, bound: Any = bound) -> Any:
             q, k = rows[number // len(columns)], columns[number % len(columns)]
             return bound.step(state, weights[:, q][..., k], scores[:, q][..., k], q, k, np)
 
-        states = [seen(bound.init(shape, np), number) for number in blocks]
+        states = [step_block(bound.init(shape, np), number) for number in blocks]
         last_to_first = functools.reduce(lambda later, earlier: bound.merge(earlier, later), states[::-1])
         first_to_last = functools.reduce(bound.merge, states)
-        one_by_one = functools.reduce(seen, blocks, bound.init(shape, np))
+        one_by_one = functools.reduce(step_block, blocks, bound.init(shape, np))
         (whole,) = A.measure(measure)
         for state in (first_to_last, last_to_first, one_by_one):
             for found, expected in parts_of(bound.finish(state), whole):
@@ -342,7 +342,9 @@ def test_merged_measures_equal_the_whole_in_any_order(case: Case, block: int, se
 
 @settings(LAWS, max_examples=60)
 @given(cases(q_len=[11, 1], kv_len=[13, 1]), TILES, st.integers(1, 13))
-def test_reductions_equal_the_dense_ones_and_ties_go_to_the_lowest(case: Case, sizes: Any, k: int) -> None:
+def test_reductions_equal_the_dense_ones_and_ties_go_to_the_lowest_index(
+    case: Case, sizes: Any, k: int
+) -> None:
     A = tied(case)
     with tiles(*sizes):
         W = A.to_dense()

@@ -1,8 +1,8 @@
-"""How attention goes wrong elsewhere, and that it does not here: masks and empty rows (rows 1 to 11).
+"""Known failures of attention implementations that must not occur here: masks and empty rows (rows 1 to 11).
 
-A test carries the number of its row in the table of failures. The later rows are in test_promises_numbers.py, the
-promises of the design in test_promises_design.py. Not here: 5, 10, 17, 18 and 24 need gradients, layers or running
-models and come with the PyTorch engine; 14, the matrix of 70,000 × 70,000, has a test of its own.
+Each test has the number of its row in the table of failures. The later rows are in test_promises_numbers.py, the
+guarantees of the design in test_promises_design.py. Rows 5, 10, 17, 18 and 24 need gradients, layers or running models
+and are tested with the PyTorch engine; row 14, the matrix of 70,000 × 70,000, is in test_large.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS, COLUMNS = 8, 16
 
 @pytest.fixture(autouse=True)
 def small_tiles():
-    """Tiles so small that a few dozen tokens are split into many of them."""
+    """Use tiles so small that a few dozen tokens are split into many of them."""
     with use_tile_sizes(rows=ROWS, columns=COLUMNS, entries=2 * ROWS * COLUMNS, cached_scores=700):
         yield
 
@@ -38,7 +38,7 @@ def draw(seed: int, q_len: int, kv_len: int, head_dim: int = 3, value_dim: int =
 
 
 def agree(query, key, value, arguments, definition, dtype="float64") -> None:
-    """Output, lse, weights and measures against the definition, under the error rule."""
+    """Compare output, lse, weights and measures with the definition, under the error rule."""
     with np.errstate(over="ignore"):
         arrays = (x.astype(dtype) for x in (query, key, value))
     assert (
@@ -48,7 +48,7 @@ def agree(query, key, value, arguments, definition, dtype="float64") -> None:
 
 
 def everything(A, value) -> dict[str, np.ndarray]:
-    """All that can be asked of a matrix, in few passes."""
+    """Compute every result of a matrix in a few passes."""
     found = A.measure(
         Entropy(), Distance("lower_right"), Spread("lower_right"), Mass(first(2)), Sum(), MaxWeight(), TopK(3),
         Received(), Coarse(2), peaks=Coarse(2, "max"),
@@ -61,7 +61,7 @@ def everything(A, value) -> dict[str, np.ndarray]:
     return {**rows, **found}
 
 
-OVER_KEYS = ("received", "coarse", "peaks")  # these have no entry for each query
+OVER_KEYS = ("received", "coarse", "peaks")  # results without an axis of queries
 
 
 N = 2 * COLUMNS + 3
@@ -108,7 +108,7 @@ def assert_rows_are_empty(A, value, rows) -> None:
 
 
 @pytest.mark.parametrize("kind", EMPTYING)
-def test_01_rows_that_see_nothing_are_zeros(kind):
+def test_01_rows_with_no_key_to_attend_to_are_zeros(kind):
     query, key, value = draw(1, N, 19)
     mask = EMPTYING[kind]
     allowed = mask.to_dense(N, 19)
@@ -121,7 +121,7 @@ def test_01_rows_that_see_nothing_are_zeros(kind):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_01_a_row_that_sees_nothing_is_zeros_at_every_position(kind):
+def test_01_an_empty_row_is_zeros_at_every_position(kind):
     query, key, value = draw(2, N, N)
     whole = everything(attention(query, key, mask=MASKS[kind]), value)
     for row in range(N):
@@ -144,7 +144,7 @@ def test_02_finfo_min_is_a_score_and_a_mask_is_not():
     # A whole row of finfo.min is uniform, as plain addition makes it; a masked row is empty.
     assert np.allclose(as_bias[2], 1 / 9, rtol=1e-15) and np.isfinite(as_bias.lse[2])
     assert not as_mask[2].any() and as_mask.lse[2] == -np.inf
-    # Beside other keys a score of finfo.min has no weight, so there the two agree.
+    # Next to other keys a score of finfo.min has weight 0, so both agree.
     assert np.array_equal(as_bias[4] > 0, as_mask[4] > 0) and np.allclose(as_bias[4], as_mask[4])
     agree(query, key, value, {"score_mod": bias(lowest)}, {"biases": [lowest]})
     hiding = np.where(lowest == 0, 0.0, -np.inf)
@@ -153,7 +153,7 @@ def test_02_finfo_min_is_a_score_and_a_mask_is_not():
 
 @pytest.mark.parametrize("kept_in", ["float64", "float32", "float16"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
-def test_02_finfo_min_is_a_score_in_whatever_dtype_it_comes(dtype, kept_in):
+def test_02_finfo_min_is_a_score_in_any_dtype(dtype, kept_in):
     query, key, value = draw(4, 4, 6)
     lowest = np.full((4, 6), np.finfo(kept_in).min, kept_in)
     A = attention(query.astype(dtype), key.astype(dtype), score_mod=bias(lowest))
@@ -177,20 +177,20 @@ def test_03_a_live_nan_shows_in_the_rows_that_depend_on_it(kind, wrong):
 def test_03_a_live_nan_shows_in_no_other_row():
     for at in (0, ROWS, COLUMNS - 1, COLUMNS, N - 1):
         query, key, value = draw(6, N, N)
-        sees, column = np.arange(N) >= at, np.arange(5) == 2
+        live, column = np.arange(N) >= at, np.arange(5) == 2
         spoilt = value.copy()
         spoilt[at, 2] = np.nan
         A = attention(query, key, mask=causal())
-        assert np.array_equal(np.isnan(A @ spoilt), sees[:, None] & column)
+        assert np.array_equal(np.isnan(A @ spoilt), live[:, None] & column)
         key[at, 0] = np.nan
         A = attention(query, key, mask=causal())
         for rows in (A.lse, A.entropy(), A.sum(-1), A.max(-1), (A @ value)[:, 0], A.topk(2).values[:, 0]):
-            assert np.array_equal(np.isnan(rows), sees)
-        assert np.array_equal(np.isnan(A.to_dense()), causal().to_dense(N, N) & sees[:, None])
+            assert np.array_equal(np.isnan(rows), live)
+        assert np.array_equal(np.isnan(A.to_dense()), causal().to_dense(N, N) & live[:, None])
 
 
 def test_03_a_weight_of_zero_is_live_where_it_is_not_masked():
-    """exp(−1000) is 0, and 0 · NaN and 0 · inf are NaN: only a mask hides."""
+    """exp(−1000) is 0, and 0 · NaN and 0 · inf are NaN: only a mask removes a key."""
     query, key = np.ones((1, 1)), np.array([[1000.0], [0.0], [0.0]])
     for wrong in (np.nan, np.inf, -np.inf):
         value = np.array([[1.0, 1.0], [2.0, wrong], [3.0, 3.0]])
@@ -206,22 +206,22 @@ POISON = [np.nan, 1e30, np.inf, -1e30, -np.inf]
 
 @pytest.mark.parametrize("turn", [0, 2])
 @pytest.mark.parametrize("kind", MASKS)
-def test_04_what_no_query_sees_cannot_matter(kind, turn):
+def test_04_a_fully_masked_key_cannot_matter(kind, turn):
     query, key, value = draw(7, N, N)
     unseen = dense(~np.isin(np.arange(N), [0, 3, COLUMNS - 1, COLUMNS, N - 1])[None, :])
     mask = unseen if MASKS[kind] is None else MASKS[kind] & unseen
     clean = everything(attention(query, key, mask=mask), value)
-    hidden = ~mask.to_dense(N, N).any(0)
-    poison = np.resize(np.roll(POISON, turn), (hidden.sum(), 1))
+    masked = ~mask.to_dense(N, N).any(0)
+    poison = np.resize(np.roll(POISON, turn), (masked.sum(), 1))
     for spoil_key, spoil_value in ((1, 0), (0, 1), (1, 1)):
         k, v = key.copy(), value.copy()
-        k[hidden], v[hidden] = poison if spoil_key else k[hidden], poison if spoil_value else v[hidden]
+        k[masked], v[masked] = poison if spoil_key else k[masked], poison if spoil_value else v[masked]
         for name, result in everything(attention(query, k, mask=mask), v).items():
             assert np.array_equal(result, clean[name]), name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "none"])
-def test_04_what_a_row_does_not_see_cannot_matter_to_it(kind):
+def test_04_a_masked_key_cannot_matter_to_its_row(kind):
     query, key, value = draw(8, N, N)
     mask, allowed = MASKS[kind], MASKS[kind].to_dense(N, N)
     clean = everything(attention(query, key, mask=mask), value)
@@ -235,7 +235,7 @@ def test_04_what_a_row_does_not_see_cannot_matter_to_it(kind):
 
 
 @pytest.mark.parametrize("poison", POISON)
-def test_04_a_query_that_sees_nothing_cannot_matter(poison):
+def test_04_a_query_with_an_empty_row_cannot_matter(poison):
     query, key, value = draw(9, N, N)
     mask = dense((np.arange(N) % 4 > 0)[:, None])
     clean = everything(attention(query, key, mask=mask), value)
@@ -249,7 +249,7 @@ def test_04_a_query_that_sees_nothing_cannot_matter(poison):
     assert np.array_equal(A.mT @ x, expected)
 
 
-def test_04_a_bias_of_minus_inf_hides_as_a_mask_does():
+def test_04_a_bias_of_minus_inf_masks_like_a_mask():
     query, key, value = draw(10, N, N)
     hiding = np.where(np.arange(N) % 3 == 0, -np.inf, 0.0)[None, :]
     clean = attention(query, key, score_mod=bias(hiding)) @ value
@@ -279,7 +279,7 @@ TILES_EMPTY = {
     "first": first(2),
     "documents": document(np.arange(LONG) // 20),
     "documents in turn": document(np.arange(LONG) // COLUMNS % 2),
-    # The leading tiles are empty for odd rows only, which no bound can tell.
+    # The leading tiles are empty for odd rows only, which no block bound detects.
     "odd rows": dense((np.arange(LONG)[:, None] % 2 == 0) | (np.arange(LONG) >= 2 * COLUMNS)),
 }
 
@@ -306,7 +306,7 @@ def test_08_true_means_attend():
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "float64"])
-def test_08_a_mask_of_numbers_is_refused_with_the_cure(dtype):
+def test_08_a_mask_of_numbers_is_refused_with_a_hint(dtype):
     numbers = np.ones((2, 2), dtype)
     for make in (dense, partial(dense, true_means="ignore")):
         with pytest.raises(TypeError) as refusal:
@@ -337,7 +337,7 @@ ALIGNED = {
 
 
 @pytest.mark.parametrize("kind, align", LITERAL)
-def test_09_alignment_is_as_asked(kind, align):
+def test_09_alignment_is_as_given(kind, align):
     for rows, (q_len, kv_len) in zip(LITERAL[kind, align], ((2, 5), (5, 2)), strict=True):
         mask = ALIGNED[kind](align)
         expected = [[char == "1" for char in row] for row in rows]

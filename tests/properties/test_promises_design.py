@@ -1,4 +1,4 @@
-"""What the design promises of the matrix and its measures, where no other test holds it already."""
+"""The guarantees of the design about the matrix and its measures that no other test covers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SIZES = {"rows": ROWS, "columns": COLUMNS, "entries": 2 * ROWS * COLUMNS, "cache
 
 @pytest.fixture
 def small_tiles():
-    """Tiles so small that a few dozen tokens are split into many of them."""
+    """Use tiles so small that a few dozen tokens are split into many of them."""
     with use_tile_sizes(**SIZES):
         yield
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The shapes of the tiles of scores that were computed, in order."""
+    """Record the shapes of the computed tiles of scores, in order."""
     shapes, scores = [], Problem.scores
 
     def recording(*arguments, **more):
@@ -82,7 +82,7 @@ def test_the_scale_is_one_over_the_root_of_head_dim(head_dim, scale):
 # 2. and 11. The product and its kernel
 
 
-def test_the_product_keeps_the_lse(small_tiles, computed):
+def test_the_product_caches_the_lse(small_tiles, computed):
     query, key, value = draw(3)
     A = attention(query, key, mask=causal())
     A @ value
@@ -92,7 +92,7 @@ def test_the_product_keeps_the_lse(small_tiles, computed):
     assert A.kernel == "numpy: block loop"
 
 
-def test_what_was_asked_before_changes_nothing(small_tiles):
+def test_earlier_calls_do_not_change_results(small_tiles):
     query, key, value = draw(4)
     asks = [
         lambda A: A.lse,
@@ -109,8 +109,8 @@ def test_what_was_asked_before_changes_nothing(small_tiles):
         assert np.array_equal(after(A), expected)
 
 
-def test_whole_rows_of_a_part_sum_to_one_whatever_was_asked_before():
-    """A row is divided by its own sum where it is whole: at scores of 1e4 a kept lse would cost three digits."""
+def test_whole_rows_of_a_part_sum_to_one_after_any_earlier_call():
+    """Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits."""
     rng = np.random.default_rng(5)
     query, key = (100 * rng.normal(size=(300, 64)).astype(np.float32) for _ in range(2))
     A = attention(query, key)
@@ -133,7 +133,7 @@ INDICES = [
 
 @pytest.mark.parametrize("index", INDICES, ids=lambda index: repr(index).replace("slice", ""))
 @pytest.mark.parametrize("lse_first", [False, True])
-def test_an_index_gives_what_the_dense_matrix_gives(index, lse_first, small_tiles):
+def test_indexing_the_matrix_equals_indexing_the_dense_matrix(index, lse_first, small_tiles):
     query, key, _ = draw(6, 2, 3)
     arguments = {"mask": sliding_window([3, 20, 30]) & padding([N, 11]), "sink": np.array([0.0, 1.0, 2.0])}
     A = attention(query, key, **arguments)
@@ -173,7 +173,7 @@ def test_a_part_is_the_matrix_of_those_heads_and_rows(small_tiles):
     assert A.lazy[1, 2, 5].shape == (1, N)
 
 
-def test_a_part_with_some_of_the_grouped_heads_does_not_guess_whose_heads_a_value_has(small_tiles):
+def test_a_part_with_some_grouped_heads_refuses_a_value_with_heads(small_tiles):
     query, key, value = draw(23, 6)
     A = attention(query, key[:3], enable_gqa=True)
     output = A @ value[:3]
@@ -183,7 +183,7 @@ def test_a_part_with_some_of_the_grouped_heads_does_not_guess_whose_heads_a_valu
             A.lazy[chosen] @ value[:3]
 
 
-def test_the_transpose_multiplies_and_the_row_vector_too(small_tiles):
+def test_products_with_the_transpose_and_with_a_row_vector(small_tiles):
     query, key, value = draw(8, 3, kv_len=20)
     A = attention(query, key, mask=causal("lower_right"))
     whole = A.to_dense()
@@ -200,7 +200,7 @@ def test_the_transpose_multiplies_and_the_row_vector_too(small_tiles):
 # 4. Measures
 
 
-def test_reductions_are_those_of_the_dense_matrix(small_tiles):
+def test_reductions_equal_those_of_the_dense_matrix(small_tiles):
     query, key, _ = draw(10, 2, 3, kv_len=N - 6)
     at = {"align": "lower_right"}
     A = attention(query, key, mask=sliding_window(left=5, right=9, **at), sink=0.3)
@@ -252,14 +252,14 @@ def test_ties_go_to_the_lowest_index(mask, small_tiles):
     assert A.argmax() == W.argmax()
 
 
-class Parted(Measure):
-    """A measure whose tiles go to several states in turn, merged at the end in one order or another."""
+class MergedInParts(Measure):
+    """A measure that distributes tiles over several states and merges them in a given order."""
 
     def __init__(self, inner, parts, order):
         self.inner, self.parts, self.order = inner, parts, order
 
     def bind(self, problem):
-        return Parted(self.inner.bind(problem), self.parts, self.order)
+        return MergedInParts(self.inner.bind(problem), self.parts, self.order)
 
     def init(self, shape, xp):
         return [0, [self.inner.init(shape, xp) for _ in range(self.parts)]]
@@ -297,7 +297,7 @@ def test_states_of_tiles_merge_in_any_grouping(measure, order, small_tiles):
         if seed == 13:
             query = 0 * query  # many ties
         A = attention(query, key, mask=mask)
-        parted, whole = A.measure(parted=Parted(measure, 4, order), whole=measure)
+        parted, whole = A.measure(parted=MergedInParts(measure, 4, order), whole=measure)
         if isinstance(whole, TopKResult):
             assert np.array_equal(parted.values, whole.values) and np.array_equal(
                 parted.indices, whole.indices
@@ -307,7 +307,7 @@ def test_states_of_tiles_merge_in_any_grouping(measure, order, small_tiles):
 
 
 class Above(Measure):
-    """How many weights of each row are above a threshold: a measure of one's own."""
+    """The number of weights of each row above a threshold: a custom measure."""
 
     def __init__(self, threshold):
         self.threshold = threshold
@@ -320,7 +320,7 @@ class Above(Measure):
         return state
 
 
-def test_a_measure_of_ones_own(small_tiles):
+def test_a_custom_measure(small_tiles):
     query, key, _ = draw(15, 2, 3)
     A = attention(query, key, mask=causal())
     assert np.array_equal(A.measure(Above(0.1)).above, (A.to_dense() > 0.1).sum(-1))
@@ -345,8 +345,8 @@ def test_only_to_dense_stores_the_matrix():
     assert peak < A.nbytes / 4
 
 
-class Recorded(Mask):
-    """A mask that remembers how much of it was ever built at once."""
+class RecordingMask(Mask):
+    """A mask that records its largest evaluated block."""
 
     def __init__(self):
         self.largest = 0
@@ -356,9 +356,9 @@ class Recorded(Mask):
         return (kv_idx[None, :] <= q_idx[:, None])[None]
 
 
-def test_a_mask_is_never_built_whole(small_tiles):
+def test_a_mask_is_never_evaluated_as_a_whole(small_tiles):
     query, key, value = draw(17)
-    mask = Recorded()
+    mask = RecordingMask()
     A = attention(query, key, mask=mask)
     for ask in (
         A.entropy,

@@ -1,4 +1,4 @@
-"""What the design promises of masks: they combine, are values, tell blocks apart, and so skip the empty ones."""
+"""The guarantees of the design about masks: algebra, equality and repr, block classification, skipped blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_masks_combine_as_booleans_do():
         assert np.array_equal((a | ~b).to_dense(*SHAPE), x | ~y)
 
 
-def test_what_a_mask_says_of_a_block_is_never_wrong():
+def test_a_block_is_classified_correctly():
     rng = np.random.default_rng(21)
     said = set()
     for a, b in itertools.product(IN_SHAPE, repeat=2):
@@ -91,7 +91,7 @@ def test_what_a_mask_says_of_a_block_is_never_wrong():
     ],
     ids=repr,
 )
-def test_a_block_is_told_empty_full_or_partial(mask, state):
+def test_a_block_is_empty_full_or_partial(mask, state):
     blocks = (range(0, 8), range(20, 28)), (range(10, 18), range(10, 18)), (range(20, 28), range(0, 8))
     assert tuple(mask.classify(*block, shape=(29, 29)) for block in blocks) == state
 
@@ -151,7 +151,7 @@ def test_18_chunks_against_a_cache_equal_the_uncached_pass(window):
             np.testing.assert_allclose(A @ value[:, :end], whole[:, start:end], atol=1e-13)
 
 
-def test_a_window_without_end_sees_everything_on_its_side():
+def test_an_unbounded_window_allows_everything_on_its_side():
     query, key = np.zeros((5, 2)), np.zeros((9, 2))
     for size in (9, 2**40, 2**63 - 1):
         A = attention(query, key, mask=sliding_window(left=3, right=size, align="lower_right"))

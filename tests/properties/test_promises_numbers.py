@@ -1,6 +1,6 @@
-"""How attention goes wrong elsewhere, and that it does not here: the numbers (rows 12 to 26).
+"""Known failures of attention implementations that must not occur here: numbers (rows 12 to 26).
 
-A test carries the number of its row in the table of failures; see test_promises.py for those that are not here.
+Each test has the number of its row in the table of failures; test_promises.py lists the rows that are elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N = 2 * COLUMNS + 3
 
 @pytest.fixture
 def small_tiles():
-    """Tiles so small that a few dozen tokens are split into many of them."""
+    """Use tiles so small that a few dozen tokens are split into many of them."""
     with use_tile_sizes(rows=ROWS, columns=COLUMNS, entries=2 * ROWS * COLUMNS, cached_scores=700):
         yield
 
@@ -36,7 +36,7 @@ def draw(seed: int, q_len: int, kv_len: int, head_dim: int = 3, value_dim: int =
 
 
 def agree(query, key, value, arguments, definition, dtype="float64") -> None:
-    """Output, lse, weights and measures against the definition, under the error rule."""
+    """Compare output, lse, weights and measures with the definition, under the error rule."""
     assert (
         check_case(
             SimpleNamespace(dtype=dtype), CaseInputs(query, key, value, arguments, definition, ordinary=False)
@@ -49,7 +49,10 @@ def agree(query, key, value, arguments, definition, dtype="float64") -> None:
 def test_12_the_largest_half_precision_inputs_do_not_overflow(dtype):
     if dtype == "bfloat16":
         ml_dtypes = pytest.importorskip("ml_dtypes")
-        kind, largest = np.dtype(ml_dtypes.bfloat16), 1e18  # the square of more does not fit float32 either
+        kind, largest = (
+            np.dtype(ml_dtypes.bfloat16),
+            1e18,
+        )  # the square of a larger number overflows float32, too
     else:
         kind, largest = np.dtype(np.float16), 65504.0
     rng = np.random.default_rng(16)
@@ -80,18 +83,18 @@ def test_13_any_finite_scale(scale):
         assert np.allclose(A.to_dense(), 1 / N, rtol=1e-15)
 
 
-def test_13_a_scale_of_zero_is_uniform_over_what_is_seen():
+def test_13_a_scale_of_zero_is_uniform_over_the_live_keys():
     A = attention(*draw(18, 5, 5)[:2], mask=causal(), scale=0)
     assert A.to_dense().tolist() == [[1 / (i + 1) if j <= i else 0 for j in range(5)] for i in range(5)]
 
 
-def test_13_a_negative_scale_turns_the_scores_around():
+def test_13_a_negative_scale_reverses_the_scores():
     query, key, value = draw(19, N, N)
     assert np.array_equal(attention(query, key, scale=-1) @ value, attention(-query, key, scale=1) @ value)
 
 
 def layouts(array):
-    """The same numbers, laid out in memory in every way that slicing and transposing can give."""
+    """Yield an array in every memory layout that slicing and transposing can give."""
     wide = np.full((*array.shape[:-1], 3 * array.shape[-1]), np.nan)
     wide[..., 1::3] = array
     long = np.full((*array.shape[:-2], 2 * array.shape[-2] + 3, array.shape[-1]), np.nan)
@@ -129,7 +132,7 @@ def test_15_layout_never_changes_a_value(layout, small_tiles):
     agree(query, key, value, {"mask": causal()}, {"mask": causal().to_dense(N, N)})
 
 
-def test_15_an_expanded_axis_is_as_good_as_copies(small_tiles):
+def test_15_an_expanded_axis_equals_copies(small_tiles):
     query, key, value = draw(21, N, N, lead=(2, 3))
     key, value = key[:1, :1], value[:1, :1]
     expanded = [np.broadcast_to(array, (2, 3, *array.shape[2:])) for array in (key, value)]
@@ -147,20 +150,20 @@ def test_15_an_expanded_axis_is_as_good_as_copies(small_tiles):
 def test_16_grouped_heads_map_by_repeat_interleave(kv_heads, small_tiles):
     query, key, value = draw(22, N, N, lead=(2, 6), kv_lead=(2, kv_heads))
     repeated = [np.repeat(array, 6 // kv_heads, axis=1) for array in (key, value)]
-    kept = sliding_window(np.arange(3, 9)) & padding([N, 20])
-    A = attention(query, key, mask=kept, enable_gqa=True)
-    B = attention(query, repeated[0], mask=kept)
+    mask = sliding_window(np.arange(3, 9)) & padding([N, 20])
+    A = attention(query, key, mask=mask, enable_gqa=True)
+    B = attention(query, repeated[0], mask=mask)
     assert np.allclose(A @ value, B @ repeated[1], rtol=1e-13, atol=1e-15)
     assert np.allclose(A.to_dense(), B.to_dense(), rtol=1e-13, atol=0)
     assert np.allclose(A.lse, B.lse, rtol=1e-14) and np.allclose(A.entropy(), B.entropy())
     # Some batch entries, all heads: the grouping stays.
     assert np.allclose(A.lazy[1:] @ value[1:], (B @ repeated[1])[1:], rtol=1e-13, atol=1e-15)
     assert A.kernel == B.kernel == "numpy: block loop"
-    agree(query, key, value, {"mask": kept, "enable_gqa": True}, {"mask": kept.to_dense(2, 6, N, N)})
+    agree(query, key, value, {"mask": mask, "enable_gqa": True}, {"mask": mask.to_dense(2, 6, N, N)})
 
 
 def turned(x, positions, layout, base=10_000.0):
-    """Rotary positions by complex numbers: pair i is multiplied by exp(1j · position · base^(−2i/d))."""
+    """Rotate by complex numbers: pair i is multiplied by exp(1j · position · base^(−2i/d))."""
     dim = x.shape[-1]
     pairs = [(i, i + dim // 2) if layout == "half" else (2 * i, 2 * i + 1) for i in range(dim // 2)]
     out = np.empty(x.shape, np.longdouble)
@@ -175,13 +178,13 @@ def turned(x, positions, layout, base=10_000.0):
 @pytest.mark.parametrize(
     "positions", [range(1000, 1007), [4095, 8191, 16384, 131071, 1000, 65536, 1_000_000]]
 )
-def test_19_rotary_pairing_far_from_the_start(layout, positions):
+def test_19_rotary_layouts_far_from_the_start(layout, positions):
     x = np.random.default_rng(23).normal(size=(2, 3, 7, 8))
     positions = np.asarray(positions)
     for base in (10_000.0, 500_000.0):
         expected = turned(x, positions, layout, base)
         found = rope(x, positions, layout=layout, base=base)
-        # An angle is known to its own rounding, which grows with the position.
+        # The rounding error of an angle grows with the position.
         assert (abs(found - expected) < 8 * epsilon("float64") * positions.max() * abs(x).max()).all()
         half = rope(x.astype(np.float32), positions, layout=layout, base=base)
         assert half.dtype == np.float32 and np.allclose(half, expected.astype(float), rtol=0, atol=1e-6)
@@ -199,7 +202,7 @@ def test_19_rotated_scores_depend_on_the_distance_alone(layout):
     assert not np.allclose(rope(query, layout=layout), rope(query, layout=other))
 
 
-def test_19_the_pairing_must_be_said():
+def test_19_the_rotary_layout_must_be_given():
     with pytest.raises(TypeError, match="layout"):
         rope(np.ones((2, 4)))
 
@@ -257,7 +260,7 @@ def test_21_a_sink_is_in_the_maximum_and_in_the_sum(sink, small_tiles):
     )
 
 
-def test_21_a_sink_of_minus_inf_is_none(small_tiles):
+def test_21_a_sink_of_minus_inf_changes_nothing(small_tiles):
     query, key, value = draw(26, N, N)
     mask = sliding_window(4) & dense((np.arange(N) > 2)[:, None])
     with_sink, without = (attention(query, key, mask=mask, sink=sink) for sink in (-np.inf, None))
@@ -267,9 +270,9 @@ def test_21_a_sink_of_minus_inf_is_none(small_tiles):
 
 def test_22_scale_then_cap_then_mask_then_softmax():
     query, key = [[2.0]], [[3.0], [-3.0], [0.5], [100.0]]
-    seen = [[True, True, True, False]]
-    A = attention(query, key, scale=0.5, score_mod=softcap(2.0), mask=dense(seen))
-    # 2 tanh(3/2), −2 tanh(3/2), 2 tanh(0.5/2), and hidden: a cap after the mask would make it −2.
+    allowed = [[True, True, True, False]]
+    A = attention(query, key, scale=0.5, score_mod=softcap(2.0), mask=dense(allowed))
+    # 2 tanh(3/2), −2 tanh(3/2), 2 tanh(0.5/2), and masked: a cap after the mask would make it −2.
     assert A.scores[0].tolist() == pytest.approx(
         [1.8102965072897329, -1.8102965072897329, 0.4898373248074184, -np.inf]
     )
@@ -288,7 +291,7 @@ def test_22_score_modifications_apply_in_the_order_given():
 
 
 def shards(query, key, value, cuts, mask=None):
-    """Output and lse over each run of keys between the cuts, by the matrix of those keys alone."""
+    """Compute output and lse over each shard of the keys, from the matrix of that shard."""
     allowed = np.ones((len(query), len(key)), bool) if mask is None else mask
     edges = [0, *cuts, len(key)]
     return [
@@ -302,7 +305,7 @@ def shards(query, key, value, cuts, mask=None):
 @pytest.mark.parametrize("level", [0.0, 300.0])
 def test_23_shards_merge_in_any_order_empty_ones_too(cuts, level, small_tiles):
     query, key, value = draw(27, 6, N)
-    key[:, 0] *= 1 + level  # large scores: most shards have next to nothing
+    key[:, 0] *= 1 + level  # large scores: most shards have almost no weight
     mask = np.random.default_rng(28).random((6, N)) < 0.5
     mask[2], mask[3, :20] = False, False
     parts = shards(query, key, value, cuts, mask)
@@ -331,7 +334,7 @@ def test_23_shards_merge_in_any_order_empty_ones_too(cuts, level, small_tiles):
         assert_matches(lse, exact.lse, naive.lse, magnitude=1 + largest, dtype="float64")
 
 
-def test_23_nothing_merged_with_nothing_is_nothing():
+def test_23_empty_shards_merge_to_empty_rows():
     empty = (np.zeros((2, 3)), np.full(2, -np.inf))
     output, lse = merge([empty, empty, empty])
     assert not output.any() and (lse == -np.inf).all()
@@ -373,7 +376,7 @@ def test_25_lse_is_the_natural_logarithm(dtype, small_tiles):
 @pytest.mark.parametrize("n", [16_384, 131_072])
 @pytest.mark.parametrize("variance", [94.0, 1e6])
 def test_26_spread_does_not_cancel(n, variance):
-    """Keys of a known spread at the far end of the sequence, and in its middle, from queries all over it."""
+    """Check a known spread at the end and in the middle of the sequence, for queries everywhere."""
     rng, keys, rows = np.random.default_rng(32), np.arange(n), [0, 1, n // 3, n - 1]
     zeros = np.zeros((n, 2), np.float32)
     for centre in (rng.integers(n // 2), n - 1):
@@ -400,7 +403,7 @@ def test_26_spread_of_ordinary_rows(n):
 
 
 def spread_of(weights):
-    """The standard deviation of the position under the weights, in float64, about the mean."""
+    """Compute the standard deviation of the position under the weights, in float64."""
     weights = np.asarray(weights, np.float64).ravel()
     weights = weights / weights.sum()
     keys = np.arange(len(weights))

@@ -1,4 +1,4 @@
-"""Wrong calls, as a user makes them: each is refused with the operation, what came, what was expected, and the hint."""
+"""Wrong calls raise errors that name the operation, the received value, the expected value and a hint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.wrong_calls import BUILTIN, ODD, WRONG, key
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_refused_in_four_parts(name):
+def test_a_wrong_call_raises_an_error_with_four_parts(name):
     wrong = WRONG[name]
     with pytest.raises(BUILTIN[wrong.kind]) as caught:
         wrong.call()
@@ -26,7 +26,7 @@ def test_a_wrong_call_is_refused_in_four_parts(name):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_call_is_refused_in_four_parts(name):
+def test_an_odd_call_raises_an_error_with_four_parts(name):
     with pytest.raises(RegardError) as caught:
         ODD[name]()
     error = caught.value
@@ -35,7 +35,7 @@ def test_an_odd_call_is_refused_in_four_parts(name):
         assert words and words in str(error)
 
 
-def test_an_unknown_kind_of_array_is_refused_by_name():
+def test_an_unknown_array_type_is_named_in_the_error():
     class Tensor:
         shape, dtype = (5, 4), "float32"
 
@@ -44,6 +44,6 @@ def test_an_unknown_kind_of_array_is_refused_by_name():
     assert "query as an array of float32 with shape (5, 4)" in caught.value.received
 
 
-def test_every_error_can_be_caught_as_one():
+def test_every_error_is_a_regard_error():
     assert {kind.__mro__[1] for kind in BUILTIN} == {RegardError}
     assert all(getattr(regard, kind.__name__) is kind for kind in (*BUILTIN, RegardError))

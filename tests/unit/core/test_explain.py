@@ -1,4 +1,4 @@
-"""One query explained: the four steps as data, and the trace that prints them."""
+"""The explanation of one query: the four steps as data and as printed text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_fields_are_the_definition(name: str, row: int) -> None:
     equal(steps.key, cat.K)
     equal(steps.products, [[q * k for q, k in zip(cat.Q[row], key, strict=True)] for key in cat.K])
     close(steps.raw_scores, steps.products.sum(-1))
-    # 2. Scale, change, hide.
+    # 2. Scale, modify, mask.
     close(steps.scaled_scores, steps.raw_scores * steps.scale)
     close(steps.scores, scores)
     assert steps.score_mods == (("softcap(0.75)",) if "score_mod" in arguments else ())
@@ -77,7 +77,7 @@ def test_without_a_value_there_are_three_steps() -> None:
     assert repr(steps) == "<How query 1 attends: 5 keys, print() shows the four steps>"
 
 
-def test_the_trace_of_the_cat() -> None:
+def test_the_printed_steps_of_the_cat_example() -> None:
     A = regard.attention(cat.Q, cat.K, mask=causal())
     assert str(A.explain(2, value=cat.V, tokens=cat.tokens)).splitlines() == [
         'How query 2 "sat" attends: 5 keys, head_dim 4',
@@ -110,7 +110,7 @@ def test_the_trace_of_the_cat() -> None:
     ]
 
 
-# What is printed, read back
+# The printed text, parsed
 
 NUMBER = r"-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]\d+)?)"
 
@@ -120,12 +120,12 @@ def numbers(text: str) -> list[float]:
 
 
 def as_printed(found: Any, expected: Any) -> None:
-    """To four digits after the point, or four in all for what is very small or very large."""
+    """Round to four decimals, or to four significant digits for very small and very large numbers."""
     close(found, expected, rtol=5.1e-4, atol=0.5001e-4)
 
 
 def sections(steps: regard.Explanation) -> dict[str, list[str]]:
-    """The lines of each of the steps, the first of them its heading."""
+    """Return the lines of each step; the first is its heading."""
     found: dict[str, list[str]] = {"0": []}
     for line in str(steps).splitlines():
         if match := re.match(r"(\d)\. ", line):
@@ -136,7 +136,7 @@ def sections(steps: regard.Explanation) -> dict[str, list[str]]:
 
 
 def check_lines(steps: regard.Explanation, keys: list[int], name_width: int) -> None:
-    """The printed numbers of these keys equal the fields."""
+    """Check that the printed numbers of these keys equal the fields."""
     lines = sections(steps)
     as_printed(numbers(lines["1"][0]), steps.query)
     assert numbers(lines["2"][0])[0] == pytest.approx(steps.scale, abs=1e-4)
@@ -190,7 +190,7 @@ LONG, WIDTH = 70_001, 3
 def long_row() -> regard.Explanation:
     rng = np.random.default_rng(5)
     query, key = rng.normal(size=(1, 2)) * 4, rng.normal(size=(LONG, 2))
-    sink = regard.attention(query, key, mask=~first(1000)).lse[0]  # so that it takes half
+    sink = regard.attention(query, key, mask=~first(1000)).lse[0]  # the sink takes half of the weight
     A = regard.attention(query, key, mask=~first(1000), sink=sink)
     return A.explain(0, value=rng.normal(size=(LONG, WIDTH)))
 
@@ -206,7 +206,7 @@ def test_a_long_row_shows_its_top_keys(long_row: regard.Explanation) -> None:
     check_lines(long_row, top.tolist(), name_width=max(len(f"key {j}") for j in top))
 
 
-def test_a_long_row_says_what_the_rest_add_up_to(long_row: regard.Explanation) -> None:
+def test_a_long_row_prints_the_sum_of_the_other_keys(long_row: regard.Explanation) -> None:
     top = np.argsort(-long_row.weights, kind="stable")[:12]
     rest = np.setdiff1d(np.arange(LONG), top)
     weights, sums = (
@@ -217,7 +217,7 @@ def test_a_long_row_says_what_the_rest_add_up_to(long_row: regard.Explanation) -
     as_printed([exponentials, weight], [long_row.exponentials[rest].sum(), long_row.weights[rest].sum()])
     assert weights.count("█") == int(40 * long_row.weights[rest].sum()) > 0
     as_printed(numbers(sums)[1:], long_row.contributions[rest].sum(0))
-    # Shown, rest and sink together are the whole row.
+    # The shown keys, the rest and the sink add up to the whole row.
     printed = [numbers(line)[-1] for line in sections(long_row)["3"][1:]]
     assert sum(printed) == pytest.approx(1, abs=14 * 0.5e-4)
     close(long_row.output, long_row.weights @ long_row.value)
@@ -225,7 +225,7 @@ def test_a_long_row_says_what_the_rest_add_up_to(long_row: regard.Explanation) -
 
 @pytest.mark.parametrize("n", [0, 1, 11, 12, 13, 14, 1009])
 @pytest.mark.parametrize("head_dim", [1, 7, 8, 9, 131])
-def test_any_length_makes_a_short_text(n: int, head_dim: int) -> None:
+def test_the_text_is_short_for_any_length(n: int, head_dim: int) -> None:
     rng = np.random.default_rng(n)
     query, key = rng.normal(size=(1, head_dim)), rng.normal(size=(n, head_dim))
     steps = regard.attention(query, key).explain(0, value=rng.normal(size=(n, 17)))
@@ -236,7 +236,7 @@ def test_any_length_makes_a_short_text(n: int, head_dim: int) -> None:
     assert steps.output.shape == (17,)
 
 
-# Rows that see nothing, or NaN
+# Empty rows, and NaN
 
 
 @pytest.mark.parametrize(
@@ -298,13 +298,13 @@ def test_hostile_tokens_stay_on_their_line() -> None:
             and r"\u2028sep\u2029" in text
             and r"\u202eRTL" in text
         )
-        assert list(steps.key_tokens) == HOSTILE, "the data keeps them as they are"
+        assert list(steps.key_tokens) == HOSTILE, "the data holds the tokens unescaped"
 
 
-# Which row, which head
+# Choosing a row and a head
 
 
-def test_one_head_of_a_larger_matrix() -> None:
+def test_explain_one_head_of_a_larger_matrix() -> None:
     rng = np.random.default_rng(3)
     query, key, value = (
         rng.normal(size=(2, 6, 7, 5)),
@@ -318,7 +318,7 @@ def test_one_head_of_a_larger_matrix() -> None:
     close(steps.weights, A[1, 4, 6])
     close(steps.output, (A @ value)[1, 4, 6])
     assert steps.title == "How query 6 attends"
-    # Of some rows the row is counted among them, and the title says which query it is.
+    # In a part of the matrix rows are counted within the part; the title names the query's position.
     some = A.lazy[1, 4, [5, 2]].explain(1, value=value[1:2, 2:3], tokens="abcdefg")
     close(some.weights, A[1, 4, 2])
     assert some.title == 'How query 2 "c" attends'
@@ -332,7 +332,7 @@ def test_half_precision_is_explained_in_float32() -> None:
     close(steps.weights, defined({}).weights[0], rtol=1e-6)
 
 
-def test_a_query_that_is_no_key_has_no_token() -> None:
+def test_a_query_of_another_sequence_has_no_token() -> None:
     steps = regard.attention(cat.Q[:2], cat.K).explain(1, tokens=cat.tokens)
     assert steps.title == "How query 1 attends" and list(steps.key_tokens) == list(cat.tokens)
 
@@ -341,7 +341,7 @@ def test_a_query_that_is_no_key_has_no_token() -> None:
     "wrong",
     [{"tokens": ["a"]}, {"value": np.ones((4, 3))}, {"value": np.ones(5)}, {"value": np.ones((2, 5, 3))}],
 )
-def test_what_does_not_fit_is_refused(wrong: Any) -> None:
+def test_wrong_arguments_are_refused(wrong: Any) -> None:
     with pytest.raises(regard.ArgumentError, match="explain"):
         regard.attention(cat.Q, cat.K).explain(0, **wrong)
 

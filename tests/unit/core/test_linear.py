@@ -1,4 +1,4 @@
-"""Linear attention: the same matrix by another road, held against its definition, and linear."""
+"""Linear attention: compared with its definition, and the guarantees that hold for every matrix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAPS = {"elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))), "relu
 
 @pytest.fixture(autouse=True)
 def small_chunks(small):
-    """Chunks so small that a few dozen tokens meet many of them; features would make them larger."""
+    """Use chunks so small that a few dozen tokens are split into many; more features would make them larger."""
     with use_tile_sizes(linear_chunk=4):
         yield
 
@@ -47,7 +47,7 @@ def dense_mask(mask, *shape):
 
 
 def define(query, key, value, mask, feature_map="elu"):
-    """The definition at better than the dtype, and a naive computation at the dtype itself."""
+    """Compute the definition in a wider dtype, and naively in the dtype itself."""
     dtype = np.dtype(query.dtype).type
     wide, own = (np.longdouble, np.float64) if dtype is np.float64 else (np.float64, np.float32)
     found = (
@@ -60,7 +60,7 @@ def define(query, key, value, mask, feature_map="elu"):
 
 
 def agree(A, query, key, value, mask=True, feature_map="elu", product=None):
-    """Output, lse, scores and weights against the definition, under the error rule."""
+    """Compare output, lse, scores and weights with the definition, under the error rule."""
     exact, naive, dtype = define(query, key, value, mask, feature_map)
     with np.errstate(all="ignore"):
         largest = np.max(np.abs(np.where(np.isfinite(exact.scores), exact.scores, 0)), axis=-1, initial=0)
@@ -79,13 +79,13 @@ def to_engine_of(A, array):
     return ENGINES[A._problem.engine.name](array)
 
 
-# -- Held against the definition --------------------------------------------------------------------------
+# -- Compared with the definition -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_mask_gives_the_definition(mask, feature_map, engine):
+def test_every_mask_matches_the_definition(mask, feature_map, engine):
     query, key, value = draw(1)
     A = linear_attention(*map(ENGINES[engine], (query, key)), mask=mask, feature_map=feature_map)
     agree(A, query, key, value, dense_mask(mask, HEADS, N, N), feature_map)
@@ -94,7 +94,7 @@ def test_every_mask_gives_the_definition(mask, feature_map, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_lower_precision_keeps_the_rule(dtype, engine):
+def test_lower_precision_stays_within_the_error_rule(dtype, engine):
     query, key, value = draw(2, dtype=dtype)
     A = linear_attention(*map(ENGINES[engine], (query, key)), mask=causal())
     assert str(A.dtype).endswith("float32")
@@ -107,7 +107,7 @@ def test_lower_precision_keeps_the_rule(dtype, engine):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_lengths_alignment_and_chunks_give_the_definition(data):
+def test_any_lengths_alignment_and_chunks_match_the_definition(data):
     q_len, kv_len = (data.draw(st.integers(1, 23)) for _ in range(2))
     align = data.draw(st.sampled_from(["upper_left", "lower_right"]))
     mask = data.draw(
@@ -158,7 +158,7 @@ def test_sums_are_shared_by_heads_that_share_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", [None, causal()], ids=str)
-def test_it_is_the_recurrence_it_is_known_as(mask):
+def test_causal_linear_attention_equals_its_recurrence(mask):
     query, key, value = draw(6, lead=())
     features_q, features_k = MAPS["elu"](query), MAPS["elu"](key)
     state, norm, rows = np.zeros((D, V)), np.zeros(D), []
@@ -172,7 +172,7 @@ def test_it_is_the_recurrence_it_is_known_as(mask):
 
 
 @given(count=st.integers(1, 40), data=st.data())
-def test_sums_of_runs_are_sums_of_few(count, data):
+def test_range_sums_use_few_additions(count, data):
     first = data.draw(st.integers(0, count - 1))
     stop = data.draw(st.integers(first + 1, count))
     additions = []
@@ -189,13 +189,13 @@ def test_sums_of_runs_are_sums_of_few(count, data):
     assert len(additions) <= 2 * math.log2(count + 1)
 
 
-# -- What is promised of every matrix ---------------------------------------------------------------------
+# -- Guarantees of every matrix ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30], ids=str)
 @pytest.mark.parametrize("mask", [padding(21), dense(SOME & (np.arange(N) < 21))], ids=["padding", "dense"])
-def test_what_is_masked_cannot_matter(mask, bad, engine):
+def test_masked_input_cannot_matter(mask, bad, engine):
     query, key, value = draw(7)
     make = ENGINES[engine]
     clean = linear_attention(make(query), make(key), mask=mask)
@@ -216,7 +216,7 @@ def test_what_is_masked_cannot_matter(mask, bad, engine):
         assert np.allclose(A.to_dense(), clean.to_dense(), rtol=1e-12)
 
 
-def test_chunks_that_nobody_sees_are_not_touched():
+def test_fully_masked_chunks_are_not_read():
     query, key, value = draw(7)
     key[:, 20:], value[:, 20:] = np.nan, np.inf
     A = linear_attention(query, key, mask=padding(20))  # five features make chunks of five
@@ -225,7 +225,7 @@ def test_chunks_that_nobody_sees_are_not_touched():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_live_nan_reaches_exactly_the_rows_that_see_it(engine):
+def test_a_live_nan_reaches_exactly_the_rows_that_attend_to_it(engine):
     query, key, value = draw(8, lead=())
     key[9, 2] = np.nan
     make = ENGINES[engine]
@@ -251,18 +251,18 @@ def test_rows_that_see_nothing_are_zeros(engine):
     assert not A.to_dense()[:12].any() and not A.entropy()[:12].any()
 
 
-def test_features_without_anything_in_common_hide_the_key():
+def test_features_with_nothing_in_common_mask_the_key():
     query, key = np.array([[1.0, -1.0], [-1.0, -1.0]]), np.array([[2.0, 0.0], [0.0, 3.0]])
     A = linear_attention(query, key, feature_map="relu")
     assert np.array_equal(A.scores[...], [[math.log(2), -np.inf], [-np.inf, -np.inf]])
-    assert np.array_equal(A @ np.array([[5.0], [np.nan]]), [[5.0], [0.0]])  # hidden is hidden
+    assert np.array_equal(A @ np.array([[5.0], [np.nan]]), [[5.0], [0.0]])  # a masked value does not matter
     assert np.array_equal(A.lse, [math.log(2), -np.inf])
     assert np.array_equal(A.to_dense(), [[1, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("known", [False, True], ids=["fresh", "multiplied"])
-def test_an_index_is_that_of_the_dense_matrix(engine, known):
+def test_indexing_equals_indexing_the_dense_matrix(engine, known):
     query, key, value = map(ENGINES[engine], draw(10))
     A = linear_attention(query, key, mask=causal() | first(3))
     if known:
@@ -285,7 +285,7 @@ def test_an_index_is_that_of_the_dense_matrix(engine, known):
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("mask", [None, causal(), padding(21)], ids=str)
-def test_measures_are_those_of_the_dense_matrix(mask, engine):
+def test_measures_equal_those_of_the_dense_matrix(mask, engine):
     query, key, value = map(ENGINES[engine], draw(11))
     A = linear_attention(query, key, mask=mask)
     found = A.measure(
@@ -315,7 +315,7 @@ def test_shards_of_the_keys_merge():
     assert np.allclose(output, whole @ value, rtol=1e-13) and np.allclose(lse, whole.lse, rtol=1e-13)
 
 
-def test_without_features_nothing_is_seen():
+def test_without_features_every_row_is_empty():
     A = linear_attention(np.ones((2, 0)), np.ones((3, 0)))
     assert not (A @ np.ones(3)).any() and np.isneginf(A.lse).all()
 
@@ -338,7 +338,7 @@ def test_features_far_from_one_neither_underflow_nor_overflow(at, engine):
     query[:, ::2] += np.float32(at)
     key += np.float32(min(at, 1e12))
     A = linear_attention(*map(ENGINES[engine], (query, key)), mask=causal())
-    # The naive computation loses these rows, so they are held against the definition alone.
+    # The naive computation loses these rows, so they are compared with the definition only.
     exact = reference.linear_attention(
         query, key, value, feature_map=MAPS["elu"], mask=dense_mask(causal(), N, N)
     )

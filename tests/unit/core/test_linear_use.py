@@ -1,4 +1,4 @@
-"""Linear attention in use: its gradients, how it grows, what a reader sees, and feature maps."""
+"""Linear attention: gradients, growth with the length, printed descriptions, and feature maps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.linear_cases import MASKS, SOME, D, N, draw
 
 @pytest.fixture(autouse=True)
 def small_chunks(small):
-    """Chunks so small that a few dozen tokens meet many of them; features would make them larger."""
+    """Use chunks so small that a few dozen tokens are split into many; more features would make them larger."""
     with use_tile_sizes(linear_chunk=4):
         yield
 
@@ -53,8 +53,8 @@ def test_gradients_through_the_product(mask, feature_map):
 
 
 @pytest.mark.parametrize("what", ["entries", "lse", "streamed", "scores"])
-def test_gradients_through_the_rest_agree_also_where_a_product_is_zero(what):
-    # Features are given, some of them zeros, so that a zero product has a gradient.
+def test_gradients_of_entries_and_measures_are_right_where_a_product_is_zero(what):
+    # Some features are zeros, so that a product of zero has a gradient.
     rng = np.random.default_rng(15)
     features = [rng.uniform(0.5, 2.0, size=(5, 4)) * (rng.random((5, 4)) < 0.4) for _ in range(2)]
     features[0][0], features[1][0] = [1, 0, 0, 0], [0, 1, 0, 0]
@@ -88,7 +88,7 @@ def test_gradients_through_the_rest_agree_also_where_a_product_is_zero(what):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_a_live_nan_is_where_it_is_seen_while_learning_too():
+def test_a_live_nan_reaches_its_rows_also_with_gradients():
     query, key, _ = learnt(*draw(27, lead=()))
     with torch.no_grad():
         key[9, 2] = math.nan
@@ -108,9 +108,9 @@ def test_an_empty_row_has_no_gradient():
 
 @use_tile_sizes(linear_chunk=16)
 @pytest.mark.parametrize("mask", [causal(), "half"], ids=str)
-def test_what_is_kept_for_a_gradient_grows_with_the_length(mask):
+def test_memory_saved_for_gradients_grows_with_the_length(mask):
 
-    def kept(n):
+    def saved_numbers(n):
         sizes = {}
 
         def pack(tensor):
@@ -124,10 +124,10 @@ def test_what_is_kept_for_a_gradient_grows_with_the_length(mask):
         assert output.grad_fn is not None
         return sum(sizes.values())
 
-    assert kept(240) <= 5 * kept(60)  # n² would be 16
+    assert saved_numbers(240) <= 5 * saved_numbers(60)  # n² would be 16
 
 
-def test_it_learns_at_half_precision_and_under_autocast():
+def test_gradients_at_half_precision_and_under_autocast():
     query, key, value = (torch.tensor(x, dtype=torch.bfloat16, requires_grad=True) for x in draw(18))
     with torch.autocast("cpu", torch.bfloat16):
         A = linear_attention(query, key, mask=causal())
@@ -139,7 +139,7 @@ def test_it_learns_at_half_precision_and_under_autocast():
     assert torch.equal(output, (linear_attention(*wide[:2], mask=causal()) @ wide[2]).bfloat16())
 
 
-# -- Linear -----------------------------------------------------------------------------------------------
+# -- Growth -----------------------------------------------------------------------------------------------
 
 LINEAR = {
     "none": lambda n: None,
@@ -154,15 +154,15 @@ LINEAR = {
 }
 
 
-def multiplied_out(kernel):
+def explicit_tiles(kernel):
     words = kernel.split()
     return int(words[words.index("of") - 1]), int(words[words.index("of") + 1])
 
 
 @pytest.mark.parametrize("mask", LINEAR.values(), ids=LINEAR)
-def test_tiles_multiplied_out_grow_with_the_length(mask):
+def test_explicitly_computed_tiles_grow_with_the_length(mask):
     def tiles(n):
-        return multiplied_out(linear_attention(*np.ones((2, 2, 1, n, D)), mask=mask(n)).kernel)
+        return explicit_tiles(linear_attention(*np.ones((2, 2, 1, n, D)), mask=mask(n)).kernel)
 
     (few, of_few), (many, of_many) = tiles(400), tiles(1600)
     assert of_many == 16 * of_few
@@ -170,7 +170,7 @@ def test_tiles_multiplied_out_grow_with_the_length(mask):
     assert many <= of_many / 8
 
 
-def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
+def test_the_kernel_name_counts_the_explicitly_computed_tiles(monkeypatch):
     ran = []
     tile = _linear.LinearProblem._multiply_tile
     monkeypatch.setattr(
@@ -184,7 +184,7 @@ def test_the_kernel_says_what_was_multiplied_out(monkeypatch):
         before = A.kernel
         ran.clear()
         A @ value
-        assert A.kernel == before and multiplied_out(before)[0] == len(ran)
+        assert A.kernel == before and explicit_tiles(before)[0] == len(ran)
     n = -(-N // 5)  # five features make chunks of five
     assert linear_attention(query, key, mask=dense(SOME)).kernel == (
         f"numpy: linear attention, {n * n} of {n * n} tiles computed explicitly"
@@ -225,10 +225,10 @@ def test_memory_at_65536_tokens_is_a_few_times_that_of_the_inputs(mask):
     assert peak < 10 * 3 * n * width * 4  # 126 MB; the matrix would be 17 GB
 
 
-# -- What a reader sees -----------------------------------------------------------------------------------
+# -- Printed descriptions ---------------------------------------------------------------------------------
 
 
-def test_repr_plan_and_explanation_say_what_it_is():
+def test_repr_plan_and_explanation_name_linear_attention():
     A = linear_attention([[1.0, 0.0]], [[1.0, 0.0], [0.0, -1.0]])
     assert repr(A).splitlines()[0] == "AttentionMatrix(q_len 1, kv_len 2) float64, linear attention (elu)"
     masked = linear_attention(*np.zeros((2, 15, 2)), mask=causal(), feature_map=random_features(8, seed=3))
@@ -240,13 +240,17 @@ def test_repr_plan_and_explanation_say_what_it_is():
         "position from extra value columns"
     )
     assert "one pass with the lse of the product: entropy" in masked.plan(Entropy())
-    told = A.explain(0, value=[[1.0], [2.0]])
-    assert np.allclose(told.raw_scores, [5, 2 + math.exp(-1)])
-    assert np.allclose(told.scores, np.log(told.raw_scores)) and np.allclose(told.output, A @ [1.0, 2.0])
-    assert "attends by the features elu of query and key" in str(told) and "Scale: × 1, then log" in str(told)
+    explanation = A.explain(0, value=[[1.0], [2.0]])
+    assert np.allclose(explanation.raw_scores, [5, 2 + math.exp(-1)])
+    assert np.allclose(explanation.scores, np.log(explanation.raw_scores)) and np.allclose(
+        explanation.output, A @ [1.0, 2.0]
+    )
+    assert "attends by the features elu of query and key" in str(
+        explanation
+    ) and "Scale: × 1, then log" in str(explanation)
 
 
-def test_causal_asks_for_an_alignment():
+def test_causal_requires_an_alignment():
     with pytest.raises(regard.ArgumentError, match="align"):
         linear_attention(np.ones((3, 2)), np.ones((4, 2)), mask=causal())
 
@@ -262,7 +266,7 @@ def test_a_feature_map_is_the_same_on_both_engines(given):
     assert np.allclose(given(torch.tensor(x)), made, rtol=1e-12)
 
 
-def test_elu_is_that_of_torch_plus_one():
+def test_elu_equals_torch_elu_plus_one():
     x = torch.linspace(-20, 5, 101, dtype=torch.float64, requires_grad=True)
     ours, theirs = elu(x), torch.nn.functional.elu(x) + 1
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-15)
@@ -270,7 +274,7 @@ def test_elu_is_that_of_torch_plus_one():
     assert torch.allclose(*grads)
 
 
-def test_random_features_are_softmax_attention_on_the_average():
+def test_random_features_estimate_softmax_attention_without_bias():
     rng = np.random.default_rng(23)
     query, key = rng.normal(size=(2, 6, 4)) * 0.7
     features = [random_features(6, seed) for seed in range(600)]
@@ -281,7 +285,7 @@ def test_random_features_are_softmax_attention_on_the_average():
     assert not np.array_equal(random_features(9)(query), random_features(9, seed=1)(query))
 
 
-def test_more_random_features_are_nearer_to_softmax_attention():
+def test_more_random_features_are_closer_to_softmax_attention():
     query, key, value = (x / 2 for x in draw(25, lead=()))
     exact = attention(query, key) @ value
 
@@ -292,7 +296,7 @@ def test_more_random_features_are_nearer_to_softmax_attention():
     assert error(1024) < 0.5 * error(32)
 
 
-def test_a_map_of_ones_own_may_have_any_number_of_features():
+def test_a_custom_map_may_have_any_number_of_features():
     query, key, value = draw(24)
 
     def polynomial(x):
@@ -304,7 +308,7 @@ def test_a_map_of_ones_own_may_have_any_number_of_features():
     assert "linear attention (polynomial)" in repr(A)
 
 
-def test_a_learnt_map_learns():
+def test_a_trainable_map_gets_gradients():
     torch.manual_seed(0)
     learnt_map = torch.nn.Sequential(torch.nn.Linear(D, 6, dtype=torch.float64), torch.nn.Softplus())
     query, key, value = map(torch.tensor, draw(26))
@@ -332,20 +336,20 @@ def test_a_learnt_map_learns():
     ],
     ids=["name", "number", "factory", "negative", "shape", "library", "counts", "booleans"],
 )  # fmt: skip
-def test_a_feature_map_that_is_none_is_refused_with_its_cure(feature_map, kind, words):
+def test_an_invalid_feature_map_is_refused_with_a_hint(feature_map, kind, words):
     with pytest.raises(kind) as refusal:
         linear_attention(np.array([[1.0, -1.0]] * 2), np.ones((3, 2)), feature_map=feature_map)
     assert isinstance(refusal.value, regard.RegardError) and words in str(refusal.value)
     assert str(refusal.value).startswith("linear_attention: ")
 
 
-def test_negative_features_of_what_learns_are_refused_too():
+def test_negative_features_that_require_grad_are_refused():
     (query,) = learnt([[1.0, -2.0]])
     with pytest.raises(regard.ArgumentError, match=r"<lambda> of query with features down to -2"):
         linear_attention(query, query, feature_map=lambda x: x)
 
 
-def test_shapes_that_do_not_fit_are_told_by_its_name():
+def test_wrong_shapes_name_linear_attention_in_the_error():
     with pytest.raises(regard.ArgumentError, match=r"^linear_attention: .*the same head_dim"):
         linear_attention(np.ones((3, 2)), np.ones((4, 5)))
     with pytest.raises(regard.ArgumentTypeError, match=r"^mask: "):

@@ -1,4 +1,4 @@
-"""The matrix itself: shapes and heads, dtypes, products, what it computes and when, and how it looks."""
+"""The matrix: shapes and heads, dtypes, products, laziness, indexing, reductions and reprs."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def matrix(lead: Any = (), **arguments: Any) -> regard.AttentionMatrix:
 
 @pytest.fixture
 def tiles() -> Iterator[None]:
-    """Tiles of 4 × 4, and all scores of a band kept between its two readings."""
+    """Use tiles of 4 × 4; the scores of a band are cached between its two passes."""
     with use_tile_sizes(rows=4, columns=4):
         yield
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of every tile of scores that is computed."""
-    seen: list[tuple[int, ...]] = []
+    """Record the shape of every tile of scores that is computed."""
+    shapes: list[tuple[int, ...]] = []
     compute = NumpyEngine.compute_scores
 
     def scores(self: Any, query: Any, key: Any, scale: float) -> Any:
         tile = compute(self, query, key, scale)
-        seen.append(tile.shape)
+        shapes.append(tile.shape)
         return tile
 
     monkeypatch.setattr(NumpyEngine, "compute_scores", scores)
-    return seen
+    return shapes
 
 
 # Shapes
@@ -96,7 +96,7 @@ def test_the_definition_broadcasts_too() -> None:
 
 
 @pytest.mark.parametrize("kv_heads, groups", [(2, 3), (1, 6), (6, 1), (3, 2)])
-def test_grouped_heads_are_heads_repeated_in_a_row(kv_heads: int, groups: int, tiles: None) -> None:
+def test_grouped_heads_equal_repeated_heads(kv_heads: int, groups: int, tiles: None) -> None:
     query, key, value = arrays((2, 6), (2, kv_heads))
     mask = causal("lower_right") & padding([KV_LEN, 7])
     A = regard.attention(query, key, mask=mask, enable_gqa=True)
@@ -108,7 +108,7 @@ def test_grouped_heads_are_heads_repeated_in_a_row(kv_heads: int, groups: int, t
     close(A.lse, B.lse)
 
 
-def test_grouping_is_asked_for() -> None:
+def test_grouped_heads_require_enable_gqa() -> None:
     query, key, _ = arrays((2, 6), (2, 2))
     with pytest.raises(regard.ArgumentError, match="enable_gqa=True"):
         regard.attention(query, key)
@@ -141,7 +141,7 @@ def test_the_transpose_from_either_side(lead: Any, tiles: None) -> None:
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_reaches_those_that_see_it(poison: float, tiles: None) -> None:
+def test_non_finite_values_reach_the_rows_that_attend_to_them(poison: float, tiles: None) -> None:
     A = matrix(mask=causal("upper_left"))
     x, value = np.ones((Q_LEN, 7)), np.ones((KV_LEN, 7))
     x[5], value[9] = poison, poison
@@ -171,7 +171,7 @@ def test_any_extent_may_be_zero(q_len: int, kv_len: int, lead: Any) -> None:
         ("int8 int64", "float64"), ("int32 float32", "float64"), ("longdouble float32", "longdouble"),
     ],
 )  # fmt: skip
-def test_weights_come_in_float32_at_least(dtypes: str, expected: str) -> None:
+def test_weights_are_float32_or_wider(dtypes: str, expected: str) -> None:
     query, key, value = arrays()
     of_query, of_key = map(numpy_dtype, dtypes.split())
     query, key = (3 * query).astype(of_query), (3 * key).astype(of_key)
@@ -188,14 +188,14 @@ def test_weights_come_in_float32_at_least(dtypes: str, expected: str) -> None:
 # Laziness: 11 × 13 entries are 3 bands of 4 blocks.
 
 
-def test_making_a_matrix_computes_nothing(tiles: None, counted: list[Any]) -> None:
+def test_creating_a_matrix_computes_nothing(tiles: None, counted: list[Any]) -> None:
     A = matrix((2, 3), mask=causal("lower_right"))
     assert A.kernel == "numpy: block loop" and A.mask == causal("lower_right")
     assert A.scale == HEAD_DIM**-0.5 and A.dtype == np.float64 and len(A) == 2 and A.nbytes == 8 * 6 * 11 * 13
     assert A.mT.shape == (2, 3, 13, 11) and A.lazy[0, :, 3:7].shape == (3, 4, 13) and "13" in repr(A)
     assert A.scores.shape == A.shape
     assert counted == []
-    A.lse  # noqa: B018 - it is asked for, so it is computed
+    A.lse  # noqa: B018 - computed on access
     assert counted != []
 
 
@@ -206,13 +206,13 @@ def test_many_measures_share_one_pass(tiles: None, counted: list[Any]) -> None:
     )
     assert len(counted) == 3 * 4 and {shape[1:] for shape in counted} == {(4, 4), (3, 4), (4, 1), (3, 1)}
     assert len(A.lse) == Q_LEN
-    assert len(counted) == 3 * 4, "the lse of a pass is kept"
+    assert len(counted) == 3 * 4, "the lse of a pass is cached"
     A.entropy()
     assert len(counted) == 2 * 3 * 4
 
 
-@use_tile_sizes(rows=4, columns=4, cached_scores=0)  # scores are computed for each of the two readings
-def test_a_product_keeps_the_lse(counted: list[Any]) -> None:
+@use_tile_sizes(rows=4, columns=4, cached_scores=0)  # scores are computed in both passes
+def test_a_product_caches_the_lse(counted: list[Any]) -> None:
     query, key, value = arrays()
     asks = [
         lambda A: A.entropy(),
@@ -224,15 +224,15 @@ def test_a_product_keeps_the_lse(counted: list[Any]) -> None:
         A = regard.attention(query, key)
         counted.clear()
         ask(A)
-        assert len(counted) == 2 * 3 * 4, "the first reading finds the lse, the second the weights"
+        assert len(counted) == 2 * 3 * 4, "the first pass computes the lse, the second the weights"
         assert len(A.lse) == Q_LEN and len(counted) == 2 * 3 * 4
         ask(A)
-        assert len(counted) == 3 * 3 * 4, "the lse is known, so scores are read once"
+        assert len(counted) == 3 * 3 * 4, "the lse is cached, so one pass is enough"
         A.lazy[[3, 5]].entropy()
-        assert len(counted) == 3 * 3 * 4 + 4, "and known for some of its rows too"
+        assert len(counted) == 3 * 3 * 4 + 4, "a part uses the cached lse, too"
 
 
-def test_what_is_hidden_or_not_asked_for_is_not_computed(tiles: None, counted: list[Any]) -> None:
+def test_masked_and_unindexed_tiles_are_not_computed(tiles: None, counted: list[Any]) -> None:
     query, key, _ = arrays()
     regard.attention(query, key, mask=causal("upper_left")).sum()
     assert len(counted) == 1 + 2 + 3
@@ -244,7 +244,7 @@ def test_what_is_hidden_or_not_asked_for_is_not_computed(tiles: None, counted: l
     assert A.scores[7, 2:4].shape == (2,) and counted == [(1, 1, 2)]
 
 
-# Some heads and rows
+# Parts: some heads and rows
 
 
 def test_lazy_parts(tiles: None) -> None:
@@ -272,7 +272,7 @@ def test_lazy_parts_of_grouped_heads(tiles: None) -> None:
     query, key, value = arrays((2, 6), (2, 2))
     A = regard.attention(query, key, enable_gqa=True)
     out = A @ value
-    # Where all heads remain the value has the key's heads; where some do, heads of a value could mean either.
+    # With all heads, the value has the key's heads; with some heads, the heads of a value are ambiguous.
     close(A.lazy[1] @ value[1], out[1])
     close(A.lazy[:, :, 3:] @ value, out[:, :, 3:])
     close(A.lazy[1, 4] @ value[1, 4 // 3], out[1, 4])
@@ -284,7 +284,7 @@ def test_lazy_parts_of_grouped_heads(tiles: None) -> None:
 @pytest.mark.parametrize(
     "index", [(..., slice(3)), (0, 0, 0, 0), (..., slice(None, None, -1)), (None,), (0, [[1]])]
 )
-def test_lazy_keeps_every_column_and_adds_no_axis(index: Any) -> None:
+def test_lazy_requires_every_column_and_adds_no_axis(index: Any) -> None:
     with pytest.raises(regard.ArgumentError, match="all columns kept"):
         matrix((2, 3)).lazy[index]
 
@@ -341,7 +341,7 @@ def test_an_index_past_the_end_is_an_index_error(index: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [([0], [0]), True, np.array([True, False]), 1.0, "a", (0, [0.5])])
-def test_an_index_of_another_kind_is_refused(index: Any) -> None:
+def test_an_index_of_another_type_is_refused(index: Any) -> None:
     with pytest.raises(regard.ArgumentTypeError):
         matrix((2,))[index]
 
@@ -382,7 +382,7 @@ def test_numpy_functions_call_the_methods(name: str, tiles: None, counted: list[
     for axis in (None, -1, -2, 2):
         close(function(A, axis=axis), function(W, axis=axis), atol=1e-13)
     counted.clear()
-    with pytest.raises(regard.ArgumentError, match="keepdims=True.*lazy"):
+    with pytest.raises(regard.ArgumentError, match=r"keepdims=True.*lazy"):
         function(A, axis=-1, keepdims=True)
     with pytest.raises(regard.ArgumentError, match=r"out=an array of float64.*lazy"):
         function(A, axis=-1, out=np.zeros((3, Q_LEN)))
@@ -419,7 +419,7 @@ def test_repr() -> None:
     assert repr(B.scores) == f"<scores of {B!r}>" and repr(B.mT) == f"<transpose of {B!r}>"
 
 
-def test_faces_of_a_small_matrix_print_on_one_line() -> None:
+def test_views_of_a_small_matrix_print_on_one_line() -> None:
     A = regard.attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     first = repr(A).splitlines()[0]
     assert (repr(A.scores), repr(A.mT)) == (f"<scores of {first}>", f"<transpose of {first}>")
@@ -433,7 +433,7 @@ def test_len_and_iteration() -> None:
         close(found, expected)
 
 
-def test_numpy_takes_a_small_matrix_and_is_refused_a_large_one() -> None:
+def test_numpy_converts_a_small_matrix_and_refuses_a_large_one() -> None:
     A = matrix()
     equal(np.asarray(A), A.to_dense())
     assert np.asarray(A, dtype=np.float32).dtype == np.float32

@@ -1,4 +1,4 @@
-"""How measures are made: what rides on a fused call, what a pass makes, and that both give the same."""
+"""Plans of measures: extra value columns of a fused product, the block loop, and that both agree."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tensors(dtype: Any = torch.float64, kv_heads: int = 4) -> tuple[Any, Any, An
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The shapes of value that the fused kernel was called with."""
+    """Record the shapes of the values that the fused kernel was called with."""
     found: list[Any] = []
     kernel = _torch_kernels.get_kernel("cpu")
     assert kernel is not None
@@ -69,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_what_rides_equals_the_dense_matrix(mask: str, kv_heads: int) -> None:
+def test_measures_from_extra_value_columns_equal_the_dense_matrix(mask: str, kv_heads: int) -> None:
     query, key, value = tensors(kv_heads=kv_heads)
     A = attention(query, key, mask=MASKS[mask], enable_gqa=True)
     chosen = {
@@ -105,7 +105,7 @@ FROM_LSE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", FROM_LSE)
 @use_tile_sizes(rows=6, columns=6, entries=108, topk_columns=20)
-def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str) -> None:
+def test_tiles_from_the_lse_of_a_kernel_equal_those_of_numpy(case: str) -> None:
     query, key, value = tensors()
     A = attention(query, key, scale=0.4, **FROM_LSE[case])
     _ = A @ value
@@ -127,17 +127,17 @@ def test_tiles_from_the_lse_of_a_kernel_are_those_of_numpy(case: str) -> None:
 
 @pytest.mark.parametrize("case", FROM_LSE)
 @pytest.mark.parametrize("measure", [Entropy(), Mass(causal()), Mass(causal() & first(9)), Sum()], ids=repr)
-def test_what_is_asked_first_needs_nothing_known(case: str, measure: Any) -> None:
+def test_entries_are_right_before_anything_is_cached(case: str, measure: Any) -> None:
     query, key, _ = tensors()
     (found,) = attention(query, key, scale=0.4, **FROM_LSE[case]).measure(measure)
     (expected,) = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case]).measure(measure)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_04_a_hidden_score_that_would_overflow_is_zero_in_weights_from_the_lse() -> None:
+def test_04_a_masked_score_that_would_overflow_has_weight_zero() -> None:
     query = torch.full((1, 4, 1), 7.75)
     key = torch.full((1, 80, 1), -7.75)
-    key[:, 70:] = 7.75  # scores of ±60: e¹²⁰ is no float32
+    key[:, 70:] = 7.75  # scores of ±60: e¹²⁰ overflows float32
     A = attention(query, key, mask=first(70), scale=1.0)
     _ = A @ key
     assert A.plan(Received()).endswith("one pass with the cached lse: received")
@@ -146,20 +146,20 @@ def test_04_a_hidden_score_that_would_overflow_is_zero_in_weights_from_the_lse()
     torch.testing.assert_close(A.sum(-2)[0, 70:], torch.zeros(10, dtype=torch.float64), atol=0, rtol=0)
 
 
-def test_values_of_other_owners_are_put_side_by_side() -> None:
+def test_values_with_different_leading_axes_are_concatenated() -> None:
     query, key, value = (x[:, :2] for x in tensors())
-    by_entry, by_head = value[:, :1], value[:1] + 1  # two of their own each, and not for the same pairs
+    by_entry, by_head = value[:, :1], value[:1] + 1  # two pairs each, used by different pairs of the matrix
     found = attention(query, key).measure(Position(), Output(by_entry), head=Output(by_head), total=Sum())
     W = attention(query, key).to_dense()
     torch.testing.assert_close(found.output, W @ by_entry, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.head, W @ by_head, rtol=1e-12, atol=1e-12)
-    for measure in (Position(), Mass(first(40))):  # one column for all, before what each has of its own
+    for measure in (Position(), Mass(first(40))):  # one column for all pairs
         output = attention(query, key).measure(measure, Output(value)).output
         torch.testing.assert_close(output, W @ value, rtol=1e-12, atol=1e-12)
 
 
-class Hottest(Measure):
-    """The largest score of each row: a measure that looks at the scores."""
+class MaxScorePerRow(Measure):
+    """The largest score of each row: a measure that reads scores."""
 
     def init(self, shape: Any, xp: Any) -> Any:
         return xp.full(shape[:2], -xp.inf)
@@ -169,18 +169,18 @@ class Hottest(Measure):
         return state
 
 
-def test_a_measure_that_looks_at_the_scores_gets_them_where_the_lse_is_known() -> None:
+def test_a_measure_that_reads_scores_gets_them_with_a_known_lse() -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
     _ = A @ value
-    found = A.measure(Hottest(), Entropy())
-    torch.testing.assert_close(found.hottest, A.scores[...].amax(-1))
+    found = A.measure(MaxScorePerRow(), Entropy())
+    torch.testing.assert_close(found.max_score_per_row, A.scores[...].amax(-1))
     torch.testing.assert_close(found.entropy, attention(query, key, mask=causal()).entropy())
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(dtype)
     measures = (Entropy(), Received(), Distance(), Coarse(7), Position(), Mass(first(3)))
 
@@ -195,23 +195,23 @@ def test_every_way_to_the_same_measures(mask: str, dtype: Any, monkeypatch: pyte
     monkeypatch.setattr(_torch_kernels, "get_kernel", lambda device_type: None)
     room = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3}[dtype]
     for ours, streamed in zip(fused, made(), strict=True):
-        # At half precision only the output is: measures come from scores in float32 either way.
+        # Only the output has half precision: measures are computed from scores in float32 either way.
         assert ours.dtype == streamed.dtype or torch.float64 in (ours.dtype, streamed.dtype)
         limit = room if ours.dtype == dtype else min(room, 2e-5)
         torch.testing.assert_close(ours.double(), streamed.double(), rtol=limit, atol=limit)
 
 
-def test_the_plan_is_what_happens(calls: list[Any]) -> None:
+def test_measure_runs_what_the_plan_says(calls: list[Any]) -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
     assert A.plan(Entropy()) == "torch: flash on CPU, one product: lse; entropy from extra value columns"
     A.entropy()
-    assert calls == [(1, 8, 40, 16)], "value = key, and no pass"
+    assert calls == [(1, 8, 40, 16)], "value = key, and no block loop"
     assert A.plan(Entropy()) == "torch: block loop, tiles of 512 × 512, one pass with the cached lse: entropy"
     A.measure(Entropy(), Received())
-    assert len(calls) == 1, "the lse is known"
+    assert len(calls) == 1, "the lse is cached"
     A.measure(Output(value), Position())
-    assert calls[1:] == [(1, 8, 40, 16)], "five columns of the value, one that rides, filled up"
+    assert calls[1:] == [(1, 8, 40, 16)], "five value columns and an extra one, padded"
     B = attention(query, key, mask=causal())
     assert B.plan(Output(value), Received()).count("\n") == 1
     B.measure(Output(value), Received())
@@ -235,7 +235,7 @@ VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("change", [None, softcap(5.0)], ids=["fused", "passed"])
-def test_an_output_is_the_product_in_shape_and_dtype(kind: str, dtype: Any, change: Any) -> None:
+def test_output_equals_the_product_in_shape_and_dtype(kind: str, dtype: Any, change: Any) -> None:
     query, key, value = tensors()
     given = VALUES[kind](value)
     A, B = (attention(query.to(dtype), key.to(dtype), score_mod=change) for _ in range(2))
@@ -244,7 +244,7 @@ def test_an_output_is_the_product_in_shape_and_dtype(kind: str, dtype: Any, chan
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
+def test_output_on_numpy_equals_the_product_in_shape_and_dtype() -> None:
     query, key, value = (x.numpy() for x in tensors(torch.float32))
     A = attention(query, key)
     for given in (
@@ -260,7 +260,7 @@ def test_an_output_of_numpy_is_the_product_in_shape_and_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_entropy_that_rides_is_never_below_0(dtype: Any) -> None:
+def test_entropy_from_extra_columns_is_never_negative(dtype: Any) -> None:
     query, key, _ = tensors(dtype)
     A = attention(2 * query, 2 * key, mask=sliding_window(1))
     assert "entropy from extra value columns" in A.plan(Entropy())
@@ -268,7 +268,7 @@ def test_an_entropy_that_rides_is_never_below_0(dtype: Any) -> None:
     assert (entropy >= 0).all() and (entropy < 100 * torch.finfo(dtype).eps).all()
 
 
-def test_an_output_at_half_precision_is_a_call_of_its_own() -> None:
+def test_an_output_at_half_precision_is_a_separate_product() -> None:
     query, key, value = tensors(torch.bfloat16)
     A = attention(query, key, mask=causal())
     plan = A.plan(Output(value), Position())
@@ -287,7 +287,7 @@ def test_an_output_keeps_its_gradient_beside_measures() -> None:
     torch.testing.assert_close(value.grad.sum((-1, -2)), torch.full((2, 4), 200.0, dtype=torch.float64))
 
 
-def test_numpy_makes_output_and_measures_in_one_pass() -> None:
+def test_numpy_computes_output_and_measures_together() -> None:
     query, key, value = (x.numpy() for x in tensors())
     A = attention(query, key, mask=causal())
     assert A.plan(Output(value), Entropy()).startswith("numpy: block loop, tiles of 512 × 512, two passes")
@@ -296,7 +296,7 @@ def test_numpy_makes_output_and_measures_in_one_pass() -> None:
     np.testing.assert_allclose(found.entropy, A.entropy(), rtol=1e-12)
 
 
-def test_a_nan_that_the_kernel_meets_sends_everything_to_the_pass() -> None:
+def test_a_nan_falls_back_to_the_block_loop() -> None:
     query, key, value = tensors()
     key[0, 1, 30] = torch.nan
     found = attention(query, key, mask=causal()).measure(Output(value), Position())
@@ -304,7 +304,7 @@ def test_a_nan_that_the_kernel_meets_sends_everything_to_the_pass() -> None:
     assert found.output[0, 1, :30].isfinite().all() and found.position[:, [0, 2, 3]].isfinite().all()
 
 
-def test_the_kernel_says_when_it_could_not_be_used() -> None:
+def test_the_kernel_name_says_why_the_fused_kernel_was_not_used() -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
     _ = A @ torch.where(torch.arange(40)[:, None] == 20, torch.nan, value)

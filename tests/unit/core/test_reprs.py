@@ -1,4 +1,4 @@
-"""What a notebook shows: right numbers, every text escaped, no script, and little work however long the matrix is."""
+"""Notebook output: right numbers, escaped text, no script, and bounded work for a matrix of any length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ close = np.testing.assert_allclose
 
 
 class Read(HTMLParser):
-    """The tables of some HTML as lists of rows of texts, all its text, and the tags and attributes it is made of."""
+    """Parse HTML into its tables (rows of cell texts), its text, and the tags and attributes that occur."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -90,7 +90,7 @@ def matrix(q_len: int, kv_len: int, *lead: int, seed: int = 0, **how: Any) -> re
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The entries of every tile of scores that is computed."""
+    """Record the number of entries of every tile of scores that is computed."""
     recording: list[int] = []
     compute = NumpyEngine.compute_scores
 
@@ -140,12 +140,12 @@ def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
 
 @pytest.mark.parametrize("n", [4, 40])
 def test_a_weight_of_zero_is_not_masked(n):
-    key = np.repeat([[1e4], [0.0]], n // 2, axis=0)  # what the later half gets is too small for a float
+    key = np.repeat([[1e4], [0.0]], n // 2, axis=0)  # the weights of the later half underflow
     rows = read(regard.attention(np.ones((n, 1)), key, mask=causal())).tables[0][1:]
     assert rows[-1][-1] == "0.0000" and rows[0][-1] == "–"
 
 
-def test_of_many_heads_the_first_is_shown_and_said_so():
+def test_the_first_of_many_heads_is_shown_and_named():
     A = matrix(4, 4, 2, 3)
     found = read(A)
     assert "This is A[0, 0], the first of 6 heads." in found.text
@@ -164,7 +164,7 @@ def test_an_empty_matrix_is_described(shape):
     assert found.tables == [] and "AttentionMatrix" in found.text
 
 
-def test_nan_and_rows_that_see_nothing():
+def test_nan_and_empty_rows():
     query = np.array([[1.0], [np.nan]])
     A = regard.attention(query, [[1.0], [2.0]], mask=regard.dense([[False, False], [True, True]]))
     assert [row[1:] for row in read(A).tables[0][1:]] == [["–", "–"], ["nan", "nan"]]
@@ -180,12 +180,12 @@ def test_a_million_tokens_take_a_bounded_amount_of_work(counted, lead):
     found = read(A)
     rows = found.tables[0][1:]
     assert len(rows) == ENTRIES // n and f"{len(rows)} of 1,000,000 rows" in found.text
-    # Each entry is looked at twice for the weights and once for the scores, at the most.
+    # Each entry is computed at most twice for the weights and once for the scores.
     assert sum(counted) <= 3 * ENTRIES
     assert sum(float(cell) for cell in rows[-1][1:]) == pytest.approx(1, abs=1e-3)
 
 
-def test_wide_heads_and_endless_rows_are_counted_too(counted):
+def test_wide_heads_and_very_long_rows_stay_within_the_limits(counted):
     wide = np.zeros((600, 1 << 16), np.float32)
     A = regard.attention(wide, wide)
     assert len(read(A).tables[0]) - 1 == MULTIPLY_ADDS // (600 * (1 << 16)) < SIDE
@@ -196,7 +196,7 @@ def test_wide_heads_and_endless_rows_are_counted_too(counted):
     assert len(counted) == before
 
 
-def test_a_tensor_that_learns_is_shown_and_left_alone():
+def test_a_tensor_that_requires_grad_is_shown_unchanged():
     query = torch.randn(2, 40, 8, requires_grad=True)
     A = regard.attention(query, query, mask=causal())
     assert len(read(A).tables[0]) == SIDE + 1
@@ -206,9 +206,9 @@ def test_a_tensor_that_learns_is_shown_and_left_alone():
     assert len(read(linear).tables[0]) == SIDE + 1
 
 
-def test_up_to_where_every_weight_is_shown():
+def test_every_weight_is_shown_up_to_the_limit():
     assert len(read(matrix(SMALL, SMALL)).tables[0]) == SMALL + 1
-    A = matrix(SMALL + 1, 2)  # fewer keys than there could be runs of them
+    A = matrix(SMALL + 1, 2)  # fewer keys than SIDE columns
     head, first, *rows = read(A).tables[0]
     assert len(rows) == SIDE - 1 and head[1:] == ["0", "1"] and first[1:] == [f"{x:.4f}" for x in A[0]]
     assert len(read(matrix(2, SMALL + 1)).tables[0]) == 2 + 1
@@ -217,7 +217,7 @@ def test_up_to_where_every_weight_is_shown():
 # -- Explanations -----------------------------------------------------------------------------------------
 
 
-def test_an_explanation_shows_what_it_prints():
+def test_an_explanation_shows_the_printed_text():
     A = regard.attention(cat.Q, cat.K, mask=causal(), sink=0.5)
     steps = A.explain(2, value=cat.V, tokens=cat.tokens)
     found = read(steps)
@@ -240,7 +240,7 @@ def test_a_long_row_is_shown_by_its_top_keys():
         close(float(weight), weights[name], rtol=1e-2)
 
 
-# -- What the lens tells ----------------------------------------------------------------------------------
+# -- Results of the lens ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def recording():
     return recording
 
 
-def test_seen_shows_layers_and_bytes_and_at_most_so_many(recording):
+def test_a_recording_shows_layers_and_bytes_up_to_the_limit(recording):
     found = read(recording)
     ((head, *rows),) = found.tables
     assert head == ["layer", "module", "shape", "kernel", "bytes"]
@@ -263,10 +263,10 @@ def test_seen_shows_layers_and_bytes_and_at_most_so_many(recording):
     assert int(rows[0][-1].replace(",", "")) * 60 == recording.nbytes
     with regard.watch(torch.nn.Linear(2, 2)) as nothing:
         pass
-    assert "Recording(nothing)" in read(nothing).text
+    assert "Recording(empty)" in read(nothing).text
 
 
-def test_a_table_shows_its_rows_and_at_most_so_many(recording):
+def test_a_table_shows_its_rows_up_to_the_limit(recording):
     table = recording.heads()
     found = read(table)
     ((head, *rows),) = found.tables
@@ -280,7 +280,7 @@ def finding(severity: str, layer: int = 3, **more: Any) -> Finding:
     return Finding("dropout", severity, "It is on.", "attn", layer, evidence={"p": 0.1}, hint="Off.", **more)
 
 
-def test_findings_are_listed_the_gravest_first():
+def test_findings_are_sorted_by_severity():
     found = read(Findings([finding("note"), finding("error", heads=(1, 2))], "2 layers"))
     assert found.text.index("1 error, 1 note in 2 layers") < found.text.index("error: dropout")
     assert found.text.index("error: dropout") < found.text.index("note: dropout")
@@ -293,11 +293,11 @@ def test_findings_are_listed_the_gravest_first():
     assert many.text.count("note: dropout") == notebook.MAX_ROWS
 
 
-# -- Hostile texts, and the browser -----------------------------------------------------------------------
+# -- Hostile text, and the browser ------------------------------------------------------------------------
 
 
 def everything(tokens: list[str]) -> list[Any]:
-    """One of each that shows a text that came from outside, and shows all of them."""
+    """Return one object of each class that shows text from outside, with all the tokens."""
     n = len(tokens)
     findings = [Finding(each, "error", each, each, 0, evidence={each: each}, hint=each) for each in tokens]
     return [
@@ -307,9 +307,9 @@ def everything(tokens: list[str]) -> list[Any]:
     ]
 
 
-def test_hostile_texts_are_texts():
+def test_hostile_text_is_escaped():
     for thing in everything(HOSTILE):
-        found = read(thing)  # no tag or attribute but the house's own
+        found = read(thing)  # checks that there are no other tags and attributes
         assert all(escape_unprintable(token) in found.text for token in HOSTILE)
 
 
@@ -322,14 +322,14 @@ def test_columns_names_and_masks_are_escaped_too(recording):
     assert "<script>" in read(A).text and "<script>" in read(A.explain(0)).text
 
 
-def test_a_long_text_is_cut():
+def test_a_long_text_is_truncated():
     (row,) = read(Table([{"module": "<" * 10**6}])).tables[0][1:]
     assert row[0] == "<" * notebook.MAX_CHARS + "…"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_browser_nothing_runs_and_everything_reads(browser, recording, scheme):
+def test_in_a_browser_no_script_runs_and_everything_is_accessible(browser, recording, scheme):
     paper, ink = {"light": ("#fff", "rgba(0,0,0,.87)"), "dark": ("#111", "rgba(255,255,255,.87)")}[scheme]
     things = [*everything(HOSTILE), matrix(5, 5, mask=causal()), matrix(90, 90, 2, mask=causal()), recording]
     things += [Findings([finding("error"), finding("warning"), finding("note")])]
