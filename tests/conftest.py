@@ -17,17 +17,17 @@ from regard.tiling import use_tile_sizes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", type=int, default=7000, help="draws of the case matrix, each a case for every engine"
+        "--cases", type=int, default=7000, help="number of generated cases; each runs on every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
-    parser.addoption("--whole-gradients", action="store_true", help="each derivative, not random directions")
+    parser.addoption("--whole-gradients", action="store_true", help="check every derivative, not random directions")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
-    parser.addoption("--case-seed", type=int, default=20261114, help="the seed they are drawn with")
+    parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 
 
 @pytest.fixture
 def gradcheck(request):
-    """torch's, in float64: along random directions, which a wrong derivative meets, or each by itself."""
+    """Check gradients in float64: along random directions, or each derivative with --whole-gradients."""
     import torch
 
     fast = not request.config.getoption("--whole-gradients")

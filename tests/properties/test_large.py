@@ -1,6 +1,6 @@
-"""A long head in one process: right where it is looked at, and never more than 1 GB (failure mode 14).
+"""A long head in one process: correct where it is checked, in less than 1 GB of memory (failure mode 14).
 
-24,000 tokens; `--large 70000`, as scripts/nightly has it, is the size that is promised.
+The default is 24,000 tokens; scripts/nightly runs the guaranteed size, `--large 70000`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tokens(request):
 
 @pytest.fixture(scope="module")
 def found(tokens, tmp_path_factory):
-    """What examples/long_context.py finds, from a process of its own, so that its memory is its own."""
+    """Run examples/long_context.py in its own process, so that its memory can be measured."""
     path = tmp_path_factory.mktemp("large") / "found.npz"
     code = "import sys, numpy, long_context; numpy.savez(sys.argv[1], **long_context.main(int(sys.argv[2])))"
     own = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -43,7 +43,7 @@ def found(tokens, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def some(found, tokens):
-    """The definition of the first 32 sampled rows, in float64 and naively in float32."""
+    """Compute the reference of the first 32 sampled rows, in float64 and in float32."""
     rows = found["sampled"][:32]
     mask = np.arange(tokens) <= rows[:, None]
     return rows, [
@@ -52,11 +52,11 @@ def some(found, tokens):
     ]
 
 
-def test_14_memory_never_grows_by_a_gigabyte(found):
+def test_14_memory_grows_by_less_than_a_gigabyte(found):
     assert 0 < found["grown"] < 1000
 
 
-def test_14_rows_lse_and_entropy_are_the_definition(found, some):
+def test_14_rows_lse_and_entropy_match_the_reference(found, some):
     rows, (exact, naive) = some
     drift = (
         4 * epsilon("float32") * (1 + np.abs(np.where(np.isfinite(exact.scores), exact.scores, 0)).max(-1))
@@ -78,12 +78,12 @@ def test_14_rows_lse_and_entropy_are_the_definition(found, some):
     )
 
 
-def test_14_top_keys_are_the_definitions(found, some):
+def test_14_top_keys_match_the_reference(found, some):
     _, (exact, _) = some
     assert np.array_equal(found["top"][:32], np.argsort(-exact.weights, axis=-1, kind="stable")[:, :8])
 
 
-def test_14_received_mass_is_the_columns_sum(found, tokens):
+def test_14_received_is_the_sum_of_the_column(found, tokens):
     assert np.isclose(found["received"].sum(), tokens, rtol=1e-6)
     query, lse = found["query"].astype(np.float64), found["lse"].astype(np.float64)
     for j in (0, 1, 12_345, tokens - 1):
@@ -102,7 +102,7 @@ def test_14_coarse_cells_are_means_of_their_entries(found, tokens):
         assert np.isclose(coarse[a, b], weights.mean(), rtol=1e-5, atol=0), (a, b)
 
 
-def test_the_million_tokens_example_is_right_where_it_can_be_checked(
+def test_the_million_tokens_example_matches_a_dense_matrix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = runpy.run_path(str(ROOT / "examples" / "million.py"))["main"](8192)

@@ -1,4 +1,4 @@
-"""Score modifications: the published T5 buckets, told once more by a plain loop, and what they do to scores."""
+"""Score modifications: the published T5 buckets, recomputed by a plain loop, and their effect on scores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from regard import attention, relative_bias
 from regard.score_mods import relative_buckets
 
 
-def published_bucket(ahead: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """The bucket of one relative position, key minus query, as Raffel et al. (1910.10683) lay them out."""
+def compute_bucket(ahead: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """Return the bucket of one relative position, key minus query, as in Raffel et al. (1910.10683)."""
     first = 0
     if bidirectional:
         buckets //= 2
@@ -29,10 +29,10 @@ def published_bucket(ahead: int, buckets: int, max_distance: int, bidirectional:
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets, max_distance", [(32, 128), (8, 20), (10, 64)])
-def test_buckets_are_the_published_ones(bidirectional, buckets, max_distance):
+def test_buckets_equal_the_published_ones(bidirectional, buckets, max_distance):
     ahead = np.arange(-300, 301)
     found = relative_buckets(ahead, buckets=buckets, max_distance=max_distance, bidirectional=bidirectional)
-    assert found.tolist() == [published_bucket(int(a), buckets, max_distance, bidirectional) for a in ahead]
+    assert found.tolist() == [compute_bucket(int(a), buckets, max_distance, bidirectional) for a in ahead]
     assert found.min() == 0 and found.max() == buckets - 1
 
 
@@ -44,7 +44,7 @@ def test_a_decoder_has_one_bucket_for_the_future_and_all_others_for_the_past():
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("align", ["upper_left", "lower_right"])
-def test_relative_bias_adds_the_tables_number_for_each_head(bidirectional, align):
+def test_relative_bias_adds_the_entry_of_each_head(bidirectional, align):
     rng = np.random.default_rng(0)
     query, key, table = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 11, 4)), rng.normal(size=(8, 3))
     plain = attention(query, key)
@@ -57,6 +57,6 @@ def test_relative_bias_adds_the_tables_number_for_each_head(bidirectional, align
     for head in range(3):
         for i in range(5):
             for j in range(11):
-                bucket = published_bucket(j - i - offset, 8, 20, bidirectional)
+                bucket = compute_bucket(j - i - offset, 8, 20, bidirectional)
                 added = A.scores[head, i, j] - plain.scores[head, i, j]
                 assert added == pytest.approx(table[bucket, head], abs=1e-12)

@@ -1,4 +1,4 @@
-"""An engine from outside: a small array library, registered, and held to the cases of the engines within."""
+"""A registered engine: a small array library, tested with the generated cases of the built-in engines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from regard.tiling import use_tile_sizes
 
 
 class Far:
-    """An array that lives elsewhere, as on a GPU: it mixes with plain numbers, and becomes NumPy's by `get` alone."""
+    """An array on another device, like a GPU's: it mixes with plain numbers, and only `get` converts it to NumPy."""
 
-    __array_ufunc__ = None  # NumPy's operators and functions leave it alone …
+    __array_ufunc__ = None  # NumPy's operators defer to it
 
     def __init__(self, data):
         self._data = data
 
     def __array__(self, *_, **__):
-        raise TypeError("a Far array does not become NumPy's unasked: take .get()")
+        raise TypeError("a Far array does not convert to NumPy implicitly: use .get()")
 
     def get(self):
         return self._data.copy()
@@ -60,29 +60,29 @@ class Far:
         return float(self._data)
 
     def __getitem__(self, index):
-        return Far(np.asarray(self._data[near(index)]))
+        return Far(np.asarray(self._data[unwrap(index)]))
 
     def __setitem__(self, index, values):
-        self._data[near(index)] = mixed(values)
+        self._data[unwrap(index)] = unwrap_operand(values)
 
 
-def near(thing):
-    """Arguments with what is within Far arrays; indices may be NumPy's."""
-    if isinstance(thing, list | tuple):
-        return type(thing)(map(near, thing))
-    return thing._data if isinstance(thing, Far) else thing
+def unwrap(argument):
+    """Replace Far arrays by their data; indices may be NumPy arrays."""
+    if isinstance(argument, list | tuple):
+        return type(argument)(map(unwrap, argument))
+    return argument._data if isinstance(argument, Far) else argument
 
 
-def mixed(thing):
-    """The other side of an operator: a Far array or a number, as on a GPU."""
-    if isinstance(thing, np.ndarray) and thing.ndim:
-        raise TypeError("a Far array and one of NumPy's do not mix")
-    return near(thing)
+def unwrap_operand(operand):
+    """Unwrap the other operand: a Far array or a number, as on a GPU."""
+    if isinstance(operand, np.ndarray) and operand.ndim:
+        raise TypeError("a Far array and a NumPy array do not mix")
+    return unwrap(operand)
 
 
 def _operator(function, swapped=False):
     def apply(self, other):
-        sides = (mixed(other), self._data) if swapped else (self._data, mixed(other))
+        sides = (unwrap_operand(other), self._data) if swapped else (self._data, unwrap_operand(other))
         return Far(np.asarray(function(*sides)))
 
     return apply
@@ -115,21 +115,21 @@ Far.__hash__ = None
 
 
 class Library:
-    """Its functions: those of the array API, on Far arrays; `asarray` alone takes NumPy's."""
+    """The functions of the array API on Far arrays; only `asarray` takes NumPy arrays."""
 
     def isdtype(self, dtype, kind):
         return kind == "real floating" if dtype.name == "bfloat16" else np.isdtype(dtype, kind)
 
     def __getattr__(self, name):
-        thing = getattr(np, name)
-        if not callable(thing) or isinstance(thing, type) or name in ("finfo", "result_type"):
-            return thing
+        attribute = getattr(np, name)
+        if not callable(attribute) or isinstance(attribute, type) or name in ("finfo", "result_type"):
+            return attribute
 
         def function(*args, **kwargs):
-            for each in (*args, *kwargs.values()):
-                if isinstance(each, np.ndarray) and each.ndim and name != "asarray":
-                    raise TypeError(f"{name} was given one of NumPy's arrays")
-            result = thing(*map(near, args), **kwargs)
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, np.ndarray) and argument.ndim and name != "asarray":
+                    raise TypeError(f"{name} got a NumPy array")
+            result = attribute(*map(unwrap, args), **kwargs)
             return Far(np.asarray(result)) if isinstance(result, np.ndarray | np.generic) else result
 
         return function
@@ -151,7 +151,7 @@ def far(monkeypatch):
     register(FarEngine())
 
 
-def test_the_cases_hold_on_an_engine_from_outside():
+def test_the_generated_cases_pass_on_a_registered_engine():
     pytest.importorskip("ml_dtypes")
     cases = [case for case, possible in draw_cases(60, seed=7, tile=16) if possible]
     with use_tile_sizes(rows=64, columns=32):  # so small that the matrices of the cases have several tiles
@@ -196,7 +196,7 @@ def test_what_comes_out_is_of_the_library():
     np.testing.assert_allclose(np.asarray(A), B.to_dense())
 
 
-def test_whole_numbers_become_floats_and_the_rest_is_refused():
+def test_integers_become_floats_and_booleans_are_refused():
     one = Far(np.ones((2, 2), int))
     assert regard.attention(one, [[1, 2]]).dtype == np.float64
     with pytest.raises(ArgumentTypeError, match="query as an array of bool"):
@@ -231,20 +231,20 @@ class Nameless(FarEngine):
         (Nameless(), "named ''"),
     ],
 )
-def test_what_is_no_engine_is_refused(engine, words):
+def test_an_object_that_is_no_engine_is_refused(engine, words):
     with pytest.raises(ArgumentTypeError, match=r"Subclass regard\.engines\.ArrayEngine") as caught:
         register(engine)
     assert words in caught.value.received
 
 
 @pytest.mark.parametrize("method", ["owns", "to_numpy"])
-def test_what_an_engine_must_say_is_asked_for(method):
+def test_a_missing_method_is_named(method):
     with pytest.raises(TypeError, match=f"Half must define {method}"):
         getattr(type("Half", (ArrayEngine,), {"name": "half"})(), method)(1.0)
 
 
-def test_a_leak_would_be_seen():
-    """The library refuses what a GPU's would: NumPy's arrays beside its own, and conversions unasked."""
+def test_a_leaked_numpy_array_would_raise():
+    """The library refuses NumPy arrays and implicit conversions, as a GPU library does."""
     one = Far(np.ones(2))
     for wrong in (lambda: one + np.ones(2), lambda: np.asarray(one), lambda: Library().sum(np.ones(2))):
         with pytest.raises(TypeError):

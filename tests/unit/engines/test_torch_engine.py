@@ -1,4 +1,4 @@
-"""The PyTorch engine: the kernel that would have run, promises it does not keep by itself, and gradients."""
+"""The torch engine: fused kernels, guarantees that the kernels alone do not give, and gradients."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "get_kernel", lambda device_type: None)
 
 
-# -- The kernel that would have run ---------------------------------------------------------------------------
+# -- Fused kernels --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_product_is_bit_for_bit_that_of_sdpa(dtype, is_causal):
+def test_product_equals_sdpa_bit_for_bit(dtype, is_causal):
     query, key, value = draw(2, 3, 67, 16, dtype=dtype)
     A = attention(query, key, mask=causal() if is_causal else None)
     assert torch.equal(A @ value, F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
     assert A.kernel == f"torch: flash on CPU, {'causal' if is_causal else 'no mask'}"
 
 
-def test_grouped_heads_take_the_fast_kernel():
+def test_grouped_heads_use_the_fused_kernel():
     query, *_ = draw(2, 6, 67, 16)
     key, value = draw(2, 2, 67, 16, seed=1, count=2)
     A = attention(query, key, mask=causal(), enable_gqa=True)
@@ -82,7 +82,7 @@ LOWERED = {
 
 
 @pytest.mark.parametrize("name", LOWERED)
-def test_a_mask_is_lowered_to_calls_that_never_see_n_by_n(name, monkeypatch):
+def test_a_mask_is_lowered_without_building_n_by_n(name, monkeypatch):
     mask, words = LOWERED[name]
     query, key, value = draw(2, 2, 1100, 8)
     tiles = []
@@ -111,7 +111,7 @@ def test_one_query_against_a_cache_needs_no_mask():
 
 
 @pytest.mark.parametrize("value_dim", [1, 5, 24])
-def test_another_value_dim_is_filled_up_and_stays_fused(value_dim):
+def test_another_value_dim_is_padded_and_stays_fused(value_dim):
     query, key, _ = draw(2, 3, 40, 8)
     (value,) = draw(2, 3, 40, value_dim, seed=1, count=1)
     A = attention(query, key)
@@ -128,27 +128,29 @@ def test_any_number_of_leading_axes(lead):
     assert "flash" in A.kernel and A.lse.shape == (*lead, 20)
 
 
-def test_a_last_axis_that_is_not_in_one_piece_changes_nothing():
-    # The operator reads such an axis wrongly, so it is never given one.
+def test_a_last_axis_that_is_not_contiguous_changes_nothing():
+    # The operator reads such an axis wrongly, so it must never get one.
     query, key, value = draw(1, 2, 16, 40)
-    turned = [x.mT for x in (query, key, value)]
+    transposed = [x.mT for x in (query, key, value)]
     for mask in (None, causal(), causal() & sliding_window(7)):
-        expected = attention(*(x.contiguous() for x in turned[:2]), mask=mask) @ turned[2].contiguous()
-        assert torch.equal(attention(*turned[:2], mask=mask) @ turned[2], expected)
+        expected = (
+            attention(*(x.contiguous() for x in transposed[:2]), mask=mask) @ transposed[2].contiguous()
+        )
+        assert torch.equal(attention(*transposed[:2], mask=mask) @ transposed[2], expected)
 
 
 @pytest.mark.parametrize("mask", [causal(), causal() & sliding_window(7)], ids=repr)
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30])
 def test_13_any_finite_scale(scale, mask):
     query, key, value = draw(2, 3, 20, 8, dtype=torch.float64)
-    query = 400 * query  # scores so far apart that the largest must be the largest after scaling
+    query = 400 * query  # scores so large that the maximum must be taken after scaling
     A = attention(query, key, mask=mask, scale=scale)
     expected = attention(query.numpy(), key.numpy(), mask=mask, scale=scale) @ value.numpy()
     np.testing.assert_allclose(A @ value, expected, atol=1e-14)
     assert "flash" in A.kernel
 
 
-def test_16_a_slower_kernel_is_said_and_why():
+def test_16_the_kernel_name_gives_the_reason_for_the_block_loop():
     query, key, value = draw(1, 2, 20, 8)
     A = attention(query, key, score_mod=softcap(5.0))
     A @ value
@@ -156,7 +158,7 @@ def test_16_a_slower_kernel_is_said_and_why():
     assert attention(query[:, :, :0], key).kernel == "torch: block loop (an axis is empty)"
 
 
-def test_added_scores_and_sinks_stay_fused():
+def test_additive_biases_and_sinks_stay_fused():
     query, key, value = draw(2, 3, 50, 8, dtype=torch.float64)
     extra = torch.randn(50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     sink = torch.tensor([0.5, -math.inf, 3.0], dtype=torch.float64)
@@ -170,7 +172,7 @@ def test_added_scores_and_sinks_stay_fused():
     assert "flash" in A.kernel
 
 
-# -- Promises that the kernel does not keep by itself ---------------------------------------------------------
+# -- Guarantees that the kernel alone does not give -----------------------------------------------------------
 
 MASKS = {
     "causal": causal(),
@@ -183,16 +185,16 @@ MASKS = {
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("name", MASKS)
-def test_04_what_is_masked_cannot_matter(name, poison, small):
+def test_04_masked_input_cannot_matter(name, poison, small):
     query, key, value = draw(2, 3, 20, 8)
     mask = MASKS[name] & ~dense(torch.arange(20)[None, :] == 11)
     clean = attention(query, key, mask=mask)
-    spoilt_key, spoilt_value = key.clone(), value.clone()
-    spoilt_key[:, :, 11], spoilt_value[:, :, 11] = poison, poison
-    spoilt = attention(query, spoilt_key, mask=mask)
-    torch.testing.assert_close(spoilt @ spoilt_value, clean @ value, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(spoilt.lse, clean.lse, atol=1e-6, rtol=1e-5)
-    assert (spoilt @ spoilt_value).isfinite().all()
+    poisoned_key, poisoned_value = key.clone(), value.clone()
+    poisoned_key[:, :, 11], poisoned_value[:, :, 11] = poison, poison
+    poisoned = attention(query, poisoned_key, mask=mask)
+    torch.testing.assert_close(poisoned @ poisoned_value, clean @ value, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(poisoned.lse, clean.lse, atol=1e-6, rtol=1e-5)
+    assert (poisoned @ poisoned_value).isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -200,12 +202,12 @@ def test_04_the_last_token_of_a_causal_matrix_reaches_its_own_row_only(poison):
     query, key, value = draw(1, 2, 70, 8)
     clean = attention(query, key, mask=causal()) @ value
     value[:, :, 69] = poison
-    spoilt = attention(query, key, mask=causal()) @ value
-    torch.testing.assert_close(spoilt[:, :, :69], clean[:, :, :69], atol=1e-6, rtol=1e-5)
-    assert not spoilt[:, :, 69].isfinite().any()
+    poisoned = attention(query, key, mask=causal()) @ value
+    torch.testing.assert_close(poisoned[:, :, :69], clean[:, :, :69], atol=1e-6, rtol=1e-5)
+    assert not poisoned[:, :, 69].isfinite().any()
 
 
-def test_03_a_live_nan_shows_in_the_rows_that_see_it():
+def test_03_a_live_nan_shows_in_the_rows_that_depend_on_it():
     for kv_len in (1, 20, 130):
         query, *_ = draw(1, 2, kv_len, 8)
         key, value = draw(1, 2, kv_len, 8, seed=1, count=2)
@@ -219,7 +221,7 @@ def test_03_a_live_nan_shows_in_the_rows_that_see_it():
             assert torch.equal(found, expected)
 
 
-def test_01_05_a_row_that_sees_nothing_is_zeros_and_so_is_its_gradient(small):
+def test_01_05_a_row_without_live_keys_is_zeros_and_so_is_its_gradient(small):
     query, key, value = (x.requires_grad_() for x in draw(2, 3, 20, 8, dtype=torch.float64))
     mask = sliding_window(4) & ~first(3) & ~dense(torch.arange(20)[:, None] == 9)
     A = attention(query, key, mask=mask)
@@ -238,8 +240,8 @@ def test_25_lse_is_natural_and_comes_with_the_product():
     A = attention(query, key, mask=causal())
     A @ value
     scores = query @ key.mT / math.sqrt(8)
-    hidden = torch.ones(33, 33, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(A.lse, scores.masked_fill(hidden, -math.inf).logsumexp(-1))
+    masked = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(A.lse, scores.masked_fill(masked, -math.inf).logsumexp(-1))
 
 
 def test_without_a_kernel_the_block_loop_gives_the_same(no_kernel):
@@ -260,7 +262,7 @@ def test_weights_of_large_scores_are_divided_by_their_own_sum():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_12_halves_are_raised_whatever_was_asked_before_and_under_autocast(dtype):
+def test_12_half_precision_is_upcast_before_and_after_a_product_and_under_autocast(dtype):
     query, key, value = draw(1, 2, 130, 16, dtype=dtype)
     exact = attention(query.double(), key.double(), mask=causal())
     before, after = attention(query, key, mask=causal()), attention(query, key, mask=causal())
@@ -283,7 +285,7 @@ def test_12_halves_are_raised_whatever_was_asked_before_and_under_autocast(dtype
     [Entropy(), Received(), TopK(5), Distance(), Spread(), Mass(first(2)), Coarse(7), Coarse(7, "max")],
     ids=lambda m: type(m).__name__,
 )
-def test_measures_are_those_of_numpy(measure, small):
+def test_measures_equal_those_of_numpy(measure, small):
     query, key, value = draw(2, 3, 40, 8, dtype=torch.float64)
     mask = causal() & padding([40, 31]) & (sliding_window(9) | first(2))
     A, same = attention(query, key, mask=mask), attention(query.numpy(), key.numpy(), mask=mask)
@@ -314,7 +316,7 @@ def test_a_nan_stays_in_its_own_cells(small):
     assert torch.equal(cells.isnan(), expected)
 
 
-def test_entries_are_those_of_numpy(small):
+def test_entries_equal_those_of_numpy(small):
     query, key, _ = draw(2, 3, 40, 8, dtype=torch.float64)
     A = attention(query, key, mask=causal())
     same = attention(query.numpy(), key.numpy(), mask=causal())
@@ -331,14 +333,14 @@ def test_entries_are_those_of_numpy(small):
     np.testing.assert_allclose(A.scores[0, 1], same.scores[0, 1], atol=1e-14)
     np.testing.assert_allclose(
         A[0, 2, 30:3:-5], same[0, 2, 30:3:-5], atol=1e-14
-    )  # torch itself has no such slices
+    )  # torch has no negative steps
     np.testing.assert_allclose(A.argmax(-2), same.argmax(-2))
     np.testing.assert_allclose(A.mT @ query, same.mT @ query.numpy(), atol=1e-13)
     np.testing.assert_allclose(np.asarray(A), same.to_dense(), atol=1e-14)
     assert str(A.lazy[0, 1].explain(7)) == str(same.lazy[0, 1].explain(7))
 
 
-def test_mixed_arrays_and_kinds_are_refused():
+def test_wrong_dtypes_are_refused():
     query, key, _ = draw(2, 3, 5, 8)
     with pytest.raises(regard.ArgumentTypeError, match="real numbers"):
         attention(query > 0, key)
@@ -371,14 +373,14 @@ def test_gradients_are_right(name, what, small, gradcheck):
     arguments = GRADIENTS[name]
     query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
 
-    def of(query, key, value):
+    def compute(query, key, value):
         A = attention(query, key, **arguments)
         if what == "product":
             return A @ value
         return A.entropy() if what == "entropy" else A.mass(first(3)) if what == "mass" else A.sum(axis=-2)
 
     inputs = (query, key, value) if what == "product" else (query, key, value.detach())
-    assert gradcheck(of, inputs)
+    assert gradcheck(compute, inputs)
 
 
 @pytest.mark.parametrize("mask", [None, causal(), causal() & sliding_window(3)], ids=repr)
@@ -386,7 +388,7 @@ def test_sinks_and_biases_have_gradients(mask, small, gradcheck):
     query, key, value = (x.requires_grad_() for x in draw(1, 2, 7, 3, dtype=torch.float64))
     (extra,) = draw(7, 7, dtype=torch.float64, count=1)
     (sink,) = draw(2, dtype=torch.float64, count=1)
-    learnt = extra.requires_grad_(), sink.requires_grad_()
+    learned = extra.requires_grad_(), sink.requires_grad_()
 
     def with_sink(query, key, value, sink):
         return attention(query, key, mask=mask, sink=sink) @ value
@@ -394,21 +396,21 @@ def test_sinks_and_biases_have_gradients(mask, small, gradcheck):
     def with_bias(query, key, value, extra):
         return attention(query, key, mask=mask, score_mod=bias(extra)) @ value
 
-    assert gradcheck(with_sink, (query, key, value, learnt[1]))
-    assert gradcheck(with_bias, (query, key, value, learnt[0]))
+    assert gradcheck(with_sink, (query, key, value, learned[1]))
+    assert gradcheck(with_bias, (query, key, value, learned[0]))
 
 
 @pytest.mark.parametrize("what", ["window", "cap", "entropy"])
-def test_nothing_of_size_n_by_n_is_kept_for_the_gradient(what):
+def test_the_gradient_saves_nothing_of_size_n_by_n(what):
     n = 1500
     query, key, value = (x.requires_grad_() for x in draw(1, 1, n, 8))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         A = attention(
             query, key, mask=causal() & sliding_window(300), score_mod=softcap(9.0) if what == "cap" else None
         )
         result = A.entropy().sum() if what == "entropy" else (A @ value).sum()
-    assert sum(kept) < 60 * n < n * n / 20
+    assert sum(saved) < 60 * n < n * n / 20
     result.backward()
     assert query.grad.isfinite().all() and (query.grad != 0).any()
 
@@ -441,15 +443,15 @@ def test_shards_merge_with_their_gradients(small, gradcheck):
 def test_04_a_masked_nan_reaches_no_gradient(change, small):
     query, key, value = draw(1, 2, 20, 4, dtype=torch.float64)
     mask = padding(17) & causal()
-    clean, spoilt = ([x.clone() for x in (query, key, value)] for _ in range(2))
-    for x in spoilt[1:]:
+    clean, poisoned = ([x.clone() for x in (query, key, value)] for _ in range(2))
+    for x in poisoned[1:]:
         x[:, :, 17:] = math.nan
-    for tensors in (clean, spoilt):
+    for tensors in (clean, poisoned):
         for x in tensors:
             x.requires_grad_()
         A = attention(*tensors[:2], mask=mask, score_mod=change)
         ((A @ tensors[2]).square().sum() + A.entropy().sum()).backward()
-    for mine, theirs in zip(spoilt, clean, strict=True):
+    for mine, theirs in zip(poisoned, clean, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
@@ -457,17 +459,17 @@ def test_03_a_live_nan_stays_in_its_rows_with_gradients_too(small):
     query, key, _ = draw(1, 2, 20, 4)
     query[0, 1, 3] = math.nan
     plain = attention(query, key, mask=causal()).to_dense().isnan()
-    learnt = attention(query.requires_grad_(), key, mask=causal()).to_dense().isnan()
-    assert torch.equal(plain, learnt) and int(plain.sum()) == 4
+    with_grad = attention(query.requires_grad_(), key, mask=causal()).to_dense().isnan()
+    assert torch.equal(plain, with_grad) and int(plain.sum()) == 4
 
 
-def test_spread_has_a_gradient_where_a_row_has_one_key():
+def test_spread_has_a_gradient_if_a_row_has_one_key():
     query, key, _ = (x.requires_grad_() for x in draw(1, 12, 4, dtype=torch.float64))
     attention(query, key, mask=causal()).measure(Spread()).spread.sum().backward()
     assert query.grad.isfinite().all() and (query.grad[:, 5] != 0).any()
 
 
-def test_what_needs_no_gradient_can_be_had_from_what_does():
+def test_a_matrix_that_requires_grad_converts_and_explains():
     query, key, value = (x.requires_grad_() for x in draw(5, 4))
     A = attention(query, key)
     assert np.asarray(A).shape == (5, 5)

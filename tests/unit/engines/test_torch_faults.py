@@ -1,4 +1,4 @@
-"""The PyTorch engine, promise by promise where a fault would otherwise go unnoticed: see scripts/mutants."""
+"""The torch engine: guarantees whose violation other tests would not notice."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ draw = partial(tensors.draw, dtype=torch.float64)
 
 @pytest.fixture
 def small(small: None) -> Iterator[None]:
-    """And small blocks are not joined."""
+    """Small tiles, and small blocks that are not joined."""
     with use_tile_sizes(joined_columns=1):
         yield
 
 
-# -- Calls of the kernel --------------------------------------------------------------------------------------
+# -- Kernel calls ---------------------------------------------------------------------------------------------
 
 
-def test_some_rows_of_a_causal_matrix_see_what_they_see_in_the_whole():
+def test_some_rows_of_a_causal_matrix_equal_those_of_the_whole():
     query, key, value = draw(2, 3, 30, 8)
     A = attention(query, key, mask=causal())
     part = A.lazy[..., 7:25, :]
@@ -50,7 +50,7 @@ def test_some_rows_of_a_causal_matrix_have_gradients(small):
     assert torch.autograd.gradcheck(rows, (query, key, value))
 
 
-def test_a_mask_tile_has_few_rows_even_where_the_mask_has_no_cuts(monkeypatch):
+def test_a_mask_tile_has_few_rows_even_if_the_mask_has_no_split_points(monkeypatch):
     query, key, value = draw(1, 1, 1200, 4)
     rows = []
     make = lowering.make_tile_builder
@@ -60,7 +60,7 @@ def test_a_mask_tile_has_few_rows_even_where_the_mask_has_no_cuts(monkeypatch):
         return lambda band, columns: rows.append(len(band)) or tile(band, columns)
 
     monkeypatch.setattr(lowering, "make_tile_builder", recorded)
-    # The future alone: no kernel takes it as a causal block, and all of it is tested.
+    # Only the future: no kernel takes it as a causal block, so every block has a tile.
     attention(query, key, mask=~causal()) @ value
     attention(query, key, score_mod=alibi()) @ value
     assert sum(rows) == 1200 + 1200 and max(rows) <= tile_sizes().mask_tile_rows
@@ -70,7 +70,7 @@ def test_rows_from_the_middle_of_a_causal_matrix_need_no_mask_tile(monkeypatch):
     query, key, value = draw(1, 2, 1200, 4)
     A = attention(query, key, mask=causal())
     expected = (A @ value)[:, :, 500:1100]
-    monkeypatch.setattr(lowering, "make_tile_builder", lambda pairs: None)  # whoever makes a tile fails
+    monkeypatch.setattr(lowering, "make_tile_builder", lambda pairs: None)  # building a tile would fail
     part = A.lazy[..., 500:1100, :]
     torch.testing.assert_close(part @ value, expected)
     assert part.kernel == "torch: flash on CPU, 2 blocks"
@@ -102,9 +102,9 @@ def test_16_heads_that_share_a_key_keep_their_own_values():
     assert "blocks" in A.kernel or "masked" in A.kernel
 
 
-def test_a_batch_of_one_key_serves_every_batch_entry():
+def test_one_batch_entry_of_keys_broadcasts():
     query, *_ = draw(3, 2, 20, 8)
-    # Beside each lie others that the operator would read on into.
+    # Slices of larger tensors: the operator must not read beyond them.
     key, value = (x[:1] for x in draw(3, 2, 20, 8, seed=1, count=2))
     for mask in (None, causal()):
         expected = attention(query, key.expand(3, 2, 20, 8), mask=mask) @ value.expand(3, 2, 20, 8)
@@ -125,7 +125,7 @@ def test_09_either_corner_at_any_lengths(q_len, kv_len, align):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_13_a_causal_call_takes_any_scale(scale):
-    # The operator hides keys before it scales: −inf · −1 would make them the largest, −inf · 0 NaN.
+    # The operator masks before it scales: −inf · −1 would be the largest score, −inf · 0 NaN.
     query, key, value = draw(1, 2, 20, 8)
     A = attention(query, key, mask=causal(), scale=scale)
     expected = attention(query.numpy(), key.numpy(), mask=causal(), scale=scale) @ value.numpy()
@@ -144,7 +144,7 @@ def test_each_edge_of_a_window_has_its_own_mask_tiles(mask, small):
         assert "with a mask tile" in A.kernel
 
 
-def test_a_value_of_more_digits_keeps_them():
+def test_a_value_of_a_wider_dtype_keeps_its_precision():
     query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
     (value,) = draw(1, 2, 20, 8, count=1)
     value = 1 + 1e-9 * value
@@ -154,7 +154,7 @@ def test_a_value_of_more_digits_keeps_them():
         torch.testing.assert_close(output, exact, atol=1e-15, rtol=0)
 
 
-def test_an_array_of_more_digits_than_the_scores_is_multiplied_without_a_kernel_too():
+def test_the_block_loop_keeps_the_precision_of_a_wider_value():
     query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
     (value,) = draw(1, 2, 20, 3, count=1)
     A, W = attention(query, key), attention(query, key).to_dense().double()
@@ -174,7 +174,7 @@ def test_an_array_of_more_digits_than_the_scores_is_multiplied_without_a_kernel_
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_half_value_comes_back_as_it_is_and_does_not_lower_the_scores(dtype):
+def test_a_half_precision_value_keeps_its_dtype_and_does_not_lower_the_scores(dtype):
     query, key, _ = draw(1, 2, 20, 8, dtype=torch.float32)
     (value,) = draw(1, 2, 20, 8, dtype=dtype, count=1)
     output = attention(query, key, mask=sliding_window(7)) @ value
@@ -183,7 +183,7 @@ def test_a_half_value_comes_back_as_it_is_and_does_not_lower_the_scores(dtype):
     torch.testing.assert_close(output, exact.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
 
 
-def test_halves_whose_sum_overflows_stay_fused():
+def test_half_precision_values_whose_sum_overflows_stay_fused():
     query, key, value = draw(1, 2, 70, 16, dtype=torch.float16)
     value = value + 900  # 2,240 of them sum to more than 65,504
     for mask, words in ((None, "no mask"), (sliding_window(7), "masked")):
@@ -199,9 +199,9 @@ def test_03_a_query_of_nan_shows_however_many_keys_it_has(kv_len):
     query[0, 1, 2] = math.nan
     expected = torch.zeros(1, 2, 5, dtype=torch.bool)
     expected[0, 1, 2] = True
-    wide = torch.cat([value, value], -1)  # the same once more by the other way into the kernel
-    for given in (value, wide):
-        assert torch.equal((attention(query, key) @ given).isnan().all(-1), expected)
+    wide = torch.cat([value, value], -1)  # takes the other path to the kernel
+    for array in (value, wide):
+        assert torch.equal((attention(query, key) @ array).isnan().all(-1), expected)
 
 
 WRONG_KERNELS = {
@@ -212,7 +212,7 @@ WRONG_KERNELS = {
 
 
 @pytest.mark.parametrize("name", WRONG_KERNELS)
-def test_an_operator_that_answers_otherwise_is_not_used(name, monkeypatch):
+def test_an_operator_with_wrong_results_is_not_used(name, monkeypatch):
     def forward(*arguments):
         return WRONG_KERNELS[name](*kernels._cpu_forward(*arguments))
 
@@ -229,7 +229,7 @@ def test_tensors_of_another_device_are_refused():
         attention(query, key) @ value.to("meta")
 
 
-def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from():
+def test_25_lse_is_rounded_once_for_any_number_of_blocks():
     case = Case(
         dtype="float32", mask="window & padding", q_len=33, kv_len=257, head_dim=8, value_dim="head_dim",
         heads="three", layout="reversed", values="denormal", change="scale 0", seed=504502169,
@@ -239,11 +239,11 @@ def test_25_lse_is_rounded_once_however_many_pieces_it_comes_from():
         assert inputs is not None and check_case(case, inputs, ["torch fused"]) == []
 
 
-# -- What comes after the kernel ------------------------------------------------------------------------------
+# -- Weights after the kernel ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
-def test_weights_of_large_scores_that_lie_close_keep_their_digits(scale):
+def test_weights_of_large_and_close_scores_keep_their_digits(scale):
     # All scores are about ±10⁴ and differ by little: an lse of float32 has no digits left for their sum.
     query, key, value = draw(1, 2, 40, 16, dtype=torch.float32)
     query, key = 25 + query / 100, 25 + key / 100
@@ -255,7 +255,7 @@ def test_weights_of_large_scores_that_lie_close_keep_their_digits(scale):
 
 
 @pytest.mark.parametrize("k", [1, 3, 20])
-def test_of_equal_weights_the_first_are_taken(k):
+def test_of_equal_weights_the_first_are_returned(k):
     for kv_len in (40, 300, 1100):
         query, key = torch.zeros(1, 6, 2), torch.zeros(1, kv_len, 2)
         A = attention(query, key)
@@ -265,7 +265,7 @@ def test_of_equal_weights_the_first_are_taken(k):
         assert attention(query, key).topk(k).indices.tolist() == [[top] * 6]
 
 
-def test_of_nan_weights_the_first_are_taken():
+def test_of_nan_weights_the_first_are_returned():
     query, key, _ = draw(1, 6, 4, dtype=torch.float32)
     key = torch.cat([key] * 20, 1)
     query[0, 3] = math.nan
@@ -276,28 +276,28 @@ def test_of_nan_weights_the_first_are_taken():
 
 @pytest.mark.parametrize("length", [37, 64, 100, 333])
 @pytest.mark.parametrize("k", [1, 5, 8, 32])
-def test_the_largest_of_many_ties_are_those_of_numpy(length, k):
-    drawn = np.random.default_rng(length)
-    few = drawn.integers(0, 4, (40, length)) / 4 * (drawn.random((40, length)) < 4 / length)
-    for weights in (drawn.integers(0, 40, (40, length)) / 40, few, np.zeros((2, length))):
+def test_topk_with_many_ties_equals_numpy(length, k):
+    rng = np.random.default_rng(length)
+    few = rng.integers(0, 4, (40, length)) / 4 * (rng.random((40, length)) < 4 / length)
+    for weights in (rng.integers(0, 40, (40, length)) / 40, few, np.zeros((2, length))):
         values, columns = find_engine("test", x=torch.zeros(1)).topk(torch.tensor(weights), k)
         expected, first_ones = find_engine("test", x=weights).topk(weights, k)
         assert ((columns >= 0) & (columns < length)).all()
         np.testing.assert_array_equal(np.sort(values.numpy()), np.sort(expected))
-        for of_row, places, row in zip(columns.numpy(), first_ones, weights, strict=True):
-            assert set(of_row[row[of_row] > 0]) == set(places[row[places] > 0])
+        for mine, theirs, row in zip(columns.numpy(), first_ones, weights, strict=True):
+            assert set(mine[row[mine] > 0]) == set(theirs[row[theirs] > 0])
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("sizes", [(1, 3, 2, 6), (4, 4, 4), (2, 1) * 20, (5,) * 30], ids=len)
-def test_runs_of_any_sizes_are_those_of_numpy(sizes, axis, reduce):
-    drawn = np.random.default_rng(len(sizes)).random((2, sum(sizes), 7))
-    array = drawn if axis == -2 else drawn.swapaxes(-1, -2)
-    runs = np.split(array, np.cumsum(sizes)[:-1], axis)
-    expected = np.stack([getattr(run, reduce)(axis) for run in runs], axis)
-    for given in (array, torch.tensor(array)):
-        found = find_engine("test", x=given).segment_reduce(given, sizes, axis, reduce)
+def test_segments_of_any_sizes_equal_numpy(sizes, axis, reduce):
+    numbers = np.random.default_rng(len(sizes)).random((2, sum(sizes), 7))
+    array = numbers if axis == -2 else numbers.swapaxes(-1, -2)
+    segments = np.split(array, np.cumsum(sizes)[:-1], axis)
+    expected = np.stack([getattr(segment, reduce)(axis) for segment in segments], axis)
+    for x in (array, torch.tensor(array)):
+        found = find_engine("test", x=x).segment_reduce(x, sizes, axis, reduce)
         np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
@@ -309,7 +309,7 @@ def test_03_a_nan_stays_in_its_own_cells_within_a_tile(reduce):
     cells = attention(query, key, mask=causal()).coarsen(4, reduce)
     expected = torch.zeros(1, 4, 4, dtype=torch.bool)
     expected[0, 1, :2] = True  # row 5 and its keys
-    expected[0, 2:] = True  # rows that see key 7; one that does spoils its live cells only
+    expected[0, 2:] = True  # rows that attend to key 7, in their live cells only
     expected[0, 2, 3] = False
     assert torch.equal(cells.isnan(), expected)
 
@@ -342,40 +342,40 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("what", RESULTS)
-def test_a_result_is_the_same_whether_or_not_a_gradient_is_wanted(what, name, small):
-    # gradcheck compares a function with itself; only this holds it against the one without gradients.
+def test_a_result_is_the_same_with_and_without_gradients(what, name, small):
+    # gradcheck compares a function with itself, not with the code path without gradients.
     query, key, value = draw(1, 2, 9, 4)
     arguments = dict(ARGUMENTS[name])
     plain = RESULTS[what](attention(query, key, **arguments), value)
-    learnt = [x.clone().requires_grad_() for x in (query, key, value)]
+    learned = [x.clone().requires_grad_() for x in (query, key, value)]
     if "sink" in arguments:
         arguments["sink"] = arguments["sink"].clone().requires_grad_()
-        learnt.append(arguments["sink"])
-    result = RESULTS[what](attention(*learnt[:2], **arguments), learnt[2])
+        learned.append(arguments["sink"])
+    result = RESULTS[what](attention(*learned[:2], **arguments), learned[2])
     torch.testing.assert_close(result.detach(), plain, atol=1e-12, rtol=1e-12)
     result[result.isfinite()].sum().backward()
-    assert all(x.grad.isfinite().all() for x in learnt if x.grad is not None)
-    assert learnt[0].grad is not None
+    assert all(x.grad.isfinite().all() for x in learned if x.grad is not None)
+    assert learned[0].grad is not None
 
 
 @pytest.mark.parametrize("what", ["entropy", "mass", "lse"])
-def test_a_sink_or_a_bias_alone_is_learnt_by_a_measure(what, small):
+def test_a_measure_has_gradients_of_a_sink_or_a_bias_alone(what, small):
     query, key, value = draw(1, 2, 7, 3)
     (extra,) = draw(7, 7, seed=2, count=1)
-    of = RESULTS[what]
+    compute = RESULTS[what]
     sink = SINK.clone().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda sink: of(attention(query, key, mask=causal(), sink=sink), value), (sink,)
+        lambda sink: compute(attention(query, key, mask=causal(), sink=sink), value), (sink,)
     )
     assert torch.autograd.gradcheck(
-        lambda extra: of(attention(query, key, mask=causal(), score_mod=bias(extra)), value),
+        lambda extra: compute(attention(query, key, mask=causal(), score_mod=bias(extra)), value),
         (extra.requires_grad_(),),
     )
 
 
 @pytest.mark.parametrize("what", RESULTS)
 def test_05_no_gradient_passes_through_nan_on_its_way_to_an_empty_row(what, small):
-    # A NaN that a later step hides again would stop whoever looks for one.
+    # Anomaly detection would stop at a NaN even if a later step masks it.
     query, key, value = (x.requires_grad_() for x in draw(1, 2, 9, 4))
     with torch.autograd.set_detect_anomaly(True):
         result = RESULTS[what](attention(query, key, **ARGUMENTS["empty rows"]), value)
@@ -385,13 +385,11 @@ def test_05_no_gradient_passes_through_nan_on_its_way_to_an_empty_row(what, smal
 
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize("heads", [2, 4], ids=["own", "grouped"])
-def test_03_a_live_nan_shows_with_gradients_wanted_as_without(which, heads, small):
+def test_03_a_live_nan_shows_with_and_without_gradients(which, heads, small):
     query, *_ = draw(1, heads, 20, 4)
     arrays = [query, *draw(1, 2, 20, 4, seed=1, count=2)]
-    arrays[which][0, 1, 6] = (
-        math.nan
-    )  # seen by the queries 6, 7 and 8 alone, and not by the last of four heads
-    arrays[which][0, 0, 18:] = math.nan  # seen by none
+    arrays[which][0, 1, 6] = math.nan  # live for queries 6, 7 and 8 only, and not in the last of four heads
+    arrays[which][0, 0, 18:] = math.nan  # masked for every query
     allowed = torch.ones(heads, 20, 20, dtype=torch.bool)
     allowed[3:, :, 6] = False
     mask = sliding_window(3) & padding(18) & dense(allowed)
@@ -406,7 +404,7 @@ def test_03_a_live_nan_shows_with_gradients_wanted_as_without(which, heads, smal
     assert torch.equal(rows(*(x.requires_grad_() for x in arrays)), expected)
 
 
-def test_a_learnt_bias_is_fused_while_no_gradient_is_wanted():
+def test_a_learned_bias_is_fused_under_no_grad():
     query, key, value = draw(1, 2, 20, 8)
     (extra,) = (x.requires_grad_() for x in draw(20, 20, seed=2, count=1))
     with torch.no_grad():
@@ -416,19 +414,19 @@ def test_a_learnt_bias_is_fused_while_no_gradient_is_wanted():
 
 
 @pytest.mark.parametrize("what", ["entropy", "weighted"])
-def test_of_a_band_nothing_is_kept_but_its_result(what):
+def test_only_the_result_of_a_band_is_saved(what):
     n = 1000
     query, key, value = (x.requires_grad_() for x in draw(1, 1, n, 8, dtype=torch.float32))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         A = attention(query, key, score_mod=softcap(9.0))
         result = A.entropy() if what == "entropy" else A @ value
-    assert sum(kept) < 60 * n < n * n / 10
+    assert sum(saved) < 60 * n < n * n / 10
     result.sum().backward()
     assert key.grad.isfinite().all() and (key.grad != 0).any()
 
 
-def test_dense_masks_are_of_one_kind_with_the_engine():
+def test_dense_masks_of_numpy_and_torch_are_equal():
     query, key, value = draw(1, 2, 20, 8)
     allowed = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
     same = attention(query, key, mask=dense(allowed.numpy())) @ value

@@ -1,4 +1,4 @@
-"""Masks: each one's small matrix, written out; values that print, compare and hash; blocks told apart."""
+"""Masks: small matrices written out; repr, equality and hash; classification of blocks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from regard.tiling import use_tile_sizes
 UL, LR = "upper_left", "lower_right"
 
 
-def rows_of(allowed: Any) -> list[str]:
-    """A boolean matrix as lines of 1 and 0, so that it can be read beside what is expected."""
+def format_rows(allowed: Any) -> list[str]:
+    """Format a boolean matrix as lines of 1 and 0."""
     return ["".join("01"[int(x)] for x in row) for row in allowed]
 
 
@@ -77,7 +77,7 @@ LITERAL = {
     "and": (causal(LR) & padding(3), "11100 11100"),
     "or": (sliding_window(1, align=LR) | first(1), "10010 10001"),
     "not": (~causal(UL), "01111 00111"),
-    "the sentence of the design": (
+    "the example of the module": (
         causal() & padding(4) & (sliding_window(2) | first(1)),
         "10000 11000 11100 10110 10010",
     ),
@@ -89,23 +89,23 @@ def test_each_mask_is_the_matrix_written_here(name: str) -> None:
     mask, rows = LITERAL[name]
     expected = rows.split()
     shape = (len(expected), len(expected[0]))
-    assert rows_of(mask.to_dense(*shape)) == expected
-    # The same in a call, and row by row.
+    assert format_rows(mask.to_dense(*shape)) == expected
+    # Also in a matrix, and row by row.
     A = regard.attention(np.zeros((shape[0], 3)), np.zeros((shape[1], 3)), mask=mask)
-    assert rows_of(A.to_dense() > 0) == expected
-    assert [rows_of(A[i : i + 1] > 0)[0] for i in range(shape[0])] == expected
-    # And on every leading axis, with heads or without.
-    assert all(rows_of(head) == expected for head in mask.to_dense(3, 7, *shape).reshape(21, *shape))
+    assert format_rows(A.to_dense() > 0) == expected
+    assert [format_rows(A[i : i + 1] > 0)[0] for i in range(shape[0])] == expected
+    # Also on every leading axis.
+    assert all(format_rows(head) == expected for head in mask.to_dense(3, 7, *shape).reshape(21, *shape))
 
 
 def test_sizes_per_head() -> None:
     windows = sliding_window([1, 3])
     one, three = ["10000", "01000", "00100", "00010", "00001"], ["10000", "11000", "11100", "01110", "00111"]
-    assert [rows_of(head) for head in windows.to_dense(2, 5, 5)] == [one, three]
+    assert [format_rows(head) for head in windows.to_dense(2, 5, 5)] == [one, three]
     batches = windows.to_dense(3, 2, 5, 5)
-    assert all([rows_of(head) for head in batch] == [one, three] for batch in batches)
+    assert all([format_rows(head) for head in batch] == [one, three] for batch in batches)
     mixed = sliding_window(left=[0, 2], right=1, align=LR)
-    assert [rows_of(head) for head in mixed.to_dense(2, 2, 5)] == [["00011", "00001"], ["01111", "00111"]]
+    assert [format_rows(head) for head in mixed.to_dense(2, 2, 5)] == [["00011", "00001"], ["01111", "00111"]]
     (empty, late) = (
         windows.classify(range(4, 5), range(*keys), shape=(2, 5, 5)) for keys in ((0, 2), (2, 4))
     )
@@ -114,25 +114,29 @@ def test_sizes_per_head() -> None:
 
 def test_lengths_per_batch_entry() -> None:
     shape = (3, 2, 1, 5)
-    assert rows_of(padding([2, 0, 5]).to_dense(*shape)[:, 1, 0]) == ["11000", "00000", "11111"]
-    assert rows_of(padding([2, 0, 5], side="left").to_dense(*shape)[:, 1, 0]) == ["00011", "00000", "11111"]
-    assert rows_of(first([1, 9, 0]).to_dense(*shape)[:, 0, 0]) == ["10000", "11111", "00000"]
-    assert rows_of(prefix([1, 3, 0], UL).to_dense(*shape)[:, 0, 0]) == ["10000", "11100", "10000"]
+    assert format_rows(padding([2, 0, 5]).to_dense(*shape)[:, 1, 0]) == ["11000", "00000", "11111"]
+    assert format_rows(padding([2, 0, 5], side="left").to_dense(*shape)[:, 1, 0]) == [
+        "00011",
+        "00000",
+        "11111",
+    ]
+    assert format_rows(first([1, 9, 0]).to_dense(*shape)[:, 0, 0]) == ["10000", "11111", "00000"]
+    assert format_rows(prefix([1, 3, 0], UL).to_dense(*shape)[:, 0, 0]) == ["10000", "11100", "10000"]
     ids = [[0, 0, 1, 1, 1], [4, 5, 5, 5, 5], [2, 2, 2, 2, 2]]
     mask = document(ids, query_ids=[[1], [4], [3]])
-    assert rows_of(mask.to_dense(*shape)[:, 1, 0]) == ["00111", "10000", "00000"]
+    assert format_rows(mask.to_dense(*shape)[:, 1, 0]) == ["00111", "10000", "00000"]
     A = regard.attention(np.zeros((3, 2, 1, 7)), np.zeros((3, 2, 5, 7)), mask=padding([2, 0, 5]))
     np.testing.assert_allclose(A[:, 0, 0, 0], [1 / 2, 0, 1 / 5])
 
 
 def test_lengths_need_a_batch_axis() -> None:
     # (heads, q_len, kv_len) has no batch: three lengths could only be meant for heads.
-    with pytest.raises(regard.ArgumentError, match=r"heads axis of one"):
+    with pytest.raises(regard.ArgumentError, match=r"heads axis of size one"):
         regard.attention(np.zeros((3, 5, 7)), np.zeros((3, 5, 7)), mask=padding([1, 2, 3]))
 
 
 @pytest.mark.parametrize("mask", [causal(), sliding_window(2), sliding_window(left=1), prefix(1), ~causal()])
-def test_a_corner_is_asked_for_and_never_guessed(mask: Mask) -> None:
+def test_the_corner_must_be_given_if_lengths_differ(mask: Mask) -> None:
     for ask in (
         lambda: mask.to_dense(2, 5),
         lambda: mask.classify(range(1), range(1), shape=(2, 5)),
@@ -179,13 +183,13 @@ ATOMS = [
 
 
 @pytest.mark.parametrize("mask", ATOMS, ids=repr)
-def test_a_repr_makes_the_mask_again(mask: Mask) -> None:
+def test_the_repr_evaluates_to_the_mask(mask: Mask) -> None:
     for one in (mask, ~mask, mask & first(9), mask | ~first(9), ~(mask | first(9)) & causal(LR)):
         again = eval(repr(one), vars(regard))
         assert again == one and hash(again) == hash(one) and repr(again) == repr(one)
 
 
-def test_masks_are_equal_only_to_what_lets_the_same_through() -> None:
+def test_masks_that_allow_different_entries_are_not_equal() -> None:
     for a, b in itertools.combinations(ATOMS, 2):
         assert a != b, (a, b)
         assert ~a != a and ~a != b and (a & b) not in (a, b, a | b, ~(a & b))
@@ -193,7 +197,7 @@ def test_masks_are_equal_only_to_what_lets_the_same_through() -> None:
     assert causal() != "causal()" and first(1) is not None
 
 
-def test_equal_masks_written_otherwise() -> None:
+def test_equal_masks_of_different_constructors() -> None:
     assert causal() == sliding_window(right=0)
     assert sliding_window(4) == sliding_window(left=3, right=0)
     assert first(3) == padding(3) and hash(first(3)) == hash(padding(3))
@@ -222,7 +226,7 @@ def test_reprs(mask: Mask, text: str) -> None:
     assert repr(mask) == text
 
 
-def test_a_mask_keeps_its_own_numbers() -> None:
+def test_a_mask_copies_its_parameters() -> None:
     lengths = np.array([3, 5])
     mask = padding(lengths)
     before = hash(mask)
@@ -233,7 +237,7 @@ def test_a_mask_keeps_its_own_numbers() -> None:
 @pytest.mark.parametrize(
     "wrong", [lambda: causal() and first(1), lambda: not causal(), lambda: bool(causal())]
 )
-def test_a_mask_is_no_truth_value(wrong: Any) -> None:
+def test_a_mask_has_no_truth_value(wrong: Any) -> None:
     with pytest.raises(regard.ArgumentTypeError, match="&"):
         wrong()
 
@@ -251,7 +255,7 @@ SQUARE = (19, 19)
 
 
 @pytest.mark.parametrize(
-    "mask, q, kv, told",
+    "mask, q, kv, kind",
     [
         (causal(), (0, 4), (4, 8), "empty"),
         (causal(), (0, 5), (4, 8), "partial"),
@@ -286,26 +290,26 @@ SQUARE = (19, 19)
         (sliding_window(2) | first(3), (9, 12), (3, 8), "empty"),
     ],
 )
-def test_blocks(mask: Mask, q: Any, kv: Any, told: str) -> None:
-    assert mask.classify(range(*q), range(*kv), shape=SQUARE) == told
-    held = mask.to_dense(*SQUARE)[slice(*q), slice(*kv)]
-    assert told == ("full" if held.all() else "partial" if held.any() else "empty")
+def test_blocks(mask: Mask, q: Any, kv: Any, kind: str) -> None:
+    assert mask.classify(range(*q), range(*kv), shape=SQUARE) == kind
+    block = mask.to_dense(*SQUARE)[slice(*q), slice(*kv)]
+    assert kind == ("full" if block.all() else "partial" if block.any() else "empty")
 
 
 class Odd(Mask):
-    """A mask of one's own, in a line: keys whose distance is odd, and one's own."""
+    """A custom mask: the keys at an odd distance, and the query's own."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.evaluated: list[tuple[int, int]] = []
 
     def allows(self, frame: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
-        self.asked.append((int(q_idx[0]), int(kv_idx[0])))
+        self.evaluated.append((int(q_idx[0]), int(kv_idx[0])))
         ahead = kv_idx[None, :] - q_idx[:, None]
         return xp.asarray((ahead % 2 == 1) | (ahead == 0))[None]
 
 
 @use_tile_sizes(rows=5, columns=3)
-def test_a_mask_of_ones_own_needs_only_allows() -> None:
+def test_a_custom_mask_needs_only_allows() -> None:
     mask, n = Odd(), 19
     odd = np.array([[(j - i) % 2 == 1 or i == j for j in range(n)] for i in range(n)])
     assert mask.classify(range(0, 1), range(0, 1), shape=SQUARE) == "partial"
@@ -319,17 +323,17 @@ def test_a_mask_of_ones_own_needs_only_allows() -> None:
 
 
 @use_tile_sizes(rows=4, columns=4)
-def test_empty_blocks_are_skipped_and_full_ones_not_asked_about() -> None:
-    asked = Odd()
-    regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() & asked).sum()
-    assert sorted(asked.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(0, q + 1, 4)]
+def test_empty_and_full_blocks_are_not_evaluated() -> None:
+    narrow = Odd()
+    regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() & narrow).sum()
+    assert sorted(narrow.evaluated) == [(q, kv) for q in (0, 4, 8) for kv in range(0, q + 1, 4)]
     wide = Odd()
     regard.attention(np.zeros((11, 3)), np.zeros((11, 3)), mask=causal() | wide).sum()
-    # Below the diagonal causal() alone says that the block is full.
-    assert sorted(wide.asked) == [(q, kv) for q in (0, 4, 8) for kv in range(q, 11, 4)]
+    # Below the diagonal the block is full because of causal().
+    assert sorted(wide.evaluated) == [(q, kv) for q in (0, 4, 8) for kv in range(q, 11, 4)]
 
 
-def test_a_mask_without_allows_says_so() -> None:
+def test_a_mask_without_allows_raises() -> None:
     class Nothing(Mask):
         pass
 

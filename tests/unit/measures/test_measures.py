@@ -1,4 +1,4 @@
-"""Measures: each against its formula on the whole matrix, those of one's own, and what they are published to be."""
+"""Measures: formulas on the dense matrix, published definitions, custom measures, arguments and names."""
 
 from __future__ import annotations
 
@@ -54,12 +54,10 @@ LR = "lower_right"
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": causal(LR)},
-    "a band that leaves tiles and rows empty": {
-        "mask": regard.sliding_window(left=1, right=1, align="upper_left")
-    },
+    "a band with empty tiles and rows": {"mask": regard.sliding_window(left=1, right=1, align="upper_left")},
     "batch entries that differ": {"mask": causal(LR) & regard.padding([13, 0])},
     "heads that differ": {"mask": regard.sliding_window([1, 4, 30], align=LR)},
-    "nothing to see": {"mask": first(0)},
+    "everything masked": {"mask": first(0)},
     "sink": {"sink": np.array([-1.0, 0.0, 3.0]), "mask": causal(LR)},
     "cold": {"scale": 40.0},
 }
@@ -67,7 +65,7 @@ SHAPES = [(11, 17), (17, 11), (1, 17), (17, 1), (13, 13)]
 
 
 def formulas(W: Any, mask: Any) -> dict[str, Any]:
-    """What each measure is, from whole weights."""
+    """Compute each measure from dense weights."""
     q_len, kv_len = W.shape[-2:]
     at, keys = np.arange(q_len)[:, None], np.arange(kv_len)
     total = np.where(W.sum(-1) == 0, 1, W.sum(-1))
@@ -91,7 +89,7 @@ def formulas(W: Any, mask: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("q_len, kv_len", SHAPES)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) -> None:
+def test_each_measure_equals_its_formula(arguments: str, q_len: int, kv_len: int) -> None:
     if arguments == "batch entries that differ" and kv_len < 13:
         arguments = "causal"
     A = matrix(q_len, kv_len, **ARGUMENTS[arguments])
@@ -113,11 +111,11 @@ def test_each_measure_is_its_formula(arguments: str, q_len: int, kv_len: int) ->
     equal(A.topk(1).indices[..., 0], expected["max_weight"][1])
 
 
-@pytest.mark.parametrize("waiting", [6, 18, 4096])
-def test_the_largest_are_the_same_in_whatever_order_tiles_come(waiting: int) -> None:
+@pytest.mark.parametrize("topk_columns", [6, 18, 4096])
+def test_topk_does_not_depend_on_the_order_of_tiles(topk_columns: int) -> None:
     W = np.full((1, 5, 18), 0.01)
-    W[0, 1:, 12:] = 0.1  # in rows after the first all that matters comes from the last tile
-    with use_tile_sizes(topk_columns=waiting):
+    W[0, 1:, 12:] = 0.1  # in rows after the first the largest are in the last tile
+    with use_tile_sizes(topk_columns=topk_columns):
         measure = TopK(3).bind(matrix(5, 18)._problem)
     expected = np.argsort(-W, axis=-1, kind="stable")[..., :3]
     for order in ([0, 6, 12], [12, 6, 0], [12, 0, 6], [6, 0, 12]):
@@ -126,18 +124,18 @@ def test_the_largest_are_the_same_in_whatever_order_tiles_come(waiting: int) -> 
             for start in order:
                 tile = W[:, rows[0] : rows[-1] + 1, start : start + 6].copy()
                 state = measure.step(state, tile, None, rows, np.arange(start, start + 6), np)
-                tile[:] = np.nan  # the memory of a tile is used again
+                tile[:] = np.nan  # the memory of a tile is reused
         top = measure.finish(state)
         equal(top.indices, expected)
         equal(top.values, np.take_along_axis(W, expected, -1))
 
 
 @use_tile_sizes(topk_columns=6)
-def test_a_nan_that_comes_late_is_found_beside_rows_that_gain_nothing() -> None:
+def test_a_nan_in_a_late_tile_is_found() -> None:
     query, key = np.ones((4, 2)), np.ones((17, 2))
     query[3] = np.nan
-    seen = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)
-    top = regard.attention(query, key, mask=regard.dense(seen)).topk(2)
+    allowed = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)
+    top = regard.attention(query, key, mask=regard.dense(allowed)).topk(2)
     equal(top.indices, [[0, 1]] * 3 + [[12, 13]])
     equal(np.isnan(top.values), np.arange(4)[:, None] == [[3, 3]])
 
@@ -168,7 +166,7 @@ def test_uniform_causal_attention() -> None:
     close(A.sum(-2), [sum(1 / (q + 1) for q in range(j, n)) for j in range(n)])
 
 
-def test_one_key_takes_all() -> None:
+def test_a_row_with_one_key() -> None:
     n = 13
     A = uniform(n, mask=regard.sliding_window(1))
     for result in (A.entropy(), A.distance(), A.measure(Spread()).spread):
@@ -177,12 +175,12 @@ def test_one_key_takes_all() -> None:
     equal(A.argmax(-1), np.arange(n))
 
 
-def test_a_sink_takes_its_share_of_every_measure() -> None:
+def test_a_sink_reduces_every_measure() -> None:
     A = uniform(7, sink=math.log(7))  # half of every row
     close(A.sum(-1), np.full(7, 0.5))
     close(A.entropy(), np.full(7, -7 * (1 / 14) * math.log(1 / 14)))
     close(A.mass(first(7)), np.full(7, 0.5))
-    close(A.measure(Spread()).spread, np.full(7, 2.0))  # of where the keys are, so the share does not matter
+    close(A.measure(Spread()).spread, np.full(7, 2.0))  # of the positions, so the share does not matter
 
 
 def test_spread_does_not_cancel_far_from_the_start() -> None:
@@ -226,35 +224,35 @@ def test_a_live_nan_is_the_largest_and_shows_in_its_row_only() -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
 @pytest.mark.parametrize(
-    "q_len, kv_len, block", [(11, 17, 3), (17, 11, 5), (13, 13, 13), (29, 31, 7), (7, 19, 1)]
+    "q_len, kv_len, cells", [(11, 17, 3), (17, 11, 5), (13, 13, 13), (29, 31, 7), (7, 19, 1)]
 )
-@pytest.mark.parametrize("arguments", ["plain", "causal", "a band that leaves tiles and rows empty"])
-def test_coarse_cells(arguments: str, q_len: int, kv_len: int, block: int, reduce: str) -> None:
+@pytest.mark.parametrize("arguments", ["plain", "causal", "a band with empty tiles and rows"])
+def test_coarse_cells(arguments: str, q_len: int, kv_len: int, cells: int, reduce: str) -> None:
     A = matrix(q_len, kv_len, **ARGUMENTS[arguments])
     W = A.to_dense()
-    found = A.coarsen(block, reduce)
-    assert found.shape == (2, HEADS, block, block)
-    for a in range(block):
-        for b in range(block):
-            rows = [i for i in range(q_len) if i * block // q_len == a]
-            columns = [j for j in range(kv_len) if j * block // kv_len == b]
+    found = A.coarsen(cells, reduce)
+    assert found.shape == (2, HEADS, cells, cells)
+    for a in range(cells):
+        for b in range(cells):
+            rows = [i for i in range(q_len) if i * cells // q_len == a]
+            columns = [j for j in range(kv_len) if j * cells // kv_len == b]
             cell = W[..., rows, :][..., columns]
             close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
-@pytest.mark.parametrize("block", [(2, 5), (7, 3), (1, 17), (11, 1)], ids=str)
-def test_coarse_cells_of_any_shape(block: tuple[int, int], reduce: str) -> None:
+@pytest.mark.parametrize("cells", [(2, 5), (7, 3), (1, 17), (11, 1)], ids=str)
+def test_coarse_cells_of_any_shape(cells: tuple[int, int], reduce: str) -> None:
     A = matrix(11, 17, mask=causal(LR))
-    W, found = A.to_dense(), A.coarsen(block, reduce)
-    rows, columns = (np.arange(n) * cells // n for n, cells in zip((11, 17), block, strict=True))
-    assert found.shape == (2, HEADS, *block)
-    for a, b in np.ndindex(block):
+    W, found = A.to_dense(), A.coarsen(cells, reduce)
+    rows, columns = (np.arange(n) * count // n for n, count in zip((11, 17), cells, strict=True))
+    assert found.shape == (2, HEADS, *cells)
+    for a, b in np.ndindex(cells):
         cell = W[..., rows == a, :][..., columns == b]
         close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
 
 
-def test_coarse_is_the_mean_unless_said_and_the_matrix_itself_at_full_size() -> None:
+def test_coarse_defaults_to_the_mean_and_is_the_matrix_at_full_size() -> None:
     A = matrix(13, 13, mask=causal())
     equal(A.coarsen(5), A.coarsen(5, "mean"))
     close(A.coarsen(5, reduce="sum").sum((-2, -1)), A.sum(-1).sum(-1))
@@ -337,17 +335,17 @@ def test_the_repr_of_an_output_is_short() -> None:
     assert repr(regard.Output(np.zeros((7, 3)))) == "Output(<value of shape (7, 3)>)"
 
 
-def test_distance_asks_which_corner() -> None:
-    for ask in (lambda: matrix().distance(), lambda: matrix().measure(Spread())):
+def test_distance_needs_align_if_lengths_differ() -> None:
+    for call in (lambda: matrix().distance(), lambda: matrix().measure(Spread())):
         with pytest.raises(regard.ArgumentError, match="align"):
-            ask()
+            call()
 
 
-# Measures of one's own
+# Custom measures
 
 
 class EvenShare(Measure):
-    """The share of each row on even keys: what two lines of a subclass say."""
+    """The share of each row on even keys."""
 
     def init(self, shape: Any, xp: Any) -> Any:
         return xp.zeros(shape[:2])
@@ -358,7 +356,7 @@ class EvenShare(Measure):
 
 
 class Hottest:
-    """The largest score of each head, by a class that knows nothing of regard."""
+    """The largest score of each head, by a class that does not subclass Measure."""
 
     def init(self, shape: Any, xp: Any) -> Any:
         return xp.full(shape[:1], -xp.inf)
@@ -374,7 +372,7 @@ class Hottest:
 
 
 @pytest.mark.parametrize("lead", [(), (HEADS,), (2, HEADS)])
-def test_a_measure_of_ones_own(lead: Any) -> None:
+def test_custom_measures(lead: Any) -> None:
     A = matrix(lead=lead, mask=causal(LR))
     found = A.measure(EvenShare(), Hottest(), Entropy())
     assert found._fields == ("even_share", "hottest", "entropy")
@@ -385,33 +383,33 @@ def test_a_measure_of_ones_own(lead: Any) -> None:
     equal(EvenShare().merge(a, b), 2 * a)
 
 
-def test_weights_are_final_when_a_measure_sees_them() -> None:
-    seen = []
+def test_weights_are_final_when_a_measure_gets_them() -> None:
+    tiles = []
 
     class Watching(EvenShare):
         def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
             assert weights.shape == scores.shape == (len(weights), len(q_idx), len(kv_idx))
-            seen.append((q_idx.tolist(), kv_idx.tolist(), weights.copy()))
+            tiles.append((q_idx.tolist(), kv_idx.tolist(), weights.copy()))
             return state
 
     A = matrix(lead=())
     A.measure(Watching())
     whole = np.full((11, 17), np.nan)
-    for rows, columns, weights in seen:
-        assert np.isnan(whole[np.ix_(rows, columns)]).all(), "a tile is shown once"
+    for rows, columns, weights in tiles:
+        assert np.isnan(whole[np.ix_(rows, columns)]).all(), "each tile comes once"
         whole[np.ix_(rows, columns)] = weights[0]
     equal(whole, A.to_dense())
 
 
 @pytest.mark.parametrize("missing", ["init", "step", "merge", "finish"])
-def test_what_is_no_measure_is_refused(missing: str) -> None:
+def test_an_object_that_is_no_measure_is_refused(missing: str) -> None:
     parts = {name: getattr(Hottest, name) for name in ("init", "step", "merge", "finish") if name != missing}
     for wrong in (type("Partial", (), parts)(), "entropy"):
         with pytest.raises(regard.ArgumentTypeError, match="measures such as"):
             matrix().measure(wrong)
 
 
-def test_a_measure_without_step_says_so() -> None:
+def test_a_measure_without_step_raises() -> None:
     class Empty(Measure):
         def init(self, shape: Any, xp: Any) -> Any:
             return xp.zeros(shape[:2])
@@ -425,7 +423,7 @@ def test_a_measure_without_step_says_so() -> None:
 # Names
 
 
-def test_results_are_named_for_the_class_or_by_keyword() -> None:
+def test_results_are_named_after_the_class_or_by_keyword() -> None:
     A = matrix()
     found = A.measure(Entropy(), TopK(2), Mass(first(1)), near=Mass(first(3)), big=TopK(3))
     assert found._fields == ("entropy", "topk", "mass", "near", "big")
@@ -448,11 +446,11 @@ def test_two_results_of_one_name_are_refused(named: Any) -> None:
         matrix().measure(Entropy(), *twice, **named)
 
 
-# Chosen rows
+# Some rows
 
 
 @pytest.mark.parametrize("rows", [[3], [9, 0, 5], slice(2, 9, 3), slice(None, None, -1)])
-def test_chosen_rows(rows: Any) -> None:
+def test_some_rows(rows: Any) -> None:
     A = matrix(mask=causal(LR) & regard.padding([13, 9]) | first([2, 1]))
     near = regard.sliding_window(left=2, right=3, align=LR) & first([6, 8])
     measures = (Entropy(), Sum(), Distance(LR), Spread(LR), Mass(near), MaxWeight())
