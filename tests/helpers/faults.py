@@ -327,10 +327,10 @@ def _(select_pairs: Function) -> Function:
     return lambda self, which: select_pairs(self, which * 0)
 
 
-@fault("fused-lse-of-another-base", "row 25", "regard.engines.torch_fused:fused_product")
-def _(fused_product: Function) -> Function:
+@fault("fused-lse-of-another-base", "row 25", "regard.engines.torch_fused:run_fused_product")
+def _(run_fused_product: Function) -> Function:
     def scaled(*args: Any) -> Any:
-        made = fused_product(*args)
+        made = run_fused_product(*args)
         return made if made is None else (made[0], made[1] / math.log(2), *made[2:])
 
     return scaled

@@ -128,7 +128,7 @@ class Problem:
 
     def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
         """Compute output, lse and kernel name without the block loop; None if the block loop must do it."""
-        return self.engine.fused_product(self, value, value_index)
+        return self.engine.run_fused_product(self, value, value_index)
 
     @property
     def placeholder_value(self) -> tuple[Array, IntArray]:

@@ -185,7 +185,7 @@ class Engine(Protocol):
             problem: Matrix in canonical form.
         """
 
-    def fused_product(
+    def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
     ) -> tuple[Array, Array, str] | None:
         """Compute `A @ value` with a fused kernel.

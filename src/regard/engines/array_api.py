@@ -131,7 +131,7 @@ class ArrayEngine:
         """Return the name of the kernel that `A @ value` runs: the block loop's tiles."""
         return f"{self.name}: block loop"
 
-    def fused_product(
+    def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
     ) -> tuple[Array, Array, str] | None:
         """Return None, so that the block loop computes the product."""

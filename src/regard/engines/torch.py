@@ -203,10 +203,10 @@ class TorchEngine:
         kernel, reason = fused.find_kernel(problem)
         return f"torch: block loop ({reason})" if kernel is None else f"torch: {kernel.name}"
 
-    def fused_product(
+    def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
     ) -> tuple[Array, Array, str] | None:
-        return fused.fused_product(problem, value, value_index)
+        return fused.run_fused_product(problem, value, value_index)
 
     def try_fast_product(
         self, query: Array, key: Array, value: object, mask: Mask | None, scale: float

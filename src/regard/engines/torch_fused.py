@@ -42,7 +42,7 @@ class KernelCall(NamedTuple):
     scale: float
 
 
-def fused_product(
+def run_fused_product(
     problem: Problem, value: Tensor, value_index: IntArray
 ) -> tuple[Tensor, Tensor, str] | None:
     """Compute `A @ value` with a fused kernel.
