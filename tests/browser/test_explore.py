@@ -12,7 +12,7 @@ import regard
 from regard import explore
 from regard.explore.pipeline_explorer import MAX_NUMBERS
 from regard.learn import cat
-from regard.render.text import escape_unprintable, format_number, format_vector
+from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, pace, table
 
 pytestmark = pytest.mark.slow  # starts a browser
@@ -25,10 +25,10 @@ def expected(steps, step: int) -> list[list[str]]:
     """The cells of the table for an explanation."""
     rows = []
     for j, name in enumerate(steps.key_tokens):
-        score = "hidden" if steps.scores[j] == -np.inf else format_number(steps.scores[j])
+        score = "masked" if steps.scores[j] == -np.inf else format_number(steps.scores[j])
         if step == 0:
             products = " + ".join(
-                f"{format_number(q)}·{format_number(k)}"
+                f"{format_number(q)}·{format_factor(k)}"
                 for q, k in zip(steps.query, steps.key[j], strict=True)
             )
             rows.append([name, format_vector(steps.key[j]), products, format_number(steps.raw_scores[j])])
@@ -125,13 +125,13 @@ def test_pipeline_of_own_arrays(show):
     assert tab.locator("#formula").text_content() == "score = sum × 0.3015, then " + repr(mask)
     tab.get_by_role("radio", name="query 1").check()
     tab.get_by_role("button", name="Normalise").click()
-    assert "sees no key" in tab.locator("#says").text_content()
+    assert "Every key is masked" in tab.locator("#description").text_content()
     assert [row[3] for row in table(tab)] == ["0", "0", "0"]
     tab.get_by_role("button", name="Compare").click()
     assert table(tab)[0][1] == format_vector(key[0])
     tab = show(explore.pipeline(query, key, key, mask=~regard.first(3)))
     tab.get_by_role("button", name="Aggregate").click()
-    assert "sees no key" in tab.locator("#says").text_content()
+    assert "Every key is masked" in tab.locator("#description").text_content()
     assert tab.locator("#formula").text_content() == f"output = {format_vector([0] * 11)}"
 
 
@@ -204,10 +204,10 @@ def shown_computation(tab) -> dict[str, str]:
 def computation(steps, j: int) -> dict[str, str]:
     """The expected texts about a cell."""
     raw, score = format_number(steps.raw_scores[j]), format_number(steps.scores[j])
-    terms = [f"{format_number(q)}·{format_number(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
+    terms = [f"{format_number(q)}·{format_factor(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
     says = {"weight": format_number(steps.weights[j]), "Compare": " + ".join(terms) + f" = {raw}"}
     if steps.scores[j] == -np.inf:
-        return {**says, "Scale": "the mask hides this key"}
+        return {**says, "Scale": "this key is masked"}
     return {
         **says,
         "Scale": f"{raw} × {format_number(steps.scale)} = {score}",
@@ -260,7 +260,7 @@ def test_heatmap_by_keyboard_and_as_a_table(show):
         i, j = min(max(i, 0), 4), min(max(j, 0), 4)
         assert tab.locator("#cell .place").text_content() == f"query {i}, key {j}"
         assert tab.locator("#cell .weight").text_content() == format_number(weights[i, j])
-    tab.get_by_text("As a table").click()
+    tab.get_by_text("Show as a table").click()
     rows = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights, strict=True)]
     assert table(tab) == rows
     assert tab.locator("#top").text_content() == format_number(weights.max())
@@ -284,10 +284,10 @@ def test_heatmap_colours_follow_the_weights(show):
     fit = np.polyfit(weights.ravel(), seen.ravel(), 1)
     assert fit[0] < 0 and np.abs(np.polyval(fit, weights) - seen).max() <= 3  # linear, darker for more
     tab = show(explore.heatmap())
-    tab.get_by_label("colour each row by its own largest").check()
+    tab.get_by_label("scale colours to each row").check()
     seen = np.array(tab.evaluate(BRIGHTNESS, [5, 28]))
     assert np.ptp(seen.min(axis=1)) <= 3
-    assert tab.locator("#top").text_content() == "largest of the row"
+    assert tab.locator("#top").text_content() == "row maximum"
 
 
 def test_heatmap_formats_a_small_weight_as_small(show):
@@ -327,7 +327,7 @@ def test_heatmap_of_512_by_512(show):
 def test_heatmap_shows_hostile_tokens_as_text(show):
     numbers = np.eye(len(HOSTILE))
     tab = show(explore.heatmap(numbers, numbers, tokens=HOSTILE))
-    tab.get_by_text("As a table").click()
+    tab.get_by_text("Show as a table").click()
     shown = [escape_unprintable(token) for token in HOSTILE]
     assert [row[0] for row in table(tab)] == shown
     assert tab.locator("thead th").all_text_contents() == shown

@@ -627,12 +627,12 @@ def test_moving_by_button_slider_and_keyboard(show):
     assert tab.locator("#back").is_disabled()
     tab.keyboard.press("ArrowRight")
     assert count.text_content() == f"step 2 of {total}"
-    assert "calls _check_table" in tab.locator("#says").text_content()
+    assert "calls _check_table" in tab.locator("#event").text_content()
     assert "calls _check_table" in tab.get_by_role("status").text_content()
     tab.keyboard.press("ArrowRight")
     assert where.text_content() == "attention_by_loops › _check_table"
     tab.keyboard.press("ArrowLeft")
-    tab.locator("#over").click()
+    tab.locator("#step-over").click()
     assert where.text_content() == "attention_by_loops"
     assert tab.locator(".fresh strong").all_text_contents() == ["Q"]
     slider = tab.get_by_role("slider", name="Step")
@@ -640,17 +640,17 @@ def test_moving_by_button_slider_and_keyboard(show):
     tab.keyboard.press("End")
     assert count.text_content() == f"step {total} of {total}"
     assert slider.get_attribute("aria-valuetext").startswith(f"step {total} of {total}, line ")
-    assert tab.locator("#over").is_disabled() and tab.locator("#next").is_disabled()
+    assert tab.locator("#step-over").is_disabled() and tab.locator("#next").is_disabled()
     tab.keyboard.press("Home")
-    assert tab.locator("#again").is_disabled()
-    while not tab.locator("#again").is_enabled():
-        tab.locator("#over").click()
+    assert tab.locator("#next-iteration").is_disabled()
+    while not tab.locator("#next-iteration").is_enabled():
+        tab.locator("#step-over").click()
     assert where.text_content() == "attention_by_loops › i = 0 1 of 2"
-    tab.locator("#again").click()
+    tab.locator("#next-iteration").click()
     assert where.text_content() == "attention_by_loops › i = 1 2 of 2"
-    tab.locator("#again").click()
+    tab.locator("#next-iteration").click()
     assert where.text_content() == "attention_by_loops"
-    assert "goes on at line" in tab.locator("#says").text_content()  # the loop is over
+    assert "continues at line" in tab.locator("#event").text_content()  # the loop is over
     marked = tab.locator("[aria-current]").bounding_box()
     box = tab.locator("#listing").bounding_box()
     assert box["y"] <= marked["y"] <= box["y"] + box["height"] - marked["height"]
@@ -691,8 +691,8 @@ def test_hostile_source_and_values_are_text(show):
     seen = tab.evaluate(HARVEST)
     shown = [step["fresh"]["token"] for step in seen if "token" in step["fresh"]]
     assert shown == [[escape_unprintable(repr(token))] for token in HOSTILE]
-    assert "raises ValueError" in tab.locator("#says").text_content()
-    assert "<img src=x" in tab.locator("#says").text_content()
+    assert "raises ValueError" in tab.locator("#event").text_content()
+    assert "<img src=x" in tab.locator("#event").text_content()
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
 
 
@@ -711,7 +711,9 @@ def test_nonfinite_values_and_truncation_are_shown(show, monkeypatch):
     seen = tab.evaluate(HARVEST)
     assert seen[1]["fresh"]["row"] == [[["inf", "-inf", "nan"]]]
     assert seen[2]["fresh"]["x"] == ["-inf"]
-    assert tab.locator("#cut").text_content() == "The trace ends here, after 4 steps; the call continued."
+    assert (
+        tab.locator("#truncated").text_content() == "The trace ends here, after 4 steps; the call continued."
+    )
 
 
 @slow
@@ -725,7 +727,7 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
         for _ in range(5):
             tab.keyboard.press("ArrowRight")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        assert tab.locator("#told").evaluate("box => box.scrollWidth <= box.clientWidth")
+        assert tab.locator("#details").evaluate("box => box.scrollWidth <= box.clientWidth")
     assert faults(tab) == []
-    boxes = [tab.locator(f"#{name}").bounding_box() for name in ("listing", "told")]
+    boxes = [tab.locator(f"#{name}").bounding_box() for name in ("listing", "details")]
     assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1200)

@@ -12,7 +12,7 @@ import regard
 from regard import explore
 from regard.explore.cost_explorer import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
 from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
-from regard.render.text import escape_unprintable, format_number, format_vector
+from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from tests.helpers.pages import HOSTILE, faults
 
 pytestmark = pytest.mark.slow  # starts a browser
@@ -25,7 +25,7 @@ SHOWN = """() => {
   const cells = (what) => [...document.querySelectorAll(`#product .${what} tbody tr`)]
     .map((row) => [...row.querySelectorAll("td")].map((cell) => cell.textContent));
   return { title: text("#walk-title")[0], sum: text("#sum")[0], counters: text("#counters b").map(Number),
-    left: cells("left"), right: cells("right"), made: cells("made"),
+    left: cells("left"), right: cells("right"), result: cells("product-result"),
     factors: text("#product .factor"), work: text("#product .at-work") };
 }"""
 EVERY_STEP = f"""() => {{
@@ -50,7 +50,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
         "scores": np.full((n_q, n_k), "·", dtype=object),
         "output": np.full((n_q, d_v), "·", dtype=object),
     }
-    made["scores"][~seen] = "hidden"
+    made["scores"][~seen] = "masked"
     made["output"][~seen.any(axis=1)] = "0"
     weights = np.full((n_q, n_k), "·", dtype=object)
     counts = dict.fromkeys(COUNTERS, 0)
@@ -62,7 +62,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
         made[step.table][step.row, step.column] = entry
         scores = step.table == "scores"
         counts["score_multiply_adds" if scores else "value_multiply_adds"] += 1
-        product = f"{format_number(step.left)} · {format_number(step.right)} = {entry}"
+        product = f"{format_number(step.left)} · {format_factor(step.right)} = {entry}"
         return {
             "title": f"Score of {of} → {tokens[step.column]}"
             if scores
@@ -70,7 +70,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
             "sum": product if before == "·" else f"{before} + {product}",
             "left": in_text(Q) if scores else weights.tolist(),
             "right": in_text(K.T if scores else V),
-            "made": made[step.table].tolist(),
+            "result": made[step.table].tolist(),
             "factors": sorted([format_number(step.left), format_number(step.right)]),
             "work": [entry],
             "counters": list(counts.values()),
@@ -89,7 +89,7 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
                 "sum": f"softmax([{', '.join(made['scores'][i])}] / √{d_k}) = {format_vector(loops.weights[i])}",
                 "left": weights.tolist(),
                 "right": in_text(V),
-                "made": made["output"].tolist(),
+                "result": made["output"].tolist(),
                 "factors": [],
                 "work": weights[i].tolist(),
                 "counters": list(counts.values()),
@@ -110,7 +110,7 @@ def every_step(tab) -> list[dict]:
 def test_the_example_step_by_step(show):
     tab = show(explore.cost())
     opening = tab.evaluate(SHOWN)
-    assert opening["counters"] == [0] * 6 and opening["made"] == [["·"] * 3] * 3
+    assert opening["counters"] == [0] * 6 and opening["result"] == [["·"] * 3] * 3
     names = list(three_by_three.tokens)
     steps = every_step(tab)
     assert len(steps) == 27 + 3 + 27
@@ -144,7 +144,7 @@ def test_masked_numbers_that_are_not_finite_have_no_effect(show):
     tab = show(explore.cost(Q, key, value, mask=regard.first(2)))
     last = every_step(tab)[-1]
     output = attention_by_loops(Q, key, value, np.array([True, True, False])).output
-    assert last["made"] == in_text(output) and np.isfinite(output).all()
+    assert last["result"] == in_text(output) and np.isfinite(output).all()
 
 
 def done(tab) -> int:
@@ -245,7 +245,7 @@ def test_the_lengths_match_the_cost_table(show):
         )
         assert tab.locator("#lengths [aria-current] th").text_content() == n
         assert tab.locator(".board").get_attribute("aria-label") == f"A board of {n} × {n} cells."
-        assert tab.locator("#board-says").text_content().startswith(f"{row.entries:,} cells")
+        assert tab.locator("#board-caption").text_content().startswith(f"{row.entries:,} cells")
         part = tab.evaluate(
             "() => { const area = (what) => { const b = document.querySelector(what).getBoundingClientRect();"
             " return b.width * b.height; }; return area('.before') / area('.board'); }"

@@ -31,7 +31,7 @@ def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[
             f"{name} {format_vector(key[j])}",
             format_number(lengths[j]),
             format_number(cosines[j]),
-            "hidden" if steps.scores[j] == -np.inf else format_number(steps.scores[j]),
+            "masked" if steps.scores[j] == -np.inf else format_number(steps.scores[j]),
             format_number(steps.weights[j]),
             "",
         ]
@@ -131,7 +131,7 @@ def test_the_keyboard_moves_query_and_keys(show):
     assert table(tab) == expected(query, pronoun.K, pronoun.tokens)
     held = tab.get_by_role("slider", name="query", exact=True)
     top = format_number(regard.attention(query, pronoun.K).to_dense().max())
-    assert held.get_attribute("aria-valuetext") == f"[2, 0.2], most weight on animal, {top}"
+    assert held.get_attribute("aria-valuetext") == f"[2, 0.2], largest weight {top} on animal"
     assert held.get_attribute("aria-valuenow") == str(round(np.degrees(np.arctan2(0.2, 2.0))))
     assert top in tab.get_by_role("status").text_content()
     tab.keyboard.press("Shift+Tab")
@@ -188,7 +188,7 @@ def test_each_query_has_its_own_position_and_mask(show):
     tab.get_by_role("radio", name="query 1").check()
     assert table(tab) == expected(tiny_head.Q, tiny_head.K, tiny_head.tokens, mask=mask, row=1)
     assert tab.locator("#output").text_content() == "output = [0, 0]"
-    assert "sees no key" in tab.get_by_role("status").text_content()
+    assert "every key is masked" in tab.get_by_role("status").text_content()
 
 
 @slow

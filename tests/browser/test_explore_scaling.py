@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import subprocess
 from functools import cache
 
 import numpy as np
@@ -18,7 +16,7 @@ from regard.explore.scaling_explorer import MAX_SCORES, SIGMAS, TEMPERATURES, ro
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
-from tests.helpers.pages import HOSTILE, faults, rows_of_scores, table
+from tests.helpers.pages import HOSTILE, faults, rows_of_scores, run_in_node, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -93,7 +91,7 @@ def test_the_page_opens_with_the_numbers_of_the_library(show):
     # The script computes none of them: a page with corrupted dot products opens with equal numbers.
     page = explore.scaling()
     record = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
-    spoiled = page.html.replace(record["dots"], html.packed(np.full(20 * 64 * 8, np.nan)))
+    spoiled = page.html.replace(record["dots"], html.encode_float32(np.full(20 * 64 * 8, np.nan)))
     assert spoiled != page.html
     assert shown(show(html.Page("spoiled", spoiled))) == wanted(raw, 0, 64, 8.0, True, 1.0, 1.0)
 
@@ -263,16 +261,13 @@ def test_tensors_make_the_same_page():
 
 
 def test_sharpness_in_node():
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed; the browser runs the same code")
     rows = [row for row in rows_of_scores() if np.isfinite(row).any() and len(row) < 100]
     rows = [[x for x in row if np.isfinite(x)] for row in rows]
-    script = html.bundle("softmax.js")[0] + html.bundle("sharpness.js")[0]
-    script += f"const rows = {json.dumps(rows)}.map((row) => sharpness(softmax(row).weights));"
-    script += "console.log(JSON.stringify(rows));"
-    run = [node, "--input-type=module", "-e", script]
-    output = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    script = f"""
+        const rows = {json.dumps(rows)}.map((row) => rowStats(softmax(row).weights));
+        console.log(JSON.stringify(rows));
+    """
+    output = json.loads(run_in_node(script, "matrix/softmax", "matrix/rowStats"))
     for row, got in zip(rows, output, strict=True):
         want = row_payload(np.array(row))
         for name in ("largest", "entropy", "gradient", "slope"):

@@ -1,4 +1,4 @@
-"""`recording.page` in a real browser: what is on screen is held against what the lens says in Python."""
+"""`recording.page` in a real browser: what is on screen is compared with the lens in Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.lens import page_data  # noqa: E402
-from regard.pages import model_page as _page  # noqa: E402
+from regard.pages import model_page  # noqa: E402
 from regard.render.text import escape_unprintable  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
@@ -33,7 +33,7 @@ def watched(model, **inputs):
 
 @pytest.fixture(scope="module")
 def cat(minilm):
-    """The sentence through MiniLM: what was seen, its tokens, and the page."""
+    """The sentence through MiniLM: the recording, its tokens, and the page."""
     model, tokenizer = minilm
     inputs = tokenizer(CAT, return_tensors="pt")
     tokens = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
@@ -43,7 +43,7 @@ def cat(minilm):
 
 @pytest.fixture(scope="module")
 def whole(minilm):
-    """512 tokens through MiniLM: what was seen, its tokens, the page, and the seconds of the model and of the page."""
+    """512 tokens through MiniLM: recording, tokens, page, and the seconds of the model and of the page."""
     model, tokenizer = minilm
     text = " ".join([CAT, "A dog was at the door, and it barked; nobody came to open."] * 60)
     inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)
@@ -59,7 +59,7 @@ def whole(minilm):
 
 
 def stated(page) -> dict[str, float]:
-    """The error that the page states."""
+    """Return the error that the page states."""
     return record(page)["error"]
 
 
@@ -68,26 +68,26 @@ def record(page) -> dict:
 
 
 def hits(tab) -> list[dict]:
-    """The results of the search on screen, all of them."""
+    """Return all results of the search on screen."""
     tab.locator("#results[data-ready]").wait_for(state="attached")
-    if tab.locator("#every").count():
-        tab.locator("#every").click()
+    if tab.locator("#all-results").count():
+        tab.locator("#all-results").click()
     return tab.locator(".hit").evaluate_all(
-        "nodes => nodes.map(n => ({place: n.dataset.place, weight: Number(n.querySelector('.much').dataset.weight),"
+        "nodes => nodes.map(n => ({head: n.dataset.head, weight: Number(n.querySelector('.much').dataset.weight),"
         " pair: [...n.querySelectorAll('sub')].map(s => Number(s.textContent)), text: n.textContent}))"
     )
 
 
 def look(tab, query, key) -> list[dict]:
-    """What the search box finds."""
-    tab.get_by_label("from token").fill(str(query))
-    tab.get_by_label("to token").fill(str(key))
+    """Search, and return the results."""
+    tab.get_by_label("Query token").fill(str(query))
+    tab.get_by_label("Key token").fill(str(key))
     tab.get_by_role("button", name="Find").click()
     return hits(tab)
 
 
 def settled(tab) -> str:
-    """The fragment, once it is what it was half a second before."""
+    """Return the fragment, once it has not changed for half a second."""
     return tab.evaluate(
         """async () => { for (let last = null; last !== location.hash;) {
         last = location.hash; await new Promise((done) => setTimeout(done, 500)); } return location.hash; }"""
@@ -95,36 +95,36 @@ def settled(tab) -> str:
 
 
 def weight(tab) -> str:
-    """The weight beside the map, once it is worked out."""
-    shown = tab.locator(".reading-card .weight").filter(has_not_text="…")
+    """Return the weight beside the map, once it is computed."""
+    shown = tab.locator(".cell-card .weight").filter(has_not_text="…")
     shown.wait_for()
     return shown.text_content()
 
 
-def place(row) -> str:
+def head_key(row) -> str:
     return f"{row['layer']}.{row['call']}.{row['head']}"
 
 
-def near(value: float, error: dict) -> float:
-    """How far a weight on screen may be from Python's."""
+def tolerance(value: float, error: dict) -> float:
+    """Return the tolerance of a weight on screen."""
     return min(error["absolute"], error["relative"] * value) + 1e-6
 
 
 def check_hits(found, table, error) -> None:
-    """Every head of the table on screen, its weight within the stated error, in descending order."""
-    wanted = {place(row): row for row in table}
-    assert {hit["place"] for hit in found} == wanted.keys()
+    """Check that every head of the table is on screen, with its weight, in descending order."""
+    wanted = {head_key(row): row for row in table}
+    assert {hit["head"] for hit in found} == wanted.keys()
     weights = [hit["weight"] for hit in found]
     assert weights == sorted(weights, reverse=True)
     for hit in found:
-        row = wanted[hit["place"]]
-        assert abs(hit["weight"] - row["weight"]) <= near(row["weight"], error)
+        row = wanted[hit["head"]]
+        assert abs(hit["weight"] - row["weight"]) <= tolerance(row["weight"], error)
 
 
 # -- The file ---------------------------------------------------------------------------------------------
 
 
-def test_a_page_of_512_tokens_is_small_and_soon_made(whole):
+def test_a_page_of_512_tokens_is_small_and_fast_to_make(whole):
     _, tokens, page, forward, making = whole
     assert len(tokens) == 512
     assert len(page.html.encode()) <= 7_000_000
@@ -132,33 +132,33 @@ def test_a_page_of_512_tokens_is_small_and_soon_made(whole):
     print(f"{len(page.html) / 1e6:.2f} MB, made in {making:.2f} s, the model took {forward:.2f} s")
 
 
-def test_what_was_saved_gives_the_same_page(cat, tmp_path):
+def test_a_saved_recording_gives_the_same_page(cat, tmp_path):
     recording, tokens, page = cat
     recording.save(tmp_path / "recording")
     assert regard.load_recording(tmp_path / "recording").page(tokens, title="MiniLM").html == page.html
 
 
-def test_the_page_is_known_by_its_title():
+def test_the_title_of_the_page():
     model = TINY["BERT"].build()
     recording = watched(model, **TINY["BERT"].inputs("none"))
     assert re.match(r'<page "Where every head looks", \d+ kB', repr(recording.page()))
     assert "<title>a &lt;b&gt;</title>" in recording.page(title="a <b>").html
 
 
-def test_no_more_is_carried_than_was_asked_for():
+def test_max_bytes_limits_the_payloads():
     inputs = TINY["Llama"].inputs("none", batch=1)
     recording = watched(TINY["Llama"].build(), **inputs)
-    every = record(recording.page())["entries"]
-    assert [entry["carried"]["heads"] for entry in every] == [[0, 1, 2, 3]] * 2
+    layers = record(recording.page())["layers"]
+    assert [layer["payload"]["heads"] for layer in layers] == [[0, 1, 2, 3]] * 2
     most = len(recording.page().html) - 600
     page = recording.page(max_bytes=most)
     assert len(page.html) <= most
-    first, second = record(page)["entries"]
-    assert first["carried"]["heads"] == [0, 1, 2, 3] and 0 < len(second["carried"]["heads"]) < 4
+    first, second = record(page)["layers"]
+    assert first["payload"]["heads"] == [0, 1, 2, 3] and 0 < len(second["payload"]["heads"]) < 4
     none = record(recording.page(max_bytes=1))
-    assert [entry["carried"] for entry in none["entries"]] == [None, None] and none["error"] is None
-    few = record(recording.page(layers="*.1.*", heads=[3, 1]))["entries"]
-    assert [(entry["layer"], entry["heads"], entry["carried"]["heads"]) for entry in few] == [
+    assert [layer["payload"] for layer in none["layers"]] == [None, None] and none["error"] is None
+    few = record(recording.page(layers="*.1.*", heads=[3, 1]))["layers"]
+    assert [(layer["layer"], layer["heads"], layer["payload"]["heads"]) for layer in few] == [
         (1, [3, 1], [3, 1])
     ]
 
@@ -166,16 +166,17 @@ def test_no_more_is_carried_than_was_asked_for():
 def test_maps_are_means_of_blocks(monkeypatch):
     recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
     A = recording[next(iter(recording))].to_dense()[0].double().numpy()
-    monkeypatch.setattr(_page, "SMALL", 4)
-    monkeypatch.setattr(_page, "LARGE", 8)
+    monkeypatch.setattr(model_page, "THUMBNAIL_CELLS", 4)
+    monkeypatch.setattr(model_page, "OVERVIEW_CELLS", 8)
     for long in (1024, 5):  # 11 tokens are short, then long
-        monkeypatch.setattr(_page, "LONG", long)
-        (entry, *_) = page_data.build_page_layers(recording._layer_calls(), None, None, None, 0)
-        size = entry.maps.shape[-1]
+        monkeypatch.setattr(model_page, "LONG_TEXT", long)
+        (layer, *_) = page_data.build_page_layers(recording._layer_calls(), None, None, None, 0)
+        size = layer.maps.shape[-1]
         assert size == (4 if long > 11 else 8)
-        np.testing.assert_allclose(entry.maps, blocks(A, size), rtol=1e-5)
-        small, top = _page._means(entry), _page._small(entry)["top"]
-        np.testing.assert_allclose(small, blocks(A, 4), rtol=1e-5)
+        np.testing.assert_allclose(layer.maps, blocks(A, size), rtol=1e-5)
+        thumbnails = model_page._thumbnail_means(layer)
+        top = model_page._thumbnails(layer)["top"]
+        np.testing.assert_allclose(thumbnails, blocks(A, 4), rtol=1e-5)
         assert top == pytest.approx(blocks(A, 4).max(), rel=1e-5)
 
 
@@ -186,7 +187,7 @@ def blocks(A, cells):
     )
 
 
-def test_what_cannot_be_shown_is_refused_with_the_cure():
+def test_wrong_arguments_are_refused_with_a_hint():
     model, inputs = TINY["BERT"].build(), TINY["BERT"].inputs("none")
     recording = watched(model, **inputs)
     with pytest.raises(
@@ -203,11 +204,9 @@ def test_what_cannot_be_shown_is_refused_with_the_cure():
         recording.page(["a", "b", "c"], findings=recording.diagnose())
     with pytest.raises(ArgumentTypeError, match=r"recording\.page: received tokens as .* a list of tokens"):
         recording.page("text", findings=recording.diagnose())
-    with torch.no_grad(), regard.watch(model, measures={"e": regard.Entropy()}) as kept:
+    with torch.no_grad(), regard.watch(model, keep="measures", measures={"e": regard.Entropy()}) as kept:
         model(**inputs)
-    with pytest.raises(
-        ArgumentError, match=r"recording\.page: .* recorded with measures only; expected a recording"
-    ):
+    with pytest.raises(ArgumentError, match=r'recording\.page: .* keep="measures"; expected keep="qk"'):
         kept.page()
     with torch.no_grad(), regard.watch(model) as nothing:
         pass
@@ -217,11 +216,11 @@ def test_what_cannot_be_shown_is_refused_with_the_cure():
 
 # -- The grid ---------------------------------------------------------------------------------------------
 
-# Chooses every measure and both orders in the page itself, one call instead of dozens.
+# Selects every measure and both orders in the page itself, in one call.
 ORDERS = """() => {
   const [sort, order] = ["sort", "order"].map((id) => document.getElementById(id));
   const set = (node, value) => { node.value = value; node.dispatchEvent(new Event("change")); };
-  const read = () => [[...document.querySelectorAll("button.head")].map((n) => n.dataset.place),
+  const read = () => [[...document.querySelectorAll("button.head")].map((n) => n.dataset.head),
     document.querySelector("button.head b").textContent];
   const both = (measure) => ["largest", "smallest"].map((way) => {
     set(sort, measure);
@@ -230,42 +229,44 @@ ORDERS = """() => {
   });
   return Object.fromEntries([...sort.options].map((o) => o.value).filter(Boolean).map((name) => [name, both(name)]));
 }"""
-GRID = "nodes => nodes.map(n => n.dataset.place)"
+GRID = "nodes => nodes.map(n => n.dataset.head)"
 
 
 @pytest.mark.slow
-def test_heads_stand_in_the_order_of_every_measure(cat, show):
+def test_heads_are_sorted_by_every_measure(cat, show):
     recording, tokens, page = cat
     tab = show(page)
     table = recording.heads(tokens)
     heads = tab.locator("button.head")
-    assert heads.evaluate_all(GRID) == [place(row) for row in table]
+    assert heads.evaluate_all(GRID) == [head_key(row) for row in table]
     assert tab.locator(".layer").count() == 6
     assert tab.locator("#findings summary").text_content() == "Diagnosis: 1 note in 6 layers, 72 heads"
-    tab.get_by_label("Heads by").select_option("previous")
-    tab.get_by_label("Largest or smallest first").select_option("smallest")
-    assert heads.evaluate_all(GRID) == [place(row) for row in table.sort("previous", largest_first=False)]
+    tab.get_by_label("Sort heads by").select_option("previous")
+    tab.get_by_label("Order").select_option("smallest")
+    assert heads.evaluate_all(GRID) == [head_key(row) for row in table.sort("previous", largest_first=False)]
     found = tab.evaluate(ORDERS)
     assert list(found) == table.columns[4:]
     for measure, ways in found.items():
         for (order, first), largest in zip(ways, (True, False), strict=True):
             rows = table.sort(measure, largest_first=largest)
-            assert order == [place(row) for row in rows]
+            assert order == [head_key(row) for row in rows]
             assert float(first) == pytest.approx(rows[0][measure], rel=5e-2)
-    tab.get_by_label("Heads by").select_option("layers")
-    assert heads.evaluate_all(GRID) == [place(row) for row in table]
+    tab.get_by_label("Sort heads by").select_option("layer")
+    assert heads.evaluate_all(GRID) == [head_key(row) for row in table]
 
 
 @pytest.mark.slow
-def test_the_grid_is_drawn_before_the_weights_are_read(whole, show):
+def test_the_grid_is_drawn_before_the_weights_are_loaded(whole, show):
     page = whole[2]
     script = page.html.index('<script type="module" async>')
-    parts = [int(n) for n in re.findall(r'<script type="text/plain" id="part(\d+)">', page.html[:script])]
-    carried = [
-        each["query"][0]["numbers"]["part"] for entry in record(page)["entries"] if (each := entry["carried"])
+    early = [int(n) for n in re.findall(r'<script type="text/plain" id="array(\d+)">', page.html[:script])]
+    queries = [
+        layer["payload"]["query"][0]["numbers"]["array"]
+        for layer in record(page)["layers"]
+        if layer["payload"]
     ]
-    assert parts == [entry["maps"]["levels"]["part"] for entry in record(page)["entries"]]
-    assert len(carried) == 6 and not set(carried) & set(parts)
+    assert early == [layer["thumbnails"]["levels"]["array"] for layer in record(page)["layers"]]
+    assert len(queries) == 6 and not set(queries) & set(early)
     tab = show(page)
     tab.locator("button.head").first.wait_for()
     paint, end = tab.evaluate(
@@ -286,24 +287,24 @@ def test_the_grid_is_drawn_before_the_weights_are_read(whole, show):
 
 
 @pytest.mark.slow
-def test_it_finds_the_cat(cat, show):
+def test_the_search_finds_the_cat(cat, show):
     recording, tokens, page = cat
     tab = show(page)
-    tab.get_by_label("from token").fill("it")
-    tab.get_by_label("to token").fill("cat")
+    tab.get_by_label("Query token").fill("it")
+    tab.get_by_label("Key token").fill("cat")
     tab.keyboard.press("Enter")
     found, table = hits(tab), recording.find("it", "cat", tokens)
     check_hits(found, table, stated(page))
-    assert [hit["place"] for hit in found[:20]] == [place(row) for row in table[:20]]
-    assert found[0]["place"] == "5.0.11" and found[0]["pair"] == [8, 2] and "it8 → cat2" in found[0]["text"]
+    assert [hit["head"] for hit in found[:20]] == [head_key(row) for row in table[:20]]
+    assert found[0]["head"] == "5.0.11" and found[0]["pair"] == [8, 2] and "it8 → cat2" in found[0]["text"]
     tab.locator(".hit").first.click()
     assert tab.locator("#which").text_content() == "Layer 5, head 11"
     assert float(weight(tab)) == pytest.approx(table[0]["weight"], abs=stated(page)["absolute"] + 1e-4)
-    assert tab.locator(".reading-card .pair").text_content() == "it → cat"
+    assert tab.locator(".cell-card .pair").text_content() == "it → cat"
 
 
 @pytest.mark.slow
-def test_every_pair_of_occurrences_is_looked_at(whole, show):
+def test_the_search_covers_every_pair_of_occurrences(whole, show):
     recording, tokens, page, *_ = whole
     tab = show(page)
     error = stated(page)
@@ -313,33 +314,35 @@ def test_every_pair_of_occurrences_is_looked_at(whole, show):
             recording.find(query, key, tokens),
             error,
         )
-    assert tab.locator("#found").text_content() == "The largest weight of each of 72 heads."
+    assert tab.locator("#search-status").text_content() == "The largest weight of each of 72 heads."
 
 
 @pytest.mark.slow
-def test_what_is_not_there_is_said(cat, show):
+def test_a_search_without_results_says_why(cat, show):
     tab = show(cat[2])
-    tab.get_by_label("from token").fill("cats")
+    tab.get_by_label("Query token").fill("cats")
     tab.keyboard.press("Enter")
-    assert tab.locator("#found").text_content() == "Which token to? Fill in both."
-    tab.get_by_label("to token").fill("it")
+    assert tab.locator("#search-status").text_content() == "Enter a key token too."
+    tab.get_by_label("Key token").fill("it")
     tab.keyboard.press("Enter")
     tab.locator("#results[data-ready]").wait_for(state="attached")
-    assert tab.locator("#found").text_content().startswith("No token cats; there are cat, ")
-    assert look(tab, "#99", "it") == [] and tab.locator("#found").text_content().startswith("No token #99")
+    assert tab.locator("#search-status").text_content().startswith("No token cats. Similar: cat, ")
+    assert look(tab, "#99", "it") == [] and tab.locator("#search-status").text_content().startswith(
+        "No token #99"
+    )
     tab.get_by_role("button", name="Clear").click()
-    assert tab.locator("#found").text_content() == ""
+    assert tab.locator("#search-status").text_content() == ""
 
 
 # -- One head ---------------------------------------------------------------------------------------------
 
-# Goes to many cells in the page itself, by its address, and reads what stands beside the map.
+# Goes to many cells in the page itself, by the address, and reads the details beside the map.
 READ = """async (places) => {
   const read = [];
   for (const [layer, head, query, key] of places) {
     location.hash = `layer=${layer}&head=${head}&query=${query}&key=${key}`;
     const want = `query ${query} → key ${key}`;
-    const card = () => document.querySelector("#head:not([hidden]) .reading-card");
+    const card = () => document.querySelector("#head:not([hidden]) .cell-card");
     const there = () => document.querySelector("#which").textContent === `Layer ${layer}, head ${head}`
       && card()?.querySelector(".place")?.textContent.startsWith(want)
       && card().querySelector(".weight").textContent !== "…" && card().querySelector(".weight");
@@ -358,15 +361,15 @@ def test_weights_on_screen_are_those_of_python(whole, show):
     places = [[int(rng.integers(n)) for n in (6, 12, 512, 512)] for _ in range(100)]
     tab = show(page)
     tab.set_default_timeout(30_000)
-    told = tab.evaluate(READ, places)
+    shown = tab.evaluate(READ, places)
     names, error = list(recording), stated(page)
     dense = {
         layer: recording[names[layer]].to_dense()[0].double().numpy() for layer in {p[0] for p in places}
     }
-    for (layer, head, i, j), text in zip(places, told, strict=True):
+    for (layer, head, i, j), text in zip(places, shown, strict=True):
         want = dense[layer][head, i, j]
         rounded = 5e-5 if want >= 9e-4 else 5e-4 * want  # to four digits
-        assert abs(float(text) - want) <= near(want, error) + rounded
+        assert abs(float(text) - want) <= tolerance(want, error) + rounded
 
 
 @pytest.mark.slow
@@ -374,32 +377,32 @@ def test_lines_of_a_short_text(cat, show):
     recording, _, page = cat
     tab = show(page)
     tab.get_by_role("button", name="Layer 5, head 11").click()
-    card = tab.locator(".reading-card:visible")
+    card = tab.locator(".cell-card:visible")
     assert card.text_content().startswith("Point at the map")
     tab.get_by_role("radio", name="Lines").check()
     assert card.text_content().startswith("Point at a token")
     tab.get_by_role("button", name="query 8: it").hover()
-    told = tab.locator(".side1 .end").evaluate_all(
+    shown = tab.locator(".side1 .end").evaluate_all(
         "nodes => nodes.map(n => n.querySelector('.value').textContent)"
     )
     want = recording[list(recording)[5]].to_dense()[0, 11, 8].double().numpy()
-    for text, weight in zip(told, want, strict=True):
+    for text, weight in zip(shown, want, strict=True):
         assert (text == "<0.001" and weight < 1e-3) or abs(float(text) - weight) < 5e-4 + stated(page)[
             "absolute"
         ]
     tab.get_by_role("button", name="key 2: cat").click()
     assert tab.get_by_role("button", name="key 2: cat").get_attribute("aria-pressed") == "true"
     column = recording[list(recording)[5]].to_dense()[0, 11, :, 2].double().numpy()
-    told = tab.locator(".side0 .end").evaluate_all(
+    shown = tab.locator(".side0 .end").evaluate_all(
         "nodes => nodes.map(n => n.querySelector('.value').textContent)"
     )
-    assert [float(text) for text in told] == pytest.approx(column, abs=5e-4 + stated(page)["absolute"])
+    assert [float(text) for text in shown] == pytest.approx(column, abs=5e-4 + stated(page)["absolute"])
     pixels = "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
     assert tab.locator(".between canvas").evaluate(pixels) > 3
 
 
 def uniform():
-    """A tiny BERT whose layer 1 has a head, 2, that tells no key from another."""
+    """A tiny BERT in which head 2 of layer 1 has uniform weights."""
     model = TINY["BERT"].build()
     with torch.no_grad():
         attention = model.encoder.layer[1].attention.self
@@ -408,36 +411,38 @@ def uniform():
 
 
 @pytest.mark.slow
-def test_what_was_found_stands_at_its_head(show):
+def test_findings_are_shown_at_their_heads(show):
     recording = uniform()
-    (finding,) = (each for each in recording.diagnose() if each.kind == "uniform heads")
+    (finding,) = (finding for finding in recording.diagnose() if finding.kind == "uniform heads")
     assert (finding.layer, finding.heads) == (1, (2,))
     tab = show(recording.page())
     assert tab.locator(".sign").count() == 1
-    assert tab.locator('[data-place="1.0.2"] .sign.note').count() == 1
+    assert tab.locator('[data-head="1.0.2"] .sign.note').count() == 1
     tab.locator("#findings summary").click()
     assert finding.message in tab.locator("#findings").text_content()
     assert finding.hint in tab.locator("#findings").text_content()
     tab.get_by_role("button", name="1.2", exact=True).click()
     assert tab.locator("#which").text_content() == "Layer 1, head 2"
-    assert finding.message in tab.locator(".told").text_content()
+    assert finding.message in tab.locator(".about-head").text_content()
     tab.get_by_role("button", name="Next head").click()
     assert tab.locator("#which").text_content() == "Layer 1, head 3"
-    assert tab.locator(".told .finding").count() == 0
+    assert tab.locator(".about-head .finding").count() == 0
 
 
 @pytest.mark.slow
-def test_what_is_not_carried_says_how_to_get_it(show):
+def test_a_head_without_weights_says_how_to_get_them(show):
     recording = watched(TINY["Llama"].build(), **TINY["Llama"].inputs("none", batch=1))
     tab = show(recording.page(max_bytes=1))
-    assert tab.locator(".head.closed").count() == 8
+    assert tab.locator(".head.no-weights").count() == 8
     tab.get_by_role("button", name="Layer 1, head 3").click()
-    assert tab.locator("#closed code").text_content() == (
+    assert tab.locator("#no-weights code").text_content() == (
         'recording.page(tokens, layers="model.layers.1.self_attn", heads=[3])'
     )
     look(tab, "#3", "#1")
-    assert tab.locator("#found").text_content() == "No layer that can be opened here has both."
-    assert "maps and measures only" in tab.locator("#error").text_content()
+    assert (
+        tab.locator("#search-status").text_content() == "No layer with weights in this page has both tokens."
+    )
+    assert "no weights" in tab.locator("#error").text_content()
 
 
 class Odd(regard.ScoreMod):
@@ -446,16 +451,17 @@ class Odd(regard.ScoreMod):
 
 
 @pytest.mark.slow
-def test_a_layer_that_no_page_can_work_out_has_its_maps_and_says_why(show):
+def test_a_layer_that_a_page_cannot_compute_has_thumbnails_and_says_why(show):
     recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
     recording.calls(list(recording)[1])[0].softcap = Odd()
     tab = show(recording.page())
-    assert tab.locator(".head.closed").evaluate_all(GRID) == ["1.0.0", "1.0.1", "1.0.2", "1.0.3"]
+    assert tab.locator(".head.no-weights").evaluate_all(GRID) == ["1.0.0", "1.0.1", "1.0.2", "1.0.3"]
     tab.get_by_role("button", name="Layer 1, head 2").click()
-    assert "one that a page can do by itself" in tab.locator("#closed").text_content()
+    assert "one that a page can compute" in tab.locator("#no-weights").text_content()
     assert len(look(tab, "#3", "#1")) == 4
     assert (
-        tab.locator("#found").text_content() == "The largest weight of each of 4 heads; 4 not carried here."
+        tab.locator("#search-status").text_content()
+        == "The largest weight of each of 4 heads; the weights of 4 heads are not in this page."
     )
 
 
@@ -475,7 +481,7 @@ def test_by_keyboard_alone(cat, show):
                 return
         raise AssertionError(f"no {text!r} within 20 steps")
 
-    tab_to("from token")
+    tab_to("Query token")
     keys.type("it")
     keys.press("Tab")
     keys.type("cat")
@@ -497,10 +503,10 @@ def test_by_keyboard_alone(cat, show):
 
 
 @pytest.mark.slow
-def test_the_address_keeps_what_is_looked_at(cat, show):
+def test_the_address_keeps_the_state(cat, show):
     tab = show(cat[2])
     look(tab, "it", "cat")
-    tab.get_by_label("Heads by").select_option("entropy")
+    tab.get_by_label("Sort heads by").select_option("entropy")
     tab.locator(".hit").first.click()
     weight(tab)
     address = settled(tab)
@@ -509,7 +515,7 @@ def test_the_address_keeps_what_is_looked_at(cat, show):
     weight(tab)
     assert settled(tab) == address
     assert tab.locator("#which").text_content() == "Layer 5, head 11"
-    assert tab.locator(".reading-card .pair").text_content() == "it → cat"
+    assert tab.locator(".cell-card .pair").text_content() == "it → cat"
     assert len(hits(tab)) == 72
     assert tab.locator("#sort").input_value() == "entropy"
     tab.go_back()
@@ -526,12 +532,12 @@ def test_the_address_keeps_what_is_looked_at(cat, show):
 
 
 def check_pairs(tab, page, recording, pairs, tokens=None, key_tokens=None, batch=0) -> None:
-    """Every head at some pairs of positions, on screen and in Python."""
+    """Compare every head at some pairs of positions, on screen and in Python."""
     for query, key in pairs:
         found = look(tab, f"#{query}", f"#{key}")
         table = recording.find(query, key, tokens, key_tokens=key_tokens, batch=batch)
-        wanted = {place(row) for row in table}
-        check_hits([hit for hit in found if hit["place"] in wanted], table, stated(page))
+        wanted = {head_key(row) for row in table}
+        check_hits([hit for hit in found if hit["head"] in wanted], table, stated(page))
 
 
 @pytest.mark.slow
@@ -565,24 +571,24 @@ def test_attention_from_one_sequence_to_another(show):
 
 
 @pytest.mark.slow
-def test_a_long_context_opens_with_the_means_of_the_library(show):
-    """2,048 tokens are long: the heads that fit have a larger map beside their weights, the others the small one."""
+def test_a_long_context_opens_with_an_overview(show):
+    """With 2,048 tokens, heads whose weights fit have an overview too, the others only a thumbnail."""
     ids = torch.randint(3, 61, (1, 2048), generator=torch.Generator().manual_seed(0))
     recording = watched(TINY["Llama"].build(), input_ids=ids)
     tokens = [f"w{i}" for i in ids[0].tolist()]
     most = len(recording.page(tokens).html) - 100_000
     page = recording.page(tokens, max_bytes=most)
     assert len(page.html) <= most
-    first, second = record(page)["entries"]
-    assert first["carried"]["heads"] == [0, 1, 2, 3] and second["carried"] != first["carried"]
-    assert [each["size"] for each in first["carried"]["overviews"]] == [[256, 256]] * 4
-    assert first["maps"]["size"] == [64, 64] and first["maps"]["block"] == [32.0, 32.0]
+    first, second = record(page)["layers"]
+    assert first["payload"]["heads"] == [0, 1, 2, 3] and second["payload"] != first["payload"]
+    assert [overview["size"] for overview in first["payload"]["overviews"]] == [[256, 256]] * 4
+    assert first["thumbnails"]["size"] == [64, 64] and first["thumbnails"]["block"] == [32.0, 32.0]
     tab = show(page)
     tab.evaluate("location.hash = 'layer=0&head=2&query=2000&key=77'")
     want = float(recording[next(iter(recording))][0, 2, 2000, 77])
     assert float(weight(tab)) == pytest.approx(want, rel=stated(page)["relative"] + 1e-3, abs=5e-5)
     tab.locator('.map-box[data-missing="0"]').wait_for()
-    assert "mean of" in tab.locator(".drawn").text_content()
+    assert "mean of" in tab.locator(".map-status").text_content()
 
 
 @pytest.mark.slow
@@ -623,7 +629,7 @@ def test_hostile_tokens_are_text(show):
     assert tab.locator("#app script, #app img, #app b:has-text('Ġ')").count() == 0
     tab.evaluate("location.hash = 'from=%3Ciframe srcdoc=x onload=alert(1)%3E&to=%3Cscript%3E'")
     tab.locator("#results[data-ready]").wait_for(state="attached")
-    assert "<iframe srcdoc=x onload=alert(1)>" in tab.locator("#found").text_content()
+    assert "<iframe srcdoc=x onload=alert(1)>" in tab.locator("#search-status").text_content()
 
 
 @pytest.mark.slow
@@ -634,9 +640,9 @@ def test_axe_finds_no_serious_fault(show, scheme, width):
     tab.locator("#findings summary").click()
     look(tab, "d", "c")
     assert faults(tab) == []
-    tab.get_by_label("Heads by").select_option("first")
+    tab.get_by_label("Sort heads by").select_option("first")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    tab.locator('[data-place="1.0.2"]').last.click()
+    tab.locator('[data-head="1.0.2"]').last.click()
     tab.locator(".map").press("ArrowDown")
     weight(tab)
     assert faults(tab) == []
@@ -657,8 +663,8 @@ def test_a_notebook_shows_the_page_in_a_sandbox(cat, browser):
     frame = tab.frame_locator("iframe")
     frame.get_by_role("button", name="Layer 5, head 11").click()
     frame.get_by_role("button", name="All heads").click()
-    frame.get_by_label("from token").fill("it")
-    frame.get_by_label("to token").fill("cat")
+    frame.get_by_label("Query token").fill("it")
+    frame.get_by_label("Key token").fill("cat")
     frame.get_by_role("button", name="Find").click()
     frame.locator(".hit").first.wait_for()
     assert "0.71" in frame.locator(".hit").first.text_content()

@@ -1,11 +1,11 @@
-"""The lazy matrix of a page: what JavaScript makes of the parts a page carries are the weights of the library."""
+"""The lazy matrix of a page: the weights that JavaScript computes from a payload are those of the library."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-import shutil
-import subprocess
+import zlib
 
 import numpy as np
 import pytest
@@ -29,10 +29,11 @@ from regard.errors import ArgumentError, TooLargeError
 from regard.frame import Frame
 from regard.lens.capture.interval_mask import IntervalMask, UniformRows
 from regard.masks.intervals import find_intervals
-from regard.pages import html, parts
-from regard.pages.payload import carried
+from regard.pages import encoding, html
+from regard.pages.payload import build_payload
 from regard.score_mods import ScoreMod
 from regard.tiling import use_tile_sizes
+from tests.helpers.pages import run_in_node
 
 ROWS, KEYS, WIDTH = 37, 41, 6
 LOWER = {"align": "lower_right"}
@@ -46,16 +47,7 @@ def drawn(shape, part, seed=3):
     return np.random.default_rng(seed).random(shape) < part
 
 
-# -- Parts ------------------------------------------------------------------------------------------------
-
-
-def in_node(script: str, *modules: str) -> str:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no node here; the browser runs the same")
-    source = "".join(html.bundle(module)[0] for module in modules)
-    run = [node, "--input-type=module", "-"]
-    return subprocess.run(run, check=True, capture_output=True, text=True, input=source + script).stdout
+# -- Arrays -----------------------------------------------------------------------------------------------
 
 
 ARRAYS = [
@@ -70,39 +62,39 @@ ARRAYS = [
 ]
 
 
-def test_parts_come_back_in_node():
-    made = [parts.part(array) for array in ARRAYS]
-    given = json.dumps([[each.kind, each.text] for each in made])
-    told = in_node(
+def test_arrays_are_decoded_in_node():
+    encoded = [encoding.encode_array(array) for array in ARRAYS]
+    given = json.dumps([[array.encoding, array.text] for array in encoded])
+    output = run_in_node(
         f"""
-        const found = [];
-        for (const [kind, text] of {given}) found.push(Array.from(await partOf(kind, text), String));
-        console.log(JSON.stringify(found));
+        const arrays = [];
+        for (const [encoding, text] of {given}) arrays.push(Array.from(await decodeArray(encoding, text), String));
+        console.log(JSON.stringify(arrays));
         """,
-        "weights.js",
+        "matrix/payload",
     )
-    for array, part, found in zip(ARRAYS, made, json.loads(told), strict=True):
-        assert part.shape == array.shape
+    for array, own, found in zip(ARRAYS, encoded, json.loads(output), strict=True):
+        assert own.shape == array.shape
         np.testing.assert_array_equal(np.array(found, float), array.ravel().astype(float))
 
 
-def test_bytes_of_a_half_apart_take_less():
+def test_planes_of_halves_compress_better():
     halves = normal(4096, 64).astype(np.float16)
-    assert len(parts.part(halves).text) < 0.87 * halves.nbytes * 4 / 3
-    assert len(parts.part(np.arange(1 << 17)).text) < 2000
+    assert len(encoding.encode_array(halves).text) < 0.87 * halves.nbytes * 4 / 3
+    assert len(encoding.encode_array(np.arange(1 << 17)).text) < 2000
 
 
 @pytest.mark.parametrize("by", [1e-30, 1e-5, 1.0, 1e5, 1e30])
 def test_rounding_to_halves_keeps_eleven_bits_at_any_size(by):
     array = normal(50, 8, by=by)
-    rounded = parts.halves(array, np.ones(50, bool)).widened(np.float64)
+    rounded = encoding.round_to_half(array, np.ones(50, bool)).to_dtype(np.float64)
     assert np.abs(rounded / array - 1).max() <= 2.0**-11
 
 
-def test_what_nobody_sees_does_not_cost_the_rest_its_digits():
+def test_masked_vectors_do_not_limit_the_precision_of_the_others():
     array = normal(4, 3)
     array[1], array[2] = 1e30, np.nan
-    rounded = parts.halves(array, np.array([True, False, False, True])).widened(np.float64)
+    rounded = encoding.round_to_half(array, np.array([True, False, False, True])).to_dtype(np.float64)
     assert (rounded[1:3] == 0).all()
     np.testing.assert_allclose(rounded[[0, 3]], array[[0, 3]], rtol=2.0**-11)
 
@@ -125,7 +117,9 @@ MASKS = {
     "not": ~(sliding_window(4, **LOWER) | padding(20)),
     "dense": dense(drawn((ROWS, KEYS), 0.4)),
     "some rows empty": dense(drawn((ROWS, KEYS), 0.5) & drawn((ROWS, 1), 0.6)),
-    "span": IntervalMask(np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)),
+    "span": IntervalMask(
+        np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)
+    ),
 }
 
 
@@ -151,7 +145,7 @@ def test_a_mask_of_too_many_pieces_is_refused():
     with pytest.raises(
         TooLargeError, match=r"page: received a mask with more than 100 intervals .* A.lazy\[..., rows, :\]"
     ):
-        carried(A, "page")
+        build_payload(A, "page")
 
 
 # -- Weights ----------------------------------------------------------------------------------------------
@@ -188,62 +182,63 @@ CASES = {name: lambda mask=mask: one(mask) for name, mask in MASKS.items()} | {
     "a scale below 0": lambda: one(scale=-0.7),
     "large scores": lambda: attention(normal(ROWS, WIDTH, by=60), normal(KEYS, WIDTH, seed=1, by=60)),
     "tiny": lambda: attention(normal(ROWS, WIDTH, by=1e-9), normal(KEYS, WIDTH, seed=1, by=1e9)),
-    "what is hidden is not a number": poisoned,
+    "masked keys are not numbers": poisoned,
     "some rows": lambda: one(causal(**LOWER), score_mod=alibi([0.2], **LOWER)).lazy[[30, 2, 17, 17]],
     "heads, grouped": grouped,
     "one head of them": lambda: grouped().lazy[1, 2],
 }
 
 
-def told(*matrices) -> list[np.ndarray]:
-    """Every weight as a page makes it: one by one, by rows, by a tile, as a picture of single cells; and the hidden."""
+def weights_in_node(*payloads) -> list[np.ndarray]:
+    """All weights as a page computes them: by cell, by row, as a tile, as a picture of single cells; and the mask."""
     given = []
-    for made in matrices:
-        found: list[parts.Part] = []
-        record = html.embedded(made.record, found)
-        given.append(f"[{record}, {json.dumps([each.text for each in found])}, {len(made.runs)}]")
-    answer = in_node(
+    for payload in payloads:
+        arrays: list[encoding.EncodedArray] = []
+        record = html.encode_record(payload.record, arrays)
+        given.append(f"[{record}, {json.dumps([array.text for array in arrays])}, {len(payload.intervals)}]")
+    output = run_in_node(
         f"""
         const found = [];
         for (const [record, texts, pairs] of [{", ".join(given)}]) {{
-          const part = (each) => partOf(each.kind, texts[each.part]), [rows, keys] = record.size;
+          const load = ({{ array, encoding }}) => decodeArray(encoding, texts[array]), [rows, keys] = record.size;
           const all = [[], [], [], [], []];
           for (let pair = 0; pair < pairs; pair++) {{
-            const head = await headOf(record, pair, part);
+            const head = await loadHead(record, pair, load);
             for (let i = 0; i < rows; i++) {{
-              all[1].push(...rowOf(head, i));
+              all[1].push(...rowWeights(head, i));
               for (let j = 0; j < keys; j++) {{
-                const {{ weight, hidden }} = cellOf(head, i, j);
+                const {{ weight, masked }} = cellWeight(head, i, j);
                 all[0].push(weight);
-                all[4].push(Number(hidden));
+                all[4].push(Number(masked));
               }}
             }}
-            all[2].push(...tileOf(head, 0, 1, rows, 0, 1, keys));
-            all[3].push(...pictureOf(head, 0, 1, rows, 0, 1, keys, 4));
+            all[2].push(...tileWeights(head, 0, 1, rows, 0, 1, keys));
+            all[3].push(...meanPicture(head, 0, 1, rows, 0, 1, keys, 4));
           }}
           found.push(all.map((x) => x.map(String)));
         }}
         console.log(JSON.stringify(found));
         """,
-        "weights.js",
+        "matrix/payload",
+        "matrix/weights",
     )
     return [
-        np.array(each, float).reshape(5, *made.matrix.shape)
-        for each, made in zip(json.loads(answer), matrices, strict=True)
+        np.array(numbers, float).reshape(5, *payload.matrix.shape)
+        for numbers, payload in zip(json.loads(output), payloads, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def answers():
-    """For each case the matrix, what is carried of it, and what Node made of that: one run for all."""
+    """For each case the matrix, its payload and the weights in Node, from one run for all."""
     matrices = [make() for make in CASES.values()]
-    made = [carried(matrix, "page") for matrix in matrices]
-    return dict(zip(CASES, zip(matrices, made, told(*made), strict=True), strict=True))
+    payloads = [build_payload(matrix, "page") for matrix in matrices]
+    return dict(zip(CASES, zip(matrices, payloads, weights_in_node(*payloads), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_in_node_are_the_librarys_within_the_stated_error(answers, case):
-    matrix, (_, _, _, error), (cells, rows, tile, picture, hidden) = answers[case]
+def test_weights_in_node_are_within_the_stated_error(answers, case):
+    matrix, (_, _, _, error), (cells, rows, tile, picture, masked) = answers[case]
     wanted = matrix.to_dense()
     assert np.isfinite(error.relative) and error.found_relative <= error.relative
     assert error.found_absolute <= error.absolute <= 1 and error.compared >= wanted.size / 64
@@ -252,21 +247,21 @@ def test_weights_in_node_are_the_librarys_within_the_stated_error(answers, case)
     apart = np.abs(cells - wanted)[good]
     assert (apart <= error.relative * wanted[good] + 1e-30).all()
     assert (apart <= error.absolute).all()
-    seen = matrix.scores[...] != -np.inf
+    live = matrix.scores[...] != -np.inf
     if not matrix._problem.score_mods:  # a bias of −inf is a score, in the page
-        np.testing.assert_array_equal(hidden == 0, seen)
-    assert (cells[~seen] == 0).all()
-    for other in (rows, tile, np.where(hidden == 1, 0, picture)):
+        np.testing.assert_array_equal(masked == 0, live)
+    assert (cells[~live] == 0).all()
+    for other in (rows, tile, np.where(masked == 1, 0, picture)):
         np.testing.assert_allclose(other, cells, rtol=1e-7, atol=1e-37)  # they are float32
-    assert ((picture == -1) == (hidden == 1)).all()
+    assert ((picture == -1) == (masked == 1)).all()
 
 
-def test_the_error_is_not_a_formality():
-    # The bound is of the size of what happens, and a matrix that halves hold has none but the arithmetic's.
-    error = carried(one(), "page").error
+def test_the_bound_is_of_the_size_of_the_error():
+    # A matrix that halves can represent has only the error of the arithmetic.
+    error = build_payload(one(), "page").error
     assert not error.exact and error.found_relative > error.relative / 50 > 1e-5
     query = normal(ROWS, WIDTH).astype(np.float16)
-    exact = carried(attention(query, query), "page").error
+    exact = build_payload(attention(query, query), "page").error
     assert exact.exact and exact.relative < 1e-4 and exact.found_relative <= exact.relative
 
 
@@ -275,12 +270,12 @@ def test_the_bound_holds(seed):
     rng = np.random.default_rng(seed)
     rows, keys, width = rng.integers(1, 40, size=3)
     dtype = np.float64 if seed % 2 else np.float32
-    # Keys about a centre far off, which moves all scores of a row alike, and numbers that halves hold.
+    # Keys around a distant centre, which changes all scores of a row alike, and numbers that halves represent.
     query = rng.normal(size=(rows, width)) * 10 ** rng.uniform(-2, 1.5)
     key = rng.normal(size=(keys, width)) * 10 ** rng.uniform(-2, 1) + rng.normal(size=width) * (seed % 3) * 10
     query = (np.round(query * 8) / 8 if seed % 5 == 0 else query).astype(dtype)
     mask = dense(rng.random((rows, keys)) < 0.7) if seed % 4 else None
-    error = carried(
+    error = build_payload(
         attention(query, key.astype(dtype), mask=mask, sink=1.0 if seed % 3 else None), "page"
     ).error
     assert error.compared == rows * keys
@@ -291,43 +286,44 @@ def test_the_error_in_words():
     far = {"relative": math.inf, "absolute": 0.25, "found_relative": 1.5, "compared": 10, "exact": False}
     near = {"relative": 0.0123, "absolute": 0.1, "found_relative": 0.00045, "compared": 12345, "exact": False}
     same = {"relative": 4e-6, "absolute": 1e-6, "found_relative": 2.5e-9, "compared": 7, "exact": True}
-    given = html.embedded([far, near, same])
-    words = json.loads(in_node(f"console.log(JSON.stringify({given}.map(exactness)));", "exactness.js"))
-    start = "Query and key are carried here in half precision, and every weight is worked out from them. It differs "
-    assert words == [
+    given = html.encode_record([far, near, same])
+    script = f"console.log(JSON.stringify({given}.map(describeError)));"
+    sentences = json.loads(run_in_node(script, "components/errorStatement"))
+    start = "This page stores query and key in half precision, and computes every weight from them. A weight differs "
+    assert sentences == [
         start
-        + "from the original's by at most 0.25; among 10 weights that were compared, by at most 150 % of itself.",
+        + "from the original by at most 0.25; among 10 weights that were compared, by at most 150 % of the weight.",
         start
-        + "by at most 1.3 % of itself from the original's; among 12,345 weights that were compared, by at most "
-        "0.045 %.",
-        "Query and key are carried here as they were; what is left is the rounding of the arithmetic. A weight differs "
-        "by at most 0.0004 % of itself from the original's; among 7 weights that were compared, by at most 2.5e−7 %.",
+        + "by at most 1.3 % from the original; among 12,345 weights that were compared, by at most 0.045 %.",
+        "This page stores query and key exactly; only the arithmetic rounds. A weight differs by at most 0.0004 % from "
+        "the original; among 7 weights that were compared, by at most 2.5e−7 %.",
     ]
 
 
 def test_the_lse_is_that_of_the_rounded_query_and_key():
-    made = carried(one(causal(**LOWER)), "page")
-    np.testing.assert_allclose(made.matrix.sum(-1), 1, rtol=1e-12)
-    assert np.abs(made.matrix.lse - one(causal(**LOWER)).lse).max() > 1e-5
+    payload = build_payload(one(causal(**LOWER)), "page")
+    np.testing.assert_allclose(payload.matrix.sum(-1), 1, rtol=1e-12)
+    assert np.abs(payload.matrix.lse - one(causal(**LOWER)).lse).max() > 1e-5
 
 
-def test_a_picture_of_small_cells_is_their_mean_and_of_large_ones_a_sample():
+def test_a_picture_reads_small_cells_completely_and_samples_large_ones():
     matrix = one(causal(**LOWER))
-    made = carried(matrix, "page")
-    found: list[parts.Part] = []
-    record = html.embedded(made.record, found)
-    answer = in_node(
+    payload = build_payload(matrix, "page")
+    arrays: list[encoding.EncodedArray] = []
+    record = html.encode_record(payload.record, arrays)
+    output = run_in_node(
         f"""
-        const record = {record}, texts = {json.dumps([each.text for each in found])};
-        const head = await headOf(record, 0, (each) => partOf(each.kind, texts[each.part]));
-        const whole = pictureOf(head, 0, 4, 10, 0, 4, 11, 4), sample = pictureOf(head, 0, 4, 10, 0, 4, 11, 2);
+        const record = {record}, texts = {json.dumps([array.text for array in arrays])};
+        const head = await loadHead(record, 0, ({{ array, encoding }}) => decodeArray(encoding, texts[array]));
+        const whole = meanPicture(head, 0, 4, 10, 0, 4, 11, 4), sample = meanPicture(head, 0, 4, 10, 0, 4, 11, 2);
         console.log(JSON.stringify([whole, sample].map((x) => Array.from(x))));
         """,
-        "weights.js",
+        "matrix/payload",
+        "matrix/weights",
     )
-    whole, sample = np.array(json.loads(answer)).reshape(2, 10, 11)
+    whole, sample = np.array(json.loads(output)).reshape(2, 10, 11)
     dense = np.full((40, 44), np.nan)
-    dense[:ROWS, :KEYS] = made.matrix.to_dense()
+    dense[:ROWS, :KEYS] = payload.matrix.to_dense()
     blocks = dense.reshape(10, 4, 11, 4)
     means = np.nanmean(blocks, axis=(1, 3))
     np.testing.assert_allclose(np.where(whole == -1, 0, whole), means, rtol=1e-5)
@@ -336,49 +332,48 @@ def test_a_picture_of_small_cells_is_their_mean_and_of_large_ones_a_sample():
     assert (sample <= np.nanmax(blocks, axis=(1, 3)) + 1e-7).all()
 
 
-def test_what_is_no_longer_wanted_is_not_begun_and_the_newest_comes_first():
-    found: list[parts.Part] = []
-    record = html.embedded(carried(one(causal(**LOWER)), "page").record, found)
-    answer = in_node(
+def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
+    arrays: list[encoding.EncodedArray] = []
+    record = html.encode_record(build_payload(one(causal(**LOWER)), "page").record, arrays)
+    output = run_in_node(
         f"""
-        const texts = {json.dumps([each.text for each in found])}, removed = [], order = [];
+        const texts = {json.dumps([array.text for array in arrays])}, removed = [], order = [];
         globalThis.document = {{
           readyState: "complete",
-          getElementById: (id) => ({{ textContent: texts[id.slice(4)], remove: () => removed.push(id) }}),
+          getElementById: (id) => ({{ textContent: texts[id.slice(5)], remove: () => removed.push(id) }}),
         }};
-        const matrix = openMatrix({record});  // Node has no Worker: the page does it itself
+        const matrix = openMatrix({record});  // Node has no Worker: the page itself answers
         const first = await matrix.cell(0, 30, 2), stop = new AbortController();
-        const ask = (name, promise) => promise.then((value) => order.push([name, value === null]));
+        const log = (name, promise) => promise.then((value) => order.push([name, value === null]));
         const picture = (options) => matrix.picture(0, 0, 1, 4, 0, 1, 4, 4, options);
-        const all = [ask("begun", picture()), ask("dropped", picture({{ signal: stop.signal }})), ask("old", picture()),
-          ask("new", picture()), ask("pointed at", matrix.cell(0, 1, 0)),
-          ask("never sent", picture({{ signal: AbortSignal.abort() }}))];
+        const all = [log("started", picture()), log("aborted", picture({{ signal: stop.signal }})),
+          log("old", picture()), log("new", picture()), log("cell", matrix.cell(0, 1, 0)),
+          log("aborted before", picture({{ signal: AbortSignal.abort() }}))];
         await new Promise((done) => setImmediate(done));
         stop.abort();
         await Promise.all(all);
         console.log(JSON.stringify([first.weight, order, removed.length]));
         """,
-        "lazy.js",
+        "matrix/matrixClient",
     )
-    weight, order, removed = json.loads(answer)
+    weight, order, removed = json.loads(output)
     assert weight == pytest.approx(one(causal(**LOWER))[30, 2], rel=0.01)
     assert dict(order) == {
-        "begun": False, "dropped": True, "old": False, "new": False, "pointed at": False, "never sent": True
+        "started": False, "aborted": True, "old": False, "new": False, "cell": False, "aborted before": True
     }  # fmt: skip
-    done = [name for name, dropped in order if not dropped]
-    assert done == ["begun", "pointed at", "new", "old"]
-    assert removed == len(found)  # what the worker has need not stay in the page
+    assert [name for name, aborted in order if not aborted] == ["started", "cell", "new", "old"]
+    assert removed == len(arrays)  # the page drops the arrays that the worker has
 
 
 @pytest.mark.parametrize("edge", [5, 64])
 def test_overviews_are_means_of_blocks(edge):
-    made = carried(grouped(), "page")
-    overviews = made.overviews(edge)
-    assert len(overviews) == 8 and overviews[0]["taken"] is None
-    means = made.matrix.coarsen((min(edge, ROWS), min(edge, KEYS))).reshape(8, *overviews[0]["size"])
+    payload = build_payload(grouped(), "page")
+    overviews = payload.overviews(edge)
+    assert len(overviews) == 8 and overviews[0]["sampled"] is None
+    means = payload.matrix.coarsen((min(edge, ROWS), min(edge, KEYS))).reshape(8, *overviews[0]["size"])
     for mean, overview in zip(means, overviews, strict=True):
-        assert overview["levels"].first and overview["levels"].shape == mean.shape
-        levels = np.frombuffer(_inflated(overview["levels"]), np.uint8).reshape(mean.shape)
+        assert overview["levels"].early and overview["levels"].shape == mean.shape
+        levels = np.frombuffer(inflate(overview["levels"]), np.uint8).reshape(mean.shape)
         lowest, top = overview["floor"], overview["top"]
         back = np.where(levels > 1, lowest * (top / lowest) ** ((levels - 2.0) / 253), 0)
         assert top == mean.max()
@@ -387,23 +382,20 @@ def test_overviews_are_means_of_blocks(edge):
         assert (levels[mean > 0] > 0).all()
 
 
-def _inflated(part):
-    import base64
-    import zlib
-
-    return zlib.decompress(base64.b64decode(part.text))
+def inflate(array):
+    return zlib.decompress(base64.b64decode(array.text))
 
 
-def test_an_overview_of_many_weights_takes_some_rows_of_each_block():
+def test_an_overview_of_many_weights_samples_rows_of_each_block():
     matrix = attention(normal(96, 4), normal(96, 4, seed=1), mask=causal())
-    made = carried(matrix, "page")
-    (whole,), (some,) = made.overviews(8), made.overviews(8, most=96 * 96 // 3)
-    assert whole["taken"] is None and some["taken"] == 4 and some["block"] == (12, 12)
+    payload = build_payload(matrix, "page")
+    (whole,), (some,) = payload.overviews(8), payload.overviews(8, max_weights=96 * 96 // 3)
+    assert whole["sampled"] is None and some["sampled"] == 4 and some["block"] == (12, 12)
     assert whole["levels"].text != some["levels"].text
     assert some["top"] == pytest.approx(whole["top"], rel=0.5)
 
 
-# -- What a page cannot do --------------------------------------------------------------------------------
+# -- Unsupported matrices ---------------------------------------------------------------------------------
 
 
 class Wave(ScoreMod):
@@ -414,27 +406,27 @@ class Wave(ScoreMod):
         return "wave()"
 
 
-def test_what_a_page_cannot_do_is_refused_by_name(monkeypatch):
+def test_unsupported_matrices_are_refused(monkeypatch):
     with pytest.raises(
         ArgumentError, match=r"page: received the score modification wave\(\); .* softcap, alibi"
     ):
-        carried(one(score_mod=Wave()), "page")
+        build_payload(one(score_mod=Wave()), "page")
     linear = regard.linear_attention(np.ones((3, 2)), np.ones((3, 2)))
     with pytest.raises(ArgumentError, match=r"received linear attention .* A.coarsen\(512\)"):
-        carried(linear, "page")
-    monkeypatch.setattr("regard.pages.payload.MOST_ADDED", 100)
+        build_payload(linear, "page")
+    monkeypatch.setattr("regard.pages.payload.MAX_BIAS_SIZE", 100)
     with pytest.raises(
         TooLargeError, match=r"bias\(<array of shape \(37, 41\)>\), 1,517 numbers; expected at most 100"
     ):
-        carried(one(score_mod=bias(normal(ROWS, KEYS))), "page")
-    carried(one(score_mod=bias(normal(1, KEYS))), "page")
+        build_payload(one(score_mod=bias(normal(ROWS, KEYS))), "page")
+    build_payload(one(score_mod=bias(normal(1, KEYS))), "page")
 
 
 # -- torch ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_tensors_are_carried_alike(dtype):
+def test_tensors_have_the_same_payload(dtype):
     torch = pytest.importorskip("torch")
     query, key = (
         torch.tensor(normal(2, n, WIDTH, seed=n), dtype=getattr(torch, dtype)) for n in (ROWS, KEYS)
@@ -442,9 +434,9 @@ def test_tensors_are_carried_alike(dtype):
     table = torch.nn.Parameter(torch.tensor(normal(8, 2), dtype=torch.float32))
     mods = [relative_bias(table, bidirectional=False, max_distance=20, align="lower_right"), softcap(4.0)]
     matrix = attention(query, key.requires_grad_(), mask=causal(**LOWER), score_mod=mods)
-    made = carried(matrix, "page")
-    assert made.error.exact == (dtype in ("bfloat16", "float16"))
+    payload = build_payload(matrix, "page")
+    assert payload.error.exact == (dtype in ("bfloat16", "float16"))
     if dtype == "bfloat16":  # one run of Node is enough
-        ((cells, *_),) = told(made)
+        ((cells, *_),) = weights_in_node(payload)
         wanted = matrix.to_dense().detach().numpy()
-        assert (np.abs(cells - wanted) <= made.error.relative * wanted + 1e-30).all()
+        assert (np.abs(cells - wanted) <= payload.error.relative * wanted + 1e-30).all()

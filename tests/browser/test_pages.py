@@ -1,12 +1,9 @@
-"""What every page keeps to: nothing breaks out, nothing is asked of anyone, JavaScript's numbers are Python's."""
+"""Guarantees of every page: tokens stay text, nothing is loaded, and JavaScript formats numbers as Python does."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +11,19 @@ import pytest
 import regard
 from regard import explore
 from regard.pages import html
+from regard.pages.bundle import bundle
 from regard.render.text import format_number
-from tests.helpers.pages import EXPLORERS, HOSTILE, faults, rows_of_scores
+from tests.helpers.pages import (
+    ASSETS,
+    EXPLORERS,
+    HOSTILE,
+    faults,
+    import_modules,
+    rows_of_scores,
+    run_in_node,
+)
 
-ASSETS = Path(html.__file__).parent / "assets"
+APPS = sorted(path.stem for path in (ASSETS / "apps").glob("*.js"))
 
 
 # -- The shell --------------------------------------------------------------------------------------------
@@ -33,15 +39,15 @@ def test_a_page_is_small_and_has_a_policy(make, tmp_path):
     (script,) = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
     assert policy.startswith("default-src 'none'; ")
-    assert f"script-src {html.digest(script)};" in policy
+    assert f"script-src {html.csp_hash(script)};" in policy
     assert "unsafe" not in policy
     assert text.index("Content-Security-Policy") < text.index("<style>") < text.index("<script")
     assert not re.search(r"https?:|//[a-z]+\.|src=|href=", text)
 
 
 def test_modules_use_no_markup_from_text():
-    files = [path for path in ASSETS.iterdir() if path.suffix in (".js", ".css")]
-    assert len(files) >= 4
+    files = [path for path in ASSETS.rglob("*.*") if path.suffix in (".js", ".css")]
+    assert len(files) >= 50
     for path in files:
         text = path.read_text(encoding="utf-8")
         assert not re.search(
@@ -50,9 +56,69 @@ def test_modules_use_no_markup_from_text():
         assert len(text.splitlines()) < 400
 
 
+MODULES = sorted(path.relative_to(ASSETS).with_suffix("").as_posix() for path in ASSETS.rglob("*.js"))
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_a_bundle_is_one_script_without_imports(app):
+    script, _ = bundle(f"apps/{app}")
+    assert script.startswith('"use strict";\n')
+    assert not re.search(r"^(?:import|export) ", script, re.MULTILINE) and "source(" not in script
+
+
+CLASHING_MODULES = {
+    "apps/main.js": """import { total as sum, unit } from "../parts/first.js";
+import { total } from "../parts/second.js";
+
+const helper = await Promise.resolve("main");
+console.log(JSON.stringify([sum(), total(), unit, helper, source("../parts/second.js").includes("second")]));
+""",
+    "parts/first.js": """import { total as other } from "./second.js";
+
+export const unit = "kg";
+const helper = () => "first";
+export function total() {
+  return `${helper()} and ${other()}`;
+}
+""",
+    "parts/second.js": """const helper = () => "second";
+export async function unused() {}
+export function total() {
+  return helper();
+}
+""",
+}
+
+
+def test_modules_of_a_bundle_do_not_share_a_scope(monkeypatch):
+    monkeypatch.setattr("regard.pages.bundle._read", CLASHING_MODULES.get)
+    script, style = bundle.__wrapped__("apps/main")  # without the cache
+    assert (
+        json.loads(run_in_node(script)) == ["first and second", "second", "kg", "main", True] and style == ""
+    )
+
+
+def test_an_unknown_module_is_an_error():
+    with pytest.raises(FileNotFoundError, match=r"no page module apps/gone\.js"):
+        bundle("apps/gone")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_import_is_exported_and_used(module):
+    text = (ASSETS / f"{module}.js").read_text(encoding="utf-8")
+    imports = re.findall(r'^import \{ ([^}]*) \} from "([^"]*)\.js";$', text, re.MULTILINE)
+    assert len(imports) == len(re.findall(r"^import ", text, re.MULTILINE))
+    body = re.sub(r"^import .*$|//.*$", "", text, flags=re.MULTILINE)
+    for names, path in imports:
+        source = (ASSETS / module).parent.joinpath(f"{path}.js").read_text(encoding="utf-8")
+        for name in names.split(", "):
+            assert re.search(rf"^export (?:async )?(?:function|const|class) {name}\b", source, re.MULTILINE)
+            assert re.search(rf"\b{name}\b", body), f"{module}.js does not use {name}"
+
+
 @pytest.mark.parametrize("token", HOSTILE)
 def test_nothing_breaks_out_of_the_record(token):
-    text = html.embedded({"token": token, token: 1})
+    text = html.encode_record({"token": token, token: 1})
     assert text.isascii() and not set("<>&\0\u2028\u2029") & set(text)
     assert json.loads(text) == {"token": token, token: 1}
 
@@ -126,46 +192,43 @@ def shown_numbers() -> list[float]:
     return [float(x) for x in (*ties, *plain, *drawn, *eighths)]
 
 
+SHARED = ("matrix/softmax", "components/format")
 SCRIPT = """
-const read = numbers, input = JSON.parse(INPUT);
+const read = parseNumbers, input = JSON.parse(INPUT);
 const answer = JSON.stringify({
   softmax: read(input.rows).map(softmax)
     .map((s) => [s.shift, s.total, ...s.exponentials, ...s.weights].map(String)),
-  shown: read(input.shown).map(number),
+  shown: read(input.shown).map(formatNumber),
 });
 """
 
 
 def in_javascript() -> str:
-    modules = html.bundle("softmax.js")[0] + html.bundle("numbers.js")[0]
-    data = html.embedded({"rows": rows_of_scores(), "shown": shown_numbers()})
-    return modules + SCRIPT.replace("INPUT", json.dumps(data))
+    data = html.encode_record({"rows": rows_of_scores(), "shown": shown_numbers()})
+    return SCRIPT.replace("INPUT", json.dumps(data))
 
 
 def check_javascript(answer: str) -> None:
-    told = json.loads(answer)
-    assert told["shown"] == [format_number(x) for x in shown_numbers()]
-    for row, got in zip(rows_of_scores(), told["softmax"], strict=True):
+    got = json.loads(answer)
+    assert got["shown"] == [format_number(x) for x in shown_numbers()]
+    for row, numbers in zip(rows_of_scores(), got["softmax"], strict=True):
         # A query of 1 against keys that are the scores, −inf by a mask: the library's own softmax of the row.
         key = np.array([[0.0 if x == -np.inf else x] for x in row])
         mask = regard.dense(np.array([[x != -np.inf for x in row]]))
         steps = regard.attention([[1.0]], key, mask=mask, scale=1.0).explain(0)
         want = [steps.shift, steps.total, *steps.exponentials, *steps.weights]
-        np.testing.assert_allclose([float(x) for x in got], want, rtol=1e-13, atol=0)
+        np.testing.assert_allclose([float(x) for x in numbers], want, rtol=1e-13, atol=0)
 
 
 def test_softmax_and_numbers_in_node():
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no node here; the browser runs the same")
-    run = [node, "--input-type=module", "-e", in_javascript() + "console.log(answer);"]
-    check_javascript(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    check_javascript(run_in_node(in_javascript() + "console.log(answer);", *SHARED))
 
 
 @pytest.mark.slow
 def test_softmax_and_numbers_in_the_browser(browser):
     context = browser.new_context()
-    check_javascript(context.new_page().evaluate(f"() => {{ {in_javascript()} return answer; }}"))
+    script = import_modules(*SHARED) + in_javascript()
+    check_javascript(context.new_page().evaluate(f"() => {{ {script} return answer; }}"))
     context.close()
 
 
@@ -182,7 +245,7 @@ def test_axe_finds_no_serious_fault(show, scheme, width):
         tab.keyboard.press("ArrowRight")
         tab.keyboard.press("ArrowRight")
     tab = show(explore.heatmap(), **options)
-    tab.get_by_text("As a table").click()
+    tab.get_by_text("Show as a table").click()
     assert faults(tab) == []
 
 

@@ -14,9 +14,10 @@ from tests.helpers.pages import HOSTILE, faults
 pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
+from regard.pages.report_page import shorten
 from regard.render.text import escape_unprintable
 from regard.survey.aggregate import get_bin_edges
-from regard.survey.report import SHARES, SurveyReport, shorten
+from regard.survey.report import SHARES, SurveyReport
 from tests.helpers.survey_files import HEADS, write_survey
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,11 @@ def test_the_answer_counts_heads_over_documents_that_are_longer(tab, survey, row
             expected = count_inside(rows, "within", summary["window"], level)
             kept = count_inside(rows, "kept", summary["window"], level)[0]
             assert tab.locator("#fitting").inner_text() == str(expected[0])
-            assert tab.locator("#more").inner_text().startswith(f"{kept} do")
+            assert (
+                tab.locator("#more")
+                .inner_text()
+                .startswith(f"With the first token kept as well, it is {kept}. ")
+            )
             assert (summary["within"][f"{level:g}"], summary["heads"], summary["kept"][f"{level:g}"]) == (
                 *expected,
                 kept,
@@ -212,7 +217,7 @@ def test_hostile_names_are_shown_as_text(show, tmp_path):
             tab.locator(f".cell[data-head='{place}']").click()
             shown |= set(tab.locator("ol.documents bdi").all_text_contents())
     assert shown >= {escape_unprintable(name) for name in NAMES[:9]}
-    tab.get_by_text("1 document set aside: 1 error").click()
+    tab.get_by_text("1 document quarantined: 1 error").click()
     assert tab.locator("#quarantine td").all_text_contents() == [HOSTILE[1], "error", HOSTILE[0]]
     assert "<i>2</i>" in tab.locator("#head").inner_text()  # the module of the last head that was opened
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from regard import explore
+from regard.pages import html
+from regard.pages.bundle import bundle, exports_object
+
+ASSETS = Path(html.__file__).parent / "assets"
+EXPORT_NAMES = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -43,7 +53,7 @@ def rows_of_scores() -> list[list[float]]:
 
 
 def faults(tab) -> list[str]:
-    """What axe-core finds that is serious or worse."""
+    """Return the serious and critical violations that axe-core finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = axe.run(tab).response["violations"]
     return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")]
@@ -53,7 +63,7 @@ LOADED = "performance.timing.domComplete - performance.timing.responseEnd"
 
 
 def pace(tab) -> float:
-    """Milliseconds that this browser takes for five million exponentials: what its times are compared with."""
+    """Return the milliseconds that this browser takes for five million exponentials, as a unit for other times."""
     return tab.evaluate(
         "() => { const t = performance.now(); let x = 0; for (let i = 0; i < 5e6; i++) x += Math.exp(-i % 7);"
         " return Math.max(performance.now() - t, 1 + x * 0); }"
@@ -61,5 +71,25 @@ def pace(tab) -> float:
 
 
 def table(tab) -> list[list[str]]:
-    """The rows of the table on screen, heads left out."""
+    """Return the rows of the table on screen, without headers."""
     return tab.locator("tbody tr").evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.textContent))")
+
+
+def import_modules(*modules: str) -> str:
+    """Return a script that declares all exports of some page modules, each from its own bundle."""
+    lines = []
+    for module in modules:
+        names = EXPORT_NAMES.findall((ASSETS / f"{module}.js").read_text(encoding="utf-8"))
+        call = f"(() => {{ {bundle(module)[0]}; return {exports_object(module)}; }})()"
+        lines.append(f"const {{ {', '.join(names)} }} = {call};\n")
+    return "".join(lines)
+
+
+def run_in_node(script: str, *modules: str) -> str:
+    """Run a script in Node with the exports of some page modules in scope, and return what it prints."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here; the browser runs the same")
+    run = [node, "--input-type=module", "-"]
+    text = import_modules(*modules) + script
+    return subprocess.run(run, check=True, capture_output=True, text=True, input=text).stdout

@@ -487,10 +487,10 @@ class AttentionMatrix:
         >>> A.page(["the", "cat", "sat"])
         <page "A map of attention", ... kB: save(path) writes it>
         """
-        from regard.pages.head_map import deep_map
+        from regard.pages.head_map import build_head_map
 
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
-        return deep_map(self, tokens, query_tokens, title)
+        return build_head_map(self, tokens, query_tokens, title)
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED

@@ -11,7 +11,7 @@ from regard.explore.source import FunctionSource
 from regard.explore.tracer import Trace, trace_call
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
-from regard.pages.html import Page, page
+from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
 OPERATION = "explore.code"
@@ -61,9 +61,9 @@ def code(
     trace = trace_call(OPERATION, function, args, kwargs)
     listings, places = _arrange_listings(trace.sources)
     line_notes = _collect_notes(trace, notes or {})
-    return page(
+    return build_page(
         "Line by line",
-        "code.js",
+        "code",
         {
             "name": escape_unprintable(trace.name),
             "listings": [[escape_unprintable(source.name), _numbered_lines(source)] for source in listings],
@@ -78,7 +78,7 @@ def code(
             ],
             "values": trace.values,
             "loops": trace.loops,
-            "cut": trace.truncated,
+            "truncated": trace.truncated,
             "steps": [
                 [step.kind, step.source, step.line, step.frame, step.depth]
                 + [step.changed, step.produced, step.iterations, step.result, step.exception]

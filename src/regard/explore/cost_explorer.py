@@ -15,7 +15,7 @@ from regard.learn.loops import OperationCounts, attention_by_loops
 from regard.learn.multiply_adds import iter_multiplications
 from regard.learn.validation import Bools, Floats
 from regard.masks import Mask
-from regard.pages.html import Page, page
+from regard.pages.html import Page, build_page
 from regard.render.table import format_bytes
 
 MAX_MULTIPLICATIONS = 1000  # keeps the page below 300 kB and short enough to step through
@@ -60,7 +60,7 @@ def cost(
 
     >>> from regard.explore import cost
     >>> cost()
-    <page "What attention costs", ... kB: save(path) writes it>
+    <page "The cost of attention", ... kB: save(path) writes it>
     """
     if query is None and key is None and value is None:
         query, key, value = three_by_three.Q, three_by_three.K, three_by_three.V
@@ -86,9 +86,9 @@ def cost(
     K, V = np.array(rows[0].key, dtype=float), np.array(rows[0].value, dtype=float)
     visible = np.array([row.scores for row in rows]) != -np.inf
     result = attention_by_loops(Q, K, V, visible)
-    return page(
-        "What attention costs",
-        "cost.js",
+    return build_page(
+        "The cost of attention",
+        "cost",
         {
             "tokens": inputs.key_names,
             "queries": inputs.query_names,
@@ -97,7 +97,7 @@ def cost(
             "key": K,
             "value": V,
             "weights": result.weights,
-            "hidden": ~visible,
+            "masked": ~visible,
             "moments": list_events(Q, K, V, visible),
             "lengths": _format_lengths(kv_len, inputs.head_dim, value_dim),
         },

@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.explore.inputs import check_size, prepare_inputs
 from regard.learn.examples import pronoun
 from regard.masks import Mask
-from regard.pages.html import Page, page
+from regard.pages.html import Page, build_page
 from regard.types import Array
 
 MAX_ARROWS = 40  # more overlap
@@ -73,9 +73,9 @@ def geometry(
     for name, array in (("query", [row.query for row in rows]), ("key", key), ("value", value)):
         if array is not None:
             _check_finite(name, np.array(array))
-    return page(
+    return build_page(
         "Attention in the plane",
-        "geometry.js",
+        "geometry",
         {
             "tokens": inputs.key_names,
             "queries": inputs.query_names,

@@ -9,7 +9,7 @@ import numpy as np
 
 from regard.explore.inputs import check_size, prepare_inputs
 from regard.masks import Mask
-from regard.pages.html import Page, packed, page
+from regard.pages.html import Page, build_page, encode_float32
 
 MAX_WEIGHTS = 512 * 512  # about five million characters of page
 
@@ -36,7 +36,7 @@ def heatmap(
 
     >>> from regard.explore import heatmap
     >>> heatmap()
-    <page "Who attends to whom", ... kB: save(path) writes it>
+    <page "Attention weights", ... kB: save(path) writes it>
     """
     inputs = prepare_inputs("explore.heatmap", query, key, None, tokens, mask)
     check_size(
@@ -51,9 +51,9 @@ def heatmap(
     def stack(name: str) -> Any:
         return np.array([getattr(row, name) for row in rows])
 
-    return page(
-        "Who attends to whom",
-        "heatmap.js",
+    return build_page(
+        "Attention weights",
+        "heatmap",
         {
             "tokens": inputs.key_names,
             "queries": inputs.query_names,
@@ -64,10 +64,10 @@ def heatmap(
             "scale": rows[0].scale,
             "shift": stack("shift"),
             "total": stack("total"),
-            "query": packed(stack("query")),
-            "key": packed(rows[0].key),
-            "raw_scores": packed(stack("raw_scores")),
-            "scores": packed(stack("scores")),
-            "weights": packed(stack("weights")),
+            "query": encode_float32(stack("query")),
+            "key": encode_float32(rows[0].key),
+            "raw_scores": encode_float32(stack("raw_scores")),
+            "scores": encode_float32(stack("scores")),
+            "weights": encode_float32(stack("weights")),
         },
     )

@@ -10,7 +10,7 @@ import numpy as np
 from regard.core.explanation import Explanation
 from regard.explore.inputs import check_size, prepare_inputs
 from regard.masks import Mask, causal
-from regard.pages.html import Page, page
+from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
 MAX_NUMBERS = 12_000  # keeps the page below 300 kB
@@ -61,9 +61,9 @@ def pipeline(
     )
     rows = inputs.explain_rows()
     first = rows[0]
-    return page(
+    return build_page(
         "How one query attends",
-        "pipeline.js",
+        "pipeline",
         {
             "tokens": inputs.key_names,
             "queries": inputs.query_names,

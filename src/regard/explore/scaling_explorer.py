@@ -13,7 +13,7 @@ from regard.explore.inputs import check_size, prepare_inputs
 from regard.learn.softmax_alternatives import softmax, softmax_jacobian
 from regard.learn.validation import Floats
 from regard.learn.variance import Sharpness, VarianceRow, sharpness, variance_row
-from regard.pages.html import Page, packed, page
+from regard.pages.html import Page, build_page, encode_float32
 from regard.render.text import escape_unprintable
 from regard.types import Array
 
@@ -83,9 +83,9 @@ def scaling(
         variances = [variance_row(*row) for row in zip(dots, stops, predicted, strict=True)]
         start = stops.index(initial_dim)
         opening = _opening_payload(dots[start], variances, start)
-    return page(
+    return build_page(
         "Why scores are divided by √d_k",
-        "scaling.js",
+        "scaling",
         {
             "drawn": is_random,
             "shape": shape,
@@ -96,7 +96,7 @@ def scaling(
             "sigmas": SIGMAS,
             "temperatures": TEMPERATURES,
             "start": start,
-            "dots": packed(np.array(dots)),
+            "dots": encode_float32(np.array(dots)),
             "predicted": [math.sqrt(row.predicted) for row in variances],
             "opening": opening,
         },

@@ -16,7 +16,7 @@ from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_token
 from regard.lens.capture.call import Call, LayerCall
 from regard.measures import Coarse
 from regard.pages.html import Page
-from regard.pages.model_page import PageLayer, map_cells, model_page
+from regard.pages.model_page import PageLayer, build_model_page, map_cells
 
 TokenLists = list[list[Any]] | None  # one list of tokens for each batch entry
 
@@ -68,7 +68,7 @@ def build_page(
     )
     shown = build_page_layers(_select_calls(layer_calls, layers), token_lists, key_lists, heads, batch)
     names = {layer.module for layer in shown}
-    return model_page(
+    return build_model_page(
         shown,
         title=title or "Where every head looks",
         captions=CAPTIONS,
@@ -187,7 +187,7 @@ def build_finding_record(finding: Finding, batch: int) -> dict[str, Any]:
     """Return a finding as the page shows it; `here` says whether it concerns this batch entry."""
     return {
         **{name: getattr(finding, name) for name in ("kind", "severity", "module", "hint", "heads")},
-        "what": finding.message,
+        "message": finding.message,
         "rows": finding.rows[:1],
         "here": not finding.batch or batch in finding.batch,
         "where": finding.where,

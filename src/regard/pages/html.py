@@ -1,10 +1,7 @@
-"""Pages: plain records in, one HTML file out that needs no network and no server.
+"""Build self-contained HTML pages: one file that needs no network and no server.
 
-A page is the style, one script and the record; arrays of the record may stand beside it, compressed (`parts`). `pages/`
-holds the modules it is made of, which need no build step: an import is a line `import { … } from "./name.js";`, an
-export stands before the declaration. Put together, each module comes after those it imports, with these two words taken
-away; so all share one scope, and names at the top differ. `source("./name.js")` stands for such a script as a string,
-for a worker. The style is `page.css` and, for each module that has one, the style of the same name.
+A page holds a style, one script and a record, the data of the script as JSON. The content security policy allows only
+this script and this style, by their hashes. Large arrays are stored beside the record, compressed (`EncodedArray`).
 """
 
 from __future__ import annotations
@@ -15,29 +12,31 @@ import html
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
-from regard.pages.parts import Part
+from regard.pages.bundle import bundle
+from regard.pages.encoding import EncodedArray
+from regard.render.table import format_bytes
 from regard.types import Array
 
-IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z]+)\.js";\n', re.MULTILINE)
-CHUNK = 1 << 20
-SOURCE = re.compile(r'\bsource\("\./([a-z]+)\.js"\)')
+WRITE_CHUNK = 1 << 20  # characters encoded at a time, so that a large page is not in memory twice
 
 
 @dataclass(frozen=True, repr=False)
 class Page:
-    """A page that stands by itself: `save` it, or let a notebook show it. `html` is the file as text.
+    """A self-contained page: `save` it to a file, or let a notebook show it.
 
     >>> import regard
     >>> regard.explore.pipeline()
     <page "How one query attends", ... kB: save(path) writes it>
+
+    Attributes:
+        title: Title of the page.
+        html: The whole file as text.
     """
 
     title: str
@@ -47,41 +46,46 @@ class Page:
         """Write the page to a file that any browser opens.
 
         Args:
-            path: File to write.
+            path: Path of the file. An existing file is overwritten.
         """
         with open(path, "w", encoding="utf-8", newline="\n") as file:
-            for start in range(0, len(self.html), CHUNK):  # encoded whole, a large page would be there twice
-                file.write(self.html[start : start + CHUNK])
+            for start in range(0, len(self.html), WRITE_CHUNK):
+                file.write(self.html[start : start + WRITE_CHUNK])
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, which can run its script and reach nothing else."""
+        """Return the page in a frame that can run its own script and nothing else."""
         return (
             f'<iframe title="{html.escape(self.title)}" sandbox="allow-scripts" width="100%" height="760" '
             f'style="border: 0" srcdoc="{html.escape(self.html)}"></iframe>'
         )
 
     def __repr__(self) -> str:
-        return f'<page "{self.title}", {len(self.html.encode()) / 1000:.0f} kB: save(path) writes it>'
+        return f'<page "{self.title}", {format_bytes(len(self.html.encode()))}: save(path) writes it>'
 
 
-def page(title: str, module: str, record: dict[str, Any]) -> Page:
-    """A page that runs a module of `pages/` on a record of numbers, texts, lists and dicts.
+def build_page(title: str, app: str, record: dict[str, Any]) -> Page:
+    """Build a page that runs an app on a record.
 
-    >>> page("Nothing", "softmax.js", {})
-    <page "Nothing", ... kB: save(path) writes it>
+    Args:
+        title: Title of the page.
+        app: Name of the script in `assets/apps/`, without its suffix.
+        record: Data of the app: numbers, texts, lists, dicts, arrays and `EncodedArray`s.
+
+    Returns:
+        The page.
     """
-    script, style = bundle(module)
+    script, style = bundle(f"apps/{app}")
     policy = (
-        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; "
+        f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
         "base-uri 'none'; form-action 'none'"
     )
     if "new Worker(" in script:
         policy += "; worker-src blob:"
-    parts: list[Part] = []
-    data = embedded(record, parts)
-    soon, later = ("".join(_beside(parts, first)) for first in (True, False))
-    # A page of large parts begins before they are read, instead of at its end.
-    begin = " async" if parts else ""
+    arrays: list[EncodedArray] = []
+    data = encode_record(record, arrays)
+    before, after = ("".join(_array_elements(arrays, early)) for early in (True, False))
+    # With large arrays, the script starts before the whole page is loaded.
+    start = " async" if arrays else ""
     text = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -92,86 +96,81 @@ def page(title: str, module: str, record: dict[str, Any]) -> Page:
 <style>{style}</style>
 </head>
 <body>
-<main id="app"><noscript>This page is drawn by its own script. Allow scripts to see it.</noscript></main>
+<main id="app"><noscript>This page needs JavaScript. Allow scripts to see it.</noscript></main>
 <script type="application/json" id="record">{data}</script>
-{soon}<script type="module"{begin}>{script}</script>
-{later}</body>
+{before}<script type="module"{start}>{script}</script>
+{after}</body>
 </html>
 """
     return Page(title, text)
 
 
-def _beside(parts: list[Part], first: bool) -> Iterator[str]:
-    for number, each in enumerate(parts):
-        if each.first == first:
-            yield from (f'<script type="text/plain" id="part{number}">', each.text, "</script>\n")
+def _array_elements(arrays: list[EncodedArray], early: bool) -> Iterator[str]:
+    for number, array in enumerate(arrays):
+        if array.early == early:
+            yield from (f'<script type="text/plain" id="array{number}">', array.text, "</script>\n")
 
 
-def embedded(record: Any, parts: list[Part] | None = None) -> str:
-    r"""The record as JSON that can stand inside a script element: ASCII, without `<`, `>` and `&`.
+def encode_record(record: Any, arrays: list[EncodedArray] | None = None) -> str:
+    r"""Return a record as JSON that can stand inside a script element: ASCII, without `<`, `>` and `&`.
 
-    What is not finite becomes the text that JavaScript's `Number` reads. Parts are put into `parts`, and told by
-    their place there.
+    Numbers that are not finite become the texts that JavaScript's `Number` parses.
 
-    >>> print(embedded({"tokens": ["</script>", "\u2028"], "score": float("-inf")}))
+    >>> print(encode_record({"tokens": ["</script>", "\u2028"], "score": float("-inf")}))
     {"tokens":["\u003c/script\u003e","\u2028"],"score":"-Infinity"}
+
+    Args:
+        record: Numbers, texts, lists, tuples, dicts, arrays and `EncodedArray`s.
+        arrays: List to which encoded arrays are appended. In the JSON, their index stands for them.
+
+    Returns:
+        The JSON.
     """
-    text = json.dumps(_finite(record, [] if parts is None else parts), separators=(",", ":"), allow_nan=False)
+    plain = _to_json(record, [] if arrays is None else arrays)
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&"})
 
 
-def _finite(thing: Any, parts: list[Part]) -> Any:
-    if isinstance(thing, str):
-        return thing
-    if isinstance(thing, Part):
-        parts.append(thing)
-        return {"part": len(parts) - 1, "kind": thing.kind, "shape": thing.shape}
-    if isinstance(thing, np.ndarray):
-        return _finite(thing.tolist(), parts)
-    if isinstance(thing, dict):
-        return {name: _finite(each, parts) for name, each in thing.items()}
-    if isinstance(thing, list | tuple):
-        return [_finite(each, parts) for each in thing]
-    if isinstance(thing, float) and not math.isfinite(thing):
-        return "NaN" if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
-    return thing
+def _to_json(value: Any, arrays: list[EncodedArray]) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, EncodedArray):
+        arrays.append(value)
+        return {"array": len(arrays) - 1, "encoding": value.encoding, "shape": value.shape}
+    if isinstance(value, np.ndarray):
+        return _to_json(value.tolist(), arrays)
+    if isinstance(value, dict):
+        return {name: _to_json(item, arrays) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item, arrays) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
-def packed(numbers: Array | Sequence[Any]) -> str:
-    """Many numbers in few characters: base64 of little-endian float32, row after row.
+def encode_float32(numbers: Array | Sequence[Any]) -> str:
+    """Return numbers as base64 of little-endian float32, row after row.
 
-    >>> packed([1.0, 2.0])
+    >>> encode_float32([1.0, 2.0])
     'AACAPwAAAEA='
+
+    Args:
+        numbers: An array, or nested lists of numbers. Those beyond the range of float32 become infinite.
+
+    Returns:
+        The text.
     """
-    with np.errstate(over="ignore"):  # beyond float32 is beyond what is shown
+    with np.errstate(over="ignore"):
         return base64.b64encode(np.asarray(numbers).astype("<f4").tobytes()).decode("ascii")
 
 
-def bundle(module: str) -> tuple[str, str]:
-    """The script, which is the module and all it imports, each after what it needs; and their style.
+def csp_hash(text: str) -> str:
+    """Return the source expression by which a content security policy allows a script or a style.
 
-    >>> script, style = bundle("pipeline.js")
-    >>> "import " in script, "function softmax" in script, ":root" in style
-    (False, True, True)
+    Args:
+        text: The script or style.
+
+    Returns:
+        The quoted SHA-256 hash.
     """
-    pages = resources.files("regard.pages").joinpath("assets")
-    scripts: dict[str, str] = {}
-
-    def add(name: str) -> None:
-        if name not in scripts:
-            text = pages.joinpath(f"{name}.js").read_text(encoding="utf-8")
-            for needed in IMPORT.findall(text):
-                add(needed)
-            text = SOURCE.sub(lambda found: json.dumps(bundle(found[1])[0]), text)
-            scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", text), flags=re.MULTILINE)
-
-    add(module.removesuffix(".js"))
-    styles = [pages.joinpath(f"{name}.css") for name in ("page", *scripts)]
-    return "\n".join(scripts.values()), "".join(
-        style.read_text(encoding="utf-8") for style in styles if style.is_file()
-    )
-
-
-def digest(text: str) -> str:
-    """The hash by which a content security policy knows a script or a style."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regard.errors import RegardError
-from regard.pages.html import Page, embedded, page
-from regard.pages.parts import Part, covered, levels
-from regard.pages.payload import Carried, Error, carried
+from regard.pages.encoding import EncodedArray, encode_levels, live_cells
+from regard.pages.html import Page, build_page, encode_record
+from regard.pages.payload import ErrorEstimate, MatrixPayload, build_payload
 from regard.render.text import escape_unprintable
 
 if TYPE_CHECKING:
     from regard.core.matrix import AttentionMatrix
 
-# Cells along the edge of a head's small map, and of the map that a head of a long text opens with; above LONG tokens.
-SMALL, LARGE, LONG = 64, 256, 1024
-# Characters around each part in the page.
-AROUND = 64
+LONG_TEXT = 1024  # tokens above which the map of a head starts from an overview in the page
+THUMBNAIL_CELLS = 64  # cells along the edge of a head's thumbnail
+OVERVIEW_CELLS = 256  # cells along the edge of the overview of a head of a long text
+ELEMENT_OVERHEAD = 64  # characters around each array in the page
 
 
 @dataclass
@@ -61,12 +61,20 @@ class PageLayer:
 
 
 def map_cells(q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return the (rows, columns) of cells that a map of this many queries and keys has."""
-    edge = LARGE if max(q_len, kv_len) > LONG else SMALL
+    """Return the number of cells of the map of a head.
+
+    Args:
+        q_len: Number of queries.
+        kv_len: Number of keys.
+
+    Returns:
+        (rows, columns).
+    """
+    edge = OVERVIEW_CELLS if max(q_len, kv_len) > LONG_TEXT else THUMBNAIL_CELLS
     return min(edge, q_len), min(edge, kv_len)
 
 
-def model_page(
+def build_model_page(
     layers: Sequence[PageLayer],
     *,
     title: str,
@@ -92,162 +100,178 @@ def model_page(
     """
     texts: dict[tuple[str, ...], int] = {}
     measures = [name for name in captions if any(name in layer.measures for layer in layers)]
-    kinds, calls = _kinds([layer.module for layer in layers]), Counter(layer.module for layer in layers)
+    stacks, calls = (
+        _stack_names([layer.module for layer in layers]),
+        Counter(layer.module for layer in layers),
+    )
     records = [
         {
             "module": layer.module,
             "layer": layer.layer,
             "call": layer.call,
             "calls": calls[layer.module],
-            "kind": kinds[layer.module],
+            "stack": stacks[layer.module],
             "shape": layer.shape,
             "first": layer.first,
             "heads": layer.heads,
-            "query_text": _place(layer.query_tokens, texts),
-            "key_text": _place(layer.key_tokens, texts),
+            "query_text": _text_index(layer.query_tokens, texts),
+            "key_text": _text_index(layer.key_tokens, texts),
             "measures": {name: layer.measures.get(name, [math.nan] * len(layer.heads)) for name in measures},
-            "maps": _small(layer),
-            "carried": None,
-            "why": None,
+            "thumbnails": _thumbnails(layer),
+            "payload": None,
+            "payload_error": None,
         }
         for layer in layers
     ]
     name = escape_unprintable(title)
     record: dict[str, Any] = {
         "title": name,
-        "lead": _lead(layers),
+        "lead": _describe_sizes(layers),
         "texts": list(texts),
         "measures": measures,
-        "meanings": dict(captions),
-        "entries": records,
+        "captions": dict(captions),
+        "layers": records,
         "findings": list(findings),
-        "found": summary,
+        "summary": summary,
     }
-    room = max_bytes - len(page(name, "model.js", record).html)
-    errors: list[Error] = []
-    for layer, made in zip(layers, records, strict=True):
+    room = max_bytes - len(build_page(name, "modelPage", record).html)
+    errors: list[ErrorEstimate] = []
+    for layer, layer_record in zip(layers, records, strict=True):
         try:
-            made["carried"], error, taken = _carry(layer, room, operation)
-        except RegardError as wrong:  # the page says what it cannot compute; maps and measures are there
-            made["why"] = str(wrong)
+            payload = _build_layer_payload(layer, room, operation)
+        except RegardError as error:  # the page prints it; thumbnails and measures are there
+            layer_record["payload_error"] = str(error)
             continue
-        room -= taken
-        errors += error
-    record["error"] = _largest(errors)
-    return page(name, "model.js", record)
+        if payload is not None:
+            layer_record["payload"], error_estimate, size = payload
+            room -= size
+            errors.append(error_estimate)
+    record["error"] = _combine_errors(errors)
+    return build_page(name, "modelPage", record)
 
 
-def _place(tokens: list[Any] | None, known: dict[tuple[str, ...], int]) -> int | None:
+def _text_index(tokens: list[Any] | None, texts: dict[tuple[str, ...], int]) -> int | None:
     """Return the index of these tokens among the texts of the page; layers share texts."""
     if tokens is None:
         return None
-    return known.setdefault(tuple(escape_unprintable(str(token)) for token in tokens), len(known))
+    return texts.setdefault(tuple(escape_unprintable(str(token)) for token in tokens), len(texts))
 
 
-def _kinds(names: list[str]) -> dict[str, str]:
-    """What tells the layers of several stacks apart: the parts of their names that differ, numbers left out.
+def _stack_names(names: list[str]) -> dict[str, str]:
+    """Return what distinguishes the layers of several stacks: the parts of their names that differ, without numbers.
 
-    >>> _kinds(["encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"])["decoder.0.cross"]
+    >>> _stack_names(["encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"])["decoder.0.cross"]
     'decoder cross'
-    >>> _kinds(["layers.0.attn", "layers.1.attn"])
+    >>> _stack_names(["layers.0.attn", "layers.1.attn"])
     {'layers.0.attn': '', 'layers.1.attn': ''}
     """
     parts = {name: [part for part in name.split(".") if not part.isdigit()] for name in names}
-    places = range(max(map(len, parts.values())))
-    differ = [i for i in places if len({tuple(each[i : i + 1]) for each in parts.values()}) > 1]
-    return {name: " ".join(each[i] for i in differ if i < len(each)) for name, each in parts.items()}
+    depth = max(map(len, parts.values()))
+    differ = [i for i in range(depth) if len({tuple(own[i : i + 1]) for own in parts.values()}) > 1]
+    return {name: " ".join(own[i] for i in differ if i < len(own)) for name, own in parts.items()}
 
 
-# The maps
+# Thumbnails
 
 
-def _small(layer: PageLayer) -> dict[str, Any]:
-    """The small maps of all heads as one part, and how many weights a cell is the mean of."""
-    means = _means(layer)
+def _thumbnails(layer: PageLayer) -> dict[str, Any]:
+    """Encode the thumbnails of all heads as one array, with the number of weights of a cell."""
+    means = _thumbnail_means(layer)
     size, shape = means.shape[1:], layer.shape
-    blocks = [n / count for n, count in zip(shape, size, strict=True)]
-    return {"size": size, "block": blocks, **levels(means, means > 0)}
+    block = [n / count for n, count in zip(shape, size, strict=True)]
+    return {"size": size, "block": block, **encode_levels(means, means > 0)}
 
 
-def _means(layer: PageLayer) -> Any:
-    """The maps of at most SMALL cells along an edge, from those there are."""
+def _thumbnail_means(layer: PageLayer) -> Any:
+    """Reduce the maps to at most THUMBNAIL_CELLS along an edge."""
     shape, cells = layer.shape, layer.maps.shape[1:]
-    few = [min(SMALL, count) for count in cells]
-    sums = layer.maps * np.multiply.outer(*map(_counts, shape, cells))
+    fewer = [min(THUMBNAIL_CELLS, count) for count in cells]
+    sums = layer.maps * np.multiply.outer(*map(_rows_per_cell, shape, cells))
     for axis in (0, 1):
         # A cell of the larger map lies in one of the smaller: both are floors of the same ratio.
-        which = np.arange(cells[axis]) * few[axis] // cells[axis]
-        sums = np.add.reduceat(sums, np.searchsorted(which, np.arange(few[axis])), axis + 1)
-    return sums / np.multiply.outer(*map(_counts, shape, few))
+        cell = np.arange(cells[axis]) * fewer[axis] // cells[axis]
+        sums = np.add.reduceat(sums, np.searchsorted(cell, np.arange(fewer[axis])), axis + 1)
+    return sums / np.multiply.outer(*map(_rows_per_cell, shape, fewer))
 
 
-def _counts(length: int, cells: int) -> Any:
-    """How many of so many rows fall into each cell."""
+def _rows_per_cell(length: int, cells: int) -> Any:
     return np.bincount(np.arange(length) * cells // length, minlength=cells).astype(float)
 
 
-# What is carried
+# Payloads
 
 
-def _carry(layer: PageLayer, room: int, operation: str) -> tuple[dict[str, Any] | None, list[Error], int]:
-    """As many of the heads as there is room for, with all that their weights are made from; their error and size."""
-    matrix, fits = layer.matrix, layer.heads
-    while fits:
-        if _about(layer, fits) <= room:
-            made = carried(matrix.lazy[fits] if len(matrix.shape) > 2 else matrix, operation)
-            record = {"heads": fits, **made.record}
-            if max(layer.shape) > LONG:
-                record["overviews"] = _overviews(layer, made)
-            size = _bytes(record)
+def _build_layer_payload(
+    layer: PageLayer, room: int, operation: str
+) -> tuple[dict[str, Any], ErrorEstimate, int] | None:
+    """Build the payload of as many heads as fit into `room` characters; None if not even one fits.
+
+    Returns the record, the error of its weights, and its size in characters.
+    """
+    matrix, heads = layer.matrix, layer.heads
+    while heads:
+        if _estimate_size(layer, heads) <= room:
+            payload = build_payload(matrix.lazy[heads] if len(matrix.shape) > 2 else matrix, operation)
+            record = {"heads": heads, **payload.record}
+            if max(layer.shape) > LONG_TEXT:
+                record["overviews"] = _overviews(layer, payload)
+            size = _encoded_size(record)
             if size <= room:
-                return record, [made.error], size
-        fits = fits[:-1]
-    return None, [], 0
+                return record, payload.error, size
+        heads = heads[:-1]
+    return None
 
 
-def _overviews(layer: PageLayer, made: Carried) -> list[dict[str, Any]]:
-    """The larger map of each head that is carried, which it opens with."""
+def _overviews(layer: PageLayer, payload: MatrixPayload) -> list[dict[str, Any]]:
+    """Encode the overview of each head of a payload."""
     (rows, keys), size = layer.shape, layer.maps.shape[1:]
     block = [n / count for n, count in zip((rows, keys), size, strict=True)]
     return [
-        {"size": size, "block": block, "taken": None, **levels(means, covered(*seen, (rows, keys), size))}
-        for means, seen in zip(layer.maps, made.runs, strict=False)
+        {
+            "size": size,
+            "block": block,
+            "sampled": None,
+            **encode_levels(means, live_cells(*intervals, (rows, keys), size)),
+        }
+        for means, intervals in zip(layer.maps, payload.intervals, strict=False)
     ]
 
 
-def _about(layer: PageLayer, heads: list[int]) -> float:
-    """The characters that heads take at least: halves for queries and keys, little compressed, and each lse."""
+def _estimate_size(layer: PageLayer, heads: list[int]) -> float:
+    """Estimate the characters that heads take at least: halves of query and key, and each lse."""
     q_len, kv_len = layer.shape
-    keys = len({head // layer.groups for head in heads})
-    return (1.7 * layer.head_dim * (len(heads) * q_len + keys * kv_len) + 3 * len(heads) * q_len) * 4 / 3
+    kv_heads = len({head // layer.groups for head in heads})
+    return (1.7 * layer.head_dim * (len(heads) * q_len + kv_heads * kv_len) + 3 * len(heads) * q_len) * 4 / 3
 
 
-def _bytes(record: Any) -> int:
-    """The characters that a record takes in a page, its parts too."""
-    parts: list[Part] = []
-    text = embedded(record, parts)
-    return len(text) + sum(AROUND + len(part.text) for part in parts)
+def _encoded_size(record: Any) -> int:
+    """Return the characters that a record takes in a page, with its arrays."""
+    arrays: list[EncodedArray] = []
+    text = encode_record(record, arrays)
+    return len(text) + sum(ELEMENT_OVERHEAD + len(array.text) for array in arrays)
 
 
-def _largest(errors: list[Any]) -> dict[str, Any] | None:
-    """The largest of the layers' errors, and all that was compared."""
+def _combine_errors(errors: list[ErrorEstimate]) -> dict[str, Any] | None:
+    """Return the largest error of all layers, and the number of all weights that were compared."""
     if not errors:
         return None
-    worst = {name: max(getattr(each, name) for each in errors) for name in Error._fields}
+    worst = {name: max(getattr(error, name) for error in errors) for name in ErrorEstimate._fields}
     return worst | {
-        "compared": sum(each.compared for each in errors),
-        "exact": all(each.exact for each in errors),
+        "compared": sum(error.compared for error in errors),
+        "exact": all(error.exact for error in errors),
     }
 
 
-def _lead(layers: Sequence[PageLayer]) -> str:
-    """The sizes in a few words."""
+def _describe_sizes(layers: Sequence[PageLayer]) -> str:
+    """Return the number of layers, heads and tokens in one line."""
 
-    def counted(number: int, word: str) -> str:
-        return f"{number:,} {word}{'s' * (number != 1)}"
+    def count(number: int, noun: str) -> str:
+        return f"{number:,} {noun}{'s' * (number != 1)}"
 
     heads = sum(len(layer.heads) for layer in layers)
     lengths = sorted({layer.shape[1] for layer in layers})
-    modules = counted(len({layer.module for layer in layers}), "layer")
-    keys = " and ".join(f"{length:,}" for length in lengths) if len(lengths) < 4 else f"up to {lengths[-1]:,}"
-    return f"{modules}, {counted(heads, 'head')}, {keys} tokens."
+    modules = count(len({layer.module for layer in layers}), "layer")
+    tokens = (
+        " and ".join(f"{length:,}" for length in lengths) if len(lengths) < 4 else f"up to {lengths[-1]:,}"
+    )
+    return f"{modules}, {count(heads, 'head')}, {tokens} tokens."

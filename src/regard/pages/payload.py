@@ -1,7 +1,8 @@
-"""A matrix as a page carries it: query and key in half precision, each row's lse and runs of keys, and the error.
+"""Build the payload of a matrix: what a page needs to compute any weight of it, and the error of these weights.
 
-The lse is that of the rounded query and key, so every weight that a page works out is exp(score − lse) of one and the
-same matrix, whose rows sum to 1; how far it is from the original is bounded and measured here.
+The payload holds query and key in half precision, the lse of each row, and the mask as intervals of keys. The lse is
+that of the rounded query and key, so every weight that a page computes is exp(score − lse) of one matrix, whose rows
+sum to 1. This module bounds and measures how far that matrix is from the original.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ import numpy as np
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
 from regard.masks.intervals import KeyIntervals, find_intervals
-from regard.pages.parts import Halves, covered, halves, levels, part
+from regard.pages.encoding import ScaledHalves, encode_array, encode_levels, live_cells, round_to_half
 from regard.score_mods import BiasMod, ScoreMod
 from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
+    from regard.core.matrix import AttentionMatrix
     from regard.core.problem import Problem
 
-# Numbers of a bias that a page carries at most, weights that an overview looks at, and weights compared.
-MOST_ADDED, MOST_LOOKED_AT, COMPARED = 1 << 22, 1 << 31, 1 << 22
+MAX_BIAS_SIZE = 1 << 22  # numbers of a bias that a payload holds
+MAX_OVERVIEW_WEIGHTS = 1 << 31  # weights that the overviews of a matrix are computed from
+COMPARED_WEIGHTS = 1 << 22  # weights that are compared with the original
 
 
-class Error(NamedTuple):
-    """How far weights of the page are from the original's, as a part of each weight and as a difference.
+class ErrorEstimate(NamedTuple):
+    """How far the weights of a payload are from those of the original matrix.
 
-    `relative` and `absolute` are bounds, from the rounding that was made; `found_relative` and `found_absolute` the
-    largest among `compared` weights. `exact`: nothing was rounded, what is left is the arithmetic.
+    Attributes:
+        relative: Bound on the difference, relative to the weight.
+        absolute: Bound on the difference.
+        found_relative: Largest relative difference among the weights that were compared.
+        found_absolute: Largest difference among the weights that were compared.
+        compared: Number of weights that were compared.
+        exact: Whether query and key were stored without rounding.
     """
 
     relative: float
@@ -41,255 +49,287 @@ class Error(NamedTuple):
     exact: bool
 
 
-class Carried(NamedTuple):
-    """`record` is what the page opens, `matrix` the rounded matrix with its lse, `runs` those of each pair."""
+class MatrixPayload(NamedTuple):
+    """The payload of a matrix.
+
+    Attributes:
+        record: The data for the page.
+        matrix: The matrix of the rounded query and key.
+        intervals: For each (batch, head) pair, the intervals of keys that are not masked.
+        error: The error of the weights.
+    """
 
     record: dict[str, Any]
-    matrix: Any
-    runs: list[KeyIntervals]
-    error: Error
+    matrix: AttentionMatrix
+    intervals: list[KeyIntervals]
+    error: ErrorEstimate
 
-    def overviews(self, edge: int, most: int | None = None) -> list[dict[str, Any]]:
-        """For each pair a picture of at most `edge` × `edge` means of blocks, as a record for the page.
+    def overviews(self, max_cells: int, max_weights: int | None = None) -> list[dict[str, Any]]:
+        """Compute a picture of mean weights for each (batch, head) pair.
 
-        Where all pairs together have more than `most` weights, some rows of each block are taken, and all their keys:
-        `taken` says how many, and is None where none were left out.
+        Args:
+            max_cells: Cells of a picture along an edge, at most.
+            max_weights: If all pairs together have more weights, some rows of each cell are sampled, with all their
+                keys. Default: `MAX_OVERVIEW_WEIGHTS`.
+
+        Returns:
+            Records for the page. `sampled` is the number of rows sampled from each cell, None without sampling.
         """
         pairs, rows, keys = self.matrix._problem.shape
-        cells = min(edge, rows), min(edge, keys)
-        most = MOST_LOOKED_AT if most is None else most
-        taken = max(1, int(rows / cells[0] * most / (pairs * rows * keys)))
-        matrix = self.matrix
-        if taken < rows // cells[0]:
-            matrix = matrix.lazy[..., _spread(rows, cells[0], taken), :]
+        cells = min(max_cells, rows), min(max_cells, keys)
+        limit = MAX_OVERVIEW_WEIGHTS if max_weights is None else max_weights
+        sampled: int | None = max(1, int(rows / cells[0] * limit / (pairs * rows * keys)))
+        matrix: Any = self.matrix
+        if sampled is not None and sampled < rows // cells[0]:
+            matrix = matrix.lazy[..., _sample_rows(rows, cells[0], sampled), :]
         else:
-            taken = 0
+            sampled = None
         means = matrix._problem.engine.to_numpy(matrix.coarsen(cells)).reshape(pairs, *cells)
-        made = {"size": cells, "block": (rows / cells[0], keys / cells[1]), "taken": taken or None}
+        record = {"size": cells, "block": (rows / cells[0], keys / cells[1]), "sampled": sampled}
         return [
-            made | levels(mean, covered(*seen, (rows, keys), cells))
-            for mean, seen in zip(means, self.runs, strict=True)
+            record | encode_levels(mean, live_cells(*intervals, (rows, keys), cells))
+            for mean, intervals in zip(means, self.intervals, strict=True)
         ]
 
 
-def _spread(rows: int, cells: int, taken: int) -> IntArray:
-    """`taken` rows of each of so many cells, one from each equal piece of it, at a place drawn by lot."""
-    edges = np.arange(cells * taken + 1) * rows // (cells * taken)
+def _sample_rows(rows: int, cells: int, count: int) -> IntArray:
+    """Draw `count` rows from each of `cells` cells, one at random from each equal part of a cell."""
+    edges = np.arange(cells * count + 1) * rows // (cells * count)
     return edges[:-1] + np.random.default_rng(0).integers(np.diff(edges))
 
 
-def carried(matrix: Any, operation: str) -> Carried:
-    """A matrix as a page carries it; its pairs (batch, head) are counted from 0 in the page.
+def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
+    """Build the payload of a matrix.
 
     >>> import regard
     >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
-    >>> made = carried(A, "page")
-    >>> made.record["size"], made.error.exact, made.matrix[2].round(4).tolist()
+    >>> payload = build_payload(A, "page")
+    >>> payload.record["size"], payload.error.exact, payload.matrix[2].round(4).tolist()
     ([3, 3], True, [0.2645, 0.2645, 0.4711])
+
+    Args:
+        matrix: The matrix. The page numbers its (batch, head) pairs from 0.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        The payload.
+
+    Raises:
+        ArgumentError: The weights are not a softmax, or a score modification cannot be computed in a page.
+        TooLargeError: The mask or a bias is too large for a page.
     """
-    problem: Problem = matrix._problem
+    problem = matrix._problem
     if not problem.is_softmax:
         raise ArgumentError(
             operation,
             received=", ".join(problem.describe()),
             expected="weights that are exponentials of scores",
-            hint="Its weights can be had from A[rows], and its picture from A.coarsen(512).",
+            hint="A[rows] gives its weights, and A.coarsen(512) a picture of them.",
         )
     engine = problem.engine
     with engine.suppress_warnings(), engine.no_grad():
-        masks, mask_of = _masks(problem, operation)
-        seen = [masks[i] for i in mask_of]
-        live = [np.diff(each.offsets) > 0 for each in seen]
-        reached = [_reached(each, problem.shape[2]) for each in seen]
-        query = _rounded(problem, problem.query, problem.query_index, live, centred=False)
-        key = _rounded(problem, problem.key, problem.key_index, reached, centred=True)
-        error = _bounds(problem, query, key)
-        rounded = matrix if error.exact else _with(matrix, query, key)
+        masks, mask_index = _distinct_masks(problem, operation)
+        intervals = [masks[i] for i in mask_index]
+        live_queries = [np.diff(mask.offsets) > 0 for mask in intervals]
+        live_keys = [_live_keys(mask, problem.shape[2]) for mask in intervals]
+        query = _round(problem, problem.query, problem.query_index, live_queries, centre=False)
+        key = _round(problem, problem.key, problem.key_index, live_keys, centre=True)
+        error = _bound_error(problem, query, key)
+        rounded = matrix if error.exact else _rounded_matrix(matrix, query, key)
         lse = engine.to_numpy(rounded.lse).reshape(problem.shape[:2]).astype(np.float32)
-        error = _compared(matrix, rounded, lse, error)
+        error = _measure_error(matrix, rounded, lse, error)
         record = {
             "size": list(problem.shape[1:]),
-            "width": int(problem.query.shape[-1]),
+            "head_dim": int(problem.query.shape[-1]),
             "scale": float(problem.scale),
-            "positions": part(problem.positions),
-            "query": query.record(),
-            "query_index": query.of,
-            "key": key.record(),
-            "key_index": key.of,
-            "lse": [part(each) for each in lse],
-            "masks": [{"counts": part(np.diff(each.offsets)), "edges": part(each.edges.T)} for each in masks],
-            "mask_of": mask_of,
-            "mods": [_mod(mod, problem, operation) for mod in problem.score_mods],
+            "positions": encode_array(problem.positions),
+            "query": query.to_record(),
+            "query_index": query.array_index,
+            "key": key.to_record(),
+            "key_index": key.array_index,
+            "lse": [encode_array(row) for row in lse],
+            "masks": [
+                {"counts": encode_array(np.diff(mask.offsets)), "edges": encode_array(mask.edges.T)}
+                for mask in masks
+            ],
+            "mask_index": mask_index,
+            "score_mods": [_score_mod_record(mod, problem, operation) for mod in problem.score_mods],
             "q_len": problem.frame.q_len,
             "error": error._asdict(),
         }
-    return Carried(record, rounded, seen, error)
+    return MatrixPayload(record, rounded, intervals, error)
 
 
-def _masks(problem: Problem, operation: str) -> tuple[list[KeyIntervals], list[int]]:
-    """The masks that differ, as runs of keys, and which of them each pair has."""
+def _distinct_masks(problem: Problem, operation: str) -> tuple[list[KeyIntervals], list[int]]:
+    """Return the masks that differ, as intervals of keys, and for each pair the index of its mask."""
     mask, frame, engine = problem.mask, problem.frame, problem.engine
 
-    def of(pair: int) -> KeyIntervals:
+    def intervals_of(pair: int) -> KeyIntervals:
         only = frame.select(np.array([pair]))
         return find_intervals(mask, only, problem.positions, operation, engine.xp, engine.to_numpy)
 
     pairs = problem.shape[0]
-    if _alike(mask, problem):
-        return [of(0)], [0] * pairs
-    found: list[KeyIntervals] = []
-    which = []
+    if _all_pairs_alike(mask, problem):
+        return [intervals_of(0)], [0] * pairs
+    masks: list[KeyIntervals] = []
+    index = []
     for pair in range(pairs):
-        here = of(pair)
-        same = (i for i, each in enumerate(found) if all(map(np.array_equal, each, here)))
-        which.append(next(same, len(found)))
-        if which[-1] == len(found):
-            found.append(here)
-    return found, which
+        own = intervals_of(pair)
+        equal = (i for i, known in enumerate(masks) if all(map(np.array_equal, known, own)))
+        index.append(next(equal, len(masks)))
+        if index[-1] == len(masks):
+            masks.append(own)
+    return masks, index
 
 
-def _alike(mask: Mask | None, problem: Problem) -> bool:
-    one = np.zeros(1, np.int64)
+def _all_pairs_alike(mask: Mask | None, problem: Problem) -> bool:
+    one_key = np.zeros(1, np.int64)
     return (
         mask is None
-        or mask.allows(problem.frame, problem.positions[:1], one, problem.engine.xp).shape[0] == 1
+        or mask.allows(problem.frame, problem.positions[:1], one_key, problem.engine.xp).shape[0] == 1
     )
 
 
-def _reached(seen: KeyIntervals, keys: int) -> Array:
-    """Which keys anyone sees."""
-    starts, stops = (np.bincount(edge, minlength=keys + 1) for edge in seen.edges.T)
+def _live_keys(intervals: KeyIntervals, keys: int) -> Array:
+    """Return which keys are in an interval of any row."""
+    starts, stops = (np.bincount(edge, minlength=keys + 1) for edge in intervals.edges.T)
     return np.cumsum(starts - stops)[:keys] > 0
 
 
-class Side(NamedTuple):
-    """Query or key, rounded: its own pairs that serve, which of them serves each pair, and lengths.
+class RoundedVectors(NamedTuple):
+    """The rounded vectors of query or key.
 
-    Of the vectors of each own pair: how long they were, how far rounding moved them, and how long they are; the latter
-    two from a common centre for keys.
+    Attributes:
+        arrays: The distinct (batch, head) pairs that the matrix uses.
+        array_index: For each pair of the matrix, its array.
+        norms: For each array three norms of its live vectors: of the original, of the rounding error, and of the
+            rounded vector. For keys, the last two are relative to their mean over all keys.
     """
 
-    own: list[Halves]
-    of: list[int]
-    lengths: list[tuple[Array, Array, Array]]
+    arrays: list[ScaledHalves]
+    array_index: list[int]
+    norms: list[tuple[Array, Array, Array]]
 
-    def record(self) -> list[dict[str, Any]]:
-        return [{"numbers": part(each.numbers), "exponent": each.exponent} for each in self.own]
+    def to_record(self) -> list[dict[str, Any]]:
+        return [{"numbers": encode_array(array.numbers), "exponent": array.exponent} for array in self.arrays]
 
-    def widened(self, problem: Problem) -> Array:
-        return problem.engine.xp.asarray(
-            np.stack([each.widened(_wide(problem)) for each in self.own]), dtype=problem.dtype
-        )
+    def to_array(self, problem: Problem) -> Array:
+        wide = [array.to_dtype(_numpy_dtype(problem)) for array in self.arrays]
+        return problem.engine.xp.asarray(np.stack(wide), dtype=problem.dtype)
 
 
-def _wide(problem: Problem) -> Any:
-    """NumPy's name of the working dtype."""
+def _numpy_dtype(problem: Problem) -> Any:
+    """Return the NumPy dtype of the working dtype."""
     return np.float64 if "64" in str(problem.dtype) else np.float32
 
 
-def _rounded(problem: Problem, array: Array, of: IntArray, live: list[Array], centred: bool) -> Side:
-    """Query or key in half precision, zero where nobody sees it."""
-    own, of = np.unique(of, return_inverse=True)
-    made, lengths = [], []
-    for i, each in enumerate(own):
-        anyone = np.logical_or.reduce([live[pair] for pair in np.flatnonzero(of == i)])
-        before = problem.engine.to_numpy(problem.engine.cast(array[int(each)], problem.dtype))
-        made.append(halves(before, anyone))
-        fine = anyone & np.isfinite(before).all(1)
-        before, after = before[fine], made[-1].widened(before.dtype)[fine]
-        whole, moved = _norms(before), before - after
-        if centred and len(moved):
-            moved, after = moved - moved.mean(0), after - after.mean(0)
-        lengths.append((whole, _norms(moved), _norms(after)))
-    return Side(made, of.tolist(), lengths)
+def _round(
+    problem: Problem, array: Array, index: IntArray, live: list[Array], centre: bool
+) -> RoundedVectors:
+    """Round query or key to half precision; vectors that are masked everywhere become zero."""
+    used, index = np.unique(index, return_inverse=True)
+    arrays, norms = [], []
+    for i, own in enumerate(used):
+        live_here = np.logical_or.reduce([live[pair] for pair in np.flatnonzero(index == i)])
+        before = problem.engine.to_numpy(problem.engine.cast(array[int(own)], problem.dtype))
+        arrays.append(round_to_half(before, live_here))
+        finite = live_here & np.isfinite(before).all(1)
+        before, after = before[finite], arrays[-1].to_dtype(before.dtype)[finite]
+        length, change = _norms(before), before - after
+        if centre and len(change):
+            change, after = change - change.mean(0), after - after.mean(0)
+        norms.append((length, _norms(change), _norms(after)))
+    return RoundedVectors(arrays, index.tolist(), norms)
 
 
-def _with(matrix: Any, query: Side, key: Side) -> Any:
-    """The matrix of the rounded query and key."""
-    problem: Problem = matrix._problem
+def _rounded_matrix(matrix: AttentionMatrix, query: RoundedVectors, key: RoundedVectors) -> AttentionMatrix:
+    problem = matrix._problem
     changed = replace(
         problem,
-        query=query.widened(problem),
-        key=key.widened(problem),
-        query_index=np.array(query.of),
-        key_index=np.array(key.of),
+        query=query.to_array(problem),
+        key=key.to_array(problem),
+        query_index=np.array(query.array_index),
+        key_index=np.array(key.array_index),
     )
     return type(matrix)(replace(matrix._spec, query=None, q_len=problem.shape[1]), changed)
 
 
-def _bounds(problem: Problem, query: Side, key: Side) -> Error:
-    """Bounds on the error of any weight from the rounding of query and key.
+def _bound_error(problem: Problem, query: RoundedVectors, key: RoundedVectors) -> ErrorEstimate:
+    """Bound the error of any weight that the rounding of query and key causes.
 
-    A score moves by scale · (q·δk + δq·k′), and what moves all scores of a row alike cancels in the softmax; so keys
-    count by their distance from a common centre. Where no score of a row moves by more than Δ, a weight changes by a
-    factor of at most exp(2Δ), and by at most tanh(Δ / 2). What the arithmetic rounds in products, exponentials and
-    sums is added to Δ.
+    Rounding changes a score by scale · (q·δk + δq·k′). A change that all scores of a row share cancels in the softmax,
+    so keys count by their distance from a common centre. If no score of a row changes by more than Δ, a weight changes
+    by a factor of at most exp(2Δ), and by at most tanh(Δ / 2). The rounding of products, exponentials and sums is
+    added to Δ.
     """
-    precision = float(np.finfo(_wide(problem)).eps)
+    precision = float(np.finfo(_numpy_dtype(problem)).eps)
     terms = problem.query.shape[-1] + 8
     worst, exact = 0.0, True
-    for i, j in zip(query.of, key.of, strict=True):
-        q, dq, _ = query.lengths[i]
-        k, dk, away = key.lengths[j]
+    for i, j in zip(query.array_index, key.array_index, strict=True):
+        q, dq, _ = query.norms[i]
+        k, dk, away = key.norms[j]
         if not len(q) or not len(k):
             continue
         rounding = q * dk.max() + dq * away.max()
         exact = exact and not rounding.any()
-        moved = abs(problem.scale) * (rounding + terms * precision * q * k.max())
-        worst = max(worst, float(moved.max()) + 8 * precision)
+        change = abs(problem.scale) * (rounding + terms * precision * q * k.max())
+        worst = max(worst, float(change.max()) + 8 * precision)
     with np.errstate(over="ignore"):
-        return Error(float(np.expm1(2 * worst)), math.tanh(worst / 2), 0.0, 0.0, 0, exact)
+        return ErrorEstimate(float(np.expm1(2 * worst)), math.tanh(worst / 2), 0.0, 0.0, 0, exact)
 
 
 def _norms(array: Array) -> Array:
     return np.sqrt(np.einsum("ij,ij->i", array, array, dtype=np.float64))
 
 
-def _compared(matrix: Any, rounded: Any, lse: Array, error: Error) -> Error:
-    """The error with what was found: whole rows of the original beside what a page makes of them."""
-    problem: Problem = rounded._problem
-    pairs, count, keys = problem.shape
-    many = min(count, max(1, min(64, COMPARED // (pairs * keys))))
-    rows = _spread(count, 1, many)
-    wanted = problem.engine.to_numpy(matrix.lazy[..., rows, :].to_dense()).reshape(pairs, many, keys)
+def _measure_error(
+    matrix: AttentionMatrix, rounded: AttentionMatrix, lse: Array, error: ErrorEstimate
+) -> ErrorEstimate:
+    """Compare whole rows of the original with what a page computes for them, and add what was found."""
+    problem = rounded._problem
+    pairs, q_len, keys = problem.shape
+    count = min(q_len, max(1, min(64, COMPARED_WEIGHTS // (pairs * keys))))
+    rows = _sample_rows(q_len, 1, count)
+    expected = problem.engine.to_numpy(matrix.lazy[..., rows, :].to_dense()).reshape(pairs, count, keys)
     found = problem.engine.to_numpy(rounded._weights_from_lse(rows, lse[:, rows]))
     with np.errstate(all="ignore"):
-        apart = np.abs(found - wanted)
-        relative = np.where(wanted > 1e-30, apart / wanted, 0.0)  # below, float32 has fewer digits
-        worst = [float(np.nanmax(each, initial=0.0)) for each in (relative, apart)]
-        # The lse travels as float32, whatever the matrix is.
-        rest = float(np.max(np.abs(lse), where=np.isfinite(lse), initial=0.0)) * 2.0**-24
+        difference = np.abs(found - expected)
+        relative = np.where(expected > 1e-30, difference / expected, 0.0)  # below, float32 has fewer digits
+        worst_relative, worst = (float(np.nanmax(x, initial=0.0)) for x in (relative, difference))
+        # The lse is stored as float32, whatever the dtype of the matrix is.
+        lse_error = float(np.max(np.abs(lse), where=np.isfinite(lse), initial=0.0)) * 2.0**-24
     return error._replace(
-        relative=float(np.expm1(np.log1p(error.relative) + rest)),
-        absolute=min(1.0, error.absolute + math.expm1(rest)),
-        found_relative=worst[0],
-        found_absolute=worst[1],
-        compared=pairs * many * keys,
+        relative=float(np.expm1(np.log1p(error.relative) + lse_error)),
+        absolute=min(1.0, error.absolute + math.expm1(lse_error)),
+        found_relative=worst_relative,
+        found_absolute=worst,
+        compared=pairs * count * keys,
     )
 
 
-def _mod(mod: ScoreMod, problem: Problem, operation: str) -> dict[str, Any]:
-    """What a page does to the scores, its arrays as parts."""
+def _score_mod_record(mod: ScoreMod, problem: Problem, operation: str) -> dict[str, Any]:
+    """Return what a page does to the scores, with encoded arrays."""
     size = math.prod(mod.array.shape) if isinstance(mod, BiasMod) else math.prod(problem.shape)
-    dense = type(mod).to_payload is ScoreMod.to_payload
-    if dense and size > MOST_ADDED:
+    is_dense = type(mod).to_payload is ScoreMod.to_payload
+    if is_dense and size > MAX_BIAS_SIZE:
         raise TooLargeError(
             operation,
             received=f"{mod}, {size:,} numbers",
-            expected=f"at most {MOST_ADDED:,} to be carried",
-            hint="Take some rows, A.lazy[..., rows, :], or say it by distance: relative_bias, alibi.",
+            expected=f"at most {MAX_BIAS_SIZE:,} in a page",
+            hint="Take some rows, A.lazy[..., rows, :], or use a bias by distance: relative_bias, alibi.",
         )
     record = mod.to_payload(problem.frame, problem.positions, problem.engine.xp, problem.dtype)
     if record is None:
         raise ArgumentError(
             operation,
             received=f"the score modification {mod!r}",
-            expected="one that a page can do by itself: softcap, alibi, relative_bias, bias",
-            hint="Give it a record(frame, q_idx, xp, dtype) in these terms, or show A.coarsen(512).",
+            expected="one that a page can compute: softcap, alibi, relative_bias, bias",
+            hint="Give it a to_payload(frame, q_idx, xp, dtype) in these terms, or show A.coarsen(512).",
         )
-    carried = {name: each for name, each in record.items() if not hasattr(each, "shape")}
-    for name, each in record.items():
-        if hasattr(each, "shape"):
-            array = problem.engine.to_numpy(each)
-            carried[name] = part(array.astype(np.uint8) if array.dtype == bool else array)
-    return carried
+    encoded = {}
+    for name, value in record.items():
+        if hasattr(value, "shape"):
+            array = problem.engine.to_numpy(value)
+            value = encode_array(array.astype(np.uint8) if array.dtype == bool else array)
+        encoded[name] = value
+    return encoded

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.pages.html import Page, page
-from regard.pages.parts import part
-from regard.render.text import escape_unprintable
+from regard.pages.html import Page
+from regard.pages.report_page import ReportMeasure, build_report_page
 from regard.survey.aggregate import CorpusStats, DocumentRef, TopDocuments, aggregate_rows, get_bin_edges
 from regard.survey.schema import WINDOWS
-from regard.types import Array, IntArray
+from regard.types import Array
 
 if TYPE_CHECKING:
     from regard.survey.dataset import Survey
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 LOCAL_SHARE, SHARES = 0.99, (0.9, 0.95, 0.99, 0.999)
 # The window that the answer names.
 ANSWER_WINDOW = 128
-# Quarantined documents that the page lists, and the most characters of a document's id.
-MAX_QUARANTINED, MAX_CHARACTERS = 20, 160
 
 CAPTIONS = {
     "entropy": "How evenly a token spreads its weight, in nats: 0 is all on one token.",
@@ -210,7 +205,7 @@ class SurveyReport:
             name = "/".join(Path(survey.settings["model"]["name"]).parts[-2:]).strip("/")
             title = f"{name} over {survey.documents:,} documents"
         facts = _describe_survey(survey)
-        return report_page(
+        return build_report_page(
             title=title,
             facts={name: fact for name, fact in facts.items() if name not in ("model", "corpus")},
             heads=self.heads,
@@ -279,127 +274,3 @@ def _describe_survey(survey: Survey) -> dict[str, Any]:
         "shards": settings["shards"],
         "committed": len(survey.files),
     }
-
-
-# The page
-
-
-class ReportMeasure(NamedTuple):
-    """One measure on the page.
-
-    Attributes:
-        name: Name of the measure.
-        caption: What it means.
-        means: Mean of each head over the documents, (heads,).
-        edges: Edges of the bins, (bins + 1,).
-        counts: Documents in each bin, (heads, bins).
-        largest: The largest values of each head, (heads, count), and their documents (id, name, tokens) or None.
-        smallest: The smallest values and their documents, alike.
-    """
-
-    name: str
-    caption: str
-    means: Array
-    edges: Array
-    counts: IntArray
-    largest: tuple[Array, list[list[DocumentRef | None]]]
-    smallest: tuple[Array, list[list[DocumentRef | None]]]
-
-
-def report_page(
-    *,
-    title: str,
-    facts: Mapping[str, Any],
-    heads: Mapping[str, Array],
-    measures: Sequence[ReportMeasure],
-    windows: Sequence[tuple[int, int]],
-    within: Array,
-    kept: Array,
-    shares: Sequence[float],
-    default_share: float,
-    behaviours: Sequence[dict[str, Any]],
-    quarantined: Sequence[Mapping[str, str]],
-) -> Page:
-    """Build the page of a survey from plain data.
-
-    Args:
-        title: Title of the page.
-        facts: documents, tokens, max_tokens, quarantined, complete, shards and committed.
-        heads: The columns layer, head, kv_head, module, and distance_histogram if it was measured, (heads, …).
-        measures: The measures that the page offers.
-        windows: Each window, with the number of documents longer than it.
-        within: Weight within each window, (windows, heads).
-        kept: Weight within each window or on the first token, (windows, heads).
-        shares: The shares of the weight that the page offers.
-        default_share: The share that is selected at first.
-        behaviours: name, rule, source and heads (indices) of each behaviour.
-        quarantined: document, kind and reason of each quarantined document.
-
-    Returns:
-        The page.
-    """
-    documents: dict[DocumentRef, int] = {}
-    modules = dict(zip(heads["layer"].astype(int).tolist(), heads["module"].tolist(), strict=True))
-    distances = heads.get("distance_histogram")
-    record = {
-        "title": escape_unprintable(title),
-        "about": dict(facts),
-        "layers": heads["layer"].astype(int),
-        "heads": heads["head"].astype(int),
-        "kv_heads": heads["kv_head"].astype(int),
-        "modules": [escape_unprintable(modules[layer]) for layer in sorted(modules)],
-        "measures": [
-            {
-                "name": measure.name,
-                "meaning": measure.caption,
-                "means": part(measure.means, first=True),
-                "edges": measure.edges,
-                "counts": part(measure.counts, first=True),
-                "ends": [_pack_extremes(*end, documents) for end in (measure.largest, measure.smallest)],
-            }
-            for measure in measures
-        ],
-        "windows": [{"window": window, "documents": longer} for window, longer in windows],
-        "within": part(within, first=True),
-        "kept": part(kept, first=True),
-        "far": None if distances is None else part(distances, first=True),
-        "levels": tuple(shares),
-        "level": list(shares).index(default_share),
-        "behaviours": list(behaviours),
-        "quarantined": {
-            "kinds": sorted(Counter(document["kind"] for document in quarantined).items()),
-            "shown": [
-                {name: shorten(document[name]) for name in ("document", "kind", "reason")}
-                for document in quarantined[:MAX_QUARANTINED]
-            ],
-        },
-    }
-    record["documents"] = [
-        [shorten(document.id), None if document.name is None else shorten(document.name), document.tokens]
-        for document in documents
-    ]
-    return page(escape_unprintable(title), "report.js", record)
-
-
-def _pack_extremes(
-    values: Array, rows: Sequence[Sequence[DocumentRef | None]], documents: dict[DocumentRef, int]
-) -> dict[str, Any]:
-    """Pack the values and documents at one end; a document is stored once and referred to by its number."""
-    numbers = np.array(
-        [
-            [-1 if document is None else documents.setdefault(document, len(documents)) for document in row]
-            for row in rows
-        ]
-    )
-    values = np.where(numbers >= 0, values, np.nan)
-    return {"values": part(values.astype(np.float32), first=True), "documents": part(numbers, first=True)}
-
-
-def shorten(text: str) -> str:
-    r"""Return a text on one line, without its middle if it is long.
-
-    >>> shorten("tab\t"), len(shorten("long" * 100))
-    ('tab\\t', 160)
-    """
-    text = escape_unprintable(text)
-    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 41]}…{text[-40:]}"

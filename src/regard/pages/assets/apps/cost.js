@@ -1,0 +1,201 @@
+// Attention, one multiplication at a time. Steps and counters come from the library; the page plays them back.
+import { slider } from "../components/controls.js";
+import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
+import { createCostGrowth } from "../components/costGrowth.js";
+import { formatFactor, formatNumber, formatVector, parseNumbers } from "../components/format.js";
+import { createMatrixProduct } from "../components/matrixProduct.js";
+
+const PHASES = { scores: "Compare", weights: "Normalise", output: "Aggregate" };
+const COUNTERS = ["multiply-adds for scores", "multiply-adds for output", "exponentials", "additions", "comparisons", "divisions"];
+const SPEEDS = [1, 2, 4, 8, 16];
+
+const data = readRecord();
+const [query, key, value, weights] = ["query", "key", "value", "weights"].map((name) => parseNumbers(data[name]));
+const moments = data.moments.map(([table, row, column, term, total, ...counters]) =>
+  ({ table, row, column, term, total: Number(total), counters }));
+const [queryCount, keyCount, dim, valueDim] = [query.length, key.length, key[0].length, value[0].length];
+const state = { done: 0, speed: 1 }; // `done` moments have happened; the last of them is shown
+
+const sameCell = (a, b) => a && b && a.table === b.table && a.row === b.row && a.column === b.column;
+const endsCell = (i) => !sameCell(moments[i], moments[i + 1]);
+const startOf = Object.fromEntries(Object.keys(PHASES).map((table) => [table, moments.findIndex((m) => m.table === table)]));
+const currentMoment = () => moments[state.done - 1];
+const phase = () => currentMoment()?.table ?? "scores";
+
+// For each cell of a table, the moments that changed it.
+const momentsOfCell = new Map();
+moments.forEach((moment, i) => {
+  const name = `${moment.table} ${moment.row} ${moment.column}`;
+  momentsOfCell.set(name, [...(momentsOfCell.get(name) ?? []), i]);
+});
+
+// The text of a cell of scores or output at the current moment; null before its first term.
+function cellText(table, i, j) {
+  const times = momentsOfCell.get(`${table} ${i} ${j}`);
+  if (!times) return table === "scores" ? "masked" : formatNumber(0); // every term is masked
+  const last = times.findLast((time) => time < state.done);
+  return last === undefined ? null : formatNumber(moments[last].total);
+}
+
+// -- The two products --
+
+const products = {
+  scores: createMatrixProduct(
+    { name: "query", rows: data.queries, columns: null, shape: [queryCount, dim] },
+    { name: "key, transposed", rows: null, columns: data.tokens, shape: [dim, keyCount] },
+    { name: "scores", rows: data.queries, columns: data.tokens, shape: [queryCount, keyCount] },
+  ),
+  output: createMatrixProduct(
+    { name: "weights", rows: data.queries, columns: data.tokens, shape: [queryCount, keyCount] },
+    { name: "value", rows: data.tokens, columns: null, shape: [keyCount, valueDim] },
+    { name: "output", rows: data.queries, columns: null, shape: [queryCount, valueDim] },
+  ),
+};
+
+function drawProduct() {
+  const now = currentMoment(), table = phase() === "scores" ? "scores" : "output";
+  const weightsKnown = (i) => state.done > startOf.weights + i;
+  const text = (part, i, j) => {
+    if (part === "result") return cellText(table, i, j);
+    if (table === "scores") return formatNumber(part === "left" ? query[i][j] : key[j][i]);
+    if (part === "right") return formatNumber(value[i][j]);
+    return weightsKnown(i) ? formatNumber(weights[i][j]) : null;
+  };
+  const kind = (part, i, j) => {
+    const maskable = (part === "result" && table === "scores") || (part === "left" && table === "output");
+    const masked = maskable && data.masked[i][j] ? "masked-key " : "";
+    if (!now) return masked;
+    if (now.table === "weights") return masked + (part === "left" && i === now.row ? "at-work" : "");
+    const [along, across] = { left: [i === now.row, j === now.term], right: [j === now.column, i === now.term],
+      result: [i === now.row && j === now.column, true] }[part];
+    if (part === "result") return masked + (along ? "at-work" : "");
+    return masked + (along && across ? "factor" : along ? "line" : "");
+  };
+  if (!productBox.contains(products[table].node)) productBox.replaceChildren(scrollBox("Matrix product", products[table].node));
+  products[table].draw(text, kind);
+}
+
+// -- Texts --
+
+function describeMoment() {
+  const now = currentMoment();
+  if (!now) return { title: ["Nothing is computed yet"], sum: "Press Step or Play." };
+  const { table, row, column, term } = now, of = tokenElement(data.queries[row]);
+  if (table === "weights") {
+    const raw = data.tokens.map((_, j) => cellText("scores", row, j));
+    return { title: ["Weights of ", of], sum: `softmax([${shorten(raw)}] / √${dim}) = ${formatVector(weights[row])}` };
+  }
+  const [a, b] = table === "scores" ? [query[row][term], key[column][term]] : [weights[row][term], value[term][column]];
+  const before = sameCell(moments[state.done - 2], now) ? `${formatNumber(moments[state.done - 2].total)} + ` : "";
+  return {
+    title: table === "scores" ? ["Score of ", of, " → ", tokenElement(data.tokens[column])] : ["Output of ", of, `, entry ${column}`],
+    sum: `${before}${formatNumber(a)} · ${formatFactor(b)} = ${formatNumber(now.total)}`,
+  };
+}
+
+const shorten = (texts) => (texts.length > 8 ? [...texts.slice(0, 6), "…", texts.at(-1)] : texts).join(", ");
+
+const productBox = el("div", { id: "product" });
+const title = el("h2", { id: "walk-title" });
+const sum = el("p", { class: "sum", id: "sum" });
+const announcement = el("p", { class: "visually-hidden", role: "status" });
+const counterValues = COUNTERS.map(() => el("b"));
+const totals = moments.at(-1)?.counters ?? COUNTERS.map(() => 0);
+const counters = el("dl", { class: "counters", id: "counters" }, COUNTERS.map((name, i) =>
+  el("div", {}, el("dt", {}, name), el("dd", {}, counterValues[i], ` of ${totals[i]}`))));
+
+function draw() {
+  drawProduct();
+  const texts = describeMoment();
+  title.replaceChildren(...texts.title);
+  sum.textContent = texts.sum;
+  counterValues.forEach((node, i) => (node.textContent = `${currentMoment()?.counters[i] ?? 0}`));
+  if (!timer) announcement.textContent = `${stepText(state.done)}. ${title.textContent}: ${texts.sum}`;
+  phases.forEach(({ button, table }) => {
+    if (table === phase()) button.setAttribute("aria-current", "step");
+    else button.removeAttribute("aria-current");
+  });
+  back.disabled = state.done === 0;
+  forward.disabled = cell.disabled = state.done === moments.length;
+  play.textContent = timer ? "Pause" : "Play";
+}
+
+// -- Moving --
+
+let timer = null;
+
+function pause() {
+  clearInterval(timer);
+  timer = null;
+}
+
+function go(done) {
+  state.done = Math.min(Math.max(done, 0), moments.length);
+  if (state.done === moments.length) pause();
+  steps.set(state.done);
+  draw();
+}
+
+const pauseAndGo = (target) => {
+  pause();
+  go(target());
+};
+const nextCell = () => {
+  const ahead = moments.findIndex((_, i) => i >= state.done && endsCell(i));
+  return ahead < 0 ? moments.length : ahead + 1;
+};
+const previousCell = () => moments.findLastIndex((_, i) => i < state.done - 1 && endsCell(i)) + 1;
+
+function start() {
+  timer = setInterval(() => go(state.done + 1), 1000 / SPEEDS[state.speed]);
+  go(state.done === moments.length ? 0 : state.done + 1);
+}
+
+function playOrPause() {
+  if (timer) pauseAndGo(() => state.done);
+  else start();
+}
+
+const button = (id, text, onclick, kind = "") => el("button", { type: "button", id, class: kind, onclick }, text);
+const back = button("back", "← Back", () => pauseAndGo(() => state.done - 1));
+const forward = button("step", "Step →", () => pauseAndGo(() => state.done + 1), "primary");
+const cell = button("cell", "Next cell", () => pauseAndGo(nextCell));
+const play = button("play", "Play", playOrPause);
+const stepText = (i) => `step ${i} of ${moments.length}`;
+const steps = slider("step", "steps", Array.from({ length: moments.length + 1 }, (_, i) => stepText(i)), 0,
+  (done) => pauseAndGo(() => done));
+const speed = slider("steps per second", "speed", SPEEDS.map(String), state.speed, (index) => {
+  state.speed = index;
+  if (timer) {
+    pause();
+    start();
+  }
+});
+const phases = Object.entries(PHASES).map(([table, name], i) => ({
+  table,
+  button: el("button", { type: "button", onclick: () => pauseAndGo(() => (i === 0 ? 0 : startOf[table] + 1 || moments.length)) },
+    el("span", { class: "count" }, `${i + 1}`), name),
+}));
+
+document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey) return;
+  const box = event.target.closest(".scroll");
+  if (event.target.type === "range" || (box && box.scrollWidth > box.clientWidth)) return; // these use the arrow keys themselves
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (by) pauseAndGo(() => (event.shiftKey ? (by > 0 ? nextCell() : previousCell()) : state.done + by));
+  else if (event.key === " " && !event.target.closest("button, summary")) playOrPause();
+  else return;
+  event.preventDefault();
+});
+
+document.getElementById("app").append(
+  pageHeader("The cost of attention",
+    `${data.shape}. One multiplication at a time. ← and → step, with Shift by a cell; Space plays.`),
+  el("nav", { "aria-label": "Phases" }, el("ol", { class: "steps" }, phases.map(({ button }) => el("li", {}, button)))),
+  el("section", { id: "panel", "aria-labelledby": "walk-title" },
+    title, sum, productBox, counters),
+  el("div", { class: "player" }, el("div", { class: "controls" }, back, forward, cell, play), speed.node, steps.node),
+  createCostGrowth(data.lengths, [dim, valueDim]),
+  announcement,
+);
+draw();

@@ -1,0 +1,204 @@
+// All heads of a model: a grid of thumbnails, one head opened, a search over all heads, and the findings of the diagnosis.
+import { el, readRecord } from "../components/dom.js";
+import { describeError } from "../components/errorStatement.js";
+import { capitalise, formatShort } from "../components/format.js";
+import { createHeadGrid, headName } from "../components/headGrid.js";
+import { createHeadSearch } from "../components/headSearch.js";
+import { createHeadView, findingElement } from "../components/headView.js";
+import { flushUrlState, parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
+import { loadArray, openMatrix } from "../matrix/matrixClient.js";
+
+const data = readRecord();
+const texts = data.texts;
+
+// -- The record as cells, one for each head --
+
+function createCells(layer) {
+  layer.findings = data.findings.filter(({ module, here }) => module === layer.module && here);
+  const { size, levels } = layer.thumbnails, count = size[0] * size[1];
+  let matrix = null, thumbnails = null;
+  const loadThumbnails = () => (thumbnails ??= loadArray(levels));
+  return layer.heads.map((head, n) => {
+    const pair = layer.payload ? layer.payload.heads.indexOf(head) : -1;
+    return {
+      layer, head, pair, hasWeights: pair >= 0,
+      thumbnail: { size, levels: async () => (await loadThumbnails()).subarray(n * count, (n + 1) * count) },
+      overview: layer.payload?.overviews?.[pair] ?? null,
+      measures: Object.fromEntries(data.measures.map((name) => [name, Number(layer.measures[name][n])])),
+      findings: layer.findings.filter(({ heads }) => !heads.length || heads.includes(head)),
+      matrix: () => (matrix ??= openMatrix(layer.payload)),
+    };
+  });
+}
+const cells = data.layers.flatMap(createCells);
+
+// -- The state of the page, which the address keeps, so that a link restores it --
+
+const state = { cell: null, view: "map", query: null, key: null, row: null, column: null, zoom: null, sort: "", descending: true, from: "", to: "" };
+
+function parseState() {
+  const given = readUrlState(), parseIndex = (text, last) => (/^\d{1,9}$/.test(text ?? "") ? parseInRange(text, 0, last) : null);
+  const [layerNumber, headNumber, call] = [given.layer, given.head, given.call ?? "0"].map((text) => parseIndex(text, Infinity));
+  const cell = cells.find(({ layer, head }) => layer.layer === layerNumber && head === headNumber && layer.call === call) ?? null;
+  const [qLen, kvLen] = cell ? cell.layer.shape : [0, 0];
+  return {
+    cell,
+    view: given.view === "lines" ? "lines" : "map",
+    query: parseIndex(given.query, qLen - 1),
+    key: parseIndex(given.key, kvLen - 1),
+    row: parseInRange(given.row, 0, qLen),
+    column: parseInRange(given.column, 0, kvLen),
+    zoom: parseInRange(given.zoom, 0, 1000),
+    sort: data.measures.includes(given.sort) ? given.sort : "",
+    descending: given.order !== "smallest",
+    from: (given.from ?? "").slice(0, 500),
+    to: (given.to ?? "").slice(0, 500),
+  };
+}
+
+function writeState() {
+  const { cell, view, sort, descending, from, to } = state, ofCell = (name) => (cell ? state[name] : null);
+  updateUrlState({
+    layer: cell && cell.layer.layer,
+    call: cell && cell.layer.calls > 1 ? cell.layer.call : null,
+    head: cell && cell.head,
+    view: cell && view === "lines" ? view : null,
+    ...Object.fromEntries(["query", "key", "row", "column", "zoom"].map((name) => [name, ofCell(name)])),
+    sort: sort || null,
+    order: sort && !descending ? "smallest" : null,
+    from: from && to ? from : null,
+    to: from && to ? to : null,
+  });
+}
+
+// Add an entry to the history, to which the back button returns.
+function pushHistory() {
+  flushUrlState();
+  try {
+    history.pushState(null, "", location.hash || "#");
+  } catch {
+    // A frame without an address of its own has no history.
+  }
+}
+
+// -- Grid, search and one head --
+
+const measuresLine = el("p", { id: "head-measures", class: "soft", "aria-hidden": "true" });
+const grid = createHeadGrid({ cells, onOpen: (cell) => openHead(cell), onPoint: (cell) => {
+  const values = Object.entries(cell.measures).filter(([, value]) => !Number.isNaN(value)).map(([name, value]) => `${name} ${formatShort(value)}`);
+  measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))), `: ${values.join(", ")}`);
+} });
+
+const sortSelect = el("select", { id: "sort", onchange: () => sortHeads(sortSelect.value, state.descending) },
+  el("option", { value: "" }, "layer"), data.measures.map((name) => el("option", { value: name }, name)));
+const orderSelect = el("select", { id: "order", "aria-label": "Order", onchange: () => sortHeads(state.sort, orderSelect.value === "largest") },
+  el("option", { value: "largest" }, "largest first"), el("option", { value: "smallest" }, "smallest first"));
+const caption = el("span", { class: "soft", id: "measure-caption" });
+
+function sortHeads(measure, descending) {
+  Object.assign(state, { sort: measure, descending });
+  [sortSelect.value, orderSelect.value, orderSelect.hidden] = [measure, descending ? "largest" : "smallest", !measure];
+  caption.textContent = measure ? data.captions[measure] : "";
+  grid.arrange(measure, descending);
+  writeState();
+}
+
+function describeThumbnails() {
+  const block = data.layers[0].thumbnails.block.map((n) => Math.ceil(n)), isSingle = block.every((n) => n === 1);
+  return "Queries down, keys across. " +
+    (isSingle ? "Each cell of a thumbnail is a weight" : `Each cell of a thumbnail is the mean of a block of ${block.join(" × ")} weights`) +
+    ". Colours follow the square root, up to the largest value of each thumbnail.";
+}
+
+const gridSection = el("section", { id: "grid", "aria-label": "All heads" },
+  el("div", { class: "controls" }, el("label", { for: "sort" }, "Sort heads by"), sortSelect, orderSelect, caption),
+  grid.node, measuresLine, el("p", { class: "soft" }, describeThumbnails()));
+
+const headView = createHeadView({
+  cells,
+  texts,
+  onBack: () => closeHead(),
+  onStep: (by) => {
+    const shown = grid.shown(), place = shown.indexOf(state.cell);
+    openHead(shown[(place + by + shown.length) % shown.length], {}, { focus: false });
+  },
+  onView: (change) => {
+    Object.assign(state, change);
+    writeState();
+    if ("view" in change) headView.show(state.cell, state);
+  },
+});
+const search = createHeadSearch({
+  cells,
+  texts,
+  onOpen: (cell, query, key) => openHead(cell, { query, key }, { focus: true, goTo: true }),
+  onSearch: (from, to) => {
+    Object.assign(state, { from, to });
+    writeState();
+  },
+});
+
+// The selected query and key stay if the head has them too.
+function openHead(cell, change = {}, options = { focus: true }) {
+  const [qLen, kvLen] = cell.layer.shape, keepIndex = (index, length) => (index === null || index < length ? index : null);
+  if (!state.cell) pushHistory();
+  Object.assign(state, { cell }, change);
+  Object.assign(state, { query: keepIndex(state.query, qLen), key: keepIndex(state.key, kvLen) });
+  writeState();
+  drawState(options);
+}
+
+function closeHead() {
+  const closed = state.cell;
+  pushHistory();
+  state.cell = null;
+  writeState();
+  drawState();
+  closed?.node.focus();
+}
+
+function drawState(options) {
+  gridSection.hidden = state.cell !== null;
+  headView.node.hidden = state.cell === null;
+  if (state.cell) headView.show(state.cell, state, options);
+}
+
+// -- Findings --
+
+// Where a finding is, with buttons that open its heads.
+function findingLocation(finding) {
+  const layer = data.layers.find(({ module }) => module === finding.module);
+  if (!layer) return el("p", { class: "soft" }, finding.where);
+  const own = cells.filter((cell) => cell.layer === layer && finding.heads.includes(cell.head));
+  const buttons = (own.length ? own : cells.filter((cell) => cell.layer === layer).slice(0, 1)).slice(0, 12)
+    .map((cell) => el("button", { type: "button", class: "small", onclick: () => openHead(cell, finding.rows.length ? { query: finding.rows[0], key: null } : {}) },
+      own.length ? `${cell.layer.layer}.${cell.head}` : `layer ${cell.layer.layer}`));
+  return el("p", { class: "where" }, el("span", { class: "soft" }, finding.where), " ", buttons);
+}
+
+function findingsElement() {
+  const list = data.findings, summary = `Diagnosis: ${data.summary[0].toLowerCase()}${data.summary.slice(1)}`;
+  if (!list.length) return el("p", { id: "findings", class: "soft" }, summary);
+  return el("details", { id: "findings", open: list.some(({ severity }) => severity === "error") },
+    el("summary", {}, summary), list.map((finding) => findingElement(finding, findingLocation(finding))));
+}
+
+function restoreState() {
+  const next = parseState();
+  Object.assign(state, next);
+  sortHeads(next.sort, next.descending);
+  search.run(next.from, next.to, true);
+  drawState();
+}
+
+document.getElementById("app").append(
+  el("header", {}, el("h1", {}, data.title), el("p", { class: "lead" }, data.lead)),
+  search.node, findingsElement(), gridSection, headView.node,
+  el("footer", {}, el("p", { class: "soft", id: "error" }, data.error ? describeError(data.error) : "This page has thumbnails and measures, but no weights.")),
+);
+addEventListener("hashchange", restoreState);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  grid.repaint();
+  headView.repaint();
+});
+restoreState();

@@ -1,0 +1,51 @@
+// Create elements without markup: text is added as text nodes, so that nothing in a token can become an element.
+
+// An attribute named on… is an event listener; true stands for an empty attribute, false and null for none.
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat(Infinity));
+  return node;
+}
+
+// A page must not contain an address, and the namespace of SVG is one: take it from a parsed element.
+const SVG_NAMESPACE = new DOMParser().parseFromString("<svg>", "text/html").querySelector("svg").namespaceURI;
+
+export function svgElement(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG_NAMESPACE, tag);
+  setAttributes(node, attributes);
+  node.append(...children.flat(Infinity));
+  return node;
+}
+
+export function setAttributes(node, attributes) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+}
+
+export function tokenElement(text) {
+  return el("bdi", { class: "token" }, text);
+}
+
+// The data of the page.
+export function readRecord() {
+  return JSON.parse(document.getElementById("record").textContent);
+}
+
+// A wide table scrolls in its own box, which the keyboard can reach.
+export function scrollBox(label, ...children) {
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
+}
+
+export function pageHeader(title, subtitle) {
+  return el("header", {}, el("h1", {}, title), el("p", { class: "lead" }, subtitle));
+}
+
+// In a frame, post the height of the page to the page around it, which may adapt the frame.
+if (parent !== window) {
+  const postHeight = () => parent.postMessage({ regardHeight: document.body.offsetHeight }, "*");
+  new ResizeObserver(postHeight).observe(document.body);
+}

@@ -1,0 +1,108 @@
+// One head: its map or its lines, details of the selected cell, its measures and findings.
+import { createCellDetails } from "./cellDetails.js";
+import { radioGroup } from "./controls.js";
+import { el } from "./dom.js";
+import { capitalise, formatShort } from "./format.js";
+import { headName } from "./headGrid.js";
+import { paintThumbnail } from "./thumbnails.js";
+import { createTokenLines } from "./tokenLines.js";
+import { createWeightMap } from "./weightMap.js";
+
+const MAX_LINE_TOKENS = 64; // so that both columns can be read
+const LINES_HINT = "Point at a token, or select one with the arrow keys, to see its largest weight and both tokens.";
+
+export function findingElement(finding, location) {
+  return el("div", { class: "finding" },
+    el("p", {}, el("span", { class: `flag ${finding.severity}` }, finding.severity), " ", el("b", {}, finding.kind), ". ", finding.message),
+    location, finding.evidence ? el("p", { class: "soft" }, finding.evidence) : [], finding.hint ? el("p", {}, finding.hint) : []);
+}
+
+// One matrix for all heads, so that the view stays when the head changes: head n is cell n.
+function combineMatrices(cells) {
+  const methods = ["cell", "row", "tile", "topKeys", "picture"].map((method) =>
+    [method, (n, ...args) => cells[n].matrix()[method](cells[n].pair, ...args)]);
+  return Object.fromEntries(methods);
+}
+
+// `onBack()` and `onStep(by)` are called by the buttons, `onView(state)` when the view, the cell or the map changes.
+export function createHeadView({ cells, texts, onBack, onStep, onView }) {
+  const title = el("h2", { tabindex: "-1", id: "which" }), module = el("p", { class: "soft module" });
+  const stage = el("div", { class: "stage" }), side = el("div"), about = el("div", { class: "about-head" });
+  const stepButton = (by, text, label) => el("button", { type: "button", "aria-label": label, title: label, onclick: () => onStep(by) }, text);
+  const views = radioGroup("view", "View", ["Map", "Lines"], (n) => onView({ view: n ? "lines" : "map" }), true);
+  const node = el("section", { id: "head", "aria-labelledby": "which", hidden: true },
+    el("div", { class: "headbar" }, el("button", { type: "button", id: "back", onclick: () => onBack() }, "All heads"),
+      stepButton(-1, "‹", "Previous head"), stepButton(1, "›", "Next head"), el("div", { class: "title" }, title, module), views),
+    el("div", { class: "beside" }, stage, el("div", {}, side, about)));
+  const matrix = combineMatrices(cells), panels = new Map();
+
+  node.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") onBack();
+  });
+
+  // The map or the lines for a shape and its texts, with the cell details: created for the first head that needs them.
+  function panelFor(cell, lines, state) {
+    const { shape, first, query_text: queryText, key_text: keyText } = cell.layer, shift = first ?? 0;
+    const key = JSON.stringify([lines, shape, shift, queryText, keyText]);
+    if (!panels.has(key)) {
+      const queries = texts[queryText]?.slice(shift, shift + shape[0]) ?? null, tokens = texts[keyText]?.slice(0, shape[1]) ?? null;
+      const head = cells.indexOf(cell), create = lines ? createTokenLines : createWeightMap;
+      const details = createCellDetails({ matrix, head, tokens, queries, goTo: (i, j) => view.goTo(i, j), ...(lines && { hint: LINES_HINT }) });
+      const onCell = (queryIndex, keyIndex, answer) => {
+        details.show(queryIndex, keyIndex, answer);
+        onView({ query: queryIndex, key: keyIndex });
+      };
+      const view = create({ matrix, head, size: shape, tokens, queries, overview: cell.overview, view: state, onCell, onView });
+      panels.set(key, { view, details, head, isNew: true });
+    }
+    return panels.get(key);
+  }
+
+  function measureList(cell) {
+    return el("dl", { class: "numbers" }, Object.entries(cell.measures).map(([name, value]) =>
+      el("div", {}, el("dt", {}, name), el("dd", {}, formatShort(value)))));
+  }
+
+  // What is shown of a head whose weights are not in the page.
+  function withoutWeights(cell) {
+    const [height, width] = cell.thumbnail.size;
+    const canvas = el("canvas", { class: "still", width, height, role: "img", "aria-label": "Thumbnail of this head" });
+    cell.thumbnail.levels().then((levels) => paintThumbnail(canvas, levels));
+    const { payload_error: error, module: name } = cell.layer;
+    const reason = error ? [`A page cannot compute its weights. ${error}`]
+      : ["With its weights, the page would be larger than max_bytes. To include them, call ",
+        el("code", {}, `recording.page(tokens, layers="${name}", heads=[${cell.head}])`), "."];
+    return el("div", {}, el("p", { id: "no-weights" }, "This page has only the thumbnail and the measures of this head. ", reason), canvas);
+  }
+
+  // A short text has lines too; the selected view stays when the head changes. `goTo`: move the map to the cell.
+  function show(cell, state, { focus = false, goTo = false } = {}) {
+    const short = Math.max(...cell.layer.shape) <= MAX_LINE_TOKENS && cell.hasWeights, lines = short && state.view === "lines";
+    title.textContent = capitalise(headName(cell));
+    module.textContent = cell.layer.module;
+    about.replaceChildren(el("h3", {}, "This head"), measureList(cell), ...cell.findings.map((finding) => findingElement(finding, [])));
+    views.hidden = !short;
+    views.querySelectorAll("input")[lines ? 1 : 0].checked = true;
+    if (cell.hasWeights) showWeights(cell, state, lines, goTo);
+    else {
+      stage.replaceChildren(withoutWeights(cell));
+      side.replaceChildren();
+    }
+    if (focus) title.focus();
+  }
+
+  async function showWeights(cell, state, lines, goTo) {
+    const head = cells.indexOf(cell), requested = { ...state }; // the map changes the state meanwhile
+    const panel = panelFor(cell, lines, requested), { view, details } = panel;
+    stage.replaceChildren(view.node);
+    side.replaceChildren(details.node);
+    const isCurrent = panel.head === head && panel.isNew;
+    Object.assign(panel, { head, isNew: false });
+    if (!isCurrent) details.setHead(head);
+    await (isCurrent ? view.ready : view.setHead(head, cell.overview));
+    if (goTo) view.goTo(requested.query, requested.key);
+    else view.show(requested);
+  }
+
+  return { node, show, repaint: () => panels.forEach(({ view }) => view.repaint?.()) };
+}
