@@ -204,10 +204,12 @@ def test_wrong_arguments_are_refused_with_a_hint():
         recording.page(["a", "b", "c"], findings=recording.diagnose())
     with pytest.raises(ArgumentTypeError, match=r"recording\.page: received tokens as .* a list of tokens"):
         recording.page("text", findings=recording.diagnose())
-    with torch.no_grad(), regard.watch(model, keep="measures", measures={"e": regard.Entropy()}) as kept:
+    with torch.no_grad(), regard.watch(model, measures={"e": regard.Entropy()}) as measured:
         model(**inputs)
-    with pytest.raises(ArgumentError, match=r'recording\.page: .* keep="measures"; expected keep="qk"'):
-        kept.page()
+    with pytest.raises(
+        ArgumentError, match=r"recording\.page: .* recorded with measures only; .* without measures"
+    ):
+        measured.page()
     with torch.no_grad(), regard.watch(model) as nothing:
         pass
     with pytest.raises(ArgumentError, match=r"an empty recording.*inside the with block"):
