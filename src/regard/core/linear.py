@@ -138,7 +138,7 @@ class LinearProblem(Problem):
         empty = self.engine.xp.zeros((1, self.frame.kv_len, 0), dtype=self.dtype)
         return empty, np.zeros(self.shape[0], np.int64)
 
-    def unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array:
+    def compute_unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array:
         products = replace(self, score_mods=()).scores(rows, columns, full)
         return self.engine.xp.where(products == -self.engine.xp.inf, 0.0, products)
 

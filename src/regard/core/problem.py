@@ -140,7 +140,7 @@ class Problem:
         """Whether weights must be normalised by the sum of their own computation, not by a kernel's lse."""
         return self.engine.needs_exact_rows(self)
 
-    def unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array | None:
+    def compute_unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array | None:
         """Weights of a tile before the division by the row sum; None if they are exponentials of the scores."""
         return None
 

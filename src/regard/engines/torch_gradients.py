@@ -51,7 +51,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
             blocks = problem.live_blocks(band, width)
             tiles = [problem.scores(band, columns, full) for columns, full in blocks]
             band_states = [measure.init(problem.shape, xp) for measure in bound]
-            raw = [problem.unnormalised_weights(band, columns, full) for columns, full in blocks]
+            raw = [problem.compute_unnormalised_weights(band, columns, full) for columns, full in blocks]
             is_softmax = not raw or raw[0] is None
             weights_of_blocks = _softmax(tiles, problem) if is_softmax else _normalise(raw)
             for (columns, _), tile, weights in zip(blocks, tiles, weights_of_blocks, strict=True):
