@@ -26,7 +26,7 @@ from figures import compute_medians, store_figures
 import regard
 
 TEXT = (
-    "The cat sat on the mat because it was tired. A dog was at the door, and it barked; nobody came to open. "
+    "The cat sat on the mat because it was tired. A dog was at the door, and it barked; no one came to open. "
 )
 
 

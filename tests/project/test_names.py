@@ -30,8 +30,8 @@ IRREGULAR = {
 }
 # "put", "cut" and "split" are verbs as well.
 VERBS = {"put", "cut", "split", "embed", "need", "feed", "seed", "read", "speed", "shed", "spread"}
-# Names of mathematical functions, as the chapters call them.
-NOUNS = {"normalised_relu", "normalised_sigmoid"}
+# Names of mathematical functions, as the chapters and torch call them.
+NOUNS = {"normalised_relu", "normalised_sigmoid", "scaled_dot_product_attention"}
 FORMER_FILES = {
     *(
         "_attention",

@@ -120,9 +120,7 @@ def test_doctor_prints_the_findings(run, tmp_path, monkeypatch, induction):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     out, _ = run("doctor", "faulty2:model", "-t", "abcabc", code=1)
-    assert (
-        "error: dropout. Dropout is active in eval mode.\n  where     layer 0, attention" in out
-    )
+    assert "error: dropout. Dropout is active in eval mode.\n  where     layer 0, attention" in out
     assert "  hint      Pass dropout_p=" in out
 
 

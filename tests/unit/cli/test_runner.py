@@ -144,7 +144,8 @@ def test_an_unexpected_error_is_one_line_without_the_traceback_option(run, monke
     monkeypatch.setattr("regard.cli.explain_commands.attention", fail)
     _, err = run("explain", code=4)
     assert (
-        err.count("\n") == 1 and "regard explain: unexpected ZeroDivisionError in test_runner.py, line " in err
+        err.count("\n") == 1
+        and "regard explain: unexpected ZeroDivisionError in test_runner.py, line " in err
     )
     _, err = run("--traceback", "explain", code=4)
     assert "Traceback" in err and "many" in err

@@ -35,7 +35,7 @@ def test_the_default_steps_equal_the_reference(align):
     for probe in generate_probes("float64", align):
         call = probe.call
         by_steps = run_steps(call, DEFINITION)
-        exact = reference.attention(call.query, call.key, call.value, mask=call.allowed(), scale=call.scale)
+        exact = reference.attention(call.query, call.key, call.value, mask=call.build_mask(), scale=call.scale)
         np.testing.assert_allclose(by_steps.output, exact.output, rtol=1e-12, atol=1e-14, err_msg=str(probe))
         np.testing.assert_allclose(
             by_steps.weights, exact.weights, rtol=1e-12, atol=1e-14, err_msg=str(probe)
@@ -61,7 +61,7 @@ def test_gradients_equal_finite_differences():
                     moved = array.copy()
                     moved[index] += step
                     arrays = {**{x: getattr(call, x) for x in names}, name: moved}
-                    sides.append((reference.attention(**arrays, mask=call.allowed()).output * slope).sum())
+                    sides.append((reference.attention(**arrays, mask=call.build_mask()).output * slope).sum())
                 np.testing.assert_allclose(found[index], (sides[0] - sides[1]) / 2e-5, atol=1e-8)
 
 
@@ -82,7 +82,7 @@ def test_probes_have_the_properties_that_their_names_claim():
     masks = [call.mask for name, call in calls.items() if name.startswith(("boolean mask", "mask per head"))]
     assert all(mask.any(-1).all() and not mask.all() for mask in masks)
     assert not any(
-        call.allowed().any(-1).all() for name, call in calls.items() if name.startswith("empty rows")
+        call.build_mask().any(-1).all() for name, call in calls.items() if name.startswith("empty rows")
     )
 
 

@@ -44,7 +44,7 @@ class AttentionCall:
             "head_dim": head_dim, "value_dim": value_dim,
         }  # fmt: skip
 
-    def allowed(self) -> Any:
+    def build_mask(self) -> Any:
         """Return which keys each query may attend to, booleans (…, q_len, kv_len)."""
         q_len, kv_len = self.query.shape[-2], self.key.shape[-2]
         mask = np.ones((q_len, kv_len), bool) if self.mask is None else np.asarray(self.mask, bool)

@@ -110,7 +110,7 @@ class ExpectedResult:
         call = self.probe.call
         query, key = (np.abs(np.where(np.isfinite(x), x, 0)) for x in (call.query, call.key))
         terms = query @ repeat_kv_heads(key, query.shape[1]).swapaxes(-1, -2) * abs(self.steps.scale(call))
-        largest = np.where(call.allowed(), terms, 0).max(-1, keepdims=True, initial=0)
+        largest = np.where(call.build_mask(), terms, 0).max(-1, keepdims=True, initial=0)
         error = 4 * epsilon(_working_dtype(call)) * (1 + largest)
         # Other return values may have rows that are no longer queries.
         return error if self.steps.return_value is return_both else error.max(initial=0)
@@ -190,7 +190,7 @@ def compute_expected(probe: ProbeCall, steps: Steps) -> ExpectedResult:
 
 def _run_reference(call: AttentionCall, dtype: Any) -> AttentionResult:
     definition = reference.attention(
-        call.query, call.key, call.value, mask=call.allowed(), scale=call.scale, dtype=dtype
+        call.query, call.key, call.value, mask=call.build_mask(), scale=call.scale, dtype=dtype
     )
     return AttentionResult(definition.output, definition.weights)
 
