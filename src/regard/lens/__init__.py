@@ -3,6 +3,13 @@
 A recording holds the lazy attention matrix of every layer, and finds, measures and checks heads. `capture/` records
 calls, `analysis/` computes tables and findings. The package imports `regard.core`, `regard.pages` and below, and torch.
 
+Design notes:
+- The model runs its own kernels. If the CPU flash kernel would run, the operator is called directly, for its lse.
+- A mask is read as the interval of keys of each row, so the rows of several calls are joined by their intervals.
+- Recorded arguments are compared with what the function returned; a call that does not agree is refused.
+- Steps belong to one cache if the old keys are found among the new ones. Only the newest keys are held.
+- Padding rows count in no mean. `diagnose` checks masks by their intervals first, and makes a pass only if needed.
+
 >>> import regard, torch
 >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
 >>> with regard.watch(layer) as recording:
