@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 
 from regard.core.indexing import resolve_index
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
+from regard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    TooLargeError,
+    describe_argument,
+    format_named_shape,
+)
 from regard.measures import Measure, get_result_name
 
+# Most bytes that A[index] and np.asarray(A) store.
+MAX_RESULT_BYTES = 1 << 28
 # The axes of a reduction: one axis, several, or None for all.
 Axis = int | tuple[int, ...] | None
 
@@ -72,6 +80,17 @@ def _resolve_axis(shape: tuple[int, ...], operation: str, axis: Any) -> int | No
         expected="axis=-1 (over the keys), axis=-2 (over the queries) or None (over everything)",
         hint=hint,
     )
+
+
+def check_result_size(nbytes: int, operation: str, received: str, hint: str) -> None:
+    """Refuse to store a large result; `A.to_dense()` stores any size."""
+    if nbytes > MAX_RESULT_BYTES:
+        raise TooLargeError(
+            operation,
+            received=f"{received} that would take {nbytes:,} bytes",
+            expected=f"at most {MAX_RESULT_BYTES:,} bytes",
+            hint=hint,
+        )
 
 
 def check_not_empty(shape: tuple[int, ...], operation: str) -> None:

@@ -18,6 +18,7 @@ from regard.core.arguments import (
     Axis,
     check_not_empty,
     check_one_head,
+    check_result_size,
     name_measures,
     resolve_reduction,
     resolve_row,
@@ -25,11 +26,11 @@ from regard.core.arguments import (
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
 from regard.core.explanation import Explanation, explain_row
 from regard.core.indexing import ResolvedIndex, resolve_index
-from regard.core.planner import Plan, execute, make_plan, upcast
+from regard.core.planner import Plan, execute, make_plan, split_products, upcast
 from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, LogSumExp, Product, flatten_operand
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
-from regard.errors import ArgumentError, TooLargeError, format_named_shape
+from regard.errors import ArgumentError, format_named_shape
 from regard.masks import Mask
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
 from regard.render import text
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionMatrix"]
 
-# A[index] and np.asarray(A) refuse to store more bytes than this; A.to_dense() stores any size.
-MAX_DENSE_BYTES = 1 << 28
 # A matrix of one head with at most this many queries and keys prints all its weights.
 MAX_PRINTED = 8
 
@@ -174,13 +173,8 @@ class AttentionMatrix:
                 expected="copy=None or copy=True",
                 hint="The matrix is lazy: a conversion has to compute its weights.",
             )
-        if self.nbytes > MAX_DENSE_BYTES:
-            raise TooLargeError(
-                "numpy.asarray(A)",
-                received=f"a matrix of shape {self.shape} that would take {self.nbytes:,} bytes",
-                expected=f"at most {MAX_DENSE_BYTES:,} bytes",
-                hint="Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a picture.",
-            )
+        hint = "Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a picture."
+        check_result_size(self.nbytes, "numpy.asarray(A)", f"a matrix of shape {self.shape}", hint)
         return np.asarray(self._problem.engine.to_numpy(self.to_dense()), dtype=dtype)
 
     def __len__(self) -> int:
@@ -279,13 +273,14 @@ class AttentionMatrix:
         >>> print(attention([[0.0]], [[1.0], [2.0]]).plan(Entropy(), Received()))
         numpy: block loop, tiles of 512 × 512, two passes (lse, then weights): entropy, received
         """
-        products, rest = self._split_products(name_measures(measures, named))
-        known = self._get_stats() is not None
-        lines = [f"{self._problem.kernel}, one product: {name}" for name in products]
-        if rest and self._problem.engine.requires_grad(self._problem):
-            lines.append(f"{self._problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
+        problem = self._problem
+        products, rest = split_products(problem, name_measures(measures, named))
+        lines = [f"{problem.kernel}, one product: {name}" for name in products]
+        if rest and problem.engine.requires_grad(problem):
+            lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
         elif rest or not lines:
-            lines.append(self._plan(rest, known).describe(self._problem, known))
+            known = self._get_stats() is not None
+            lines.append(self._make_plan(rest, known).describe(problem, known))
         return "\n".join(lines)
 
     def entropy(self) -> Array:
@@ -542,15 +537,14 @@ class AttentionMatrix:
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         """Compute the weights or scores at an index."""
         positions = resolved.positions
-        nbytes = math.prod([len(chosen) for chosen in positions]) * int(self.dtype.itemsize)
-        if nbytes > MAX_DENSE_BYTES:
-            raise TooLargeError(
-                operation,
-                received=f"an index with a result of {nbytes:,} bytes",
-                expected=f"at most {MAX_DENSE_BYTES:,} bytes",
-                hint="Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a "
-                "picture, or A.to_dense() to store the whole matrix.",
-            )
+        block_shape = tuple(len(chosen) for chosen in positions)
+        check_result_size(
+            math.prod(block_shape) * int(self.dtype.itemsize),
+            operation,
+            f"an index with a result of shape {block_shape}",
+            "Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a picture, or "
+            "A.to_dense() to store the whole matrix.",
+        )
         part = self._select(resolved)
         problem, columns = part._problem, positions[-1]
         all_columns = np.array_equal(columns, np.arange(self.shape[-1]))
@@ -560,7 +554,7 @@ class AttentionMatrix:
             block = block if all_columns else block[..., columns]
         else:
             block = compute_entries(problem, columns, part._require_stats() if weights else None)
-        return block.reshape([len(chosen) for chosen in positions])[resolved.local]
+        return block.reshape(block_shape)[resolved.local]
 
     def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
         """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""
@@ -602,29 +596,20 @@ class AttentionMatrix:
         product = engine.cast(self._restore_leading_axes(product), array.dtype)
         return product[..., 0] if operand.is_vector else product
 
-    def _split_products(self, chosen: dict[str, Measure]) -> tuple[dict[str, Output], dict[str, Measure]]:
-        """Split off the outputs that need a product of their own, for a gradient or at half precision."""
-        engine, problem = self._problem.engine, self._problem
-        outputs = {name: measure for name, measure in chosen.items() if isinstance(measure, Output)}
-        requires_grad = engine.requires_grad(problem, *(output.value for output in outputs.values()))
-        if not requires_grad and engine.working_dtype(problem.query) == problem.query.dtype:
-            outputs = {}
-        return outputs, {name: measure for name, measure in chosen.items() if name not in outputs}
-
-    def _plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
+    def _make_plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
         can_fuse = self._problem.can_fuse and not self._needs_exact_rows
         return make_plan(upcast(self._problem), chosen, known, can_fuse)
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
         engine, problem = self._problem.engine, self._problem
-        products, chosen = self._split_products(chosen)
+        products, chosen = split_products(problem, chosen)
         results = {name: self @ output.value for name, output in products.items()}
         stats = self._get_stats()
         if engine.requires_grad(problem):
             computed, _ = run_block_loop(problem, list(chosen.values()), stats)
             return results | dict(zip(chosen, map(self._restore_leading_axes, computed), strict=True))
-        plan = self._plan(chosen, stats is not None)
+        plan = self._make_plan(chosen, stats is not None)
         done = execute(plan, upcast(problem), stats, self._flatten_value) if plan.has_product else None
         if done is None:
             done = execute(Plan(False, {}, chosen), problem, stats, self._flatten_value)

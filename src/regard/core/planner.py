@@ -86,6 +86,18 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, ca
     return Plan(True, outputs, rest)
 
 
+def split_products(
+    problem: Problem, measures: Mapping[str, Measure]
+) -> tuple[dict[str, Output], dict[str, Measure]]:
+    """Split off the outputs that need a product of their own, for a gradient or at half precision."""
+    engine = problem.engine
+    outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Output)}
+    requires_grad = engine.requires_grad(problem, *(output.value for output in outputs.values()))
+    if not requires_grad and engine.working_dtype(problem.query) == problem.query.dtype:
+        outputs = {}
+    return outputs, {name: measure for name, measure in measures.items() if name not in outputs}
+
+
 def _width(columns: Any) -> int | None:
     return None if columns is None else columns[0].shape[-1]
 
