@@ -4,7 +4,7 @@
 `register` adds an engine. This package may import masks, score_mods and the modules below them.
 
 Design notes:
-- The CPU flash operator has limits of its own, found by the case matrix: it misreads a last axis that is not contiguous;
+- The CPU flash operator has limits, found by the case matrix: it misreads a last axis that is not contiguous;
   a scale of 0 or below turns causal rows into NaN; a mask tile is read in the dtype of the query; a row of NaN scores
   may come back as zeros; an empty row's lse is 0; an empty axis ends the process. Such calls go to the block loop.
 - `torch_kernels` is the only module that calls private operators. Each is compared with the formula before first use.

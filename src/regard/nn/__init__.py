@@ -5,7 +5,7 @@ Entry point: `MultiheadAttention`. `regard.nn` needs torch; it imports `regard.c
 Design notes:
 - A cache stores the tokens of each batch entry packed, in buffers that double. With a window, keys that no later query
   can attend to are evicted once they are as many as the window, so a token is moved at most once.
-- Masks and score modifications refer to the sequence. If the cache holds all of it, they are aligned to the lower right;
+- Masks and score modifications refer to the sequence. If the cache holds all of it, they are aligned lower right;
   otherwise they are evaluated at the positions of the cached tokens (`positional_masks`).
 - Rotary tables are computed in float64 and stored in float32 or wider, whatever dtype the module is cast to.
 - Attention dropout stores the weights, because no CPU kernel drops. `torch.compile` breaks the graph once per layer.
