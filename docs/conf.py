@@ -47,7 +47,7 @@ html_js_files = ["site.js"]
 html_show_sphinx = False
 html_copy_source = False
 html_math_renderer = "mathml"
-# The colours of the explorers (src/regard/pages/assets/components/page.css), so that an embedded explorer matches the page.
+# Colours of the explorers (pages/assets/components/page.css), so that an embedded explorer matches the page.
 html_theme_options = {
     "light_css_variables": {
         "color-background-primary": "#fcfbf8",

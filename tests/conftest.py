@@ -20,7 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases", type=int, default=7000, help="number of generated cases; each runs on every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
-    parser.addoption("--whole-gradients", action="store_true", help="check every derivative, not random directions")
+    parser.addoption(
+        "--whole-gradients", action="store_true", help="check every derivative, not random directions"
+    )
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 

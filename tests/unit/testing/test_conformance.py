@@ -35,7 +35,9 @@ def test_the_default_steps_equal_the_reference(align):
     for probe in generate_probes("float64", align):
         call = probe.call
         by_steps = run_steps(call, DEFINITION)
-        exact = reference.attention(call.query, call.key, call.value, mask=call.build_mask(), scale=call.scale)
+        exact = reference.attention(
+            call.query, call.key, call.value, mask=call.build_mask(), scale=call.scale
+        )
         np.testing.assert_allclose(by_steps.output, exact.output, rtol=1e-12, atol=1e-14, err_msg=str(probe))
         np.testing.assert_allclose(
             by_steps.weights, exact.weights, rtol=1e-12, atol=1e-14, err_msg=str(probe)
