@@ -45,7 +45,7 @@ def format_table() -> str:
             f"{_format_time(row['bare_ms'])}, {baseline}",
         )
 
-    head_map, model_page = pages["deep map"], pages["model page"]
+    head_map, model_page = pages["head map"], pages["model page"]
     lines: list[tuple[str, str, str]] = [
         ("`A @ value`, 8 heads, 4,096 tokens", *compare("A @ v", "the bare kernel")),
         ("`A @ value`, causal", *compare("A @ v, causal", "the bare kernel")),

@@ -1,9 +1,8 @@
-"""`regard look` on a long text, end to end in a process of its own: its time, its most memory, and the page's size.
+"""Measure `regard look` on a long text in its own process: time, peak memory, and the size of the page.
 
 python benchmarks/look.py [--tokens 32768] [--layers 2] [--window 4096]
 
-The model is a Llama, or with --window a Mistral, of 4 heads of 64 in each layer, with random weights, as models lie
-on disk.
+The model is a Llama, or with --window a Mistral, with random weights and 4 heads of 64 in each layer, saved to disk.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ import tokenizers
 import torch
 import transformers as hf
 
+from regard.render.table import format_bytes
 
-def save(folder: Path, tokens: int, layers: int, window: int | None) -> None:
-    """A decoder and a tokenizer that reads bytes."""
+
+def save_model(folder: Path, tokens: int, layers: int, window: int | None) -> None:
+    """Save a decoder and a byte-level tokenizer."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 256,
@@ -39,7 +40,9 @@ def save(folder: Path, tokens: int, layers: int, window: int | None) -> None:
         model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, sliding_window=window))
     model.save_pretrained(folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({each: i for i, each in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, [])
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     hf.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
@@ -53,19 +56,19 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save(folder / "model", options.tokens, options.layers, options.window)
+        save_model(folder / "model", options.tokens, options.layers, options.window)
         (folder / "text.txt").write_text("\n".join(topics.topics.values())[: options.tokens])
         command = [sys.executable, "-m", "regard", "look", folder / "model", "--file", folder / "text.txt"]
         command += ["-o", folder / "page.html", "--max-tokens", options.tokens, "--json"]
-        begin = time.perf_counter()
-        done = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True)
-        seconds = time.perf_counter() - begin
-        record = json.loads(done.stdout)
-    # The largest of the children, of which there is one; Linux counts in kibibytes.
+        start = time.perf_counter()
+        result = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True)
+        seconds = time.perf_counter() - start
+        record = json.loads(result.stdout)
+    # The peak of the one child; Linux counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     print(
         f"{record['tokens']:,} tokens, {record['layers']} layers: {seconds:.0f} s, of which the model "
-        f"{record['seconds']:.0f} s; {peak / 1e9:.2f} GB at most; a page of {record['bytes'] / 1e6:.1f} MB"
+        f"{record['seconds']:.0f} s; peak {format_bytes(peak)}; a page of {format_bytes(record['bytes'])}"
     )
 
 

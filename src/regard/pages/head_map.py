@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +12,14 @@ from regard.pages.html import Page, build_page
 from regard.pages.payload import build_payload
 from regard.render.text import escape_unprintable
 
+if TYPE_CHECKING:
+    from regard.core.matrix import AttentionMatrix
+
 MAX_CELLS = 1024  # cells of the overview along an edge
 
 
 def build_head_map(
-    matrix: Any, tokens: Sequence[str] | None, query_tokens: Sequence[str] | None, title: str
+    matrix: AttentionMatrix, tokens: Sequence[str] | None, query_tokens: Sequence[str] | None, title: str
 ) -> Page:
     """Build the page of `AttentionMatrix.page`.
 

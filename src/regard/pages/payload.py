@@ -1,7 +1,7 @@
 """Build the payload of a matrix: what a page needs to compute any weight of it, and the error of these weights.
 
-The payload holds query and key in half precision, the lse of each row, and the mask as intervals of keys. The lse is
-that of the rounded query and key, so every weight that a page computes is exp(score − lse) of one matrix, whose rows
+The payload holds query and key in half precision, the lse of each row, and the mask as intervals of keys. The lse
+belongs to the rounded query and key, so every weight that a page computes is exp(score − lse) of one matrix, whose rows
 sum to 1. This module bounds and measures how far that matrix is from the original.
 """
 

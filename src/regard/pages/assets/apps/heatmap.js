@@ -93,7 +93,7 @@ function resize() {
   const hasLabels = (room - LABEL_WIDTH) / columnCount >= MIN_LABEL_SIZE && rowCount <= 64;
   const left = hasLabels ? Math.min(LABEL_WIDTH, maxTextWidth(data.queries) + 12) : 0;
   const top = hasLabels ? (columnCount <= 8 ? 28 : Math.min(LABEL_WIDTH, maxTextWidth(data.tokens) + 12)) : 0;
-  const cell = Math.max(1, Math.min(Math.floor((room - left - 2) / columnCount), 96)); // the same whole number of pixels for all
+  const cell = Math.max(1, Math.min(Math.floor((room - left - 2) / columnCount), 96)); // whole pixels, so that all cells have one size
   layout = { cell, left, top, hasLabels };
   const ratio = window.devicePixelRatio || 1;
   const width = left + cell * columnCount + 2, height = top + cell * rowCount + 2;

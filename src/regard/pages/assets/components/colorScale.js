@@ -22,8 +22,8 @@ export function createPalette() {
   return colors;
 }
 
-// The logarithmic scale goes from a tenth of an even share, rounded down to a power of ten, to 1, so that a colour means
-// the same in every view.
+// The logarithmic scale goes from a tenth of an even share, rounded down to a power of ten, to 1: it does not depend on
+// the view.
 export function createScale(keys, top, isLog) {
   return { isLog, low: isLog ? 10 ** (Math.floor(Math.log10(1 / keys)) - 1) : 0, high: isLog ? 1 : top };
 }
