@@ -141,7 +141,7 @@ def test_a_saved_recording_gives_the_same_page(cat, tmp_path):
 def test_the_title_of_the_page():
     model = TINY["BERT"].build()
     recording = watched(model, **TINY["BERT"].inputs("none"))
-    assert re.match(r'<page "Where every head looks", \d+ kB', repr(recording.page()))
+    assert re.match(r'<page "All attention heads", \d+ kB', repr(recording.page()))
     assert "<title>a &lt;b&gt;</title>" in recording.page(title="a <b>").html
 
 

@@ -456,7 +456,7 @@ class AttentionMatrix:
         tokens: Sequence[str] | None = None,
         *,
         query_tokens: Sequence[str] | None = None,
-        title: str = "A map of attention",
+        title: str = "Attention map",
     ) -> Page:
         """Build a self-contained HTML page with a zoomable map of one head, down to each weight and its two tokens.
 
@@ -480,7 +480,7 @@ class AttentionMatrix:
         >>> import regard
         >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
         >>> A.page(["the", "cat", "sat"])
-        <page "A map of attention", ... kB: save(path) writes it>
+        <page "Attention map", ... kB: save(path) writes it>
         """
         from regard.pages.head_map import build_head_map
 

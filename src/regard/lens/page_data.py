@@ -70,7 +70,7 @@ def build_page(
     names = {layer.module for layer in shown}
     return build_model_page(
         shown,
-        title=title or "Where every head looks",
+        title=title or "All attention heads",
         captions=CAPTIONS,
         findings=[
             build_finding_record(finding, batch)

@@ -391,7 +391,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.zeros(1, 3, 8))
         >>> recording.page(["the", "cat", "it"])
-        <page "Where every head looks", ... kB: save(path) writes it>
+        <page "All attention heads", ... kB: save(path) writes it>
         """
         from regard.lens.page_data import build_page
 

@@ -162,7 +162,7 @@ const forward = button("step", "Step →", () => pauseAndGo(() => state.done + 1
 const cell = button("cell", "Next cell", () => pauseAndGo(nextCell));
 const play = button("play", "Play", playOrPause);
 const stepText = (i) => `step ${i} of ${moments.length}`;
-const steps = slider("step", "steps", Array.from({ length: moments.length + 1 }, (_, i) => stepText(i)), 0,
+const steps = slider("progress", "steps", Array.from({ length: moments.length + 1 }, (_, i) => stepText(i)), 0,
   (done) => pauseAndGo(() => done));
 const speed = slider("steps per second", "speed", SPEEDS.map(String), state.speed, (index) => {
   state.speed = index;

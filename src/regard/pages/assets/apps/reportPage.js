@@ -94,8 +94,8 @@ function drawAnswer() {
   known.textContent = formatCount(countKnown(state.window));
   const widest = data.windows[last].window, wider = countKnown(last) - countFitting(inWindow, last, share);
   more.replaceChildren(
-    `With the first token kept as well, it is ${formatCount(countFitting(withFirst, state.window, share))}. `,
-    `${formatCount(wider, "head needs", "heads need")} more than ${formatCount(widest)} tokens, the widest window that a document exceeds. `,
+    `${formatCount(countFitting(withFirst, state.window, share), "head does", "heads do")} if the first token is kept as well. `,
+    `${wider ? formatCount(wider, "head needs", "heads need") : "No head needs"} more than ${formatCount(widest)} tokens, the widest window that a document exceeds. `,
     el("span", { class: "soft" }, `Over the ${formatCount(documents, "document")} with more than ${formatCount(window)} tokens.`));
   windowRows.replaceChildren(...data.windows.map((row, i) => el("tr", { "aria-current": i === state.window ? "true" : null },
     [row.window, row.documents, countFitting(inWindow, i, share), countFitting(withFirst, i, share)].map((n) => el("td", {}, formatCount(n))))));
