@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import regard
-from regard import ArgumentTypeError, engines
-from regard.engines import ArrayEngine, register
+from regard import ArgumentTypeError
+from regard.engines import ArrayEngine, register, registry
 from regard.testing import build_inputs, check_case, draw_cases
 from regard.tiling import use_tile_sizes
 
@@ -147,7 +147,7 @@ class FarEngine(ArrayEngine):
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch):
-    monkeypatch.setattr(engines, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     register(FarEngine())
 
 
@@ -206,11 +206,11 @@ def test_integers_become_floats_and_booleans_are_refused():
 def test_a_registered_name_is_replaced():
     other = FarEngine()
     register(other)
-    assert list(engines._REGISTERED.values()) == [other]
+    assert list(registry._REGISTERED.values()) == [other]
 
 
 def test_unregistered_arrays_are_refused(monkeypatch):
-    monkeypatch.setattr(engines, "_REGISTERED", {})
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     with pytest.raises(
         ArgumentTypeError, match=r"from tests\.unit\.engines\.test_custom_engine.*register an engine"
     ):

@@ -1,0 +1,249 @@
+"""The engine protocol: the operations of an array library that the matrix is computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from regard.types import Array, IntArray, Namespace
+
+if TYPE_CHECKING:
+    from regard.core.block_loop import LoopMeasure
+    from regard.core.problem import Problem
+    from regard.masks import Mask
+
+
+class Engine(Protocol):
+    """The operations of an array library that the matrix is computed with.
+
+    In the shapes, g is the number of (batch, head) pairs, r of rows (queries) and c of columns (keys) of a tile. Most
+    engines subclass `ArrayEngine`, which implements everything but `name`, `xp`, `owns` and `to_numpy`.
+
+    >>> import numpy as np
+    >>> from regard.engines import find_engine
+    >>> engine = find_engine("example", query=np.ones(2))
+    >>> engine.compute_scores(np.ones((1, 2, 4)), np.ones((1, 3, 4)), scale=0.5)
+    array([[[2., 2., 2.],
+            [2., 2., 2.]]])
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the library, as messages and `A.kernel` show it."""
+
+    @property
+    def xp(self) -> Namespace:
+        """Array API namespace that masks, score modifications and measures compute with."""
+
+    # Arrays
+
+    def owns(self, array: object) -> bool:
+        """Return whether an object is an array of this library.
+
+        Args:
+            array: Any object.
+        """
+
+    def to_numpy(self, array: Array) -> Any:
+        """Convert an array to NumPy, for indices and for printing.
+
+        Args:
+            array: Array of this library, or a NumPy array, which is returned unchanged.
+        """
+
+    def as_float(self, array: Any, operation: str, name: str) -> Array:
+        """Convert an argument to a floating point array of this library.
+
+        Args:
+            array: Array of this library, NumPy array, or nested lists of numbers.
+            operation: Operation that an error message names.
+            name: Argument that an error message names.
+
+        Raises:
+            ArgumentTypeError: If the argument does not hold real numbers, or is on another device.
+        """
+
+    def working_dtype(self, *arrays: Array) -> Any:
+        """Return the dtype that scores are computed in: the widest of the arrays' dtypes, float32 at least.
+
+        Args:
+            *arrays: Query, key and possibly value.
+        """
+
+    def cast(self, array: Array, dtype: Any) -> Array:
+        """Convert an array to another dtype; return it unchanged if it has that dtype.
+
+        Args:
+            array: Array of this library.
+            dtype: Dtype of this library.
+        """
+
+    def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
+        """Take some pairs and positions of an array, as a view if possible.
+
+        Args:
+            array: (own pairs, length, dim).
+            pairs: Index into the own pairs: (g,).
+            positions: Index into the length: (n,).
+            dtype: Dtype of the result.
+
+        Returns:
+            (g, n, dim), or (1, n, dim) if all entries of `pairs` are equal.
+        """
+
+    # The block loop
+
+    def compute_scores(self, query: Array, key: Array, scale: float) -> Array:
+        """Compute scale · query keyᵀ.
+
+        Args:
+            query: (g or 1, r, head_dim).
+            key: (g or 1, c, head_dim).
+            scale: Factor of the products.
+
+        Returns:
+            (g, r, c).
+        """
+
+    def exponentiate(self, scores: Array, shift: Array) -> Array:
+        """Compute exp(scores − shift) without changing the scores.
+
+        Args:
+            scores: (g, r, c).
+            shift: Shift of each row: (g, r, 1).
+        """
+
+    def compute_weights(
+        self, query: Array, key: Array, lse: Array, allowed: Array | None, buffers: list[Array]
+    ) -> tuple[Array, Array]:
+        """Compute the weights of a tile from the lse of a fused kernel.
+
+        Args:
+            query: Scaled queries: (g or 1, r, head_dim).
+            key: (g or 1, c, head_dim).
+            lse: Logsumexp of each row: (g, r, 1).
+            allowed: 1 where a query may attend to a key and 0 elsewhere, (g or 1, r, c); None for 1 everywhere.
+            buffers: Memory to reuse; empty at the first call, filled by the engine.
+
+        Returns:
+            query keyᵀ − lse, and its exponential times `allowed`: (g, r, c) each.
+        """
+
+    def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
+        """Reduce consecutive segments of an axis.
+
+        Args:
+            array: (g, r, c).
+            sizes: Length of each segment; they add up to the length of the axis.
+            axis: −1 or −2.
+            reduce: "sum" or "max".
+
+        Returns:
+            The array with `len(sizes)` entries along the axis.
+        """
+
+    def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
+        """Find the k largest weights of each row, in any order. NaN ranks highest.
+
+        Args:
+            weights: (…, c).
+            k: Number of weights, at most c.
+
+        Returns:
+            The weights and their columns, (…, k) each. Of equal weights above 0, the lowest columns.
+        """
+
+    @property
+    def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager in which NaN and inf raise no warning and no dtype is lowered (autocast)."""
+
+    # Fused kernels
+
+    def can_fuse(self, problem: Problem) -> bool:
+        """Return whether a fused kernel may be called for a problem.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def kernel_name(self, problem: Problem) -> str:
+        """Return the name of the kernel that `A @ value` runs.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def run_fused_product(
+        self, problem: Problem, value: Array, value_index: IntArray
+    ) -> tuple[Array, Array, str] | None:
+        """Compute `A @ value` with a fused kernel.
+
+        Args:
+            problem: Matrix in canonical form.
+            value: (own pairs, kv_len, value_dim).
+            value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+
+        Returns:
+            Output (pairs, rows, value_dim), lse (pairs, rows) and the name of the kernel; None if the block loop must
+            compute the product.
+        """
+
+    def try_fast_product(
+        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
+    ) -> tuple[Array, Array, str] | None:
+        """Compute `A @ value` directly from the caller's arrays if they are what the fused kernel takes.
+
+        Args:
+            query: (…, heads, q_len, head_dim).
+            key: (…, kv_heads, kv_len, head_dim).
+            value: Argument of `A @ value`, not validated.
+            mask: Mask of the matrix.
+            scale: Factor of the products.
+
+        Returns:
+            Output, lse and the name of the kernel; None if the arguments need validation or conversion first.
+        """
+
+    def needs_exact_rows(self, problem: Problem) -> bool:
+        """Return whether weights must be normalised by their own row's sum, not by the lse of a fused kernel.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    # Gradients
+
+    def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
+        """Return whether a gradient is required of the problem's arrays, or of these.
+
+        Args:
+            problem: Matrix in canonical form.
+            *arrays: Further arrays, such as a value.
+        """
+
+    def differentiate(
+        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
+    ) -> list[Any]:
+        """Compute measures with gradients.
+
+        Args:
+            problem: Matrix in canonical form.
+            measures: Measures that share the pass.
+            bands: Row indices of each band.
+
+        Returns:
+            The result of each measure.
+        """
+
+    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
+        """Call function(*arrays); if a gradient is required, recompute it in the backward pass.
+
+        Args:
+            function: Function of arrays that returns an array.
+            *arrays: Its arguments.
+        """
+
+    @property
+    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager without gradients: the block loop writes into its states."""
