@@ -19,6 +19,7 @@ import numpy.typing as npt
 from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.validation import Floats, as_count, as_floats, check_leading_axes
+from regard.render.table import format_table
 
 
 class AdditiveAttention:
@@ -215,7 +216,8 @@ class AdditiveCounts:
     tanh_calls: int = 0
 
     def __str__(self) -> str:
-        return "\n".join(f"{field.name:<24}{getattr(self, field.name):>13,}" for field in fields(self))
+        rows = [[field.name, getattr(self, field.name)] for field in fields(self)]
+        return format_table(rows, align=["left", "right"])
 
 
 @dataclass(frozen=True, eq=False)

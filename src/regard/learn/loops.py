@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.validation import Floats, as_floats, as_mask
+from regard.render.table import format_table
 
 FLOAT_BYTES = np.dtype(np.float64).itemsize
 
@@ -60,7 +61,7 @@ class OperationCounts:
 
     def __str__(self) -> str:
         names = [field.name for field in fields(self)] + ["multiply_adds", "bytes_written"]
-        return "\n".join(f"{name:<20}{getattr(self, name):>12,}" for name in names)
+        return format_table([[name, getattr(self, name)] for name in names], align=["left", "right"])
 
 
 @dataclass(frozen=True, eq=False)

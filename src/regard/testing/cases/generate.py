@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.render.table import Alignment, format_table
 from regard.testing.cases.factors import FACTORS, Case
 from regard.testing.cases.inputs import build_inputs
 
@@ -95,9 +96,12 @@ def format_counts(cases: list[Case], skipped: list[Case]) -> str:
     ran = Counter((name, choice, case.dtype) for case in cases for name, choice in case.cells)
     not_run = Counter((name, choice) for case in skipped for name, choice in case.cells)
     dtypes = FACTORS["dtype"]
-    lines = [f"{'factor':<10} {'choice':<28} " + " ".join(f"{d:>9}" for d in dtypes) + "   skipped"]
-    for name, choices in FACTORS.items():
-        for choice in choices if name != "dtype" else ():
-            counts = " ".join(f"{ran[name, choice, d]:>9}" for d in dtypes)
-            lines.append(f"{name:<10} {choice!s:<28} {counts} {not_run[name, choice]:>9}")
-    return "\n".join(lines)
+    rows = [
+        [name, str(choice), *(ran[name, choice, dtype] for dtype in dtypes), not_run[name, choice]]
+        for name, choices in FACTORS.items()
+        if name != "dtype"
+        for choice in choices
+    ]
+    headers = ["factor", "choice", *dtypes, "skipped"]
+    align: list[Alignment] = ["left" if header in ("factor", "choice") else "right" for header in headers]
+    return format_table(rows, headers, align=align)
