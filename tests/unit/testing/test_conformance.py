@@ -249,7 +249,7 @@ def test_jax_passes(test):
     test.check(jax.nn.dot_product_attention)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch fused", "torch streaming"])
+@pytest.mark.parametrize("engine", ["numpy", "torch fused", "torch block loop"])
 def test_the_engines_have_no_findings(engine):
     with disable_fused_kernel(engine):
         report = check_conformance(regard.attention, library=engine.split()[0])

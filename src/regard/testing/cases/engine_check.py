@@ -18,7 +18,7 @@ from regard.testing.cases.inputs import CaseInputs, visible_keys
 from regard.testing.tolerance import ErrorBound, epsilon
 
 # The engines that `check_case` can compare with the definition. The last two need torch.
-ENGINES = ("numpy", "torch fused", "torch streaming")
+ENGINES = ("numpy", "torch fused", "torch block loop")
 
 
 def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
@@ -52,7 +52,7 @@ def to_engine(array: Any, engine: str) -> Any:
 
     Args:
         array: The array.
-        engine: A name from `ENGINES`, or of a get_engine engine.
+        engine: A name from `ENGINES`, or of a registered engine.
     """
     if engine == "numpy" or not isinstance(array, np.ndarray):
         return array
@@ -71,12 +71,12 @@ def to_engine(array: Any, engine: str) -> Any:
 
 @contextmanager
 def disable_fused_kernel(engine: str) -> Iterator[None]:
-    """Make the fused torch kernels unavailable in a block, if the engine is "torch streaming".
+    """Make the fused torch kernels unavailable in a block, if the engine is "torch block loop".
 
     Args:
         engine: A name from `ENGINES`.
     """
-    if engine != "torch streaming":
+    if engine != "torch block loop":
         yield
         return
     from regard.engines import torch_kernels
