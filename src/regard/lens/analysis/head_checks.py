@@ -14,8 +14,8 @@ from regard.measures import Entropy
 
 # Heads whose entropy is below or above this share of ln(number of visible keys) are saturated, or uniform.
 SATURATED, UNIFORM = 0.01, 1 - 1e-4
-# Weight on one kind of token, such as the previous one, above which a saturated head is only a note.
-RESTING = 0.9
+# Mean weight on one common key, such as the previous token, above which a saturated head is only a note.
+COMMON_KEY_WEIGHT = 0.9
 # Standard deviation of the scores above which the softmax leaves little but the largest.
 LARGE_DEVIATION = 4.0
 # Rows from which scores are sampled.
@@ -83,8 +83,8 @@ def _check_scale(
 
 def _check_entropy(layer: CheckedLayer, deviation: Any, has_large_scores: Any) -> list[Finding]:
     """Check for heads whose rows put all weight on one key, or equal weight on all."""
-    resting_keys = _find_resting_keys(layer)
-    measures = {name: WeightAt(keys) for name, keys in resting_keys.items()}
+    common_keys = _find_common_keys(layer)
+    measures = {name: WeightAt(keys) for name, keys in common_keys.items()}
     results = layer.call.matrix.measure(entropy=Entropy(), **measures)
     entropy = layer.flatten_batch(results.entropy)
     maximum = np.log(np.maximum(np.broadcast_to(_count_visible_keys(layer), entropy.shape), 1))
@@ -97,15 +97,15 @@ def _check_entropy(layer: CheckedLayer, deviation: Any, has_large_scores: Any) -
     share = np.where(counted, entropy / np.maximum(maximum, 1e-9), 0.0).sum((0, 2)) / total
     mean = (entropy * factor).sum((0, 2)) / total
     saturated = (share < SATURATED) & ~has_large_scores
-    for name, keys in resting_keys.items():
+    for name, keys in common_keys.items():
         # Average over rows that have such a key: the first token has no previous one, which matters in a short text.
         has_key = factor * (keys >= 0).reshape(layer.shape[0], 1, -1)
         weight = layer.flatten_batch(getattr(results, name))
-        resting = (weight * has_key).sum((0, 2)) / np.maximum(has_key.sum((0, 2)), 1)
-        if (saturated & (resting > RESTING)).any():
-            heads = saturated & (resting > RESTING)
-            findings.append(_build_saturated(layer, heads, mean, deviation, name, resting))
-        saturated &= resting <= RESTING
+        weight_on_key = (weight * has_key).sum((0, 2)) / np.maximum(has_key.sum((0, 2)), 1)
+        if (saturated & (weight_on_key > COMMON_KEY_WEIGHT)).any():
+            heads = saturated & (weight_on_key > COMMON_KEY_WEIGHT)
+            findings.append(_build_saturated(layer, heads, mean, deviation, name, weight_on_key))
+        saturated &= weight_on_key <= COMMON_KEY_WEIGHT
     if saturated.any():
         findings.append(_build_saturated(layer, saturated, mean, deviation))
     uniform = share > UNIFORM
@@ -122,7 +122,7 @@ def _check_entropy(layer: CheckedLayer, deviation: Any, has_large_scores: Any) -
     return findings
 
 
-def _find_resting_keys(layer: CheckedLayer) -> dict[str, Any]:
+def _find_common_keys(layer: CheckedLayer) -> dict[str, Any]:
     """Return the keys that heads of healthy models often attend to exclusively, by name; −1 for rows without one."""
     token_rows = layer.token_rows
     keys = {"first": token_rows.first_key}
@@ -134,7 +134,7 @@ def _find_resting_keys(layer: CheckedLayer) -> dict[str, Any]:
 
 
 def _build_saturated(
-    layer: CheckedLayer, heads: Any, mean: Any, deviation: Any, token: str = "", resting: Any = None
+    layer: CheckedLayer, heads: Any, mean: Any, deviation: Any, token: str = "", weight_on_key: Any = None
 ) -> Finding:
     where = _locate_heads(layer, heads)
     evidence = {
@@ -142,7 +142,7 @@ def _build_saturated(
         "deviation of the scores": float(deviation[heads].max()),
     }
     if token:
-        evidence[f"weight on the {token} token"] = float(resting[heads].min())
+        evidence[f"weight on the {token} token"] = float(weight_on_key[heads].min())
         message = f"The heads attend only to the {token} token."
         hint = "Common in trained models, and not a fault by itself."
         return layer.build_finding("saturated heads", "note", message, where, evidence, hint)
