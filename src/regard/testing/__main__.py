@@ -67,12 +67,15 @@ def _build_parser() -> argparse.ArgumentParser:
         "--grouped", action="store_true", default=None, help="it accepts fewer key heads than query heads"
     )
     parser.add_argument(
-        "--returns", choices=("output, weights", "weights, output"), help="order of the pair it returns"
+        "--returns",
+        choices=("output, weights", "weights, output"),
+        metavar="ORDER",
+        help='order of the pair it returns: "output, weights" or "weights, output"',
     )
     parser.add_argument(
         "--unsupported", nargs="+", metavar="CAPABILITY", help="rows of the table that it does not support"
     )
-    parser.add_argument("--size", choices=SIZES, default="quick")
+    parser.add_argument("--size", choices=SIZES, default="quick", help="number of calls (default: quick)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
