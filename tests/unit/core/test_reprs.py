@@ -115,7 +115,7 @@ def test_a_small_matrix_shows_every_weight():
     assert [row[0] for row in rows] == list("01234")
     allowed = causal("lower_right").to_dense(5, 7)
     expected = [
-        [f"{x:.4f}" if recording else "–" for x, recording in zip(*row, strict=True)]
+        [f"{x:.4f}" if attended else "–" for x, attended in zip(*row, strict=True)]
         for row in zip(A.to_dense(), allowed, strict=True)
     ]
     assert [row[1:] for row in rows] == expected
@@ -129,10 +129,10 @@ def test_a_large_matrix_shows_a_few_rows_summed_over_runs_of_keys():
     ((head, *rows),) = found.tables
     starts, chosen = [int(x) for x in head[1:]], [int(row[0]) for row in rows]
     assert len(starts) == len(chosen) == SIDE and chosen[0] == 0 and chosen[-1] == 36 and starts[0] == 0
-    dense, recording = A.to_dense(), causal("lower_right").to_dense(37, 50)
+    dense, attended = A.to_dense(), causal("lower_right").to_dense(37, 50)
     for i, row in zip(chosen, rows, strict=True):
         for j, end, cell in zip(starts, [*starts[1:], 50], row[1:], strict=True):
-            if not recording[i, j:end].any():
+            if not attended[i, j:end].any():
                 assert cell == "–"
             else:
                 close(float(cell), dense[i, j:end].sum(), atol=5.1e-5)
