@@ -143,9 +143,11 @@ def format_named_shape(shape: tuple[int, ...], *last: str) -> str:
 def describe_argument(argument: object) -> str:
     """Describe an argument in a few words, for an error message.
 
-    >>> describe_argument(3), describe_argument([1]), describe_argument(len)
-    ('int 3', 'a list', 'the function len')
+    >>> describe_argument(3), describe_argument([1]), describe_argument(len), describe_argument(dict)
+    ('int 3', 'a list', 'the function len', 'the class dict')
     """
+    if isinstance(argument, type):
+        return f"the class {argument.__name__}"
     dtype, shape = getattr(argument, "dtype", None), getattr(argument, "shape", None)
     if dtype is not None and shape is not None:
         return f"an array of {str(dtype).removeprefix('torch.')} with shape {tuple(shape)}"

@@ -122,7 +122,9 @@ def resolve_row(shape: tuple[int, ...], operation: str, q_idx: Any) -> int:
             operation,
             received=describe_argument(q_idx),
             expected="the index of one query",
-            hint=f"For several queries call {operation} in a loop: one call for each i in rows.",
+            hint=f"Pass the position of a token: tokens.index({q_idx!r})."
+            if isinstance(q_idx, str)
+            else f"For several queries call {operation} in a loop: one call for each i in rows.",
         )
     return int(resolve_index((..., q_idx, slice(None)), shape, operation).positions[-2][0])
 
@@ -136,7 +138,9 @@ def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> 
                 "measure",
                 received=describe_argument(measure),
                 expected="measures such as Entropy() or TopK(8)",
-                hint="A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
+                hint=f"Pass an instance: {measure.__name__}(…)."
+                if isinstance(measure, type)
+                else "A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
             )
     names = [*map(get_result_name, measures), *named]
     if len(set(names)) != len(names):

@@ -197,6 +197,11 @@ def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod])
 def _check_type(argument: Any, expected_type: type, operation: str, expected: str, hint: str) -> None:
     if not isinstance(argument, expected_type):
         is_ours = callable(argument) and str(getattr(argument, "__module__", "")).startswith("regard")
-        hint = f"Call it: {argument.__name__}()." if is_ours else f"Wrap it: {hint}."
+        if is_ours:
+            hint = f"Call it: {argument.__name__}()."
+        elif callable(argument):
+            hint = f"Functions are not accepted; subclass regard.{expected_type.__name__}, or pass {hint}."
+        else:
+            hint = f"Wrap it: {hint}."
         received = describe_argument(argument)
         raise ArgumentTypeError(operation, received=received, expected=expected, hint=hint)

@@ -130,7 +130,7 @@ def _as_integers(entry: Any, operation: str) -> IntArray:
     if array.dtype.kind not in "iu" or isinstance(entry, bool):
         raise ArgumentTypeError(
             operation,
-            received=describe_argument(array),
+            received=describe_argument(entry if isinstance(entry, str) else array),
             expected="integers, slices, an ellipsis or one integer array",
             hint="Convert booleans to positions first: numpy.flatnonzero(chosen)."
             if array.dtype.kind == "b"

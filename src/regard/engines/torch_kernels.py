@@ -75,7 +75,7 @@ def _cuda_forward(
 
 
 CPU_FLASH = Kernel("flash on CPU", _cpu_forward, _cpu_backward)
-CUDA_EFFICIENT = Kernel("efficient on CUDA (never run by us)", _cuda_forward, None)
+CUDA_EFFICIENT = Kernel("efficient on CUDA (untested)", _cuda_forward, None)
 
 
 @cache

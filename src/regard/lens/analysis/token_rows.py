@@ -165,9 +165,10 @@ def fit_tokens(tokens: list[list[Any]], batch: int, length: int) -> list[list[An
 def token_count_error(operation: str, tokens: list[list[Any]], lengths: set[int]) -> ArgumentError:
     """Build the error for tokens that fit no layer."""
     counts = sorted({len(row) for row in tokens})
+    entries = "1 batch entry" if len(tokens) == 1 else f"{len(tokens)} batch entries"
     return ArgumentError(
         operation,
-        received=f"{' or '.join(map(str, counts))} tokens for {len(tokens)} batch entries",
+        received=f"{' or '.join(map(str, counts))} tokens for {entries}",
         expected=f"as many as a layer has keys: {' or '.join(map(str, sorted(lengths)))}",
         hint="Pass every token the model read, special tokens and padding included.",
     )
