@@ -180,15 +180,15 @@ def compute_features(
             raise ArgumentError(
                 "linear_attention",
                 received=f"{map_name} of {name} {tuple(array.shape)} as {describe_argument(features)}",
-                expected=f"features of shape (…, length, features), {tuple(array.shape[:-1])} and one axis more, "
+                expected=f"features of shape (…, length, features), {tuple(array.shape[:-1])} plus one axis, "
                 f"of {engine.name}",
-                hint="A feature map works on the last axis and leaves the others as they are.",
+                hint="A feature map changes only the last axis.",
             )
         if bool(engine.xp.any(features < 0)):
             raise ArgumentError(
                 "linear_attention",
                 received=f"{map_name} of {name} with features down to {engine.to_numpy(features).min():g}",
                 expected="features that are never negative, so that weights are shares",
-                hint='Use its positive part, its exponential, or "elu".',
+                hint='Apply max(0, ·) or the exponential, or use "elu".',
             )
         return features

@@ -137,7 +137,7 @@ class Frame:
                 expected=f"axes over {over} that broadcast to {self.leading_shape}",
                 hint="If there are no heads, give the query a heads axis of size one: query[:, None]."
                 if over == "batch"
-                else "Give one entry for each head, or a single one for all.",
+                else "Pass one entry for each head, or a single entry for all heads.",
             ) from None
         return array.reshape((count, *rest))[which]
 

@@ -87,7 +87,7 @@ def rope(
             "rope",
             received=describe_argument(x),
             expected="numbers of shape (…, length, head_dim)",
-            hint="A single token is a length of one: x[None, :]. Tensors of integers become x.float().",
+            hint="A single token is a sequence of length one: x[None, :]. Convert integer tensors with x.float().",
         )
     check_rope_layout(layout, "rope")
     length, dim = x.shape[-2:]
@@ -155,7 +155,7 @@ def check_rope_layout(layout: object, operation: str) -> None:
             operation,
             received=f"layout={layout!r}",
             expected='"half" or "interleaved"',
-            hint='Models of transformers that call rotate_half are "half"; GPT-J is "interleaved".',
+            hint='transformers models that call rotate_half are "half"; GPT-J is "interleaved".',
         )
 
 

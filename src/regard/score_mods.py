@@ -57,7 +57,7 @@ class ScoreMod:
     def additive_bias(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
     ) -> Array | None:
-        """Return the numbers that are added to the scores of a block, which fused kernels can do.
+        """Return the bias that is added to the scores of a block. Fused kernels support additive biases.
 
         Args:
             frame: The (batch, head) pairs and the lengths.
@@ -139,7 +139,10 @@ def softcap(cap: float) -> ScoreMod:
     """
     if isinstance(cap, bool) or not (isinstance(cap, Real) and math.isfinite(cap) and cap > 0):
         raise ArgumentError(
-            "softcap", received=f"{cap!r}", expected="a number above 0", hint="Leave it out for no cap."
+            "softcap",
+            received=f"{cap!r}",
+            expected="a number above 0",
+            hint="Omit softcap if the scores need no cap.",
         )
     return SoftcapMod(float(cap))
 
@@ -223,8 +226,8 @@ def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
             raise ArgumentTypeError(
                 "alibi",
                 received=describe_argument(slopes),
-                expected="a number for each head",
-                hint="regard.score_mods.alibi_slopes(heads) returns the published ones.",
+                expected="one number for each head",
+                hint="regard.score_mods.alibi_slopes(heads) returns the published slopes.",
             )
         slopes = slopes.astype(np.float64)
     return AlibiMod(slopes, align)
@@ -280,7 +283,7 @@ def bias(array: Array) -> ScoreMod:
         raise ArgumentTypeError(
             "bias",
             received=describe_argument(array),
-            expected="floating point numbers to add to the scores",
+            expected="floating-point numbers to add to the scores",
             hint="For booleans, True = attend, use mask=dense(array); for whole numbers, array.astype(float).",
         )
     return BiasMod(array)
@@ -293,7 +296,7 @@ def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidire
         ahead: Relative positions kv_idx − q_idx, of any shape.
         buckets: Number of buckets.
         max_distance: Distance from which on all positions share the last bucket.
-        bidirectional: Whether keys after the query have buckets of their own.
+        bidirectional: Whether keys after the query have separate buckets.
 
     Returns:
         Bucket numbers, of the same shape.
@@ -356,7 +359,7 @@ def relative_bias(
 
     Args:
         table: Bias of each bucket and head, (buckets, heads), as T5 stores it.
-        bidirectional: Whether keys after the query have buckets of their own: True for encoders, False for decoders.
+        bidirectional: Whether keys after the query have separate buckets: True for encoders, False for decoders.
         max_distance: Distance from which on all positions share the last bucket.
         align: Which query is at which key if the lengths differ, as in `causal`.
 
@@ -379,7 +382,7 @@ def relative_bias(
         raise ArgumentError(
             "relative_bias",
             received=f"a table of shape {tuple(table.shape)}, max_distance={max_distance!r}",
-            expected=f"(buckets, heads), {min_buckets} buckets at least, and a max_distance beyond the exact buckets",
+            expected=f"(buckets, heads), at least {min_buckets} buckets, and a max_distance beyond the exact ones",
             hint="T5's relative_attention_bias.weight has this shape.",
         )
     return RelativeBiasMod(table, bidirectional, max_distance, align)

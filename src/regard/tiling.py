@@ -29,7 +29,7 @@ class TileSizes:
         entries: Entries of a tile over all the (batch, head) pairs that are computed together.
         cached_scores: Scores of a band up to which they are cached between the two passes, not recomputed.
         mask_rows: Rows at which a mask without larger structure is split.
-        mask_tile_rows: Rows of a band of a fused call that needs a mask tile; the tile is rows × kv_len at most.
+        mask_tile_rows: Rows of a band of a fused call that needs a mask tile; the tile is at most rows × kv_len.
         joined_columns: Columns up to which adjoining blocks of a band are joined into one fused call.
         linear_chunk: Queries and keys of a chunk of linear attention.
         topk_columns: Columns that top-k collects before it searches them.

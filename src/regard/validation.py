@@ -27,7 +27,7 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
         raise ArgumentError(
             operation,
             received=f"{name} as nested lists of different lengths",
-            expected="rows of one length",
+            expected="rows of equal length",
             hint="Pad the shorter ones, and mask the padding with padding(lengths).",
         ) from None
 

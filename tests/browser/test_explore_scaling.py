@@ -283,7 +283,7 @@ def test_sharpness_in_node():
         (dict(query=cat.Q), "a query without a key"),
         (dict(query=cat.Q[None], key=cat.K), "query with 3 axes"),
         (dict(query=cat.Q, key=cat.K, tokens=["a"]), "1 tokens; expected 5"),
-        (dict(tokens=[]), "no tokens; expected at least one, or None for eight keys"),
+        (dict(tokens=[]), "no tokens; expected at least one token, or None for eight keys"),
         (dict(tokens=["a"] * 100), "128000 scores to show; expected at most 40000"),
         (
             dict(query=np.ones((300, 4)), key=np.ones((99, 4))),

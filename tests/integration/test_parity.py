@@ -208,7 +208,7 @@ def dynamic_rope_module():
 
 
 UNSUPPORTED = {
-    "a Linear": (lambda: torch.nn.Linear(2, 2), "an attention module of transformers: BertAttention, Bloom"),
+    "a Linear": (lambda: torch.nn.Linear(2, 2), "a transformers attention module: BertAttention, Bloom"),
     "clipped queries and keys": (clipped_module, "regard.attention"),
     "a query projection beside a fused one": (cross_attention_module, "regard.attention"),
     "rotary angles that change with the length": (dynamic_rope_module, "regard.attention"),

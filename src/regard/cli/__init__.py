@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     Args:
-        arguments: The arguments; by default those of the process.
+        arguments: The arguments; by default the process's arguments (`sys.argv`).
 
     Returns:
         0 for success, 1 if `doctor` found an error, 2 for a usage error, 3 if an extra is missing, 4 for any other

@@ -85,7 +85,7 @@ def select_head(inputs: dict[str, Any], head: str | None, operation: str) -> dic
                 operation,
                 received=f"{name} with shape {inputs[name].shape}" + (f" and --head {head}" if head else ""),
                 expected="one head, with 2 axes",
-                hint="Omit --head: the arrays have one head already."
+                hint="Omit --head: the arrays already have one head."
                 if inputs[name].ndim == 2
                 else "Select one with --head 3, or --head 0,3 for head 3 of batch entry 0.",
             )
@@ -111,7 +111,7 @@ def read_text(text: str | None, file: Path | None, operation: str) -> str:
         raise ArgumentError(
             operation,
             received="no text" if text is None else "--text and --file",
-            expected="one text",
+            expected="either --text or --file",
             hint=hint,
         )
     content = _read_utf8(file, operation) if file is not None else str(text)

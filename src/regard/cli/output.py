@@ -96,7 +96,7 @@ class Printer:
             raise BrokenPipeError from None  # without its errno: typer would exit with 1
 
     def warn(self, text: str) -> None:
-        """Print a warning to standard error, with --json and --csv too."""
+        """Print a warning to standard error, also with --json and --csv."""
         build_console(stderr=True).print(
             Text(f"warning: {escape_unprintable(text)}", "yellow"), soft_wrap=True
         )

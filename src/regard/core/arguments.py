@@ -52,7 +52,7 @@ def resolve_reduction(
             operation,
             received=f"axis={axis!r} and dim={dim!r}",
             expected="one of the two",
-            hint="dim is a synonym of axis.",
+            hint="dim is an alias of axis; pass only one.",
         )
     return _resolve_axis(shape, operation, dim if axis is None else axis)
 
@@ -130,7 +130,7 @@ def resolve_row(shape: tuple[int, ...], operation: str, q_idx: Any) -> int:
 
 
 def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> dict[str, Measure]:
-    """Check measures and return them by the names of their results."""
+    """Check measures and return a dict from result names to measures."""
     for measure in (*measures, *named.values()):
         is_measure = all(hasattr(measure, method) for method in ("init", "step", "merge", "finish"))
         if not is_measure or isinstance(measure, type):
@@ -140,14 +140,14 @@ def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> 
                 expected="measures such as Entropy() or TopK(8)",
                 hint=f"Pass an instance: {measure.__name__}(…)."
                 if isinstance(measure, type)
-                else "A measure of your own subclasses regard.measures.Measure: init and step, about ten lines.",
+                else "To write a measure, subclass regard.measures.Measure and define init and step.",
             )
     names = [*map(get_result_name, measures), *named]
     if len(set(names)) != len(names):
         raise ArgumentError(
             "measure",
-            received=f"results named {', '.join(names)}",
-            expected="a name for each result",
-            hint="Name one by a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
+            received=f"results with the names {', '.join(names)}",
+            expected="a unique name for each result",
+            hint="Rename one with a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
         )
     return dict(zip(names, (*measures, *named.values()), strict=True))

@@ -84,7 +84,7 @@ def linear_attention(
 ) -> AttentionMatrix:
     """Return the matrix of linear attention: weights φ(query) · φ(key), each row divided by its sum.
 
-    The matrix has the same methods as that of `attention`. A score is log(φ(query) · φ(key)), so the lse is the
+    The matrix has the same methods as the one `attention` returns. A score is log(φ(query) · φ(key)), so the lse is the
     logarithm of a row's sum. If a product is exactly 0, the key counts as masked.
 
     `A @ value` takes time and memory proportional to the length if the mask cuts through few chunks of keys: no mask,
@@ -133,7 +133,7 @@ def linear_attention(
             operation,
             received=f"{name_of_map} with {query.shape[-1]} features of query and {key.shape[-1]} of key",
             expected="the same number of features",
-            hint="Features are compared one by one; their number must not depend on the length.",
+            hint="A feature map must return the same number of features for any length.",
         )
     query, offset = rescale_features(query, engine)
     spec = Spec(

@@ -58,7 +58,7 @@ class LoopMeasure(Protocol):
 
 
 def init_online_softmax(problem: Problem, rows: int) -> SoftmaxStats:
-    """Return the statistics of rows before the first key: empty, or those of the sink if there is one."""
+    """Return the statistics of rows before the first key: empty, or the sink's if there is one."""
     xp, pairs = problem.engine.xp, problem.shape[0]
     if problem.sink is None:
         largest = xp.full((pairs, rows), -xp.inf, dtype=problem.dtype)

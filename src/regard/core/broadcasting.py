@@ -45,7 +45,7 @@ def broadcast_index(
             operation,
             received=f"{name} of shape {tuple(array.shape)}",
             expected=f"axes before the last two that broadcast to {leading_shape}"
-            + (f", its heads counted {groups} times" if groups > 1 else ""),
+            + (f", its heads repeated {groups} times" if groups > 1 else ""),
             hint=f"Give {name} the leading axes of the matrix, or none.",
         ) from None
 
@@ -79,7 +79,7 @@ def leading_shape(
             raise ArgumentError(
                 operation,
                 received=f"{name} of shape {tuple(array.shape)}",
-                expected="(…, heads, length, head_dim), two axes at least",
+                expected="(…, heads, length, head_dim), with at least two axes",
                 hint=f"A single token is a sequence of length one: {name}[None, :].",
             )
     shapes = ", ".join(
@@ -91,7 +91,7 @@ def leading_shape(
             operation,
             received=shapes,
             expected="the same head_dim",
-            hint="Query and key are compared entry by entry; project them to one head_dim, or check for a transpose.",
+            hint="A score is a dot product of query and key: project them to one head_dim, or check for a transpose.",
         )
     q_leading, kv_leading, groups = tuple(query.shape[:-2]), tuple(key.shape[:-2]), 1
     if enable_gqa:
@@ -125,6 +125,6 @@ def resolve_scale(scale: Any, head_dim: int) -> float:
             "attention",
             received=f"scale={scale!r}",
             expected="a finite number",
-            hint="Leave it out for 1/√head_dim; 0 makes every row uniform.",
+            hint="Omit scale for 1/√head_dim; 0 makes every row uniform.",
         )
     return float(scale)

@@ -124,7 +124,7 @@ def explain_row(
                 "explain",
                 received=f"value of shape {tuple(value.shape)}",
                 expected=f"(kv_len {kv_len}, value_dim)",
-                hint="Give the value of the same head.",
+                hint="Pass the value of the same head.",
             )
         value = engine.cast(value.reshape(value.shape[-2:]), problem.dtype)
     if tokens is not None and len(tokens) != kv_len:

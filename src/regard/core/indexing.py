@@ -34,7 +34,7 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
     """Resolve an index of integers, slices, ellipsis, newaxis and at most one integer array.
 
     Args:
-        index: The index as given.
+        index: The index that the caller passed.
         shape: Shape of the matrix.
         operation: Name of the operation in errors.
 
@@ -134,7 +134,7 @@ def _as_integers(entry: Any, operation: str) -> IntArray:
             expected="integers, slices, an ellipsis or one integer array",
             hint="Convert booleans to positions first: numpy.flatnonzero(chosen)."
             if array.dtype.kind == "b"
-            else "Positions are integers.",
+            else "Convert positions to integers.",
         )
     integers: IntArray = array.astype(np.int64)
     return integers
@@ -147,7 +147,7 @@ def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> I
         raise IndexOutOfRangeError(
             operation,
             received=f"index {positions[wrong][0]} for axis {axis}",
-            expected=f"from {-size} to {size - 1}",
-            hint=f"That axis has {size} entries.",
+            expected=f"an index from {-size} to {size - 1}",
+            hint=f"The axis has {size} entries.",
         )
     return np.where(positions < 0, positions + size, positions)

@@ -79,7 +79,7 @@ class AttentionMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, heads, q_len, kv_len)"""
+        """The shape, (…, heads, q_len, kv_len)."""
         return self._spec.shape
 
     @property

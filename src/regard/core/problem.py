@@ -18,7 +18,7 @@ from regard.types import Array, IntArray
 
 @dataclass(slots=True)
 class Spec:
-    """The checked arguments of `attention`, with their leading axes as given.
+    """The checked arguments of `attention`, before their leading axes are broadcast.
 
     A part of a matrix has no query of its own (`query` is None), only a `Problem`.
     """
@@ -37,7 +37,7 @@ class Spec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, heads, q_len, kv_len)"""
+        """The shape, (…, heads, q_len, kv_len)."""
         q_len = self.query.shape[-2] if self.q_len is None else self.q_len
         return (*self.leading_shape, q_len, self.key.shape[-2])
 
@@ -103,7 +103,7 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(pairs, rows, kv_len)"""
+        """The shape of the scores, (pairs, rows, kv_len)."""
         return len(self.query_index), len(self.positions), self.frame.kv_len
 
     # Products: the engine's fused kernel, unless a subclass has another method.

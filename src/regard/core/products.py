@@ -56,7 +56,7 @@ def flatten_operand(array: Any, spec: Spec, operation: str, *, transposed: bool)
             operation,
             received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
             expected="a value without heads, or the product of the whole matrix",
-            hint="Take (A @ value)[:, heads], or one head at a time: A[0, 3] @ value[0, 1].",
+            hint="Use (A @ value)[:, heads], or multiply one head at a time: A[0, 3] @ value[0, 1].",
         )
     groups = 1 if transposed else spec.groups or 1
     pair_index = broadcast_index(array, spec.leading_shape, groups, operation, name)
@@ -204,7 +204,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
             "merge",
             received=f"parts of shapes {shapes}" if shapes else describe_argument(parts),
             expected="a list of (output, lse), at least one, of shapes (…, q_len, value_dim) and (…, q_len)",
-            hint="Give (A @ value, A.lse) of each shard of the keys, for the same queries.",
+            hint="Pass (A @ value, A.lse) for each shard of the keys, with the same queries.",
         )
     xp = engine.xp
     with engine.suppress_warnings():

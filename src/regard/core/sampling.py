@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SMALL = 16
 # Rows and columns shown of a larger matrix.
 SIDE = 12
-# Weights and multiply-adds computed for them at most; rows are left out to stay below.
+# Maximum number of weights and multiply-adds to compute; rows are left out to stay below it.
 ENTRIES, MULTIPLY_ADDS = 1 << 21, 1 << 28
 
 

@@ -22,7 +22,7 @@ class ScoresView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, heads, q_len, kv_len)"""
+        """The shape, (…, heads, q_len, kv_len)."""
         return self._matrix.shape
 
     def __getitem__(self, index: Any) -> Array:
@@ -59,8 +59,8 @@ class LazyIndexer:
             raise ArgumentError(
                 "A.lazy[index]",
                 received=f"{index!r}",
-                expected="heads and rows, all columns kept",
-                hint="A row's weights depend on all its keys; for some columns take A[index], which computes them.",
+                expected="an index of heads and rows that keeps all columns",
+                hint="A row's weights depend on all its keys; to select columns, compute the weights with A[index].",
             )
         return self._matrix._select(resolved)
 
@@ -73,7 +73,7 @@ class TransposedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, heads, kv_len, q_len)"""
+        """The shape, (…, heads, kv_len, q_len)."""
         *leading, q_len, kv_len = self.mT.shape
         return (*leading, kv_len, q_len)
 

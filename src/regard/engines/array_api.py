@@ -58,7 +58,7 @@ class ArrayEngine:
                 operation,
                 received=f"{name} as {describe_argument(array)}",
                 expected="real numbers",
-                hint="Convert it to floating point numbers first.",
+                hint="Convert it to a floating-point dtype first.",
             )
         return array
 

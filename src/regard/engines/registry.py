@@ -51,7 +51,7 @@ def register(engine: Engine) -> None:
         raise ArgumentTypeError(
             "register",
             received=received,
-            expected="an engine with a name of its own",
+            expected="an engine instance with its own name",
             hint="Subclass regard.engines.ArrayEngine and pass an instance: register(MyEngine()).",
         )
     _REGISTERED[engine.name] = engine

@@ -250,7 +250,7 @@ def _merge_outputs(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[
 
 
 class _BlockwiseProduct(torch.autograd.Function):  # type: ignore[misc]
-    """`_run_bands` with its gradient: that of each block, computed by the kernel from the final output and lse."""
+    """`_run_bands` with its gradient, which the kernel computes for each block from the final output and lse."""
 
     @staticmethod
     def forward(

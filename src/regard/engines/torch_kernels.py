@@ -119,7 +119,7 @@ def run_flash_with_lse(
         enable_gqa: Whether several query heads share a key head.
 
     Returns:
-        The output, bit for bit that of the public function, and the lse; None if another kernel would run.
+        The output, bit-identical to the public function's, and the lse; None if another kernel would run.
     """
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
     if not is_plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):

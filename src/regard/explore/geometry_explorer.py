@@ -108,7 +108,7 @@ def _check_entries(name: str, array: Any) -> None:
         raise ArgumentError(
             "explore.geometry",
             received=f"{name} with {entries} {'entry' if entries == 1 else 'entries'} each",
-            expected=f"{name} with 2, the two directions of a plane",
+            expected=f"{name} with 2 entries each, the coordinates in a plane",
             hint="explore.pipeline shows vectors of any size, number by number.",
         )
 
@@ -119,5 +119,5 @@ def _check_finite(name: str, array: Array) -> None:
             "explore.geometry",
             received=f"{name} with entries that are not finite, or too large",
             expected=f"numbers up to {MAX_ENTRY:g}",
-            hint="A plane cannot show inf and NaN; explore.pipeline does.",
+            hint="A plane cannot show inf and NaN; use explore.pipeline instead.",
         )

@@ -158,7 +158,7 @@ def _key_names(tokens: Sequence[str]) -> list[str]:
         raise ArgumentError(
             "explore.scaling",
             received="no tokens",
-            expected="at least one, or None for eight keys",
+            expected="at least one token, or None for eight keys",
             hint="Each token names a key, and a query needs at least one key.",
         )
     return [escape_unprintable(str(token)) for token in tokens]

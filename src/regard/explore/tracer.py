@@ -326,6 +326,6 @@ def _find_code(operation: str, function: Any) -> tuple[CodeType, dict[str, Any]]
             operation,
             received=f"the function {code.co_name}, whose source is not available",
             expected="a function from a file or a notebook",
-            hint="Put it in a file and import it.",
+            hint="Put the function in a file and import it.",
         )
     return code, module

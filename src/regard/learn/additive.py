@@ -154,7 +154,7 @@ class AdditiveAttention:
                 "score_by_loops",
                 received=f"Q of shape {Q.shape} and K of shape {K.shape}",
                 expected="Q (q_len, d_q) and K (kv_len, d_k), one sequence",
-                hint="Call it for each sequence of the batch, as in Q[0].",
+                hint="Call it once for each sequence, e.g. with Q[0] and K[0].",
             )
         counts = AdditiveCounts()
         from_query = _project_by_loops(Q, W_Q, counts)

@@ -111,7 +111,7 @@ class ScaledDotProductAttention:
         return as_floats("scale_scores", "scores", scores, "q_len", "kv_len") / math.sqrt(self.d_k)
 
     def compute_weights(self, scaled: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
-        """Step 3, normalise: compute the softmax of each row; a fully masked row is zeros.
+        """Step 3, normalise: compute the softmax of each row. A fully masked row becomes zeros.
 
         Args:
             scaled: Scaled scores (…, q_len, kv_len).

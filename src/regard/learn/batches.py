@@ -53,7 +53,7 @@ def pad_batch(
             "pad_batch",
             received=f"sequences of shapes {shapes}",
             expected="at least one sequence, each of shape (n, d) with the same d",
-            hint="Give every token of every sequence the same number of entries.",
+            hint="Use the same d for every token of every sequence.",
         )
     lengths = np.array([len(array) for array in arrays], dtype=np.int64)
     padded = np.full((len(arrays), lengths.max(), shapes[0][1]), fill, dtype=np.float64)

@@ -147,7 +147,7 @@ def fit_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
             "fit_exponent",
             received=f"{len(lengths)} lengths and {len(amounts)} amounts",
             expected="one amount for each of two or more different lengths, all above 0",
-            hint="A line needs two points, and a logarithm a number above 0. Use measurements of more lengths.",
+            hint="Fitting a line needs two points, and a logarithm needs a number above 0. Measure more lengths.",
         )
     x, y = np.log(lengths), np.log(amounts)
     x = x - x.mean()
@@ -244,7 +244,7 @@ def profile(
             "profile",
             received=f"attend, {describe_argument(attend)}",
             expected="a function attend(Q, K, V)",
-            hint="Leave it out to measure scaled_dot_product_attention.",
+            hint="Omit attend to measure scaled_dot_product_attention.",
         )
     repeats = as_count("profile", "repeats", repeats, minimum=1)
     costs = cost_table(sizes, d_k=d_k, d_v=d_v, dtype=np.float64).rows

@@ -188,6 +188,6 @@ def _check_table(name: str, array: npt.ArrayLike, *axes: str) -> Floats:
             "attention_by_loops",
             received=f"{name} of shape {table.shape}",
             expected=f"{name} of shape ({', '.join(axes)}), one head of one sequence",
-            hint="Call it for each sequence and head, as in Q[0, 3].",
+            hint="Call it once for each sequence and head, e.g. with Q[0, 3].",
         )
     return table

@@ -77,7 +77,7 @@ def iter_multiplications(
             "iter_multiplications",
             received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
             expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), one head of one sequence",
-            hint="Select one head of one sequence, as in Q[0, 3].",
+            hint="Select one head of one sequence, e.g. Q[0, 3].",
         )
     attention = ScaledDotProductAttention(d_k=Q.shape[-1])
     _, weights = attention(Q, K, V, mask)  # validates the shapes before the first step

@@ -56,7 +56,7 @@ class RecurrentNetwork:
                 "RecurrentNetwork",
                 received=f"x of shape {x.shape}",
                 expected=f"x of shape (n, {self.embed_dim}), one sequence",
-                hint="Call it for each sequence of a batch, or build one with the size of your tokens.",
+                hint="Call it once for each sequence, or build a network with the embed_dim of your tokens.",
             )
         states = np.zeros((len(x), self.hidden_dim))
         state = np.zeros(self.hidden_dim)
@@ -68,7 +68,7 @@ class RecurrentNetwork:
     __call__ = forward
 
     def compute_influence(self, x: npt.ArrayLike) -> Floats:
-        """Compute how much each token influences the last state: the norm of its derivative with respect to that token.
+        """Compute the influence of each token: the norm of the last state's derivative with respect to it.
 
         Args:
             x: Tokens (n, embed_dim).

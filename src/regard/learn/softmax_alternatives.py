@@ -219,8 +219,8 @@ ALTERNATIVES: dict[str, Callable[..., Floats]] = {
 class AlternativeRow:
     """The `weights` (kv_len,) of one function, and how they react to two changes of the scores.
 
-    `change_if_shifted` is the largest change of a weight when 1 is added to every score, `change_if_doubled` when every
-    score is doubled.
+    `change_if_shifted` is the largest change of a weight when 1 is added to every score. `change_if_doubled` is the
+    largest change when every score is doubled.
 
     >>> row = compare_softmax_alternatives([2.0, 1.0, 0.0]).rows["softmax"]
     >>> row.change_if_shifted < 1e-12, round(row.change_if_doubled, 4)
@@ -287,7 +287,7 @@ def compare_softmax_alternatives(scores: npt.ArrayLike) -> AlternativeTable:
             "compare_softmax_alternatives",
             received=f"scores of shape {scores.shape}",
             expected="one row of scores, of shape (kv_len,)",
-            hint="Select one query, as in scores[0].",
+            hint="Select one query, e.g. scores[0].",
         )
     rows = {}
     for name, function in ALTERNATIVES.items():

@@ -39,7 +39,7 @@ def as_floats(operation: str, name: str, array: npt.ArrayLike, *last_axes: str) 
             operation,
             received=f"{name}, {describe_argument(converted)}",
             expected=f"{name} as an array of real numbers",
-            hint=f"Convert it first, as in np.asarray({name}, dtype=float). Pass a mask as mask=.",
+            hint=f"Convert it first, e.g. np.asarray({name}, dtype=float). Pass a mask as mask=.",
         )
     if converted.ndim < len(last_axes):
         raise ArgumentError(

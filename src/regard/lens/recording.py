@@ -96,8 +96,8 @@ class Recording(Mapping[str, AttentionMatrix]):
                 received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
                 expected="one call, or the steps of one cache",
                 hint=f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search "
-                "reorders its cache, some caches change old keys), run the model once, watched, on the generated "
-                "sequence.",
+                "reorders its cache, some caches change old keys), run the model once on the generated "
+                "sequence and watch that run.",
             )
         joined = groups[0]
         if joined.speculative_mode:
@@ -105,8 +105,8 @@ class Recording(Mapping[str, AttentionMatrix]):
                 f"recording[{name!r}]",
                 received=f"{len(joined.steps)} calls of {joined.speculative_mode}, which discards proposed tokens",
                 expected="calls whose rows are the generated tokens",
-                hint="Run the model once, watched, on the generated sequence; "
-                f"recording.calls({name!r}) has the rows as they were proposed.",
+                hint="Run the model once on the generated sequence and watch that run; "
+                f"recording.calls({name!r}) contains the rows as they were proposed.",
             )
         return joined.call.matrix
 
@@ -140,7 +140,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             f"recording[{name!r}]",
             received="a name that no attention layer has" if self._joined_calls else "an empty recording",
             expected=f"one of {len(self)}, such as {near[0]!r}" if near else "a layer that ran",
-            hint="list(recording) has them all."
+            hint="list(recording) lists all names."
             if self._joined_calls
             else "Run the model inside the with block.",
         )

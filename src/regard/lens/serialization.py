@@ -240,5 +240,5 @@ def _cannot_read(path: str | Path, received: str) -> ArgumentError:
         "load_recording",
         received=f"{Path(path).name!r}, {received}",
         expected=f"a file that recording.save wrote ({FORMAT})",
-        hint="recording.save(path) writes one. To load the weights of a model, use its own library.",
+        hint="recording.save(path) writes one. To load model weights, use the library that saved them.",
     )

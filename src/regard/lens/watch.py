@@ -98,7 +98,7 @@ def watch(
 
 
 class Watch:
-    """The context manager that `regard.watch` returns; entering it gives the `Recording`.
+    """The context manager that `regard.watch` returns; `with` binds the `Recording`.
 
     A watch may be entered again after it was left; its recording then continues.
 
@@ -129,7 +129,7 @@ class Watch:
         if self._watched_ids:
             raise ArgumentError(
                 "watch",
-                received="a watch that is entered already",
+                received="a watch that has already been entered",
                 expected="one with block at a time",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
@@ -250,7 +250,7 @@ def _resolve_measures(measures: Any) -> Any:
         "watch",
         received=f"measures as {describe_argument(measures)}",
         expected='a mapping from names to measures, "default", or a function of a call',
-        hint='For instance measures={"entropy": regard.Entropy()}. Without measures, query and key are recorded.',
+        hint='For example measures={"entropy": regard.Entropy()}. Without measures, query and key are recorded.',
     )
 
 
@@ -281,7 +281,7 @@ def _check_model(model: Any) -> None:
                 "watch",
                 received=f"a {type(module).__name__}{where}",
                 expected="a model that runs in Python, in one piece",
-                hint="Watch the model it was made from (for DataParallel, model.module).",
+                hint="Watch the original model (for DataParallel, model.module).",
             )
 
 

@@ -291,7 +291,7 @@ class _CombinedMask(Mask):
 
 
 class AndMask(_CombinedMask):
-    """The entries that every part allows."""
+    """Mask of the entries that every part allows."""
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
@@ -315,7 +315,7 @@ class AndMask(_CombinedMask):
 
 
 class OrMask(_CombinedMask):
-    """The entries that at least one part allows."""
+    """Mask of the entries that at least one part allows."""
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
@@ -340,7 +340,7 @@ class OrMask(_CombinedMask):
 
 @dataclass(frozen=True)
 class NotMask(Mask):
-    """The entries that another mask does not allow."""
+    """Mask of the entries that another mask does not allow."""
 
     mask: Mask
 

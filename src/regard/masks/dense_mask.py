@@ -15,7 +15,7 @@ from regard.validation import as_array
 
 
 def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> Mask:
-    """Make a mask from a boolean array.
+    """Return a mask from a boolean array.
 
     Args:
         array: Booleans that broadcast to (…, q_len, kv_len).
@@ -51,7 +51,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
             "dense",
             received=describe_argument(array),
             expected="booleans, True = attend",
-            hint="For 1 = attend write dense(array != 0); "
+            hint="For 1 = attend use dense(array != 0); "
             "for an additive tensor of 0 and -inf use score_mod=bias(array); "
             'for True = ignore, as in nn.MultiheadAttention, write dense(array, true_means="ignore").',
         )
@@ -60,7 +60,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
 
 @dataclass(frozen=True, eq=False)
 class DenseMask(Mask):
-    """The entries of a boolean array, True = attend."""
+    """Mask from a boolean array, True = attend."""
 
     array: Array
 

@@ -14,7 +14,7 @@ from regard.types import Array, IntArray, Namespace
 
 
 def document(ids: Array, query_ids: Array | None = None) -> Mask:
-    """Make a mask that lets a query attend to the keys of its own document, for packed sequences.
+    """Return a mask that lets a query attend only to the keys of its own document, for packed sequences.
 
     Args:
         ids: Document of each key: integers of shape (kv_len,) or (batch, kv_len).
@@ -46,7 +46,7 @@ def document(ids: Array, query_ids: Array | None = None) -> Mask:
 
 @dataclass(frozen=True)
 class DocumentMask(Mask):
-    """The keys of the query's own document."""
+    """Mask that allows each query to attend to the keys of its own document."""
 
     ids: IntParameter
     query_ids: IntParameter
@@ -85,9 +85,9 @@ class DocumentMask(Mask):
         if lengths != (frame.q_len, frame.kv_len):
             raise ArgumentError(
                 "document",
-                received=f"{lengths[0]} query ids and {lengths[1]} ids",
+                received=f"{lengths[0]} query ids and {lengths[1]} key ids",
                 expected=f"{frame.q_len} (q_len) and {frame.kv_len} (kv_len)",
-                hint="Give one id for each key, and query_ids if the queries are other tokens.",
+                hint="Pass one id for each key. If the queries are different tokens, pass query_ids too.",
             )
         frame.per_batch(self.ids.array[..., :1], 1, "document")
         frame.per_batch(self.query_ids.array[..., :1], 1, "document")

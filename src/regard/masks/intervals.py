@@ -78,7 +78,7 @@ def find_intervals(
                 operation,
                 received=f"a mask with more than {sizes.intervals:,} intervals of keys, {mask}",
                 expected="rows that attend to a few intervals of keys each",
-                hint="Take some rows, A.lazy[..., rows, :], or a mask with larger blocks.",
+                hint="Select fewer rows with A.lazy[..., rows, :], or use a mask with larger blocks.",
             )
     none = np.zeros((0, 2), np.int64)
     return KeyIntervals(np.cumsum(np.concatenate([[0], *counts])), np.concatenate([none, *edges]))

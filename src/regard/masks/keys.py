@@ -17,7 +17,7 @@ from regard.validation import check_align
 
 
 def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> Mask:
-    """Make a mask that lets the real keys through and masks the padded ones: kv_idx < length.
+    """Return a mask that allows the real keys and masks the padded ones: kv_idx < length.
 
     Queries are not affected: a padded query still has its row.
 
@@ -43,13 +43,13 @@ def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> M
             "padding",
             received=f"side={side!r}",
             expected='"left" or "right"',
-            hint="side is where the padding is.",
+            hint="side says where the padding is.",
         )
     return KeyRangeMask(as_int_parameter(lengths, "padding", 0), side, "padding")
 
 
 def first(n: int | Array) -> Mask:
-    """Make a mask that lets the first `n` keys through: kv_idx < n.
+    """Return a mask that allows the first `n` keys: kv_idx < n.
 
     Args:
         n: Number of keys. An integer, or an array of shape (batch,).
@@ -71,7 +71,7 @@ def first(n: int | Array) -> Mask:
 
 
 def prefix(length: int | Array, align: Align | None = None) -> Mask:
-    """Make the mask of a prefix language model: every query attends to the prefix, the rest is causal.
+    """Return the mask of a prefix language model: every query attends to the prefix, and the rest is causal.
 
     It equals `first(length) | causal(align)`.
 

@@ -16,7 +16,7 @@ from regard.validation import check_align
 
 
 def causal(align: Align | None = None) -> Mask:
-    """Make a mask that lets a query attend to its own position and earlier ones: kv_idx ≤ q_idx.
+    """Return a mask that lets a query attend to its own position and earlier ones: kv_idx ≤ q_idx.
 
     Args:
         align: Which corner the diagonal starts from; required if q_len ≠ kv_len. With "upper_left", query 0 is at
@@ -48,7 +48,7 @@ def sliding_window(
     right: int | Array | None = None,
     align: Align | None = None,
 ) -> Mask:
-    """Make a mask that lets a query attend to the keys near its own position.
+    """Return a mask that lets a query attend to the keys near its own position.
 
     Pass either `size`, for the `size` keys that end at the query's own (q_idx − size < kv_idx ≤ q_idx), or `left` and
     `right`, for a two-sided window (q_idx − left ≤ kv_idx ≤ q_idx + right).

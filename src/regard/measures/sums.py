@@ -113,7 +113,7 @@ def check_axis(axis: object, operation: str) -> None:
             operation,
             received=f"axis={axis!r}",
             expected="axis=-1 (over the keys) or axis=-2 (over the queries)",
-            hint="Axes of heads and batch entries are kept; reduce the result over them.",
+            hint="The batch and head axes are kept; reduce the result over them.",
         )
 
 
@@ -252,7 +252,7 @@ class Coarse(Measure):
                 "coarsen",
                 received=f"reduce={self.reduce!r}",
                 expected='"mean", "max" or "sum"',
-                hint="It says how the weights of a cell become one number; the number of cells is the first argument.",
+                hint="reduce combines the weights of a cell; the first argument is the number of cells.",
             )
 
     def _check_cells(self, max_rows: int | None, max_columns: int | None, of: str) -> None:

@@ -22,7 +22,7 @@ class TopKResult(NamedTuple):
 
     Attributes:
         values: The weights.
-        indices: The keys of the weights; for `MaxWeight(-2)` the queries.
+        indices: The key index of each weight; for `MaxWeight(-2)`, the query index.
 
     >>> import regard
     >>> from regard.learn import cat

@@ -34,8 +34,8 @@ def import_function(path: str, operation: str = "load") -> Callable[..., Any]:
         raise ArgumentError(
             operation,
             received=repr(path),
-            expected="module:function, as in my_package.attention:forward",
-            hint="Write the module as in an import, a colon, and the name of the function.",
+            expected="module:function, e.g. my_package.attention:forward",
+            hint="Write the module path, a colon and the name of the function.",
         )
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -46,7 +46,7 @@ def import_function(path: str, operation: str = "load") -> Callable[..., Any]:
             operation,
             received=f"{path!r} ({error})",
             expected="a module that can be imported",
-            hint="Run from the directory that contains it, omit .py, and install what it imports.",
+            hint="Run from the directory that contains it, omit .py, and install its dependencies.",
         ) from error
     try:
         return functools.reduce(getattr, name.split("."), module)  # type: ignore[no-any-return]
@@ -97,7 +97,7 @@ def load_from_function(name: str, dtype: str | None) -> LoadedModel:
         raise ArgumentTypeError(
             "load",
             received=f"a tokenizer that is {describe_argument(tokenizer)} from {name}()",
-            expected="a tokenizer of transformers, an object with encode and decode, or a function from a text to ids",
+            expected="a transformers tokenizer, an object with encode and decode, or a function that maps text to ids",
             hint="Return (model, tokenizer), or the model alone if it reads bytes.",
         )
     if dtype not in ("auto", None):

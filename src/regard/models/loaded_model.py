@@ -40,7 +40,7 @@ class LoadedModel:
     Args:
         name: The name it was loaded by.
         model: A `torch.nn.Module`.
-        tokenizer: A tokenizer of transformers, an object with `encode`, or a function from a text to ids. Without one,
+        tokenizer: A transformers tokenizer, an object with `encode`, or a function that maps text to ids. Without one,
             `encode` passes the bytes of a text to a model with at most 256 tokens.
         notes: Remarks that matter for reading results, such as randomly initialised weights.
         info: "class", "parameters" and "dtype" of the model, and "stored_dtype" if its configuration names one.

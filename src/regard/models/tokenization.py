@@ -16,7 +16,7 @@ def tokenize(
 
     Args:
         model_name: Name of the model, for error messages.
-        tokenizer: A tokenizer of transformers, an object with `encode`, a function from a text to ids, or None for
+        tokenizer: A transformers tokenizer, an object with `encode`, a function that maps text to ids, or None for
             bytes.
         vocab_size: Number of tokens that the model knows, or None if unknown.
         text: The text.
@@ -37,7 +37,7 @@ def tokenize(
                 received=f"a text for {model_name}, which has no tokenizer and "
                 + ("no embedding" if vocab_size is None else f"a vocabulary of {vocab_size:,} tokens"),
                 expected="a tokenizer, or a model with at most 256 tokens, which reads bytes",
-                hint="Put the tokenizer's files into the folder, or return (model, tokenizer) from module:function.",
+                hint="Put the tokenizer files in the folder, or return (model, tokenizer) from module:function.",
             )
         ids = list(text.encode(errors="surrogateescape"))
         return ids[:limit], [_format_byte(byte) for byte in ids[:limit]], len(ids)

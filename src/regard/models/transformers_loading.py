@@ -1,4 +1,4 @@
-"""Load a model of transformers from a folder or the Hugging Face Hub; safetensors only."""
+"""Load a transformers model from a folder or the Hugging Face Hub; safetensors only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_folder(path: Path) -> None:
             "load",
             received=f"the folder {str(path)!r}, which has no config.json",
             expected="a model as save_pretrained writes it: config.json, *.safetensors, the tokenizer's files",
-            hint="Pass the folder that holds them, or module:function for a model of your own.",
+            hint="Pass the folder that holds them, or module:function for your own model.",
         )
     if any(path.glob("*.safetensors")):
         return

@@ -94,7 +94,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
             raise ArgumentError(
                 "MultiheadAttention",
                 received=f"rope of head_dim {self.rope.head_dim}",
-                expected=f"head_dim {head_dim}, the layer's",
+                expected=f"head_dim {head_dim}, as in the layer",
                 hint=f"Build it for the layer: Rope({head_dim}, layout={self.rope.layout!r}).",
             )
         self.q_norm: Any = None if qk_norm is None else qk_norm(head_dim).to(**factory)
@@ -332,8 +332,8 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
                 raise ArgumentError(
                     "MultiheadAttention",
                     received=f"{name} as {describe_argument(x)}",
-                    expected=f"a tensor (batch, n, {projection.in_features}), or all of them without the batch",
-                    hint="If key or value has another width than embed_dim, set kdim or vdim.",
+                    expected=f"a tensor (batch, n, {projection.in_features}), or all inputs without the batch axis",
+                    hint="If key or value has a different width than embed_dim, set kdim or vdim.",
                 )
         if value is not None and not isinstance(key, torch.Tensor):
             received, hint = "a value and no key", "Pass the key too, or omit both for self-attention."
@@ -395,7 +395,7 @@ def _check_sizes(
     )
     sizes = (embed_dim, num_heads, num_kv_heads, 1 if head_dim is None else head_dim)
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
-        expected, hint = "integers above 0", "They are sizes."
+        expected, hint = "integers above 0", "Pass positive integers."
     elif head_dim is None and embed_dim % num_heads:
         expected = "an embed_dim that num_heads divides"
         hint = f"Choose num_heads among the divisors of {embed_dim}, or pass head_dim."

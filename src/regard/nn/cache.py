@@ -51,8 +51,8 @@ class KVCache:
             raise ArgumentError(
                 "KVCache",
                 received=f"window={window!r}, keep_first={keep_first!r}",
-                expected="a window of 1 token or more, and keep_first of 0 or more beside it",
-                hint="KVCache() keeps every token; KVCache(window=512, keep_first=4) the last 512 and the first 4.",
+                expected="a window of at least 1 token, and a keep_first of at least 0, used with a window",
+                hint="KVCache() keeps every token; KVCache(window=512, keep_first=4) keeps the first 4 and last 512.",
             )
         self.window, self.keep_first = window, keep_first
         self.mask: Mask | None = None  # the window as a mask of the whole sequence
@@ -174,7 +174,7 @@ class KVCache:
                 "KVCache.crop",
                 received=f"length {length}, after the window has evicted {self._evicted.tolist()} tokens",
                 expected=f"{least.max()} or more",
-                hint="Give the cache a larger window and the layer's mask the smaller one, or run the prompt again.",
+                hint="Use a larger window in the cache and a smaller one in the layer's mask, or rerun the prompt.",
             )
         if self._is_shared:
             self._key, self._value, self._is_shared = self._key.clone(), self._value.clone(), False
@@ -237,7 +237,7 @@ class KVCache:
                 "KVCache.append",
                 received=f"real of shape {np.shape(real)}",
                 expected=format_shape(batch=key.shape[0], n=key.shape[2]),
-                hint="One boolean for each token of the key: True for a token, False for padding.",
+                hint="Pass one boolean for each token of the key: True for a token, False for padding.",
             )
         if self._key is None:
             batch = key.shape[0]
@@ -249,8 +249,9 @@ class KVCache:
                 raise ArgumentError(
                     "KVCache.append",
                     received=f"{name} {_format_tensor(new)}",
-                    expected=f"a match for the cached tokens, {_format_tensor(cached[:, :, : self.columns])}",
-                    hint="Each layer and each batch has a cache of its own: KVCache().",
+                    expected="the shape, dtype and device of the cached tokens, "
+                    + _format_tensor(cached[:, :, : self.columns]),
+                    hint="Use a separate KVCache() for each layer and each batch.",
                 )
 
     def _set_lengths(self, lengths: IntArray, evicted: IntArray) -> None:

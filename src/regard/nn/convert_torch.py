@@ -79,8 +79,8 @@ def build_torch_module(layer: MultiheadAttention, *, batch_first: bool = True) -
         raise ArgumentError(
             "to_torch",
             received="a layer with " + ", ".join(name for name, present in unsupported.items() if present),
-            expected="features of torch.nn.MultiheadAttention: equal heads, the default scale, no positions",
-            hint="Keep the layer, or build it without them.",
+            expected="only what torch.nn.MultiheadAttention supports: equal heads, the default scale, no positions",
+            hint="Keep the layer, or build it without these features.",
         )
     module = nn.MultiheadAttention(
         layer.embed_dim,

@@ -30,7 +30,7 @@ def _read_projection(linear: Any) -> Projection:
 
 
 def _read_separate(*linears: Any) -> list[Projection]:
-    """Read query, key and value from modules of their own."""
+    """Read query, key and value from separate modules."""
     return [_read_projection(linear) for linear in linears]
 
 
@@ -127,7 +127,7 @@ def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
             received=f"a {type(module).__name__}"
             if isinstance(module, nn.Module)
             else describe_argument(module),
-            expected="an attention module of transformers: " + ", ".join(sorted(MODULE_SPECS, key=str.lower)),
+            expected="a transformers attention module: " + ", ".join(sorted(MODULE_SPECS, key=str.lower)),
             hint="To convert another module, copy its weights into q_proj, k_proj, v_proj and out_proj of a new layer.",
         )
     inner = module.get_submodule(spec.inner)
@@ -201,7 +201,7 @@ def _check_supported(module: Any) -> None:
             "from_transformers",
             received=f"a {type(module).__name__} with "
             + ", ".join(name for name, present in unsupported.items() if present),
-            expected="features of the layer: projections, positions, a mask and score modifications",
+            expected="only what the layer supports: projections, positions, a mask and score modifications",
             hint="Call regard.attention with the module's own queries and keys.",
         )
 

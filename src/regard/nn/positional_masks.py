@@ -51,7 +51,7 @@ class TokenPositions:
 
     @cached_property
     def is_suffix(self) -> bool:
-        """Whether the columns are a whole sequence and the rows its last tokens."""
+        """Whether the columns are a whole sequence and the rows are its last tokens."""
         if (
             len(self.query_positions) > 1
             or self.key_subset is not None
@@ -72,7 +72,7 @@ class TokenPositions:
         return PositionalMask(mask, self)
 
     def restrict_score_mod(self, score_mod: ScoreMod) -> ScoreMod:
-        """Return the score modification of the part, from that of the whole sequence."""
+        """Restrict the score modification of the whole sequence to the part."""
         if isinstance(score_mod, SoftcapMod):
             return score_mod
         if self.is_suffix and isinstance(score_mod, AlibiMod | RelativeBiasMod):

@@ -124,7 +124,7 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
             operation,
             received=", ".join(problem.describe()),
             expected="weights that are exponentials of scores",
-            hint="A[rows] gives its weights, and A.coarsen(512) a picture of them.",
+            hint="Compute its weights with A[rows], or show A.coarsen(512).",
         )
     engine = problem.engine
     with engine.suppress_warnings(), engine.no_grad():
@@ -316,7 +316,7 @@ def _score_mod_record(mod: ScoreMod, problem: Problem, operation: str) -> dict[s
             operation,
             received=f"{mod}, {size:,} numbers",
             expected=f"at most {MAX_BIAS_SIZE:,} in a page",
-            hint="Take some rows, A.lazy[..., rows, :], or use a bias by distance: relative_bias, alibi.",
+            hint="Select fewer rows with A.lazy[..., rows, :], or use relative_bias or alibi.",
         )
     record = mod.to_payload(problem.frame, problem.positions, problem.engine.xp, problem.dtype)
     if record is None:
@@ -324,7 +324,7 @@ def _score_mod_record(mod: ScoreMod, problem: Problem, operation: str) -> dict[s
             operation,
             received=f"the score modification {mod!r}",
             expected="one that a page can compute: softcap, alibi, relative_bias, bias",
-            hint="Give it a to_payload(frame, q_idx, xp, dtype) in these terms, or show A.coarsen(512).",
+            hint="Implement its to_payload(frame, q_idx, xp, dtype) with these, or show A.coarsen(512).",
         )
     encoded = {}
     for name, value in record.items():

@@ -42,7 +42,7 @@ COLORBAR_LABELS = {
 
 @dataclass(frozen=True)
 class Visible(Coarse):
-    """1 for cells in which a query attends to a key, 0 for fully masked cells."""
+    """Measure that is 1 for cells in which a query attends to a key and 0 for fully masked cells."""
 
     reduce: Literal["mean", "max", "sum"] = "max"
     reads_scores: ClassVar[bool] = True

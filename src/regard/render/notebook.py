@@ -20,7 +20,7 @@ from regard.types import Array
 if TYPE_CHECKING:
     from regard.core.explanation import Explanation
 
-# A blue between that of the light and of the dark pages; at MAX_OPACITY, text of either theme is readable on it.
+# A blue between the blues of the light and the dark pages; at MAX_OPACITY, text of either theme is readable on it.
 BLUE, MAX_OPACITY = "74, 134, 216", 0.55
 SEVERITY_COLORS = {"error": "#d9480f", "warning": "#b58900", "note": "#4a86d8"}
 MAX_CHARS = 200  # of a text in a cell; a token may be a whole book

@@ -6,7 +6,7 @@
 Design notes:
 - A worker writes a shard beside its final path, flushes it and reads it back. The driver alone renames it and appends
   one line with a checksum to the manifest; quarantined documents are part of both.
-- The model runs in a process of its own. Workers record the current document on disk, so a document that kills its
+- The model runs in a separate process. Workers record the current document on disk, so a document that kills its
   worker can be identified and quarantined.
 - A document's id is its position in the corpus. A window of 2ᵏ keys is the first k + 1 bins of the distance histogram.
 - Files are not compressed, so their size shows that rows have constant size. Readers go file by file, because a dataset

@@ -106,7 +106,7 @@ class Corpus:
         return self.path[len(self.root) :].lstrip("/")
 
     def includes(self, folder: Path) -> bool:
-        """Return whether the shard files of a survey in a local directory would be read as documents."""
+        """Return whether the corpus would read files that a survey writes to a local directory."""
         root = Path(self.root).expanduser().resolve()
         if "://" in self.root or not folder.resolve().is_relative_to(root) or root.is_file():
             return False

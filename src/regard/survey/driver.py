@@ -196,6 +196,6 @@ def _check_measures(measures: Iterable[str] | None) -> tuple[str, ...]:
             "survey.run",
             received=f"measures with {unknown[0]!r}" if unknown else "no measures",
             expected="some of " + ", ".join(map(repr, MEASURES)),
-            hint="Omit measures for all of them.",
+            hint="Omit measures to compute all of them.",
         )
     return tuple(measure for measure in MEASURES if measure in selected)

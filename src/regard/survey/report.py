@@ -233,9 +233,7 @@ class SurveyReport:
         caption = CAPTIONS.get(name, "")
         if window:
             first = " or on the first token" if kind == "kept" else ""
-            caption = (
-                f"The share less than {int(window):,} tokens away{first}, over all documents, short ones too."
-            )
+            caption = f"The share less than {int(window):,} tokens away{first}, over all documents, even short ones."
         largest, smallest = self.stats.extremes[name]
         return ReportMeasure(
             name,

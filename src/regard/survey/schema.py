@@ -20,11 +20,11 @@ Schema version 1. The size of a row does not depend on the length of its documen
 | `kept_64` … `kept_65536` | float32 | weight inside that window or on the first key |
 | `first` | float32 | mean weight on the first token |
 | `heavy` | float32 | share of all weight that goes to the tenth of the keys that receives most |
-| `duplicate`, `induction` | float32 | of repeated tokens: weight on the earlier copies, and on the tokens after them |
+| `duplicate`, `induction` | float32 | for repeated tokens: weight on the earlier copies, and on the tokens after them |
 
-Means are over the document's tokens. A value is null if it is undefined: distances if queries and keys belong to two
-sequences, copies if no token is repeated. A shard is one file. The JSON under `regard.survey` in its footer holds the
-schema version, the number of the shard and its quarantined documents.
+Means are taken over the document's tokens. A value is null if it is undefined: distances if queries and keys belong to
+two sequences, copies if no token is repeated. A shard is one file. The JSON under `regard.survey` in its footer holds
+the schema version, the number of the shard and its quarantined documents.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ID_COLUMNS = ("document", "name", "tokens", "truncated", "layer", "head", "kv_he
 
 
 def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
-    """List the measured columns in order, each with its count of numbers: 1, or the bins of a histogram."""
+    """List the measured columns in order, each with its width: 1, or the number of bins of a histogram."""
     widths = {
         "entropy": {"entropy": 1, "entropy_histogram": ENTROPY_BINS},
         "distance": {

@@ -22,7 +22,7 @@ class Rejected(NamedTuple):
 
 
 class WorkerClient:
-    """A model in a process of its own, started by the first request.
+    """A model in a separate process, started by the first request.
 
     If a text takes longer than `timeout` seconds, its process is killed. If a text crashes its process, it is retried
     once in a new one.

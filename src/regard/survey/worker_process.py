@@ -1,6 +1,6 @@
 """The worker process that holds the model: it receives one text at a time and returns the rows of each.
 
-The model has a process of its own, so that a document that hangs or crashes it does not stop the survey.
+The model runs in a separate process, so that a document that hangs or crashes it does not stop the survey.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PickledModel(NamedTuple):
                 "survey.run",
                 received=f"a model that cannot be pickled for a worker: {' '.join(str(error).split())[:200]}",
                 expected="a name, module:function, or a model that can be pickled",
-                hint="Write a function that builds it into a module and pass its name: run('my_models:load', …).",
+                hint="Put a function that builds it in a module, and pass its name: run('my_models:load', …).",
             ) from None
 
 

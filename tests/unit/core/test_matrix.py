@@ -285,7 +285,7 @@ def test_lazy_parts_of_grouped_heads(tiles: None) -> None:
     "index", [(..., slice(3)), (0, 0, 0, 0), (..., slice(None, None, -1)), (None,), (0, [[1]])]
 )
 def test_lazy_requires_every_column_and_adds_no_axis(index: Any) -> None:
-    with pytest.raises(regard.ArgumentError, match="all columns kept"):
+    with pytest.raises(regard.ArgumentError, match="keeps all columns"):
         matrix((2, 3)).lazy[index]
 
 

@@ -133,7 +133,10 @@ def test_public_names_are_sorted_and_exist():
         (lambda: family.BlockSparse(d_k=1, block_size=2, global_tokens=[-1]), "global_tokens"),
         (lambda: family.Rotary(d_k=3), "an even d_k"),
         (lambda: family.RelativeBias(d_k=1, table=np.zeros(6), max_distance=9), "4, 8, 12, … buckets"),
-        (lambda: family.RelativeBias(d_k=1, table=np.zeros(8), max_distance=2), "above a fourth of them"),
+        (
+            lambda: family.RelativeBias(d_k=1, table=np.zeros(8), max_distance=2),
+            "above a quarter of their number",
+        ),
         (lambda: family.ALiBi(d_k=1, slope=-1.0), "slope as a number of at least 0"),
         (lambda: family.Softcap(d_k=1, cap=0.0), "cap as a number above 0"),
         (lambda: family.Flash(d_k=1, tile_size=0), "tile_size as a whole number of at least 1"),

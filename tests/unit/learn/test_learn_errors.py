@@ -214,10 +214,10 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: cost_table([2.5]), "cost_table", "float 2.5", "whole number", "int(lengths)"),  # type: ignore[list-item]
     (lambda: profile([64]), "profile", "(64,)", "two lengths", "(64, 128)"),
     (lambda: cost_table(None), "cost_table", "a NoneType", "whole number", "int(lengths)"),  # type: ignore[arg-type]
-    (lambda: profile([2, 4], attend=7), "profile", "attend, int 7", "attend(Q, K, V)", "Leave it out"),  # type: ignore[arg-type]
+    (lambda: profile([2, 4], attend=7), "profile", "attend, int 7", "attend(Q, K, V)", "Omit attend"),  # type: ignore[arg-type]
     (lambda: fit_exponent([1, 2], [1, 0]), "fit_exponent", "2 amounts", "above 0", "logarithm"),
     (lambda: fit_exponent([1], [1]), "fit_exponent", "1 lengths", "two or more", "two points"),
-    (lambda: fit_exponent([1, 2], [1]), "fit_exponent", "1 amounts", "one amount for each", "measure"),
+    (lambda: fit_exponent([1, 2], [1]), "fit_exponent", "1 amounts", "one amount for each", "Measure more"),
     (
         lambda: iter_multiplications(X32[None], X32, X32),
         "iter_multiplications",
@@ -235,10 +235,10 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "exponential",
     ),
     (lambda: gaussian_kernel(X32, X32, width=0), "gaussian_kernel", "width 0", "above 0", "distance"),
-    (lambda: RecurrentNetwork(2, 3)(X34), "RecurrentNetwork", "(3, 4)", "(n, 2)", "size of your tokens"),
-    (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "same number"),
+    (lambda: RecurrentNetwork(2, 3)(X34), "RecurrentNetwork", "(3, 4)", "(n, 2)", "embed_dim of your tokens"),
+    (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "same d for every token"),
     (lambda: pad_batch(5), "pad_batch", "int 5", "list of sequences", "pad_batch([x])"),  # type: ignore[arg-type]
-    (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "same number"),
+    (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "same d for every token"),
 ]
 
 

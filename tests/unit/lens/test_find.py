@@ -221,7 +221,7 @@ def test_rollout_by_text_and_stack():
     np.testing.assert_allclose(recording.rollout("d", list("abcde"), layers="encoder.*"), expected, rtol=1e-4)
     with pytest.raises(ArgumentError, match=r"token='a', which is at 0, 2; .* recording\.rollout\(2\)"):
         recording.rollout("a", list("abacd"), layers="encoder.*")
-    with pytest.raises(ArgumentError, match="list\\(recording\\) has the names"):
+    with pytest.raises(ArgumentError, match="list\\(recording\\) lists the names"):
         recording.rollout(0, layers="nothing.*")
 
 

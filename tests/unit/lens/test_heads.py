@@ -173,7 +173,9 @@ def test_generated_tokens_are_rows_except_the_last():
 
 def test_tokens_that_fit_no_layer_are_rejected():
     recording = watched(gpt2(), torch.ones(1, 6, dtype=torch.long))
-    with pytest.raises(ArgumentError, match=r"recording\.heads: received 3 tokens .* as a layer has keys: 6"):
+    with pytest.raises(
+        ArgumentError, match=r"recording\.heads: received 3 tokens .* one token for each key of a layer: 6"
+    ):
         recording.heads([1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="convert_ids_to_tokens"):
         recording.heads("a text")

@@ -333,7 +333,7 @@ def test_nested_repeated_and_in_any_order():
     with regard.watch(model) as again:
         model(X)
     assert len(again.calls("0")) == 1 and count_hooks(model) == count_hooks(other) == 0
-    with a, pytest.raises(ArgumentError, match="entered already"), a:
+    with a, pytest.raises(ArgumentError, match="already been entered"), a:
         pass
 
 

@@ -442,7 +442,7 @@ def test_results_are_named_after_the_class_or_by_keyword() -> None:
 @pytest.mark.parametrize("named", [{}, {"entropy": Entropy()}])
 def test_two_results_of_one_name_are_refused(named: Any) -> None:
     twice = [] if named else [Entropy()]
-    with pytest.raises(regard.ArgumentError, match="a name for each result"):
+    with pytest.raises(regard.ArgumentError, match="a unique name for each result"):
         matrix().measure(Entropy(), *twice, **named)
 
 

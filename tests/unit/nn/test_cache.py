@@ -334,9 +334,9 @@ def filled(**options) -> KVCache:
 
 
 INVALID = {
-    "window of nothing": (lambda: KVCache(window=0), r"window=0.*1 token or more.*KVCache\(\) keeps every"),
+    "window of nothing": (lambda: KVCache(window=0), r"window=0.*at least 1 token.*KVCache\(\) keeps every"),
     "a part of a token": (lambda: KVCache(window=2.5), "window=2.5"),
-    "first without window": (lambda: KVCache(keep_first=4), "keep_first=4.*beside it"),
+    "first without window": (lambda: KVCache(keep_first=4), "keep_first=4.*used with a window"),
     "crop forward": (lambda: filled().crop(41), r"length 41, after \[40, 40\] tokens.*keeps the first"),
     "crop below": (lambda: filled().crop([3, -1]), "from 0 to the number of tokens received"),
     "crop into evicted tokens": (
@@ -345,7 +345,7 @@ INVALID = {
     ),
     "another batch": (
         lambda: filled().append(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4)),
-        r"batch 3, kv_heads 1.*cached tokens, \(batch 2, kv_heads 1, n 40, head_dim 4\).*cache of its own",
+        r"batch 3, kv_heads 1.*cached tokens, \(batch 2, kv_heads 1, n 40, head_dim 4\).*separate KVCache",
     ),
     "padding of another length": (
         lambda: filled().append(*torch.ones(2, 2, 1, 3, 4), real=np.ones((2, 2), bool)),

@@ -437,7 +437,7 @@ INVALID = {
     "odd heads": (lambda: MultiheadAttention(20, 4, rope="half"), "head_dim 5.*even.*in pairs"),
     "another rope": (
         lambda: MultiheadAttention(24, 4, rope=Rope(8, layout="half")),
-        r"rope of head_dim 8.*the layer's.*Rope\(6, layout='half'\)",
+        r"rope of head_dim 8.*as in the layer.*Rope\(6, layout='half'\)",
     ),
     "sinks of no kind": (
         lambda: MultiheadAttention(24, 4, sink=True),

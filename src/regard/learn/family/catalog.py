@@ -283,7 +283,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         title="Flash (tiled)",
         problem="Writing the table of weights to memory and reading it back takes longer than computing it. Flash "
         "attention processes the keys in tiles, keeps running sums, and rescales them when a larger score "
-        "turns up. The table is never written. Up to rounding, the numbers are those of plain attention.",
+        "turns up. The table is never written. Up to rounding, the result equals plain attention.",
         changes="the order of the sums, no number",
         formula="max′ = max(max, tile),  rescale = exp(max − max′)\n"
         "sum′ = sum · rescale + Σ exp(score − max′)\n"

@@ -59,7 +59,7 @@ class RelativeBias(Biased):
             raise ArgumentError(
                 "RelativeBias",
                 received=f"table of shape {self.table.shape} and max_distance {max_distance}",
-                expected="a number for each of 4, 8, 12, … buckets, and a max_distance above a fourth of them",
+                expected="one number for each of 4, 8, 12, … buckets; max_distance above a quarter of their number",
                 hint="T5 has 32 buckets and a max_distance of 128.",
             )
 

@@ -61,7 +61,7 @@ class Linear(AttentionVariant):
         return features.swapaxes(-1, -2) @ V, features.sum(axis=-2)
 
     def compute_output_from_state(self, Q: npt.ArrayLike, state: tuple[Floats, Floats]) -> Floats:
-        """Compute the output from the state alone, without a table of weights; the numbers are those of `forward`.
+        """Compute the output from the state alone, without a table of weights; the result equals that of `forward`.
 
         Args:
             Q: Queries (…, q_len, d_k).
@@ -82,7 +82,7 @@ class Linear(AttentionVariant):
 class TileState:
     """The state of the online softmax after the keys from `start` to `stop`.
 
-    `scores` and `exponentials` (…, q_len, stop − start) are those of this tile. `row_max`, `row_sum` (…, q_len, 1) and
+    `scores` and `exponentials` (…, q_len, stop − start) belong to this tile. `row_max`, `row_sum` (…, q_len, 1) and
     `weighted_sum` (…, q_len, d_v) cover all keys so far. `rescale` is the factor that brought the sums of the earlier
     tiles to the new maximum.
 

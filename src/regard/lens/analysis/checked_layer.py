@@ -39,7 +39,7 @@ class CheckedLayer:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, q_len, kv_len)."""
+        """The shape, (batch, heads, q_len, kv_len)."""
         *lead, q_len, kv_len = self.call.shape
         return math.prod(lead[:-1]), lead[-1] if lead else 1, q_len, kv_len
 

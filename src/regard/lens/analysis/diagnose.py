@@ -247,12 +247,12 @@ def _check_positions(
                         Finding(
                             "positions",
                             "error",
-                            "The positions of a cached step do not follow those of the keys before it.",
+                            "The positions of a cached step do not continue those of the cached keys.",
                             name,
                             layer,
                             rows=(row,),
                             evidence=evidence,
-                            hint="Omit position_ids, or pass cache length + arange(new tokens), padding not counted.",
+                            hint="Omit position_ids, or pass cache length + arange(new tokens), not counting padding.",
                         )
                     ]
     return []

@@ -140,7 +140,7 @@ def find_positions(
             operation,
             received=f"{parameter} as {describe_argument(token)}",
             expected="the text of a token, or its position",
-            hint='For instance query="it", or query=8.',
+            hint='For example query="it", or query=8.',
         )
     if tokens is None:
         raise ArgumentError(
@@ -160,7 +160,7 @@ def find_positions(
             operation,
             received=f"{parameter}={token!r}",
             expected="one of the tokens" + (f", such as {', '.join(map(repr, near))}" if near else ""),
-            hint="A word may be several tokens, and word pieces (##…) count. Or pass its position.",
+            hint="A word may be split into several tokens, e.g. word pieces (##…). Pass its position instead.",
         )
     return np.array(positions)
 
@@ -182,7 +182,7 @@ def require_weights(call: Call, operation: str) -> None:
             operation,
             received=f"{call.name!r}, which was recorded with measures only",
             expected="a recording of queries and keys",
-            hint="Measures do not contain single weights: call regard.watch without measures.",
+            hint="Measures do not contain individual weights: call regard.watch without measures.",
         )
 
 
@@ -199,7 +199,7 @@ def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatri
             operation,
             received=f"batch={batch}",
             expected=f"one of {size} batch entries" if size > 1 else "batch=0: there is one batch entry",
-            hint="The first is batch=0.",
+            hint="Batch entries are counted from 0.",
         )
     if len(lead) < 2:
         return matrix
@@ -237,5 +237,5 @@ def stack_name(module: str) -> str:
 
 
 def as_numpy(array: Any) -> Any:
-    """Return a tensor as float64 NumPy."""
+    """Convert a tensor to a float64 NumPy array."""
     return array.detach().double().cpu().numpy()

@@ -84,5 +84,5 @@ def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] 
         OPERATION,
         received=received,
         expected="the layers of one stack, over one whole sequence",
-        hint='Select it: recording.rollout(token, layers="encoder.*"). list(recording) has the names.',
+        hint='Select it: recording.rollout(token, layers="encoder.*"). list(recording) lists the names.',
     )

@@ -169,6 +169,6 @@ def token_count_error(operation: str, tokens: list[list[Any]], lengths: set[int]
     return ArgumentError(
         operation,
         received=f"{' or '.join(map(str, counts))} tokens for {entries}",
-        expected=f"as many as a layer has keys: {' or '.join(map(str, sorted(lengths)))}",
+        expected=f"one token for each key of a layer: {' or '.join(map(str, sorted(lengths)))}",
         hint="Pass every token the model read, special tokens and padding included.",
     )

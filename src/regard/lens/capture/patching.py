@@ -51,7 +51,7 @@ def exclude_from_compile(function: Function) -> Function:
 def patch(
     namespace: MutableMapping[str, Any], name: str, make_wrapper: Callable[[Function], Function]
 ) -> PatchKey:
-    """Replace `namespace[name]` by `make_wrapper(namespace[name])`, unless it is patched already.
+    """Replace `namespace[name]` by `make_wrapper(namespace[name])`, unless it is already patched.
 
     Args:
         namespace: The `vars()` of a module, or a registry.

@@ -100,11 +100,14 @@ class CaseBounds(NamedTuple):
 
 
 def compute_bounds(case: Case, inputs: CaseInputs) -> CaseBounds:
-    """Compute the definition of a case, a naive result at its dtype, and the error that rounding may cause.
+    """Compute the reference result of a case, a naive result at its dtype, and the error that rounding may cause.
 
     Args:
         case: The case.
-        inputs: Its inputs, from `build_inputs`.
+        inputs: The inputs that `build_inputs` returned for the case.
+
+    Returns:
+        One error bound for each result.
     """
     exact_dtype = np.longdouble if case.dtype == "float64" else np.float64
     working = np.float64 if case.dtype == "float64" else np.float32

@@ -78,7 +78,7 @@ class AttentionCall:
 
 
 def build_causal_mask(q_len: int, kv_len: int, align: Align | None) -> Any:
-    """Build a causal mask, booleans (q_len, kv_len); all True without `align`.
+    """Build a boolean causal mask of shape (q_len, kv_len). If `align` is None, every entry is True.
 
     >>> build_causal_mask(2, 3, "lower_right").astype(int)
     array([[1, 1, 0],

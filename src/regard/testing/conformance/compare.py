@@ -52,8 +52,11 @@ def run_probe(fn: Callable[..., Any], convention: CallingConvention, probe: Prob
 
     Args:
         fn: The attention function.
-        convention: How to call it.
+        convention: How to call the function.
         probe: The call.
+
+    Returns:
+        The result of the call, the error it raised, or the reason why it was skipped.
     """
     obstacle = convention.find_obstacle(probe.call, probe.gradients)
     if obstacle:
@@ -200,7 +203,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def matches(outcome: ProbeOutcome, steps: Steps) -> bool:
-    """Return whether the outcome is that of a function with these steps.
+    """Return whether a function with these steps produces this outcome.
 
     An error of the function matches steps that cannot be computed.
 

@@ -38,7 +38,7 @@ class CallingConvention:
         heads_argument: The name of the argument for the number of heads; None if it has none.
         gqa_argument: The name of the flag for grouped heads; None if it has none.
         grouped: Whether it accepts fewer key heads than query heads.
-        dtypes: The dtypes it supports. Default: those of the library.
+        dtypes: The dtypes it supports. Default: the library's dtypes.
         device: The device of torch tensors.
         returns: The order of the pair, if it returns two arrays.
         unsupported: Capabilities that it does not support. Failures there are not findings.

@@ -62,7 +62,7 @@ def resolve_convention(fn: Any, preset: str | None, fields: dict[str, Any]) -> t
 
     Args:
         fn: The attention function; None for a convention without a function.
-        preset: The name of a preset. Default: that of a known function, or none.
+        preset: The name of a preset. Default: the preset of a known function, or none.
         fields: Fields of `CallingConvention` that replace those found.
 
     Raises:
@@ -71,7 +71,7 @@ def resolve_convention(fn: Any, preset: str | None, fields: dict[str, Any]) -> t
     if preset is not None and preset not in PRESETS:
         raise ArgumentError(
             "check_conformance", received=f"the convention {preset!r}", expected=f"one of {', '.join(PRESETS)}",
-            hint="Or describe the function by the fields of regard.testing.CallingConvention.",
+            hint="Use a preset, or describe the function with the fields of regard.testing.CallingConvention.",
         )  # fmt: skip
     known = _find_preset(fn)
     if known is not None and preset in (None, known):

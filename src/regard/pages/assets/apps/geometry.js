@@ -69,7 +69,7 @@ function drawCompare(row) {
   compare.setView([0, 0], state.normalised ? 1.4 : reach);
   const along = unit(row.query), isLive = (j) => row.scores[j] !== -Infinity;
   const shapes = [], feet = [];
-  // Looking along a vector, the label of a key is on its left, that of the query on its right.
+  // Looking along a vector, the label of a key is on its left, and the label of the query on its right.
   const beside = ([x, y], left) => [-left * y, -left * x];
   const labels = [label(compare, row.query, data.queries[state.query], beside(row.query, -1), 24, "of-query")];
   if (state.normalised) shapes.push(dot(compare, [0, 0], "circle", compare.toPicture([1, 0])[0] - compare.toPicture([0, 0])[0]));

@@ -11,7 +11,7 @@ function selectPair(array, shape, pair) {
   return array.subarray(own * size, (own + 1) * size);
 }
 
-// Resolve to the head of a (batch, head) pair. `load(array)` gives the numbers of an encoded array, or a promise of them.
+// Resolve to the head of a (batch, head) pair. `load(array)` returns the numbers of an encoded array, or a promise of them.
 export async function loadHead(record, pair, load) {
   const query = record.query[record.query_index[pair]], key = record.key[record.key_index[pair]];
   const mask = record.masks[record.mask_index[pair]];
