@@ -80,7 +80,7 @@ class IndexOutOfRangeError(RegardError, IndexError):
     >>> regard.attention([[1.0]], [[1.0]])[7]
     Traceback (most recent call last):
         ...
-    regard.IndexOutOfRangeError: A[index]: received index 7 for axis 0; expected from -1 to 0. That axis has 1 entries.
+    regard.IndexOutOfRangeError: A[index]: received index 7 for axis 0; expected -1 to 0. The axis has size 1.
     """
 
 

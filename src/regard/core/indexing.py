@@ -134,7 +134,7 @@ def _as_integers(entry: Any, operation: str) -> IntArray:
             expected="integers, slices, an ellipsis or one integer array",
             hint="Convert booleans to positions first: numpy.flatnonzero(chosen)."
             if array.dtype.kind == "b"
-            else "Convert positions to integers.",
+            else "Pass positions as integers.",
         )
     integers: IntArray = array.astype(np.int64)
     return integers
@@ -147,7 +147,7 @@ def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> I
         raise IndexOutOfRangeError(
             operation,
             received=f"index {positions[wrong][0]} for axis {axis}",
-            expected=f"an index from {-size} to {size - 1}",
-            hint=f"The axis has {size} entries.",
+            expected=f"{-size} to {size - 1}",
+            hint=f"The axis has size {size}.",
         )
     return np.where(positions < 0, positions + size, positions)

@@ -147,7 +147,7 @@ def test_missing_tokens_raise_with_a_hint():
         recording.find("cats", "the", tokens)
     with pytest.raises(ArgumentError, match=r"query='cat' and no tokens.*convert_ids_to_tokens"):
         recording.find("cat", "the")
-    with pytest.raises(ArgumentError, match=r"received 2 tokens .* keys: 4"):
+    with pytest.raises(ArgumentError, match=r"received 2 tokens .* each key of a layer: 4"):
         recording.find("cat", "the", ["the", "cat"])
     with pytest.raises(IndexOutOfRangeError, match=r"query=9; expected a position from 0 to 3"):
         recording.find(9, 0)
