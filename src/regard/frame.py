@@ -65,7 +65,7 @@ class Frame:
             operation: Name of the operation in errors.
 
         Raises:
-            ArgumentError: The lengths differ and `align` is None, or `align` is unknown.
+            ArgumentError: If the lengths differ and `align` is None, or `align` is unknown.
         """
         check_align(align, operation)
         if align == "lower_right":
@@ -88,7 +88,7 @@ class Frame:
             operation: Name of the operation in errors.
 
         Raises:
-            ArgumentError: The array does not broadcast to the leading axes.
+            ArgumentError: If the array does not broadcast to the leading axes.
         """
         return self.take_pairs(sizes, 0, operation, "heads")
 
@@ -101,7 +101,7 @@ class Frame:
             operation: Name of the operation in errors.
 
         Raises:
-            ArgumentError: The array does not broadcast to the leading axes.
+            ArgumentError: If the array does not broadcast to the leading axes.
         """
         shape = tuple(array.shape)
         batch = shape[: len(shape) - extra]
@@ -118,7 +118,7 @@ class Frame:
             over: Name of the broadcast axes in errors.
 
         Raises:
-            ArgumentError: The array does not broadcast to the leading axes.
+            ArgumentError: If the array does not broadcast to the leading axes.
         """
         shape = tuple(array.shape)
         own, rest = shape[: len(shape) - extra], shape[len(shape) - extra :]

@@ -270,7 +270,7 @@ def bias(array: Array) -> ScoreMod:
         The score modification.
 
     Raises:
-        ArgumentTypeError: If the array does not hold floating point numbers.
+        ArgumentTypeError: If the array does not hold floating-point numbers.
 
     >>> import numpy as np
     >>> from regard import bias

@@ -19,7 +19,7 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
         name: Name of the argument in errors.
 
     Raises:
-        ArgumentError: Nested lists have different lengths.
+        ArgumentError: If nested lists have different lengths.
     """
     try:
         return np.asarray(argument)
@@ -72,7 +72,7 @@ def check_align(align: object, operation: str) -> None:
         operation: Name of the operation in errors.
 
     Raises:
-        ArgumentError: It is neither None, "upper_left" nor "lower_right".
+        ArgumentError: If `align` is neither None, "upper_left" nor "lower_right".
     """
     if align not in (None, "upper_left", "lower_right"):
         raise ArgumentError(

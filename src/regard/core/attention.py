@@ -49,8 +49,8 @@ def attention(
         The lazy matrix: (…, heads, q_len, kv_len). Nothing is computed yet.
 
     Raises:
-        ArgumentError: Shapes do not fit together, or `scale` is not a finite number.
-        ArgumentTypeError: An argument has another type; arrays must hold real numbers.
+        ArgumentError: If shapes do not fit together, or `scale` is not a finite number.
+        ArgumentTypeError: If an argument has another type; arrays must hold real numbers.
 
     >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A
@@ -103,8 +103,8 @@ def linear_attention(
         The lazy matrix: (…, heads, q_len, kv_len).
 
     Raises:
-        ArgumentError: Shapes do not fit together, or features are negative or have the wrong shape.
-        ArgumentTypeError: An argument has another type; arrays must hold real numbers.
+        ArgumentError: If shapes do not fit together, or features are negative or have the wrong shape.
+        ArgumentTypeError: If an argument has another type; arrays must hold real numbers.
 
     >>> A = linear_attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A
@@ -184,7 +184,7 @@ def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod])
         score_mods: The score modifications.
 
     Raises:
-        ArgumentTypeError: The mask is not a `Mask`, or a score modification not a `ScoreMod`.
+        ArgumentTypeError: If the mask is not a `Mask`, or a score modification is not a `ScoreMod`.
     """
     if mask is not None:
         hint = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"

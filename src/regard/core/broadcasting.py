@@ -32,7 +32,7 @@ def broadcast_index(
         Flat indices into the leading axes of the array: (prod(leading_shape),).
 
     Raises:
-        ArgumentError: The leading axes do not broadcast.
+        ArgumentError: If the leading axes do not broadcast.
     """
     own_shape = tuple(array.shape[:-2])
     pairs = np.arange(math.prod(own_shape)).reshape(own_shape)
@@ -65,7 +65,7 @@ def leading_shape(
         The leading axes, and how many query heads share a key head.
 
     Raises:
-        ArgumentError: The shapes do not fit together.
+        ArgumentError: If the shapes do not fit together.
     """
     if (
         not enable_gqa

@@ -113,7 +113,7 @@ def explain_row(
         tokens: Labels of the keys: kv_len strings.
 
     Raises:
-        ArgumentError: Value or tokens do not have kv_len entries.
+        ArgumentError: If value or tokens do not have kv_len entries.
     """
     engine, xp = problem.engine, problem.engine.xp
     kv_len = problem.frame.kv_len

@@ -39,9 +39,9 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
         operation: Name of the operation in errors.
 
     Raises:
-        IndexOutOfRangeError: A position is past the end, or there are too many entries.
-        ArgumentTypeError: An entry has another type, or there are several arrays.
-        ArgumentError: A slice has bounds that are not integers, or a step of 0.
+        IndexOutOfRangeError: If a position is past the end, or there are too many entries.
+        ArgumentTypeError: If an entry has another type, or there are several arrays.
+        ArgumentError: If a slice has bounds that are not integers, or a step of 0.
 
     >>> resolve_index((..., 1, slice(0, 4, 2)), (7, 5, 5), "A[index]").positions[1:]
     [array([1]), array([0, 2])]

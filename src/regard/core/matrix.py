@@ -130,9 +130,9 @@ class AttentionMatrix:
             `A[:, 3]`, the result is a lazy `AttentionMatrix` of those heads, the same as `A.lazy[index]`.
 
         Raises:
-            IndexOutOfRangeError: The index is past the end of an axis, or has too many entries.
-            ArgumentTypeError: The index has several arrays, or entries that are not integers.
-            TooLargeError: The result would take more than 256 MiB.
+            IndexOutOfRangeError: If the index is past the end of an axis, or has too many entries.
+            ArgumentTypeError: If the index has several arrays, or entries that are not integers.
+            TooLargeError: If the result would take more than 256 MiB.
         """
         resolved = resolve_index(index, self.shape, "A[index]")
         if resolved.keeps_tokens:
@@ -195,8 +195,8 @@ class AttentionMatrix:
             The output in the dtype of the value: (…, heads, q_len, value_dim), or (…, heads, q_len) for a vector.
 
         Raises:
-            ArgumentError: The shape of the value does not fit the matrix.
-            ArgumentTypeError: The value does not hold real numbers.
+            ArgumentError: If the shape of the value does not fit the matrix.
+            ArgumentTypeError: If the value does not hold real numbers.
         """
         spec = self._spec
         if spec.query is not None and spec.sink is None and not spec.score_mods:
@@ -248,8 +248,8 @@ class AttentionMatrix:
             A named tuple with the result of each measure.
 
         Raises:
-            ArgumentTypeError: An argument is not a measure.
-            ArgumentError: Two results have the same name.
+            ArgumentTypeError: If an argument is not a measure.
+            ArgumentError: If two results have the same name.
 
         >>> from regard import Entropy, TopK, attention
         >>> A = attention([[0.0]], [[1.0], [2.0]])
@@ -294,7 +294,7 @@ class AttentionMatrix:
             align: Position of query 0 if q_len and kv_len differ, as in `causal`.
 
         Raises:
-            ArgumentError: The lengths differ and `align` is missing, or `align` is unknown.
+            ArgumentError: If the lengths differ and `align` is missing, or `align` is unknown.
         """
         return self.measure(Distance(align)).distance
 
@@ -305,8 +305,8 @@ class AttentionMatrix:
             mask: The keys to count, such as `regard.first(4)`.
 
         Raises:
-            ArgumentTypeError: `mask` is not a mask.
-            ArgumentError: The mask does not fit the matrix.
+            ArgumentTypeError: If `mask` is not a mask.
+            ArgumentError: If the mask does not fit the matrix.
         """
         return self.measure(Mass(mask)).mass
 
@@ -320,7 +320,7 @@ class AttentionMatrix:
             A named tuple of `values` and `indices`, each (…, heads, q_len, k).
 
         Raises:
-            ArgumentError: `k` is not a whole number from 1 to kv_len.
+            ArgumentError: If `k` is not a whole number from 1 to kv_len.
         """
         top: TopKResult = self.measure(top=TopK(k)).top
         return top
@@ -333,7 +333,7 @@ class AttentionMatrix:
             reduce: Reduction of the weights in a cell.
 
         Raises:
-            ArgumentError: There are more cells than rows or columns, or `reduce` is unknown.
+            ArgumentError: If there are more cells than rows or columns, or `reduce` is unknown.
         """
         return self.measure(Coarse(cells, reduce)).coarse
 
@@ -349,7 +349,7 @@ class AttentionMatrix:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: The axis is none of these, or both `axis` and `dim` are given.
+            ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
         """
         if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
             return self.measure(Sum(-1)).sum.sum()
@@ -367,7 +367,7 @@ class AttentionMatrix:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: The axis is none of these, or both `axis` and `dim` are given.
+            ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
         """
         resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
         count = math.prod(self.shape) if resolved is None else self.shape[resolved]
@@ -386,7 +386,7 @@ class AttentionMatrix:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: The axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "max")
         if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
@@ -406,7 +406,7 @@ class AttentionMatrix:
             None.
 
         Raises:
-            ArgumentError: The axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "argmax")
         if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
@@ -430,9 +430,9 @@ class AttentionMatrix:
             tokens: Labels of the keys, kv_len strings.
 
         Raises:
-            ArgumentError: The matrix has several heads, or value or tokens do not have kv_len entries.
-            ArgumentTypeError: `q_idx` is not an integer.
-            IndexOutOfRangeError: There is no query `q_idx`.
+            ArgumentError: If the matrix has several heads, or value or tokens do not have kv_len entries.
+            ArgumentTypeError: If `q_idx` is not an integer.
+            IndexOutOfRangeError: If there is no query `q_idx`.
 
         >>> import regard
         >>> print(regard.attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
@@ -472,9 +472,9 @@ class AttentionMatrix:
             title: Title of the page.
 
         Raises:
-            ArgumentError: The matrix has several heads or is empty, the number of tokens is wrong, or the page cannot
-                compute a score modification.
-            TooLargeError: The page would have to carry a bias of too many numbers.
+            ArgumentError: If the matrix has several heads or is empty, the number of tokens is wrong, or the page
+                cannot compute a score modification.
+            TooLargeError: If the page would have to carry a bias of too many numbers.
 
         >>> import numpy as np
         >>> import regard

@@ -35,8 +35,8 @@ def flatten_operand(array: Any, spec: Spec, operation: str, *, transposed: bool)
     """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form.
 
     Raises:
-        ArgumentTypeError: The array does not hold real numbers.
-        ArgumentError: Its shape does not fit the matrix.
+        ArgumentTypeError: If the array does not hold real numbers.
+        ArgumentError: If its shape does not fit the matrix.
     """
     name, axis = ("x", "q_len") if transposed else ("value", "kv_len")
     array = spec.engine.as_float(array, operation, name)
@@ -185,8 +185,8 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         Output (…, q_len, value_dim) and lse (…, q_len) over all keys.
 
     Raises:
-        ArgumentError: There is no part, or the shapes differ.
-        ArgumentTypeError: The arrays belong to no known library.
+        ArgumentError: If there is no part, or the shapes differ.
+        ArgumentTypeError: If the arrays belong to no known library.
 
     >>> import numpy as np, regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])

@@ -50,7 +50,7 @@ class LazyIndexer:
             index: Heads and rows as integers, slices or one 1-D integer array; all columns must be kept.
 
         Raises:
-            ArgumentError: The index leaves out or reorders columns, or adds axes.
+            ArgumentError: If the index leaves out or reorders columns, or adds axes.
         """
         shape = self._matrix.shape
         resolved = resolve_index(index, shape, "A.lazy[index]")

@@ -117,8 +117,8 @@ def build_page_layers(
         One entry for each call.
 
     Raises:
-        ArgumentError: The number of tokens fits no layer.
-        IndexOutOfRangeError: No such head or batch entry.
+        ArgumentError: If the number of tokens fits no layer.
+        IndexOutOfRangeError: If there is no such head or batch entry.
     """
     shown: list[PageLayer] = []
     tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers

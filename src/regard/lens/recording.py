@@ -67,7 +67,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         """List every call with its layer.
 
         Raises:
-            ArgumentError: The calls of a layer include tokens that `generate()` discarded.
+            ArgumentError: If the calls of a layer include tokens that `generate()` discarded.
         """
         layer_calls = []
         for layer, name in enumerate(self):
@@ -81,8 +81,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Return the matrix of a layer.
 
         Raises:
-            NotCapturedError: No layer of this name was captured.
-            ArgumentError: The layer has several calls that cannot be joined, or was recorded with measures only.
+            NotCapturedError: If no layer of this name was captured.
+            ArgumentError: If the layer has several calls that cannot be joined, or was recorded with measures only.
         """
         groups = self._joined_calls.get(name)
         if not groups:
@@ -120,7 +120,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             The calls in order.
 
         Raises:
-            NotCapturedError: No layer of this name was captured.
+            NotCapturedError: If no layer of this name was captured.
         """
         if name not in self._joined_calls:
             self._raise_not_captured(name)
@@ -229,7 +229,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             The table; `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept it.
 
         Raises:
-            ArgumentError: The number of tokens fits no layer, or the layers were recorded with measures only.
+            ArgumentError: If the number of tokens fits no layer, or the layers were recorded with measures only.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -262,8 +262,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             The table.
 
         Raises:
-            ArgumentError: No such token, no tokens to look up a text in, or tokens that fit no layer.
-            IndexOutOfRangeError: No such position or batch entry.
+            ArgumentError: If there is no such token, no tokens to look up a text in, or the tokens fit no layer.
+            IndexOutOfRangeError: If there is no such position or batch entry.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -295,8 +295,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             (n,), float64, NumPy; sums to 1.
 
         Raises:
-            ArgumentError: The layers are not one stack of self-attention, or the text of the token is ambiguous.
-            IndexOutOfRangeError: No such position or batch entry.
+            ArgumentError: If the layers are not one stack of self-attention, or the text of the token is ambiguous.
+            IndexOutOfRangeError: If there is no such position or batch entry.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -328,7 +328,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             Findings with severity, location, evidence and hint; `print` shows them.
 
         Raises:
-            ArgumentError: `attention_mask` has the wrong shape, or other entries than 0 and 1.
+            ArgumentError: If `attention_mask` has the wrong shape, or entries other than 0 and 1.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -383,8 +383,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             The page: `page.save(path)` writes it, and a notebook shows it.
 
         Raises:
-            ArgumentError: No such layer, or tokens that fit no layer.
-            IndexOutOfRangeError: No such head or batch entry.
+            ArgumentError: If there is no such layer, or the tokens fit no layer.
+            IndexOutOfRangeError: If there is no such head or batch entry.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -416,8 +416,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             path: The file to write.
 
         Raises:
-            ArgumentError: A score modification or a measure's result cannot be written.
-            ImportError: safetensors is not installed.
+            ArgumentError: If a score modification or a measure's result cannot be written.
+            ImportError: If safetensors is not installed.
         """
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
         write_calls(path, [entry.call for entry in self._layer_calls()], causal)
@@ -438,7 +438,7 @@ def load_recording(path: str | Path) -> Recording:
         The recording: `recording[name]`, `recording.heads()` and the rest work as before it was saved.
 
     Raises:
-        ArgumentError: The file is not a saved recording.
+        ArgumentError: If the file is not a saved recording.
 
     >>> import regard, tempfile, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

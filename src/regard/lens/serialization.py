@@ -136,8 +136,8 @@ def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]
         causal: `is_causal` of the modules by name.
 
     Raises:
-        ArgumentError: A score modification or a measure's result cannot be written.
-        ImportError: safetensors is not installed.
+        ArgumentError: If a score modification or a measure's result cannot be written.
+        ImportError: If safetensors is not installed.
     """
     try:
         from safetensors.torch import save_file
@@ -219,7 +219,7 @@ def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
         The calls in order, and `is_causal` of the modules by name.
 
     Raises:
-        ArgumentError: The file was not written by `write_calls`.
+        ArgumentError: If the file was not written by `write_calls`.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -74,9 +74,9 @@ def watch(
         A context manager whose value is the `Recording`.
 
     Raises:
-        ArgumentTypeError: `model` or `measures` has the wrong type.
-        ArgumentError: The model is compiled or scripted, or `layers` names no module of it.
-        NotCapturedError: At the end of the block: an attention layer ran and was not captured. The message says why,
+        ArgumentTypeError: If `model` or `measures` has the wrong type.
+        ArgumentError: If the model is compiled or scripted, or `layers` names no module of it.
+        NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
             and what to do.
 
     >>> import regard, torch
@@ -156,7 +156,7 @@ class Watch:
         """Restore everything that was patched.
 
         Raises:
-            NotCapturedError: The block raised nothing, and an attention layer ran and was not captured.
+            NotCapturedError: If the block raised nothing, and an attention layer ran and was not captured.
         """
         self._restore()
         uncaptured = self._recording._uncaptured

@@ -26,8 +26,8 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
         A mask; with `true_means="ignore"` it equals `~dense(array)`.
 
     Raises:
-        ArgumentTypeError: The array does not hold booleans.
-        ArgumentError: `true_means` is neither "attend" nor "ignore".
+        ArgumentTypeError: If the array does not hold booleans.
+        ArgumentError: If `true_means` is neither "attend" nor "ignore".
 
     >>> from regard import dense
     >>> dense([[True, False], [True, True]]).to_dense(2, 2).astype(int)

@@ -24,7 +24,7 @@ def import_function(path: str, operation: str = "load") -> Callable[..., Any]:
         The function.
 
     Raises:
-        ArgumentError: There is no colon, the module cannot be imported, or it has no such function.
+        ArgumentError: If there is no colon, the module cannot be imported, or it has no such function.
 
     >>> import_function("regard:attention").__name__
     'attention'
@@ -71,8 +71,8 @@ def load_from_function(name: str, dtype: str | None) -> LoadedModel:
         The model in eval mode.
 
     Raises:
-        ArgumentError: The function cannot be imported, or raises.
-        ArgumentTypeError: It returns something else.
+        ArgumentError: If the function cannot be imported, or raises.
+        ArgumentTypeError: If the function returns something else.
     """
     torch = import_optional("torch", "torch")
     function = import_function(name)

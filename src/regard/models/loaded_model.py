@@ -63,7 +63,7 @@ class LoadedModel:
             The ids and the tokens.
 
         Raises:
-            ArgumentError: The text has no tokens, `max_tokens` is below 1, or the model does not know an id.
+            ArgumentError: If the text has no tokens, `max_tokens` is below 1, or the model does not know an id.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ArgumentError(

@@ -31,9 +31,9 @@ def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None
         The model, its tokenizer, and notes about both.
 
     Raises:
-        ArgumentError: The name, the dtype, the folder or the model cannot be used.
-        ArgumentTypeError: `module:function` returns something other than a model or (model, tokenizer).
-        ImportError: torch or transformers is not installed.
+        ArgumentError: If the name, the dtype, the folder or the model cannot be used.
+        ArgumentTypeError: If `module:function` returns something other than a model or (model, tokenizer).
+        ImportError: If torch or transformers is not installed.
 
     >>> import regard
     >>> model = regard.models.load("examples.induction:load")

@@ -12,7 +12,7 @@ def import_optional(module: str, extra: str) -> Any:
     """Import an optional dependency.
 
     Raises:
-        ImportError: It is not installed; the message names the extra that installs it.
+        ImportError: If the package is not installed; the message names the extra that installs it.
     """
     try:
         return importlib.import_module(module)

@@ -26,7 +26,7 @@ def tokenize(
         The ids, the tokens as strings, and the number of tokens before truncation.
 
     Raises:
-        ArgumentError: There is no tokenizer, and the model knows more than 256 tokens.
+        ArgumentError: If there is no tokenizer, and the model knows more than 256 tokens.
     """
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         return _tokenize_with_transformers(tokenizer, text, limit)
@@ -51,7 +51,7 @@ def check_ids(ids: list[int], vocab_size: int | None) -> Any:
     """Return the ids as a tensor (1, n).
 
     Raises:
-        ArgumentError: An id is not below `vocab_size`.
+        ArgumentError: If an id is not below `vocab_size`.
     """
     import torch
 

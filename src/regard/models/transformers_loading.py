@@ -17,7 +17,7 @@ def check_folder(path: Path) -> None:
     """Check that a folder has a configuration and weights that are not pickled.
 
     Raises:
-        ArgumentError: It has no config.json, or no *.safetensors.
+        ArgumentError: If the folder has no config.json, or no *.safetensors.
     """
     if not (path / "config.json").is_file():
         raise ArgumentError(
@@ -62,7 +62,7 @@ def load_with_transformers(
         The model in eval mode; of an encoder-decoder model, the encoder.
 
     Raises:
-        ArgumentError: transformers cannot load it.
+        ArgumentError: If transformers cannot load the model.
     """
     transformers = import_optional("transformers", "hf")
     options = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only}

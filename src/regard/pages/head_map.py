@@ -33,7 +33,7 @@ def build_head_map(
         The page.
 
     Raises:
-        ArgumentError: The matrix is empty, or the number of tokens is wrong.
+        ArgumentError: If the matrix is empty, or the number of tokens is wrong.
     """
     problem = matrix._problem
     _, rows, keys = problem.shape

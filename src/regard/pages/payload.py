@@ -115,8 +115,8 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
         The payload.
 
     Raises:
-        ArgumentError: The weights are not a softmax, or a score modification cannot be computed in a page.
-        TooLargeError: The mask or a bias is too large for a page.
+        ArgumentError: If the weights are not a softmax, or a score modification cannot be computed in a page.
+        TooLargeError: If the mask or a bias is too large for a page.
     """
     problem = matrix._problem
     if not problem.is_softmax:

@@ -121,9 +121,9 @@ def find_positions(
         The positions, ascending.
 
     Raises:
-        ArgumentError: No token has the text, or there are no tokens.
-        ArgumentTypeError: `token` is neither a text nor an integer.
-        IndexOutOfRangeError: The position is outside the sequence.
+        ArgumentError: If no token has the text, or there are no tokens.
+        ArgumentTypeError: If `token` is neither a text nor an integer.
+        IndexOutOfRangeError: If the position is outside the sequence.
     """
     if hasattr(token, "__index__") and not isinstance(token, bool):
         position = int(token)
@@ -175,7 +175,7 @@ def require_weights(call: Call, operation: str) -> None:
     """Check that a call has query and key.
 
     Raises:
-        ArgumentError: It was recorded with measures only.
+        ArgumentError: If the call was recorded with measures only.
     """
     if call.query is None:
         raise ArgumentError(
@@ -190,7 +190,7 @@ def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatri
     """Return the matrix of one batch entry, (heads, q_len, kv_len), lazy.
 
     Raises:
-        IndexOutOfRangeError: There is no such entry.
+        IndexOutOfRangeError: If there is no such entry.
     """
     matrix, lead = call.matrix, call.shape[:-2]
     size = math.prod(lead[:-1])
@@ -212,7 +212,7 @@ def select_layers(
     """Select calls by module name or pattern; all by default.
 
     Raises:
-        ArgumentError: A selected call was recorded with measures only.
+        ArgumentError: If a selected call was recorded with measures only.
     """
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     selected = [

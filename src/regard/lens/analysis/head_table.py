@@ -33,7 +33,7 @@ def build_head_table(
         One row for each call and head.
 
     Raises:
-        ArgumentError: A call was recorded with measures only, or the number of tokens fits no layer.
+        ArgumentError: If a call was recorded with measures only, or the number of tokens fits no layer.
     """
     table, fits, lengths = Table(), tokens is None, set()
     tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers

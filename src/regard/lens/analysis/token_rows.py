@@ -133,7 +133,7 @@ def as_token_lists(tokens: Any, operation: str) -> list[list[Any]]:
         The lists.
 
     Raises:
-        ArgumentTypeError: It is something else, such as one text.
+        ArgumentTypeError: If `tokens` is of another type, such as one text.
     """
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()

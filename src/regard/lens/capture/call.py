@@ -117,7 +117,7 @@ class Call:
         """The attention matrix, lazy.
 
         Raises:
-            ArgumentError: The call was recorded with `measures`, or the model has overwritten its query or key.
+            ArgumentError: If the call was recorded with `measures`, or the model has overwritten its query or key.
         """
         if self.measures is not None:
             raise ArgumentError(
