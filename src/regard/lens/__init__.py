@@ -1,4 +1,4 @@
-"""Record and analyse the attention of a model: `regard.watch(model)` returns a `Recording`.
+"""Record and analyse the attention of a model: `with regard.watch(model) as recording` binds a `Recording`.
 
 A recording holds the lazy attention matrix of every layer, and finds, measures and checks heads. `capture/` records
 calls, `analysis/` computes tables and findings. The package imports `regard.core`, `regard.pages` and below, and torch.

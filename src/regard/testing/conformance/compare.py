@@ -56,7 +56,7 @@ def run_probe(fn: Callable[..., Any], convention: CallingConvention, probe: Prob
         probe: The call.
 
     Returns:
-        The result of the call, the error it raised, or the reason why it was skipped.
+        The outcome: the result of the call, its failure, or the reason why it was skipped.
     """
     obstacle = convention.find_obstacle(probe.call, probe.gradients)
     if obstacle:
