@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +16,7 @@ from regard.lens.analysis.find import find_heads
 from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
-from regard.lens.capture.cache_joining import JoinedCalls
+from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from regard.pages.html import Page
 
 __all__ = ["Recording", "load_recording"]
+
+# A call that extends no cache is compared with this many of the latest ones to find out why.
+MAX_FAULTY_CACHES = 8
 
 
 class Recording(Mapping[str, AttentionMatrix]):
@@ -49,6 +53,8 @@ class Recording(Mapping[str, AttentionMatrix]):
     def __init__(self) -> None:
         self._joined_calls: dict[str, list[JoinedCalls]] = {}
         self._uncaptured: dict[str, Uncaptured] = {}
+        self._cache_faults: dict[str, list[CacheFault]] = {}
+        self._num_calls: Counter[str] = Counter()
         self._module_hints = ModuleHints()
         self._lock = threading.Lock()
 
@@ -56,11 +62,25 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Add a call; append it to the calls of its cache if there are any."""
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
+            number = self._num_calls[call.name]
+            self._num_calls[call.name] += 1
             if call.measures is None:
+                tokens = call.query.shape[-2]
                 # The latest first: a layer that several depths share has one cache for each.
                 for joined in reversed(groups):
                     if joined.try_append(call):
+                        if call.num_missing_values and not joined.is_cross_attention:
+                            fault = CacheFault(
+                                number, "values missing", tokens, tokens - call.num_missing_values
+                            )
+                            self._cache_faults.setdefault(call.name, []).append(fault)
                         return
+                for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
+                    found = joined.find_fault(call)
+                    if found is not None:
+                        fault = CacheFault(number, found[0], tokens, found[1])
+                        self._cache_faults.setdefault(call.name, []).append(fault)
+                        break
             groups.append(JoinedCalls(call))
 
     def _layer_calls(self) -> list[LayerCall]:
@@ -91,13 +111,16 @@ class Recording(Mapping[str, AttentionMatrix]):
             reason = "keys do not extend one another's"
             if any(joined.last.measures is None and joined.last.compact_mask.nbytes for joined in groups):
                 reason = "masks are stored as arrays, which are not joined"
+            faults = self._cache_faults.get(name, ())
+            if faults:
+                reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
             raise ArgumentError(
                 f"recording[{name!r}]",
                 received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
                 expected="one call, or the steps of one cache",
                 hint=f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search "
-                "reorders its cache, some caches change old keys), run the model once on the generated "
-                "sequence and watch that run.",
+                "reorders its cache, some caches change old keys, broken ones lose some: see "
+                "recording.diagnose()), run the model once on the generated sequence and watch that run.",
             )
         joined = groups[0]
         if joined.speculative_mode:
@@ -314,8 +337,9 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         Errors: weight on the future, weight on padding, fully masked tokens, NaN or inf (and where they began), an
         inverted mask, `is_causal` aligned to the wrong corner, dropout in eval mode, positions of cached steps that
-        are not consecutive. Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that
-        were not captured. Notes: uniform heads, sinks. Extreme heads may be intended; errors hardly ever are.
+        are not consecutive, a cache that loses keys or values. Warnings: a scale that is not 1/√head_dim, saturated
+        heads, a slow kernel, layers that were not captured. Notes: uniform heads, sinks. Extreme heads may be
+        intended; errors hardly ever are.
 
         Args:
             tokens: Tokens of the sequence, (n,) or (batch, n). Without `attention_mask`, tokens such as "[PAD]" mark
@@ -342,6 +366,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             self._joined_calls,
             self._module_hints,
             self._uncaptured,
+            self._cache_faults,
             tokens=tokens,
             attention_mask=attention_mask,
             causal=causal,
@@ -420,7 +445,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             ImportError: If safetensors is not installed.
         """
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
-        write_calls(path, [entry.call for entry in self._layer_calls()], causal)
+        write_calls(path, [entry.call for entry in self._layer_calls()], causal, self._cache_faults)
 
 
 def _format_shapes(groups: list[JoinedCalls]) -> str:
@@ -451,8 +476,9 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal = read_calls(path)
+    calls, causal, cache_faults = read_calls(path)
     recording = Recording()
+    recording._cache_faults = cache_faults
     recording._module_hints.causal = causal
     for call in calls:
         query_offset = (

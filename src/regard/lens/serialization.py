@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from regard.errors import ArgumentError
+from regard.lens.capture.cache_joining import CacheFault
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.measures import TopKResult
@@ -127,13 +128,19 @@ def _cannot_write(received: str, hint: str) -> ArgumentError:
     )
 
 
-def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]) -> None:
+def write_calls(
+    path: str | Path,
+    calls: Sequence[Call],
+    causal: dict[str, bool],
+    cache_faults: Mapping[str, Sequence[CacheFault]],
+) -> None:
     """Write calls to a file.
 
     Args:
         path: The file to write.
         calls: The calls in order.
         causal: `is_causal` of the modules by name.
+        cache_faults: Calls that do not extend their cache, by name.
 
     Raises:
         ArgumentError: If a score modification or a measure's result cannot be written.
@@ -146,7 +153,9 @@ def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]
     writer = RecordingWriter()
     records = [writer.encode_call(call, str(i)) for i, call in enumerate(calls)]
     header = json.dumps(
-        {"format": FORMAT, "causal": causal, "calls": records}, ensure_ascii=False, allow_nan=False
+        {"format": FORMAT, "causal": causal, "cache_faults": cache_faults, "calls": records},
+        ensure_ascii=False,
+        allow_nan=False,
     )
     save_file(writer.arrays, str(path), metadata={"regard": header})
 
@@ -209,14 +218,14 @@ class RecordingReader:
         )
 
 
-def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
+def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]]]:
     """Read the calls of a file that `write_calls` wrote.
 
     Args:
         path: The file to read.
 
     Returns:
-        The calls in order, and `is_causal` of the modules by name.
+        The calls in order, `is_causal` of the modules by name, and the faults of caches by name.
 
     Raises:
         ArgumentError: If the file was not written by `write_calls`.
@@ -232,7 +241,11 @@ def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
     if header.get("format") != FORMAT:
         raise _cannot_read(path, f"a file of format {header.get('format')!r}")
     reader = RecordingReader(arrays)
-    return [reader.decode_call(record) for record in header["calls"]], header["causal"]
+    cache_faults = {
+        name: [CacheFault(*fault) for fault in faults]
+        for name, faults in header.get("cache_faults", {}).items()
+    }
+    return [reader.decode_call(record) for record in header["calls"]], header["causal"], cache_faults
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

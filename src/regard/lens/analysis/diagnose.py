@@ -13,10 +13,10 @@ from regard.errors import ArgumentError, describe_argument
 from regard.lens.analysis.call_checks import MASK_CHECKS, SETTING_CHECKS, Check, check_inverted_mask
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.find import stack_name
-from regard.lens.analysis.finding import Finding, Findings
+from regard.lens.analysis.finding import Finding, Findings, format_numbers
 from regard.lens.analysis.head_checks import check_heads
 from regard.lens.analysis.token_rows import as_token_lists, fit_tokens
-from regard.lens.capture.cache_joining import JoinedCalls
+from regard.lens.capture.cache_joining import CACHE_FAULTS, CacheFault, JoinedCalls
 from regard.lens.capture.call import LayerCall
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
@@ -30,6 +30,7 @@ def run_checks(
     joined_calls: Mapping[str, list[JoinedCalls]],
     module_hints: ModuleHints,
     uncaptured: Mapping[str, Uncaptured],
+    cache_faults: Mapping[str, Sequence[CacheFault]],
     *,
     tokens: Any = None,
     attention_mask: Any = None,
@@ -42,6 +43,7 @@ def run_checks(
         joined_calls: The same by module name, with the steps of each cache.
         module_hints: Modules that are causal, and the positions that were looked up.
         uncaptured: Layers that were not captured, by name.
+        cache_faults: Calls that do not extend their cache, by name.
         tokens: Tokens of the sequence, or None.
         attention_mask: (batch, n), 1 = token, 0 = padding, or None.
         causal: Whether layers should be causal; None to infer it.
@@ -71,6 +73,7 @@ def run_checks(
         if layer in finite:
             findings += check_heads(layer, usual_scales.get(_scale_group(layer)))
     findings += _check_positions(joined_calls, module_hints)
+    findings += _check_caches(joined_calls, cache_faults)
     for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
         message = f"The layer was not captured: {failure.reason}."
         findings.append(Finding("not captured", "warning", message, name, number, hint=failure.hint))
@@ -221,6 +224,34 @@ def _find_not_finite(layer: CheckedLayer) -> tuple[Any, list[str], dict[str, int
     if not tensors:
         return None
     return where, tensors, {name: count for name, count in counts.items() if count}
+
+
+def _check_caches(
+    joined_calls: Mapping[str, list[JoinedCalls]], cache_faults: Mapping[str, Sequence[CacheFault]]
+) -> list[Finding]:
+    """Report the calls of each layer that do not extend its cache as they should."""
+    findings = []
+    numbers = {name: number for number, name in enumerate(joined_calls)}
+    for name, faults in cache_faults.items():
+        for kind, message in CACHE_FAULTS.items():
+            of_kind = [fault for fault in faults if fault.kind == kind]
+            if not of_kind:
+                continue
+            calls = format_numbers("call", tuple(fault.call for fault in of_kind))
+            first = of_kind[0]
+            findings.append(
+                Finding(
+                    f"cache: {kind}",
+                    "error",
+                    message,
+                    name,
+                    numbers[name],
+                    evidence={"in": calls, "tokens of the first": first.tokens, "added by it": first.added},
+                    hint="Compare with a pass without cache, and append each key and value once. If the cache was "
+                    "cropped or copied on purpose, watch each sequence in its own block.",
+                )
+            )
+    return findings
 
 
 def _check_positions(

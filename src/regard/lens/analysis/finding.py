@@ -58,7 +58,7 @@ class Finding:
         where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
-                where.append(_format_numbers(word, numbers))
+                where.append(format_numbers(word, numbers))
         return ", ".join(where)
 
     @property
@@ -151,10 +151,10 @@ def _wrap(text: str, first_indent: str, indent: str) -> list[str]:
     )
 
 
-def _format_numbers(word: str, numbers: tuple[int, ...]) -> str:
+def format_numbers(word: str, numbers: tuple[int, ...]) -> str:
     """Format a word and ascending numbers, consecutive ones as a range.
 
-    >>> _format_numbers("row", (0, 1, 2, 5))
+    >>> format_numbers("row", (0, 1, 2, 5))
     'rows 0–2, 5'
     """
     ranges: list[list[int]] = []

@@ -21,6 +21,29 @@ Tensor = Any  # the types of torch are not followed
 MAX_COMPARED, NEWEST, SAMPLES = 1 << 18, 512, 64
 
 
+class CacheFault(NamedTuple):
+    """A call whose keys or values do not extend the cache as its tokens should.
+
+    Args:
+        call: Number of the call among those of its layer, from 0.
+        kind: What is wrong, a key of `CACHE_FAULTS`.
+        tokens: Number of tokens of the call.
+        added: Number of keys or values that it added to the cache.
+    """
+
+    call: int
+    kind: str
+    tokens: int
+    added: int
+
+
+CACHE_FAULTS = {
+    "keys do not grow": "The keys of a cached step do not grow: they replace keys of earlier tokens, or omit its own.",
+    "keys skipped": "A cached step adds more keys than it has tokens.",
+    "values missing": "The values of a cached step were not appended.",
+}
+
+
 class CallRows(NamedTuple):
     """The rows that one call added."""
 
@@ -121,6 +144,8 @@ class JoinedCalls:
         kept_rows = key_offset + past - self._query_offset  # a speculative step may discard rows
         old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
         has_holes = old_keys is not None or new_keys is not None
+        if kept_rows + call.query.shape[-2] <= self.num_rows and not call.speculative_mode:
+            return False  # the sequence did not grow, so the rows were not discarded on purpose
         if kept_rows <= 0 or (has_holes and (evicted or not _agree(old_keys, new_keys, past))):
             return False
         if evicted:
@@ -135,6 +160,34 @@ class JoinedCalls:
         call.key, call.compact_mask = new, mask
         self._add_rows(call)
         return True
+
+    def find_fault(self, call: Call) -> tuple[str, int] | None:
+        """Find out why a call does not extend this cache although it holds the keys of its first tokens.
+
+        Args:
+            call: A call that `try_append` rejected.
+
+        Returns:
+            What is wrong, a key of `CACHE_FAULTS`, and how many keys were added; None if the call is of another
+            cache, or of none.
+        """
+        last = self.last
+        if call.speculative_mode or self.is_cross_attention or not _have_same_settings(last, call):
+            return None
+        old, new = last.key[..., : _count_used_keys(last), :], call.key[..., : _count_used_keys(call), :]
+        held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
+        shared = min(held, past)
+        if shared <= 0 or not _are_equal(new[..., :shared, :], old[..., :shared, :]):
+            return None
+        added = new.shape[-2] - held
+        if past > held:
+            return "keys skipped", added
+        if added > 0:
+            return None
+        repeats = _are_equal(new, old[..., : new.shape[-2], :])
+        if repeats and _attend_to_same_keys(last.compact_mask, last.compact_mask, held):
+            return None  # cross-attention whose keys are computed again
+        return "keys do not grow", added
 
     def _truncate(self, num_rows: int) -> None:
         """Remove the rows from `num_rows` on."""

@@ -48,6 +48,7 @@ class Call:
         stored_shape: Shape of the matrix if query and key are None.
         versions: Tensors that are held by reference, each with its version.
         speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
+        num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
         source_key: Weak reference to the key that was passed, and its version.
 
     >>> import regard, torch
@@ -80,6 +81,7 @@ class Call:
     stored_shape: tuple[int, ...] = ()
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
     speculative_mode: str = ""
+    num_missing_values: int = 0
     source_key: Any = field(default=None, repr=False)
 
     @property

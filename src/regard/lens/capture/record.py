@@ -161,8 +161,24 @@ def _recognise(
         dropout_p=float(args.dropout_p),
         is_causal=bool(args.is_causal),
         training=module.training,
+        num_missing_values=_count_missing_values(args, q_len, kv_len, compact),
         source_key=(weakref.ref(args.key), _version(args.key)),
     )
+
+
+def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: CompactMask) -> int:
+    """Count the values of a cached step's own tokens that are absent, or 0 as in a buffer that was not written.
+
+    Kernels may read past the end of a value that is shorter than the key, so the call itself does not fail.
+    """
+    value = args.value
+    if q_len >= kv_len or value.is_nested:
+        return 0
+    if value.shape[-2] < kv_len:
+        return min(q_len, kv_len - int(value.shape[-2]))
+    used = int(compact.stop.max(initial=0)) or kv_len
+    own = value.detach()[..., max(0, used - q_len) : used, :]
+    return 0 if bool(own.any()) else q_len
 
 
 def _combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
