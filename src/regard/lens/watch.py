@@ -12,12 +12,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
 
 from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
-from regard.lens.capture.patching import exclude_from_compile, patch, unpatch, unwrap_original
+from regard.lens.capture.patching import (
+    class_namespace,
+    exclude_from_compile,
+    patch,
+    unpatch,
+    unwrap_original,
+)
 from regard.lens.capture.record import CaptureOptions, Uncaptured, build_call
 from regard.lens.capture.regard_layers import wrap_regard_attention
 from regard.lens.recording import Recording
@@ -340,6 +347,7 @@ def _find_patch_targets(
     yield functional, "multi_head_attention_forward", wrappers.wrap_multi_head_attention
     yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
     yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
+    yield class_namespace(CausalBias), "__torch_function__", wrappers.wrap_causal_bias
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:

@@ -114,6 +114,19 @@ def test_a_causal_bias_of_torch(corner):
     assert len(recording.calls("")) == 2
 
 
+@pytest.mark.parametrize("corner", [causal_lower_right, causal_upper_left])
+def test_a_causal_bias_outside_the_watched_model(corner):
+    """Code that holds torch's function, in whichever place, gets the result it gets without a watch."""
+    query, key = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 8))
+    bias, elsewhere = corner(3, 8), {"attend": imported_earlier}
+    method = vars(type(bias))["__torch_function__"]
+    expected = elsewhere["attend"](query, key, key, bias)
+    with regard.watch(stack()):
+        assert torch.equal(elsewhere["attend"](query, key, key, bias), expected)
+        assert torch.equal(elsewhere["attend"](query, key, key, attn_mask=bias), expected)
+    assert vars(type(bias))["__torch_function__"] is method
+
+
 def test_gradients_do_not_change():
     plain, watched = stack(), stack()
     plain(X).square().sum().backward()

@@ -5,11 +5,12 @@ A name is patched once, however many watches use it, and restored when the last 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 Function = Callable[..., Any]
@@ -27,6 +28,52 @@ class _Patch:
 
 _lock = threading.RLock()
 _patches: dict[PatchKey, _Patch] = {}
+
+
+class ClassNamespace(MutableMapping[str, Any]):
+    """The methods of a class as a namespace for `patch`; restoring one leaves the class exactly as it was.
+
+    Args:
+        owner: The class.
+    """
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+        self._saved: dict[
+            str, tuple[Function, Any]
+        ] = {}  # by name: the function, and the entry of the class or None
+
+    def __getitem__(self, name: str) -> Function:
+        entry = inspect.getattr_static(self._owner, name)
+        function: Function = entry.__func__ if isinstance(entry, classmethod) else entry
+        return function
+
+    def __setitem__(self, name: str, function: Function) -> None:
+        original, entry = self._saved.get(name, (None, None))
+        if function is original:
+            del self[name]
+            if entry is not None:
+                setattr(self._owner, name, entry)
+            return
+        present = inspect.getattr_static(self._owner, name)
+        self._saved.setdefault(name, (self[name], vars(self._owner).get(name)))
+        setattr(self._owner, name, classmethod(function) if isinstance(present, classmethod) else function)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+        self._saved.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self._owner))
+
+    def __len__(self) -> int:
+        return len(vars(self._owner))
+
+
+@cache
+def class_namespace(owner: type) -> ClassNamespace:
+    """Return the namespace of a class, one for each class."""
+    return ClassNamespace(owner)
 
 
 def exclude_from_compile(function: Function) -> Function:

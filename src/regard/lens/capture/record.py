@@ -311,7 +311,7 @@ def _outputs_agree(call: Call, args: CapturedArgs, rows: list[int], ours: Tensor
     value = drop_repeated_heads(args.value.detach(), call.query).to(ours.dtype)
     groups = ours.shape[-3] // value.shape[-3]
     expected = ours @ value.repeat_interleave(groups, -3)
-    theirs = args.output.detach().transpose(-2, -3)[..., rows, :].to(ours.dtype)
+    theirs = args.output.detach()[..., rows, :].to(ours.dtype)
     if theirs.shape != expected.shape:
         return False
     tolerance = TOLERANCE * torch.finfo(args.query.dtype).eps * float(value.abs().amax())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
 
 from regard.engines import torch_kernels as kernels
 from regard.lens.capture.patching import unwrap_original
@@ -155,10 +156,24 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return sdpa
 
 
+def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `CausalBias.__torch_function__`, which compares the function with what `torch.nn.functional` holds now.
+
+    Code that imported the function by name calls the original, which the comparison must recognise.
+    """
+
+    @wraps(original)
+    def torch_function(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is unwrap_original(F.scaled_dot_product_attention):
+            function = F.scaled_dot_product_attention
+        return original(cls, function, types, args, kwargs)
+
+    return torch_function
+
+
 def _is_causal_bias(mask: Any) -> bool:
     """Return whether a mask is torch's `causal_lower_right(…)` or `causal_upper_left(…)`, a tensor without data."""
-    biases = sys.modules.get("torch.nn.attention.bias")
-    return biases is not None and isinstance(mask, biases.CausalBias)
+    return isinstance(mask, CausalBias)
 
 
 @cache
@@ -209,10 +224,32 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
         softcap=arguments.get("softcap"),
         sink=getattr(module, "sinks", None) if sink is None else sink,
         position_bias=arguments.get("position_bias"),
-        output=output,
+        output=_move_heads_first(output, query),
         weights=weights,
         kernel=f"transformers: {name}",
     )
+
+
+def _move_heads_first(output: Any, query: Tensor) -> Tensor | None:
+    """Return the output of an attention function of transformers, (…, q_len, heads, value_dim), as SDPA orders it.
+
+    Args:
+        output: (…, q_len, heads, value_dim), or with the last two axes as one.
+        query: (…, heads, q_len, head_dim).
+
+    Returns:
+        (…, heads, q_len, value_dim), or None if the output has another shape.
+    """
+    heads, q_len = query.shape[-3:-1]
+    if not isinstance(output, torch.Tensor):
+        return None
+    if output.ndim == query.ndim - 1 and output.shape[-1] % heads == 0:
+        output = output.unflatten(-1, (heads, -1))
+    if output.ndim != query.ndim:
+        return None
+    if output.shape[-3:-1] == (q_len, heads):
+        return output.transpose(-2, -3)
+    return output if output.shape[-3:-1] == (heads, q_len) else None
 
 
 def _probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
