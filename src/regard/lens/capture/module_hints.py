@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from regard.lens.capture.wrappers import find_obstacle
+
 Tensor = Any  # the types of torch are not followed
 
 
@@ -51,6 +53,8 @@ class ModuleHints:
                     and argument.dtype == torch.int64
                     and argument.ndim in (1, 2)
                 ):
+                    if find_obstacle(argument) is not None:
+                        return
                     if argument is not self._last:  # a model may look up the same positions several times
                         positions = argument.detach().reshape(-1, argument.shape[-1]).clone()
                         self.lookups.append(PositionLookup(name, positions))

@@ -81,7 +81,8 @@ def exclude_from_compile(function: Function) -> Function:
     if "torch._dynamo" not in sys.modules:
         return function
     torch = sys.modules["torch"]
-    excluded: Function = torch.compiler.disable(function)
+    reason = "regard.watch records attention in Python; compile or export with fullgraph outside its block"
+    excluded: Function = torch.compiler.disable(function, reason=reason)
     get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     if get_callback is None:
         return excluded
@@ -91,8 +92,14 @@ def exclude_from_compile(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if get_callback() is None else excluded(*args, **kwargs)
 
-    dispatched: Function = torch.compiler.disable(call, recursive=False)
-    return dispatched
+    dispatched: Function = torch.compiler.disable(call, recursive=False, reason=reason)
+
+    # torch.export rejects a function that is excluded this way, and runs it in Python anyway.
+    @wraps(function)
+    def call_or_export(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if torch.compiler.is_exporting() else dispatched(*args, **kwargs)
+
+    return call_or_export
 
 
 def patch(

@@ -23,6 +23,10 @@ def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[
         module = wrappers.find_running_module()
         if module is None:
             return matrix
+        obstacle = wrappers.find_obstacle(query, key)
+        if obstacle is not None:
+            wrappers.report_uncaptured(module, *obstacle)
+            return matrix
         mods = [mod for mod in options.get("score_mod") or () if mod is not None]
         if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
             wrappers.report_uncaptured(

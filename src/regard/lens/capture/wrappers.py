@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
@@ -101,6 +103,33 @@ def is_selected(module: nn.Module) -> bool:
     return any(name is not None for _, name in watchers.get(id(module), ()))
 
 
+def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
+    """Find out why a call has no numbers that could be recorded.
+
+    Args:
+        *tensors: Arguments of the call.
+
+    Returns:
+        Reason and hint, or None if the call can be recorded.
+    """
+    if torch.jit.is_tracing():
+        return "it ran inside torch.jit.trace", "Trace the model outside the watch."
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        hint = "Run the model without torch.func inside the watch, on a batch or in a loop over samples."
+        return "it ran inside a transform of torch.func, such as vmap or grad", hint
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or (type(tensor) is torch.Tensor and not tensor.is_meta):
+            continue
+        if (
+            tensor.is_meta
+            or isinstance(tensor, FakeTensor | FunctionalTensor)
+            or torch._is_functional_tensor(tensor)
+        ):
+            hint = "Watch the model with its weights loaded, and export it outside the watch."
+            return "it ran on meta or fake tensors, which have no numbers", hint
+    return None
+
+
 def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> None:
     """Pass a call to the watchers of a module.
 
@@ -109,6 +138,10 @@ def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> None:
         args: What it was called with.
         submodule: Name of the module inside it whose call was fused into this one.
     """
+    obstacle = find_obstacle(*args[:4])
+    if obstacle is not None:
+        report_uncaptured(module, *obstacle, submodule)
+        return
     _thread.captures = count_captures() + 1
     for watcher, name in tuple(watchers.get(id(module), ())):
         if name is not None:
@@ -138,6 +171,10 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return type(bias).__torch_function__(F.scaled_dot_product_attention, (), args, kwargs)
         module = find_running_module()
         if module is None:
+            return original(*args, **kwargs)
+        obstacle = find_obstacle(*args[:4], *kwargs.values())
+        if obstacle is not None:
+            report_uncaptured(module, *obstacle)
             return original(*args, **kwargs)
         captured = CapturedArgs(*args, **kwargs)
         if getattr(_thread, "probing", False):
@@ -276,6 +313,10 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
         before = count_captures()
         output, weights = original(*args, **kwargs)
         if count_captures() == before:
+            obstacle = find_obstacle(*args, *kwargs.values())
+            if obstacle is not None:
+                report_uncaptured(module, *obstacle)
+                return output, weights
             arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
             captured = _probe(original, **arguments)
             if captured is not None:
@@ -321,6 +362,10 @@ def _notify_fast_path(
     module: nn.Module, submodule: str, x: Tensor, weights: Any, mask: Any, mask_type: Any
 ) -> None:
     """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask."""
+    obstacle = find_obstacle(x)
+    if obstacle is not None:
+        report_uncaptured(module, *obstacle, submodule)
+        return
     if x.is_nested:
         report_uncaptured(
             module,
