@@ -420,7 +420,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             ImportError: If safetensors is not installed.
         """
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
-        write_calls(path, [entry.call for entry in self._layer_calls()], causal)
+        calls = [entry.call for entry in self._layer_calls()]
+        write_calls(path, calls, causal, self._module_hints.image_runs)
 
 
 def _format_shapes(groups: list[JoinedCalls]) -> str:
@@ -451,9 +452,10 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal = read_calls(path)
+    calls, causal, image_runs = read_calls(path)
     recording = Recording()
     recording._module_hints.causal = causal
+    recording._module_hints.image_runs = image_runs
     for call in calls:
         query_offset = (
             call.query_offset

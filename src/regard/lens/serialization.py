@@ -13,6 +13,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.module_hints import ImageRuns
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
@@ -127,13 +128,16 @@ def _cannot_write(received: str, hint: str) -> ArgumentError:
     )
 
 
-def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]) -> None:
+def write_calls(
+    path: str | Path, calls: Sequence[Call], causal: dict[str, bool], image_runs: Sequence[ImageRuns] = ()
+) -> None:
     """Write calls to a file.
 
     Args:
         path: The file to write.
         calls: The calls in order.
         causal: `is_causal` of the modules by name.
+        image_runs: The images of each forward pass.
 
     Raises:
         ArgumentError: If a score modification or a measure's result cannot be written.
@@ -146,7 +150,9 @@ def write_calls(path: str | Path, calls: Sequence[Call], causal: dict[str, bool]
     writer = RecordingWriter()
     records = [writer.encode_call(call, str(i)) for i, call in enumerate(calls)]
     header = json.dumps(
-        {"format": FORMAT, "causal": causal, "calls": records}, ensure_ascii=False, allow_nan=False
+        {"format": FORMAT, "causal": causal, "image_runs": list(image_runs), "calls": records},
+        ensure_ascii=False,
+        allow_nan=False,
     )
     save_file(writer.arrays, str(path), metadata={"regard": header})
 
@@ -209,14 +215,14 @@ class RecordingReader:
         )
 
 
-def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
+def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool], list[ImageRuns]]:
     """Read the calls of a file that `write_calls` wrote.
 
     Args:
         path: The file to read.
 
     Returns:
-        The calls in order, and `is_causal` of the modules by name.
+        The calls in order, `is_causal` of the modules by name, and the images of each forward pass.
 
     Raises:
         ArgumentError: If the file was not written by `write_calls`.
@@ -232,7 +238,8 @@ def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool]]:
     if header.get("format") != FORMAT:
         raise _cannot_read(path, f"a file of format {header.get('format')!r}")
     reader = RecordingReader(arrays)
-    return [reader.decode_call(record) for record in header["calls"]], header["causal"]
+    calls = [reader.decode_call(record) for record in header["calls"]]
+    return calls, header["causal"], header.get("image_runs", [])
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
+from tests.helpers.model_folders import build_gemma3_vlm  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -217,6 +218,57 @@ def test_a_bidirectional_prefix_is_a_warning():
     assert {(finding.kind, finding.severity, finding.rows) for finding in found} == {
         ("weight on the future", "warning", (0, 1, 2, 3))
     }
+
+
+def image_inputs(side="none"):
+    """Return two texts, each with an image of four tokens, the second padded on a side."""
+    tokens = torch.randint(5, 200, (2, 14), generator=torch.Generator().manual_seed(0))
+    tokens[0, 3:7] = tokens[1, 5:9] = 290
+    real = torch.ones_like(tokens)
+    if side != "none":
+        real[1, slice(3) if side == "left" else slice(-3, None)] = 0
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    types = (tokens == 290).long()
+    return {"input_ids": tokens, "attention_mask": real, "pixel_values": images, "token_type_ids": types}
+
+
+@pytest.mark.parametrize("way", ["none", "left", "right", "generate", "twice"])
+def test_tokens_of_an_image_may_attend_to_each_other(way, tmp_path):
+    model, inputs = build_gemma3_vlm(), image_inputs(way if way in ("left", "right") else "none")
+    with torch.no_grad(), regard.watch(model) as recording:
+        if way == "generate":
+            model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        else:
+            model(**inputs)
+        if way == "twice":
+            swapped = {name: tensor.flip(0) for name, tensor in inputs.items()}
+            model(**swapped)
+    assert recording.diagnose().by_severity("error") == []
+    recording.save(tmp_path / "recording.safetensors")
+    again = regard.load_recording(tmp_path / "recording.safetensors")
+    assert again.diagnose().by_severity("error") == []
+
+
+def test_weight_on_the_future_outside_an_image_is_reported():
+    model, inputs = build_gemma3_vlm(), image_inputs()
+
+    def unmask(mask):
+        mask = mask.clone()
+        mask[0, :, 9, 11] = True if mask.dtype == torch.bool else 0.0
+        mask[1, :, 6, 9] = True if mask.dtype == torch.bool else 0.0  # from an image to the text after it
+        return mask
+
+    with with_mask(model.model.language_model.layers[1].self_attn, unmask):
+        recording = watched(model, **inputs)
+    (finding,) = recording.diagnose().by_severity("error")
+    assert (finding.kind, finding.layer, finding.rows) == ("weight on the future", 2, (6, 9))
+
+
+def test_without_token_types_the_same_mask_is_reported():
+    model, inputs = build_gemma3_vlm(), image_inputs()
+    recording = watched(model, **inputs)
+    recording._module_hints.image_runs.clear()
+    assert [finding.layer for finding in recording.diagnose().by_severity("error")] == [1, 2]
 
 
 def test_fault_2_a_layer_that_attends_to_padding():

@@ -40,7 +40,7 @@ def run_checks(
     Args:
         layer_calls: The calls of the recording.
         joined_calls: The same by module name, with the steps of each cache.
-        module_hints: Modules that are causal, and the positions that were looked up.
+        module_hints: Modules that are causal, the positions that were looked up, and the images.
         uncaptured: Layers that were not captured, by name.
         tokens: Tokens of the sequence, or None.
         attention_mask: (batch, n), 1 = token, 0 = padding, or None.
@@ -56,6 +56,7 @@ def run_checks(
     for layer in with_weights:
         layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
         layer.is_token = _fit_to_layer(is_token, layer, with_weights)
+    _set_image_runs(layers, layer_calls, module_hints)
     not_finite, finite = _check_finite(with_weights)
     findings += not_finite
     usual_scales = _find_usual_scales(with_weights)
@@ -124,6 +125,18 @@ def _fit_to_layer(is_token: Any, layer: CheckedLayer, layers: list[CheckedLayer]
         is_token = np.concatenate([is_token, np.ones((len(is_token), missing), bool)], 1)
     fitted = fit_tokens(is_token.tolist(), batch, kv_len)
     return None if fitted is None else np.array(fitted, bool).reshape(batch, kv_len)
+
+
+def _set_image_runs(
+    layers: list[CheckedLayer], layer_calls: Sequence[LayerCall], module_hints: ModuleHints
+) -> None:
+    """Set the images of each layer: those of the pass of its call."""
+    num_calls = Counter(entry.module for entry in layer_calls)
+    for layer, entry in zip(layers, layer_calls, strict=True):
+        if num_calls[entry.module] == len(module_hints.image_runs):
+            image_runs = module_hints.image_runs[entry.call_index]
+            if len(image_runs) == layer.shape[0]:
+                layer.image_runs = image_runs
 
 
 def _should_be_causal(
