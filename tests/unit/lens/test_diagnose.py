@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
+from regard.lens.analysis.head_checks import UNSCALED_LAYERS  # noqa: E402
 from tests.helpers.model_folders import build_gemma3_vlm  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
@@ -378,6 +379,51 @@ def test_fault_8_one_layer_with_another_scale():
     )
 
 
+def t5(layers=4):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=layers, num_heads=4, initializer_factor=1.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5EncoderModel(config).eval()
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.q.weight *= 20  # trained models have large scores
+    return model
+
+
+def test_a_scale_of_1_is_not_reported_in_t5():
+    found = watched(t5(), ids()).diagnose()
+    assert [finding for finding in found if finding.kind == "scale"] == []
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_another_scale_is_reported_in_t5(layers):
+    model = t5(layers)
+    model.encoder.block[-1].layer[0].SelfAttention.scaling = 3.0
+    (finding,) = [finding for finding in watched(model, ids()).diagnose() if finding.kind == "scale"]
+    assert finding.layer == layers - 1 and finding.message == "Scores are too large: the scale is not 1."
+    assert finding.evidence["scale"] == 3.0 and finding.evidence["scale of this class"] == 1.0
+    assert finding.hint.startswith("Pass scale=1; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_unscaled"),
+    [
+        ("MT5Attention", True),
+        ("LongT5LocalAttention", True),
+        ("GPTNeoSelfAttention", True),
+        ("Gemma4TextAttention", True),
+        ("WhisperAttention", True),
+        ("GPTNeoXAttention", False),
+        ("LlamaAttention", False),
+        ("Gemma3Attention", False),
+    ],
+)
+def test_layers_without_a_scale_are_known_by_class(name, is_unscaled):
+    assert (UNSCALED_LAYERS.fullmatch(name) is not None) is is_unscaled
+
+
 def test_fault_9_a_mask_of_the_opposite_polarity():
     def invert(mask):
         return ~mask if mask.dtype == torch.bool else torch.where(mask < 0, 0.0, torch.finfo(mask.dtype).min)
@@ -518,6 +564,17 @@ def test_findings_print_one_to_a_block():
     assert evidence.startswith("  evidence  mean share 0.") and hint.startswith(
         "  hint      Pass is_causal=True"
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (3, 12), (2, 14)])
+def test_an_attention_mask_that_fits_no_layer_is_rejected(shape):
+    recording = watched(Plain(), ids())
+    expected = (
+        r"received attention_mask of shape \(%d, %d\); expected \(batch, keys\) of a layer: \(2, 12\)" % shape
+    )
+    with pytest.raises(ArgumentError, match=expected):
+        recording.diagnose(attention_mask=torch.ones(shape))
+    assert recording.diagnose(attention_mask=torch.ones(1, 12)) == []
 
 
 def test_an_attention_mask_that_is_not_0_or_1_is_rejected():

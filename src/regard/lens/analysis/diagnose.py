@@ -56,6 +56,8 @@ def run_checks(
     for layer in with_weights:
         layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
         layer.is_token = _fit_to_layer(is_token, layer, with_weights)
+    if attention_mask is not None and with_weights and all(layer.is_token is None for layer in with_weights):
+        raise _mask_fit_error(is_token, with_weights)
     _set_image_runs(layers, layer_calls, module_hints)
     not_finite, finite = _check_finite(with_weights)
     findings += not_finite
@@ -109,6 +111,17 @@ def _find_tokens(tokens: Any, attention_mask: Any) -> Any:
         return None
     is_token = np.array([[token not in _PADDING_TOKENS for token in row] for row in token_lists])
     return None if is_token.all() else is_token
+
+
+def _mask_fit_error(is_token: Any, layers: list[CheckedLayer]) -> ArgumentError:
+    """Build the error for an `attention_mask` that fits no layer."""
+    sizes = sorted({(batch, kv_len) for batch, _, _, kv_len in (layer.shape for layer in layers)})
+    return ArgumentError(
+        "recording.diagnose",
+        received=f"attention_mask of shape {is_token.shape}",
+        expected="(batch, keys) of a layer: " + " or ".join(map(str, sizes[:3])) + ", …" * (len(sizes) > 3),
+        hint="Pass the attention_mask that the model was passed, special tokens and padding included.",
+    )
 
 
 def _fit_to_layer(is_token: Any, layer: CheckedLayer, layers: list[CheckedLayer]) -> Any:
