@@ -28,6 +28,7 @@ _JSON_FIELDS = (
     "kernel",
     "dropout_p",
     "is_causal",
+    "is_broadcast",
     "training",
     "query_offset",
     "steps",
@@ -210,7 +211,7 @@ class RecordingReader:
             measures=None
             if measures is None
             else {name: self.decode_result(result) for name, result in measures.items()},
-            **{field: record[field] for field in _JSON_FIELDS},
+            **{field: record[field] for field in _JSON_FIELDS if field in record},
             **{field: self.get_array(record[field]) for field in _ARRAY_FIELDS},
         )
 

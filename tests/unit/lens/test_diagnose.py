@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -459,6 +460,16 @@ def test_fault_11_a_slow_kernel():
     assert finding.evidence == {"kernel": "math", "bytes stored": f"{2 * 4 * 12 * 12 * 4:,}"}
 
 
+@pytest.mark.parametrize("key", [(2, 1, 5, 8), (1, 4, 5, 8)])
+def test_a_broadcast_key_is_named_as_the_cause_of_a_slow_kernel(key):
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(key)
+    finding = find_only(watched(PassedAttention(), query, key), "slow kernel")
+    assert "broadcast" in finding.hint and "enable_gqa=True" in finding.hint and "mask" not in finding.hint
+    assert watched(PassedAttention(), query, key.expand_as(query)).diagnose() == []
+    if key.shape[1] == 1:
+        assert watched(PassedAttention(), query, key, enable_gqa=True).diagnose() == []
+
+
 def gemma3():
     """It looks up positions twice: for layers with a window, and for those without."""
     torch.manual_seed(0)
@@ -569,10 +580,8 @@ def test_findings_print_one_to_a_block():
 @pytest.mark.parametrize("shape", [(2, 9), (3, 12), (2, 14)])
 def test_an_attention_mask_that_fits_no_layer_is_rejected(shape):
     recording = watched(Plain(), ids())
-    expected = (
-        r"received attention_mask of shape \(%d, %d\); expected \(batch, keys\) of a layer: \(2, 12\)" % shape
-    )
-    with pytest.raises(ArgumentError, match=expected):
+    expected = f"received attention_mask of shape {shape}; expected (batch, keys) of a layer: (2, 12)"
+    with pytest.raises(ArgumentError, match=re.escape(expected)):
         recording.diagnose(attention_mask=torch.ones(shape))
     assert recording.diagnose(attention_mask=torch.ones(1, 12)) == []
 

@@ -199,6 +199,11 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
         )
     elif len(call.shape) != 4:
         hint = f"A query of {len(call.shape)} axes forces it. Pass (batch, heads, n, head_dim)."
+    elif call.is_broadcast:
+        hint = (
+            "Key and value that are broadcast force it. Pass enable_gqa=True for fewer heads, or expand them to the "
+            "query's batch and heads: key.expand(batch, heads, -1, -1)."
+        )
     else:
         hint = "A mask that requires a gradient forces it, value_dim ≠ head_dim, or a sdpa_kernel(…) context."
     return layer.build_finding(
