@@ -149,7 +149,7 @@ def test_beam_search_is_rejected(name):
     decoding = [layer for layer in recording if not layer.startswith("encoder")]
     assert decoding
     for layer in decoding:
-        with pytest.raises(ArgumentError, match=r"[Rr]un the model once, watched"):
+        with pytest.raises(ArgumentError, match=r"[Rr]un the model once on the generated sequence"):
             recording[layer]
         assert all(call.query.shape[0] == 6 for call in recording.calls(layer))
 
