@@ -33,3 +33,50 @@ def save_llama(path: Path, **options: Any) -> Path:
     build_llama(**options).save_pretrained(path)
     build_byte_tokenizer().save_pretrained(path)
     return path
+
+
+_TEXT = {
+    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+def build_gemma3_vlm() -> Any:
+    """Build a small Gemma 3 that reads texts and images of four tokens, with the id 290."""
+    torch.manual_seed(0)
+    text = _TEXT | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 32}
+    text |= {"layer_types": ["sliding_attention", "full_attention"]}
+    tokens = {"image_token_index": 290, "image_token_id": 290, "boi_token_index": 291, "eoi_token_index": 292}
+    vision = _VISION | {"vision_use_head": False}
+    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+    return hf.Gemma3ForConditionalGeneration(config).eval()
+
+
+def build_llava() -> Any:
+    """Build a small LLaVA: a Llama that reads the output of CLIP's image encoder."""
+    torch.manual_seed(0)
+    vision = hf.CLIPVisionConfig(**_VISION)
+    config = hf.LlavaConfig(text_config=hf.LlamaConfig(**_TEXT), vision_config=vision, image_token_index=290)
+    return hf.LlavaForConditionalGeneration(config).eval()
+
+
+def build_clip() -> Any:
+    """Build a small CLIP: a text encoder and an image encoder."""
+    torch.manual_seed(0)
+    return hf.CLIPModel(hf.CLIPConfig(text_config=_TEXT, vision_config=_VISION, projection_dim=8)).eval()
+
+
+def build_whisper() -> Any:
+    """Build a small Whisper: an encoder of audio, and a decoder of text."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
+    lengths = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 64}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = hf.WhisperConfig(vocab_size=300, **sizes, **lengths, **ids)
+    return hf.WhisperForConditionalGeneration(config).eval()

@@ -114,13 +114,21 @@ class Recording(Mapping[str, AttentionMatrix]):
             faults = self._cache_faults.get(name, ())
             if faults:
                 reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
+            hint = (
+                f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search reorders its "
+                "cache, some caches change old keys, broken ones lose some: see recording.diagnose()), run the model once "
+                "on the generated sequence and watch that run."
+            )
+            if _grow_without_cache(groups):
+                hint = (
+                    "Each call reads the whole sequence again (use_cache=False), so the last one has every token: "
+                    f"recording.calls({name!r})[-1].matrix."
+                )
             raise ArgumentError(
                 f"recording[{name!r}]",
                 received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
                 expected="one call, or the steps of one cache",
-                hint=f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search "
-                "reorders its cache, some caches change old keys, broken ones lose some: see "
-                "recording.diagnose()), run the model once on the generated sequence and watch that run.",
+                hint=hint,
             )
         joined = groups[0]
         if joined.speculative_mode:
@@ -352,7 +360,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             Findings with severity, location, evidence and hint; `print` shows them.
 
         Raises:
-            ArgumentError: If `attention_mask` has the wrong shape, or entries other than 0 and 1.
+            ArgumentError: If the shape of `attention_mask` fits no layer, or it has entries other than 0 and 1.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -445,7 +453,15 @@ class Recording(Mapping[str, AttentionMatrix]):
             ImportError: If safetensors is not installed.
         """
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
-        write_calls(path, [entry.call for entry in self._layer_calls()], causal, self._cache_faults)
+        calls = [entry.call for entry in self._layer_calls()]
+        write_calls(path, calls, causal, self._cache_faults, self._module_hints.image_runs)
+
+
+def _grow_without_cache(groups: list[JoinedCalls]) -> bool:
+    """Return whether each call has one query and one key more than the last: `generate(use_cache=False)`."""
+    lengths = [joined.shape[-2:] for joined in groups]
+    first = lengths[0][0]
+    return lengths == [(first + i, first + i) for i in range(len(lengths))]
 
 
 def _format_shapes(groups: list[JoinedCalls]) -> str:
@@ -476,10 +492,11 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal, cache_faults = read_calls(path)
+    calls, causal, cache_faults, image_runs = read_calls(path)
     recording = Recording()
     recording._cache_faults = cache_faults
     recording._module_hints.causal = causal
+    recording._module_hints.image_runs = image_runs
     for call in calls:
         query_offset = (
             call.query_offset

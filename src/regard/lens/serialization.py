@@ -14,6 +14,7 @@ from regard.errors import ArgumentError
 from regard.lens.capture.cache_joining import CacheFault
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.module_hints import ImageRuns
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
@@ -28,6 +29,7 @@ _JSON_FIELDS = (
     "kernel",
     "dropout_p",
     "is_causal",
+    "is_broadcast",
     "training",
     "query_offset",
     "steps",
@@ -133,6 +135,7 @@ def write_calls(
     calls: Sequence[Call],
     causal: dict[str, bool],
     cache_faults: Mapping[str, Sequence[CacheFault]],
+    image_runs: Sequence[ImageRuns] = (),
 ) -> None:
     """Write calls to a file.
 
@@ -141,6 +144,7 @@ def write_calls(
         calls: The calls in order.
         causal: `is_causal` of the modules by name.
         cache_faults: Calls that do not extend their cache, by name.
+        image_runs: The images of each forward pass.
 
     Raises:
         ArgumentError: If a score modification or a measure's result cannot be written.
@@ -153,7 +157,13 @@ def write_calls(
     writer = RecordingWriter()
     records = [writer.encode_call(call, str(i)) for i, call in enumerate(calls)]
     header = json.dumps(
-        {"format": FORMAT, "causal": causal, "cache_faults": cache_faults, "calls": records},
+        {
+            "format": FORMAT,
+            "causal": causal,
+            "cache_faults": cache_faults,
+            "image_runs": list(image_runs),
+            "calls": records,
+        },
         ensure_ascii=False,
         allow_nan=False,
     )
@@ -213,19 +223,22 @@ class RecordingReader:
             measures=None
             if measures is None
             else {name: self.decode_result(result) for name, result in measures.items()},
-            **{field: record[field] for field in _JSON_FIELDS},
+            **{field: record[field] for field in _JSON_FIELDS if field in record},
             **{field: self.get_array(record[field]) for field in _ARRAY_FIELDS},
         )
 
 
-def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]]]:
+def read_calls(
+    path: str | Path,
+) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns]]:
     """Read the calls of a file that `write_calls` wrote.
 
     Args:
         path: The file to read.
 
     Returns:
-        The calls in order, `is_causal` of the modules by name, and the faults of caches by name.
+        The calls in order, `is_causal` of the modules by name, the faults of caches by name, and the images of each
+        forward pass.
 
     Raises:
         ArgumentError: If the file was not written by `write_calls`.
@@ -245,7 +258,8 @@ def read_calls(path: str | Path) -> tuple[list[Call], dict[str, bool], dict[str,
         name: [CacheFault(*fault) for fault in faults]
         for name, faults in header.get("cache_faults", {}).items()
     }
-    return [reader.decode_call(record) for record in header["calls"]], header["causal"], cache_faults
+    calls = [reader.decode_call(record) for record in header["calls"]]
+    return calls, header["causal"], cache_faults, header.get("image_runs", [])
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

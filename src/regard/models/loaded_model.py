@@ -141,18 +141,32 @@ class LoadedModel:
     def max_positions(self) -> int:
         """The number of positions by the configuration of model and tokenizer; `sys.maxsize` if none is given."""
         config = getattr(self.model, "config", None)
-        limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+        config = getattr(config, "text_config", None) or config  # of a model that reads images, too
+        names = ("max_position_embeddings", "n_positions", "max_target_positions")
+        limits = [getattr(config, name, None) for name in names]
         limits.append(getattr(self.tokenizer, "model_max_length", None))
         return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)
 
     @property
     def _vocab_size(self) -> int | None:
-        """The number of rows of the model's first embedding; None without one."""
-        import torch
+        """The number of rows of the model's token embedding; None without one."""
+        embedding = find_token_embedding(self.model)
+        return None if embedding is None else embedding.num_embeddings
 
-        embeddings = (module for module in self.model.modules() if isinstance(module, torch.nn.Embedding))
-        first = next(embeddings, None)
-        return None if first is None else first.num_embeddings
+
+def find_token_embedding(model: Any) -> Any:
+    """Return the `nn.Embedding` that looks up the tokens, or None if the model reads something else.
+
+    It is what `get_input_embeddings` returns. A model without that method, or with one that is not implemented, uses
+    its first `nn.Embedding`.
+    """
+    import torch
+
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = next((part for part in model.modules() if isinstance(part, torch.nn.Embedding)), None)
+    return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
 def model_info(model: Any, stored_dtype: Any = None) -> dict[str, Any]:

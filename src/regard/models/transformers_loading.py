@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError
-from regard.models.loaded_model import LoadedModel, model_info
+from regard.models.loaded_model import LoadedModel, find_token_embedding, model_info
 from regard.models.optional_imports import first_line, import_optional, silence_transformers
 
 
@@ -59,7 +59,8 @@ def load_with_transformers(
         local_files_only: Read the cache only.
 
     Returns:
-        The model in eval mode; of an encoder-decoder model, the encoder.
+        The model in eval mode; of an encoder-decoder model, the encoder, or the decoder if the encoder reads audio or
+        images; of a model with a text encoder and an image encoder such as CLIP, the text encoder.
 
     Raises:
         ArgumentError: If transformers cannot load the model.
@@ -84,11 +85,27 @@ def load_with_transformers(
         notes.append(
             f"{len(missing)} weights are missing in the file and were initialised at random: {some}."
         )
-    if getattr(config, "is_encoder_decoder", False):
-        model = model.get_encoder()
-        notes.append("The model has an encoder and a decoder; only the encoder is used.")
+    model, note = _select_text_part(model)
+    if note:
+        notes.append(note)
     info = model_info(model, getattr(config, "dtype", None))
     return LoadedModel(name, model.eval(), tokenizer, tuple(notes), info)
+
+
+def _select_text_part(model: Any) -> tuple[Any, str]:
+    """Return the part of a model that reads a text alone, and a note about it; the model and "" if it does itself."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        encoder = model.get_encoder()
+        if find_token_embedding(encoder) is not None:
+            return encoder, "The model has an encoder and a decoder; only the encoder is used."
+        note = (
+            f"The encoder reads {encoder.main_input_name}; only the decoder is used, without cross-attention."
+        )
+        return model.get_decoder(), note
+    text_model = getattr(model, "text_model", None)
+    if text_model is not None and getattr(model, "vision_model", None) is not None:
+        return text_model, "The model has a text encoder and an image encoder; only the text encoder is used."
+    return model, ""
 
 
 def is_hub_reachable() -> bool:

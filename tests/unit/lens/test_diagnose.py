@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
+from regard.lens.analysis.head_checks import UNSCALED_LAYERS  # noqa: E402
+from tests.helpers.model_folders import build_gemma3_vlm  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -219,6 +222,57 @@ def test_a_bidirectional_prefix_is_a_warning():
     }
 
 
+def image_inputs(side="none"):
+    """Return two texts, each with an image of four tokens, the second padded on a side."""
+    tokens = torch.randint(5, 200, (2, 14), generator=torch.Generator().manual_seed(0))
+    tokens[0, 3:7] = tokens[1, 5:9] = 290
+    real = torch.ones_like(tokens)
+    if side != "none":
+        real[1, slice(3) if side == "left" else slice(-3, None)] = 0
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    types = (tokens == 290).long()
+    return {"input_ids": tokens, "attention_mask": real, "pixel_values": images, "token_type_ids": types}
+
+
+@pytest.mark.parametrize("way", ["none", "left", "right", "generate", "twice"])
+def test_tokens_of_an_image_may_attend_to_each_other(way, tmp_path):
+    model, inputs = build_gemma3_vlm(), image_inputs(way if way in ("left", "right") else "none")
+    with torch.no_grad(), regard.watch(model) as recording:
+        if way == "generate":
+            model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        else:
+            model(**inputs)
+        if way == "twice":
+            swapped = {name: tensor.flip(0) for name, tensor in inputs.items()}
+            model(**swapped)
+    assert recording.diagnose().by_severity("error") == []
+    recording.save(tmp_path / "recording.safetensors")
+    again = regard.load_recording(tmp_path / "recording.safetensors")
+    assert again.diagnose().by_severity("error") == []
+
+
+def test_weight_on_the_future_outside_an_image_is_reported():
+    model, inputs = build_gemma3_vlm(), image_inputs()
+
+    def unmask(mask):
+        mask = mask.clone()
+        mask[0, :, 9, 11] = True if mask.dtype == torch.bool else 0.0
+        mask[1, :, 6, 9] = True if mask.dtype == torch.bool else 0.0  # from an image to the text after it
+        return mask
+
+    with with_mask(model.model.language_model.layers[1].self_attn, unmask):
+        recording = watched(model, **inputs)
+    (finding,) = recording.diagnose().by_severity("error")
+    assert (finding.kind, finding.layer, finding.rows) == ("weight on the future", 2, (6, 9))
+
+
+def test_without_token_types_the_same_mask_is_reported():
+    model, inputs = build_gemma3_vlm(), image_inputs()
+    recording = watched(model, **inputs)
+    recording._module_hints.image_runs.clear()
+    assert [finding.layer for finding in recording.diagnose().by_severity("error")] == [1, 2]
+
+
 def test_fault_2_a_layer_that_attends_to_padding():
     model = bert()
     with without_mask(model.encoder.layer[2].attention.self):
@@ -326,6 +380,51 @@ def test_fault_8_one_layer_with_another_scale():
     )
 
 
+def t5(layers=4):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=layers, num_heads=4, initializer_factor=1.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5EncoderModel(config).eval()
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.q.weight *= 20  # trained models have large scores
+    return model
+
+
+def test_a_scale_of_1_is_not_reported_in_t5():
+    found = watched(t5(), ids()).diagnose()
+    assert [finding for finding in found if finding.kind == "scale"] == []
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_another_scale_is_reported_in_t5(layers):
+    model = t5(layers)
+    model.encoder.block[-1].layer[0].SelfAttention.scaling = 3.0
+    (finding,) = [finding for finding in watched(model, ids()).diagnose() if finding.kind == "scale"]
+    assert finding.layer == layers - 1 and finding.message == "Scores are too large: the scale is not 1."
+    assert finding.evidence["scale"] == 3.0 and finding.evidence["scale of this class"] == 1.0
+    assert finding.hint.startswith("Pass scale=1; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_unscaled"),
+    [
+        ("MT5Attention", True),
+        ("LongT5LocalAttention", True),
+        ("GPTNeoSelfAttention", True),
+        ("Gemma4TextAttention", True),
+        ("WhisperAttention", True),
+        ("GPTNeoXAttention", False),
+        ("LlamaAttention", False),
+        ("Gemma3Attention", False),
+    ],
+)
+def test_layers_without_a_scale_are_known_by_class(name, is_unscaled):
+    assert (UNSCALED_LAYERS.fullmatch(name) is not None) is is_unscaled
+
+
 def test_fault_9_a_mask_of_the_opposite_polarity():
     def invert(mask):
         return ~mask if mask.dtype == torch.bool else torch.where(mask < 0, 0.0, torch.finfo(mask.dtype).min)
@@ -359,6 +458,16 @@ def test_fault_11_a_slow_kernel():
     finding = find_only(recording, "slow kernel")
     assert (finding.severity, finding.layer) == ("warning", 1)
     assert finding.evidence == {"kernel": "math", "bytes stored": f"{2 * 4 * 12 * 12 * 4:,}"}
+
+
+@pytest.mark.parametrize("key", [(2, 1, 5, 8), (1, 4, 5, 8)])
+def test_a_broadcast_key_is_named_as_the_cause_of_a_slow_kernel(key):
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(key)
+    finding = find_only(watched(PassedAttention(), query, key), "slow kernel")
+    assert "broadcast" in finding.hint and "enable_gqa=True" in finding.hint and "mask" not in finding.hint
+    assert watched(PassedAttention(), query, key.expand_as(query)).diagnose() == []
+    if key.shape[1] == 1:
+        assert watched(PassedAttention(), query, key, enable_gqa=True).diagnose() == []
 
 
 def gemma3():
@@ -466,6 +575,15 @@ def test_findings_print_one_to_a_block():
     assert evidence.startswith("  evidence  mean share 0.") and hint.startswith(
         "  hint      Pass is_causal=True"
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (3, 12), (2, 14)])
+def test_an_attention_mask_that_fits_no_layer_is_rejected(shape):
+    recording = watched(Plain(), ids())
+    expected = f"received attention_mask of shape {shape}; expected (batch, keys) of a layer: (2, 12)"
+    with pytest.raises(ArgumentError, match=re.escape(expected)):
+        recording.diagnose(attention_mask=torch.ones(shape))
+    assert recording.diagnose(attention_mask=torch.ones(1, 12)) == []
 
 
 def test_an_attention_mask_that_is_not_0_or_1_is_rejected():

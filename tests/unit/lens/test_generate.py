@@ -149,7 +149,7 @@ def test_beam_search_is_rejected(name):
     decoding = [layer for layer in recording if not layer.startswith("encoder")]
     assert decoding
     for layer in decoding:
-        with pytest.raises(ArgumentError, match=r"[Rr]un the model once, watched"):
+        with pytest.raises(ArgumentError, match=r"[Rr]un the model once on the generated sequence"):
             recording[layer]
         assert all(call.query.shape[0] == 6 for call in recording.calls(layer))
 
@@ -185,6 +185,17 @@ def test_two_passes_are_two_calls():
         recording["transformer.h.0.attn"]
     first, second = recording.calls("transformer.h.0.attn")
     assert torch.equal(first.matrix.to_dense(), second.matrix.to_dense())
+
+
+def test_without_a_cache_the_hint_names_the_last_call():
+    model = TINY["Llama"].build()
+    with torch.no_grad(), regard.watch(model) as recording:
+        model.generate(**TINY["Llama"].inputs("none"), max_new_tokens=3, do_sample=False, use_cache=False)
+    name = next(iter(recording))
+    with pytest.raises(regard.ArgumentError) as caught:
+        recording[name]
+    assert f"recording.calls({name!r})[-1].matrix" in str(caught.value) and "[0]" not in str(caught.value)
+    assert [call.shape[-1] for call in recording.calls(name)] == [11, 12, 13]
 
 
 def test_equal_keys_are_not_a_cache():

@@ -140,6 +140,15 @@ def test_gradients_do_not_change():
 LATE = torch.arange(7)[None] >= torch.tensor([[7], [5]])
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_averaged_weights_of_as_many_texts_as_heads_are_captured(batch):
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(batch, 5, 8, generator=torch.Generator().manual_seed(0))
+    with regard.watch(layer) as recording:
+        _, weights = layer(x, x, x)
+    torch.testing.assert_close(recording[""].to_dense().mean(1), weights.detach())
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("grad", [True, False])

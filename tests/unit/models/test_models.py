@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -15,7 +16,15 @@ hf = pytest.importorskip("transformers")
 from regard import ArgumentError, RegardError  # noqa: E402
 from regard.lens.watch import watch  # noqa: E402
 from regard.models import load, loaded_model, loading  # noqa: E402
-from tests.helpers.model_folders import build_llama, save_llama  # noqa: E402
+from tests.helpers.model_folders import (  # noqa: E402
+    build_byte_tokenizer,
+    build_clip,
+    build_gemma3_vlm,
+    build_llama,
+    build_llava,
+    build_whisper,
+    save_llama,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +126,41 @@ def test_only_the_encoder_of_an_encoder_decoder_model_is_loaded(tmp_path):
     with watch(model.model) as recording:
         model.forward(model.encode("abc"))
     assert [A.shape for A in recording.values()] == [(1, 4, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("build", "part", "note"),
+    [
+        (build_gemma3_vlm, "Gemma3ForConditionalGeneration", ""),
+        (build_llava, "LlavaForConditionalGeneration", ""),
+        (build_whisper, "WhisperDecoder", "The encoder reads input_features; only the decoder is used"),
+        (build_clip, "CLIPText", "only the text encoder is used"),
+    ],
+)
+def test_models_that_also_read_images_or_audio_run_on_a_text(build, part, note, tmp_path):
+    build().save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    assert model.info["class"].startswith(part) and note in " ".join(model.notes)
+    assert (model._vocab_size, model.max_positions) == (300, 64)
+    text = model.encode("the cat sat")
+    with watch(model.model) as recording:
+        model.forward(text)
+    assert [A.shape for A in recording.values()] == [(1, 2, 11, 11)] * 2
+
+
+def test_an_id_outside_the_vocabulary_of_a_model_with_images_is_rejected(tmp_path):
+    build_llava().save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    model = dataclasses.replace(model, tokenizer=lambda text: [300] * len(text))
+    with pytest.raises(ArgumentError, match="id 300; expected ids below 300"):
+        model.encode("abc")
+
+
+def test_a_model_that_reads_only_images_has_no_vocabulary():
+    config = hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    with pytest.raises(ArgumentError, match="no tokenizer and no embedding"):
+        loaded_model.LoadedModel("vit", hf.ViTModel(config)).encode("abc")
 
 
 def test_missing_weights_are_reported(folder, tmp_path):

@@ -95,11 +95,12 @@ def check_future(layer: CheckedLayer) -> Finding | None:
     mask, token_rows = layer.call.compact_mask, layer.token_rows
     if not layer.causal or token_rows.query_offset is None or layer.shape[2] < 2:
         return None
-    if not mask.stored_arrays and not (mask.stop > token_rows.own_keys + 1).any():
+    if not layer.attends_beyond.any():
         return None
     measure = DistanceBands([(1, math.inf)], token_rows.query_offset)
     share = layer.flatten_batch(layer.call.matrix.measure(bands=measure).bands[..., 1])
-    share = np.where(layer.rows[:, None] & np.broadcast_to(layer.live_rows, share.shape), share, 0.0)
+    counted = layer.rows[:, None] & layer.live_rows & layer.attends_beyond
+    share = np.where(np.broadcast_to(counted, share.shape), share, 0.0)
     if not share.max() > ROUNDING:
         return None
     message, has_prefix = "Tokens attend to later tokens.", not mask.stored_arrays and _has_prefix(layer)
@@ -198,6 +199,11 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
         )
     elif len(call.shape) != 4:
         hint = f"A query of {len(call.shape)} axes forces it. Pass (batch, heads, n, head_dim)."
+    elif call.is_broadcast:
+        hint = (
+            "Key and value that are broadcast force it. Pass enable_gqa=True for fewer heads, or expand them to the "
+            "query's batch and heads: key.expand(batch, heads, -1, -1)."
+        )
     else:
         hint = "A mask that requires a gradient forces it, value_dim ≠ head_dim, or a sdpa_kernel(…) context."
     return layer.build_finding(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from regard.lens.analysis.finding import Finding, Severity
 from regard.lens.analysis.token_rows import TokenRows, find_visible
 from regard.lens.capture.call import Call
+from regard.lens.capture.module_hints import ImageRuns
 
 
 @dataclass(eq=False)
@@ -24,6 +26,7 @@ class CheckedLayer:
         call: The call.
         causal: No token should attend to later ones.
         is_token: (batch, kv_len), False for padding; None if unknown.
+        image_runs: First key and end of each image whose tokens may attend to each other, for each batch entry.
     """
 
     layer: int
@@ -31,6 +34,7 @@ class CheckedLayer:
     call: Call
     causal: bool = False
     is_token: Any = None
+    image_runs: ImageRuns = field(default_factory=list)
 
     @cached_property
     def token_rows(self) -> TokenRows:
@@ -72,6 +76,30 @@ class CheckedLayer:
         mask = self.call.compact_mask
         start, stop = np.broadcast_arrays(mask.start, mask.stop)
         return as_batch_heads(start), as_batch_heads(stop)
+
+    @cached_property
+    def allowed_stop(self) -> Any:
+        """End of the keys that each row of a causal layer may attend to, (batch or 1, 1, q_len)."""
+        own = self.token_rows.own_keys
+        allowed = np.repeat(own[None] + 1, max(len(self.image_runs), 1), 0)
+        for row, runs in zip(allowed, self.image_runs, strict=False):
+            for start, stop in runs:
+                row[(own >= start) & (own < stop)] = stop
+        return allowed[:, None]
+
+    @cached_property
+    def attends_beyond(self) -> Any:
+        """Rows that attend to a key past `allowed_stop`, (batch or 1, heads or 1, q_len)."""
+        mask = self.call.compact_mask
+        if not mask.stored_arrays:
+            return self.intervals[1] > self.allowed_stop
+        visible = mask.dense_mask
+        if visible is None:
+            bias = mask.stored_arrays[0]
+            visible = bias > float(torch.finfo(bias.dtype).min)
+        keys = torch.arange(self.shape[3], device=visible.device)
+        last = torch.where(visible, keys, -1).amax(-1).cpu().numpy()
+        return as_batch_heads(last) >= self.allowed_stop
 
     def flatten_batch(self, result: Any) -> Any:
         """Return a result (…, heads, n) as float64 NumPy, (batch, heads, n)."""

@@ -41,7 +41,7 @@ def run_checks(
     Args:
         layer_calls: The calls of the recording.
         joined_calls: The same by module name, with the steps of each cache.
-        module_hints: Modules that are causal, and the positions that were looked up.
+        module_hints: Modules that are causal, the positions that were looked up, and the images.
         uncaptured: Layers that were not captured, by name.
         cache_faults: Calls that do not extend their cache, by name.
         tokens: Tokens of the sequence, or None.
@@ -58,6 +58,9 @@ def run_checks(
     for layer in with_weights:
         layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
         layer.is_token = _fit_to_layer(is_token, layer, with_weights)
+    if attention_mask is not None and with_weights and all(layer.is_token is None for layer in with_weights):
+        raise _mask_fit_error(is_token, with_weights)
+    _set_image_runs(layers, layer_calls, module_hints)
     not_finite, finite = _check_finite(with_weights)
     findings += not_finite
     usual_scales = _find_usual_scales(with_weights)
@@ -113,6 +116,17 @@ def _find_tokens(tokens: Any, attention_mask: Any) -> Any:
     return None if is_token.all() else is_token
 
 
+def _mask_fit_error(is_token: Any, layers: list[CheckedLayer]) -> ArgumentError:
+    """Build the error for an `attention_mask` that fits no layer."""
+    sizes = sorted({(batch, kv_len) for batch, _, _, kv_len in (layer.shape for layer in layers)})
+    return ArgumentError(
+        "recording.diagnose",
+        received=f"attention_mask of shape {is_token.shape}",
+        expected="(batch, keys) of a layer: " + " or ".join(map(str, sizes[:3])) + ", …" * (len(sizes) > 3),
+        hint="Pass the attention_mask that the model was passed, special tokens and padding included.",
+    )
+
+
 def _fit_to_layer(is_token: Any, layer: CheckedLayer, layers: list[CheckedLayer]) -> Any:
     """Return which keys of a layer are tokens; None if its keys are another sequence. Generated tokens count."""
     batch, _, _, kv_len = layer.shape
@@ -127,6 +141,18 @@ def _fit_to_layer(is_token: Any, layer: CheckedLayer, layers: list[CheckedLayer]
         is_token = np.concatenate([is_token, np.ones((len(is_token), missing), bool)], 1)
     fitted = fit_tokens(is_token.tolist(), batch, kv_len)
     return None if fitted is None else np.array(fitted, bool).reshape(batch, kv_len)
+
+
+def _set_image_runs(
+    layers: list[CheckedLayer], layer_calls: Sequence[LayerCall], module_hints: ModuleHints
+) -> None:
+    """Set the images of each layer: those of the pass of its call."""
+    num_calls = Counter(entry.module for entry in layer_calls)
+    for layer, entry in zip(layers, layer_calls, strict=True):
+        if num_calls[entry.module] == len(module_hints.image_runs):
+            image_runs = module_hints.image_runs[entry.call_index]
+            if len(image_runs) == layer.shape[0]:
+                layer.image_runs = image_runs
 
 
 def _should_be_causal(

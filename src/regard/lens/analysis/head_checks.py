@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ SATURATED, UNIFORM = 0.01, 1 - 1e-4
 COMMON_KEY_WEIGHT = 0.9
 # Standard deviation of the scores above which the softmax leaves little but the largest.
 LARGE_DEVIATION = 4.0
+# Layers of transformers whose scale is 1 by design: the training absorbs it (T5, GPT-Neo), queries and keys are
+# normalised (Gemma 3n, Gemma 4), or the layer multiplies the query before the call (Whisper, OPT, ESM).
+UNSCALED_LAYERS = re.compile(
+    r"((U?M|Long)?T5|SwitchTransformers|Pop2Piano|Udop|Pix2Struct(Text|Vision)|GPTNeo|Gemma3nText|Gemma4\w*|Whisper|OPT"
+    r"|Esm)(Self|Local|TransientGlobal)?Attention"
+)
 # Rows from which scores are sampled.
 SAMPLED_ROWS = 64
 
@@ -59,23 +66,27 @@ def _check_scale(
 ) -> tuple[Finding | None, Any]:
     """Check the scale; also return the heads whose scores it makes too large, (heads,)."""
     call = layer.call
-    default = 1 / math.sqrt(call.query.shape[-1])
+    is_unscaled = UNSCALED_LAYERS.fullmatch(call.layer_class) is not None
+    default, default_name = (
+        (1.0, "scale of this class") if is_unscaled else (1 / math.sqrt(call.query.shape[-1]), "1/√head_dim")
+    )
     has_large_scores = deviation > LARGE_DEVIATION
     is_unusual = usual_scale is not None and not math.isclose(call.scale, usual_scale, rel_tol=1e-3)
     if not (call.scale > 1.5 * default and has_large_scores.any()) and not is_unusual:
         return None, np.zeros_like(has_large_scores)
-    evidence: dict[str, Any] = {"scale": call.scale, "1/√head_dim": default}
+    evidence: dict[str, Any] = {"scale": call.scale, default_name: default}
     if is_unusual:
         evidence["scale of the other layers"] = usual_scale
     evidence |= {
         "deviation of the scores": float(deviation.max()),
         "largest score": float(largest.max()),
     }
-    message = "Scores are too large: the scale is not 1/√head_dim."
+    message = f"Scores are too large: the scale is not {1 if is_unscaled else '1/√head_dim'}."
     if call.scale <= 1.5 * default:
         message = "The scale differs from that of the other layers."
     expected = usual_scale if is_unusual else default
-    hint = f"Pass scale=None, or {expected:.4g}; scale only once, before or in the call."
+    scales = f"scale={expected:.4g}" if is_unscaled else f"scale=None, or {expected:.4g}"
+    hint = f"Pass {scales}; scale only once, before or in the call."
     where = has_large_scores if has_large_scores.any() else ~has_large_scores
     finding = layer.build_finding("scale", "warning", message, _locate_heads(layer, where), evidence, hint)
     return finding, has_large_scores

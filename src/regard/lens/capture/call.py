@@ -41,6 +41,7 @@ class Call:
         sink: Learnt sink, one score for each head, or None.
         dropout_p: Dropout probability that was passed.
         is_causal: Whether `is_causal` was passed in any of the calls.
+        is_broadcast: Whether key or value were broadcast to the batch or the heads of the query.
         training: Whether the module was in training mode.
         query_offset: Position of the first query among the keys.
         steps: Number of calls that were joined.
@@ -74,6 +75,7 @@ class Call:
     sink: Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
+    is_broadcast: bool = False
     training: bool = False
     query_offset: int = 0
     steps: int = 1

@@ -1,4 +1,4 @@
-"""What a model states about itself: which modules are causal, and which positions it looks up."""
+"""What a model states about itself: causal modules, the positions it looks up, and the tokens of images."""
 
 from __future__ import annotations
 
@@ -20,16 +20,26 @@ class PositionLookup(NamedTuple):
     positions: Tensor
 
 
+# First token and end, exclusive, of each image, for each batch entry.
+ImageRuns = list[list[tuple[int, int]]]
+
+
 class ModuleHints:
-    """`causal` has the `is_causal` attribute of modules by name, `lookups` every position lookup in order."""
+    """`causal` has the `is_causal` attribute of modules by name, `lookups` every position lookup in order.
+
+    `image_runs` has the images of each forward pass that was passed token types. In models such as Gemma 3, the tokens
+    of an image attend to each other.
+    """
 
     def __init__(self) -> None:
         self.causal: dict[str, bool] = {}
         self.lookups: list[PositionLookup] = []
+        self.image_runs: list[ImageRuns] = []
         self._last: Tensor = None
+        self._last_types: Tensor = None
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
-        """Read `is_causal` of the modules, and register hooks on position embeddings.
+        """Read `is_causal` of the modules, and register hooks on position embeddings and models that read images.
 
         Yields:
             The handle of each hook, which removes it.
@@ -37,6 +47,8 @@ class ModuleHints:
         for name, module in model.named_modules():
             if isinstance(getattr(module, "is_causal", None), bool):
                 self.causal[name] = module.is_causal
+            if getattr(getattr(module, "config", None), "vision_config", None) is not None:
+                yield module.register_forward_pre_hook(self._record_images, with_kwargs=True)
             class_name = type(module).__name__.lower()
             attribute = name.rpartition(".")[2]
             is_table = isinstance(module, nn.Embedding) and (
@@ -44,6 +56,14 @@ class ModuleHints:
             )
             if is_table or "rotaryembedding" in class_name:
                 yield module.register_forward_pre_hook(self._make_hook(name), with_kwargs=True)
+
+    def _record_images(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            types = kwargs.get(name)
+            # A model passes the same tensor on to its parts.
+            if isinstance(types, torch.Tensor) and types.ndim == 2 and types is not self._last_types:
+                self.image_runs.append(find_image_runs(types))
+                self._last_types = types
 
     def _make_hook(self, name: str) -> Any:
         def record_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -62,3 +82,20 @@ class ModuleHints:
                     return
 
         return record_positions
+
+
+def find_image_runs(types: Tensor) -> ImageRuns:
+    """Find the images of each batch entry: consecutive tokens of type 1 (an image) or 2 (a video).
+
+    Args:
+        types: (batch, n).
+
+    Returns:
+        First token and end of each image, for each batch entry.
+    """
+    is_image = ((types == 1) | (types == 2)).long()
+    changes = nn.functional.pad(is_image, (1, 1)).diff(dim=-1)
+    return [
+        list(zip((row == 1).nonzero()[:, 0].tolist(), (row == -1).nonzero()[:, 0].tolist(), strict=True))
+        for row in changes
+    ]

@@ -160,6 +160,7 @@ def _recognise(
         sink=None if args.sink is None else args.sink.detach().reshape(-1),
         dropout_p=float(args.dropout_p),
         is_causal=bool(args.is_causal),
+        is_broadcast=_is_broadcast(args),
         training=module.training,
         num_missing_values=_count_missing_values(args, q_len, kv_len, compact),
         source_key=(weakref.ref(args.key), _version(args.key)),
@@ -179,6 +180,13 @@ def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: 
     used = int(compact.stop.max(initial=0)) or kv_len
     own = value.detach()[..., max(0, used - q_len) : used, :]
     return 0 if bool(own.any()) else q_len
+
+
+def _is_broadcast(args: CapturedArgs) -> bool:
+    """Return whether key or value have other leading axes than the query; with `enable_gqa`, heads may differ."""
+    stop = -3 if args.enable_gqa else -2
+    lead = args.query.shape[:stop]
+    return bool(args.key.shape[:stop] != lead or args.value.shape[:stop] != lead)
 
 
 def _combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
@@ -292,7 +300,7 @@ def _reproduces(call: Call, args: CapturedArgs, module: nn.Module) -> bool:
 def _weights_agree(ours: Tensor, theirs: Tensor, tolerance: float, dropout: float) -> bool:
     if theirs.shape[-1] > ours.shape[-1] and not theirs[..., ours.shape[-1] :].any():
         theirs = theirs[..., : ours.shape[-1]]  # of a static cache
-    if theirs.ndim < ours.ndim and theirs.shape[-3:-2] != ours.shape[-3:-2]:
+    if theirs.ndim < ours.ndim and theirs.numel() != ours.numel():
         ours = ours.mean(-3)  # averaged over heads
     if theirs.numel() != ours.numel():
         return False
