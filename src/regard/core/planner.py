@@ -146,7 +146,7 @@ def execute(
         value, index = _concat_values(parts or [problem.placeholder_value], xp)
         with engine.suppress_warnings(), engine.no_grad():
             product = problem.product(value, index)
-            if product is None:
+            if product is None or product[1] is None:
                 return None
             output, lse, kernel = product
             stops = np.cumsum([part.shape[-1] for part, _ in parts])
