@@ -645,7 +645,9 @@ class AttentionMatrix:
         """Return the cached softmax statistics, or those that a fused kernel's lse gives; None if there are none."""
         if self._stats is None and self._fused_lse is not None and not self._needs_exact_rows:
             with self._problem.engine.no_grad():
-                self._stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
+                stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
+                if not self._problem.score_mods or stats.is_small(self._problem.engine.xp):
+                    self._stats = stats
         return self._stats
 
     @cached_property
