@@ -14,6 +14,7 @@ import numpy as np
 
 from regard.core.problem import Problem
 from regard.engines import Engine
+from regard.frame import EXACT_ROWS_LIMIT
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
@@ -38,6 +39,11 @@ class SoftmaxStats(NamedTuple):
     def lse(self, xp: Namespace) -> Array:
         """Compute the natural-log logsumexp of each row, −inf for a row without live keys."""
         return self.max if self.sum is None else self.max + xp.log(self.sum)
+
+    def is_small(self, xp: Namespace) -> bool:
+        """Return whether the rounding of these statistics and of scores computed on their own does not matter."""
+        sizes = xp.where(self.max == -xp.inf, 0.0, xp.abs(self.max))
+        return bool(xp.all(sizes < EXACT_ROWS_LIMIT))  # NaN is not small
 
     def select(self, index: Any) -> SoftmaxStats:
         """Return the statistics of some pairs or rows."""
@@ -172,6 +178,8 @@ def _run_pairs(
             else:
                 scores = problem.scores(band, columns, full) if scores is None else scores
                 weights = normalise(scores, stats, engine)
+                if stats.sum is None:
+                    weights = xp.clip(weights, None, 1.0)  # the lse is rounded, too
             for i, measure in enumerate(bound):
                 if logs is not None and hasattr(measure, "step_logs"):
                     own = logs if i == last_of_logs else logs + 0.0  # `step_logs` overwrites its argument

@@ -142,7 +142,7 @@ class LinearProblem(Problem):
         products = replace(self, score_mods=()).scores(rows, columns, full)
         return self.engine.xp.where(products == -self.engine.xp.inf, 0.0, products)
 
-    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
+    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array | None, str] | None:
         engine, xp = self.engine, self.engine.xp
         dtype = engine.working_dtype(self.query, self.key, value)
         if not self.can_fuse:

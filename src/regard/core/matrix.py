@@ -28,7 +28,7 @@ from regard.core.explanation import Explanation, explain_row
 from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import Plan, execute, make_plan, split_products, upcast
 from regard.core.problem import Problem, Spec
-from regard.core.products import DenseWeights, LogSumExp, Product, flatten_operand
+from regard.core.products import DenseWeights, LogSumExp, Product, SelectedWeights, flatten_operand
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
 from regard.errors import ArgumentError, format_named_shape
 from regard.masks import Mask
@@ -552,8 +552,14 @@ class AttentionMatrix:
             # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
             (block,), _ = run_block_loop(problem, [DenseWeights()])
             block = block if all_columns else block[..., columns]
+        elif weights and (self._needs_exact_rows or not part._require_stats().is_small(problem.engine.xp)):
+            # One entry computed on its own is rounded differently from the sum of its row.
+            (block,), _ = run_block_loop(problem, [SelectedWeights(columns)])
+        elif weights:
+            xp = problem.engine.xp
+            block = xp.clip(compute_entries(problem, columns, part._require_stats()), None, 1.0)
         else:
-            block = compute_entries(problem, columns, part._require_stats() if weights else None)
+            block = compute_entries(problem, columns, None)
         return block.reshape(block_shape)[resolved.local]
 
     def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
@@ -570,10 +576,10 @@ class AttentionMatrix:
 
     # Private: products and measures
 
-    def _store_fused(self, output: Array, lse: Array, kernel: str) -> Array:
+    def _store_fused(self, output: Array, lse: Array | None, kernel: str) -> Array:
         """Cache lse and name of a fused kernel, and return its output."""
         self._kernel_used = kernel
-        if self._stats is None and lse.dtype == self._spec.key.dtype:
+        if self._stats is None and lse is not None and lse.dtype == self._spec.key.dtype:
             # At half precision the kernel's lse is no better than that, and the block loop computes a better one.
             self._fused_lse = lse
         return output
@@ -639,7 +645,9 @@ class AttentionMatrix:
         """Return the cached softmax statistics, or those that a fused kernel's lse gives; None if there are none."""
         if self._stats is None and self._fused_lse is not None and not self._needs_exact_rows:
             with self._problem.engine.no_grad():
-                self._stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
+                stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
+                if not self._problem.score_mods or stats.is_small(self._problem.engine.xp):
+                    self._stats = stats
         return self._stats
 
     @cached_property

@@ -146,9 +146,11 @@ def execute(
         value, index = _concat_values(parts or [problem.placeholder_value], xp)
         with engine.suppress_warnings(), engine.no_grad():
             product = problem.product(value, index)
-            if product is None:
+            if product is None or product[1] is None:
                 return None
             output, lse, kernel = product
+            if problem.score_mods and not SoftmaxStats(lse, None).is_small(xp):
+                return None  # a large bias: the rounded lse would cost the weights digits
             stops = np.cumsum([part.shape[-1] for part, _ in parts])
             for (name, measure), (part, _), stop in zip(plan.from_product.items(), parts, stops, strict=True):
                 columns = output[..., int(stop) - part.shape[-1] : int(stop)]

@@ -126,7 +126,7 @@ class Problem:
         reason = "non-finite values, or a gradient that the fused kernel lacks"
         return f"{self.engine.name}: block loop ({reason})"
 
-    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array, str] | None:
+    def product(self, value: Array, value_index: IntArray) -> tuple[Array, Array | None, str] | None:
         """Compute output, lse and kernel name without the block loop; None if the block loop must do it."""
         return self.engine.run_fused_product(self, value, value_index)
 

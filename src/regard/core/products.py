@@ -82,6 +82,35 @@ class DenseWeights(Measure):
         return state
 
 
+@dataclass(frozen=True, eq=False)
+class SelectedWeights(Measure):
+    """The weights at some columns, from the tiles of their whole rows: (…, q_len, len(columns)).
+
+    Attributes:
+        columns: Columns in any order: (n,).
+        problem: The matrix, once the measure is bound.
+    """
+
+    columns: IntArray
+    problem: Problem | None = None
+    reads_scores: ClassVar[bool] = False
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, problem=problem)
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        assert self.problem is not None
+        return xp.zeros((*shape[:2], len(self.columns)), dtype=self.problem.dtype)
+
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
+        tile = as_slice(kv_idx)
+        inside = np.flatnonzero((self.columns >= tile.start) & (self.columns < tile.stop))
+        if len(inside):
+            chosen = weights[..., xp.asarray(self.columns[inside] - tile.start)]
+            state[:, as_slice(q_idx), xp.asarray(inside)] = chosen
+        return state
+
+
 @dataclass(frozen=True)
 class LogSumExp(Measure):
     """The lse of each row from its weights, for gradients: score − ln weight at any live key. Shape (…, q_len)."""

@@ -133,13 +133,13 @@ class ArrayEngine:
 
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         """Return None, so that the block loop computes the product."""
         return None
 
     def try_fast_product(
         self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         """Return None: there is no faster way."""
         return None
 

@@ -127,7 +127,7 @@ class Engine(Protocol):
             buffers: Memory to reuse; empty at the first call, filled by the engine.
 
         Returns:
-            query keyᵀ − lse, and its exponential times `allowed`: (g, r, c) each.
+            query keyᵀ − lse, at most 0, and its exponential times `allowed`: (g, r, c) each.
         """
 
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
@@ -176,7 +176,7 @@ class Engine(Protocol):
 
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         """Compute `A @ value` with a fused kernel.
 
         Args:
@@ -186,12 +186,12 @@ class Engine(Protocol):
 
         Returns:
             Output (pairs, rows, value_dim), lse (pairs, rows) and the name of the kernel; None if the block loop must
-            compute the product.
+            compute the product. The lse is None if the kernel computed it with reduced precision.
         """
 
     def try_fast_product(
         self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         """Compute `A @ value` directly from the caller's arrays if they are what the fused kernel takes.
 
         Args:
@@ -202,7 +202,8 @@ class Engine(Protocol):
             scale: Factor of the products.
 
         Returns:
-            Output, lse and the name of the kernel; None if the arguments need validation or conversion first.
+            Output, lse and the name of the kernel; None if the arguments need validation or conversion first. The lse
+            is None if the kernel computed it with reduced precision.
         """
 
     def needs_exact_rows(self, problem: Problem) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from regard.engines import torch_fused as fused
+from regard.engines.torch_precision import use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
 from regard.types import Array, IntArray
@@ -140,8 +141,8 @@ class TorchEngine:
             buffers[:] = (torch.empty(size, dtype=query.dtype, device=self.device) for _ in range(2))
         logs, weights = (buffer[:size].view(shape) for buffer in buffers)
         torch.bmm(query.expand(len(lse), -1, -1), key.expand(len(lse), -1, -1).mT, out=logs)
-        # exp is many times slower where it overflows or its result is subnormal.
-        logs.sub_(lse).clamp_(math.log(torch.finfo(logs.dtype).tiny), None if allowed is None else 0.0)
+        # exp is many times slower where it overflows or its result is subnormal. A rounded weight must not exceed 1.
+        logs.sub_(lse).clamp_(math.log(torch.finfo(logs.dtype).tiny), 0.0)
         torch.exp(logs, out=weights)
         return logs, weights if allowed is None else weights.mul_(allowed)
 
@@ -191,8 +192,8 @@ class TorchEngine:
 
     @property
     def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
-        # Autocast would lower the scores to half precision.
-        return lambda: torch.autocast(self.device.type, enabled=False)
+        # Autocast and reduced-precision products would round the scores to 8 bits.
+        return lambda: use_full_precision(self.device.type)
 
     # Fused kernels
 
@@ -205,12 +206,12 @@ class TorchEngine:
 
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         return fused.run_fused_product(problem, value, value_index)
 
     def try_fast_product(
         self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array, str] | None:
+    ) -> tuple[Array, Array | None, str] | None:
         return fused.try_fast_product(query, key, value, mask, scale)
 
     def needs_exact_rows(self, problem: Problem) -> bool:

@@ -17,6 +17,7 @@ from regard.engines import torch_kernels as kernels
 from regard.engines import torch_lowering as lowering
 from regard.engines.torch_kernels import Kernel
 from regard.engines.torch_lowering import KernelBlock, LoweredBand, TileBuilder
+from regard.engines.torch_precision import has_ieee_products
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
 from regard.masks import Mask
 from regard.score_mods import ScoreMod
@@ -44,7 +45,7 @@ class KernelCall(NamedTuple):
 
 def run_fused_product(
     problem: Problem, value: Tensor, value_index: IntArray
-) -> tuple[Tensor, Tensor, str] | None:
+) -> tuple[Tensor, Tensor | None, str] | None:
     """Compute `A @ value` with a fused kernel.
 
     Args:
@@ -54,7 +55,7 @@ def run_fused_product(
 
     Returns:
         Output (pairs, rows, value_dim), lse (pairs, rows) and the name of the kernel; None if no fused kernel may be
-        used.
+        used. The lse is None if torch computed it with reduced precision.
     """
     kernel, _ = find_kernel(problem)
     if kernel is None or not value.numel():
@@ -77,7 +78,8 @@ def run_fused_product(
     for group in _split_pairs(problem):
         part = problem.select_pairs(group)
         k_index, v_index = part.key_index, value_index[part.pair_ids]
-        group_size = _find_group_size(k_index) if np.array_equal(k_index, v_index) else 1
+        can_group = kernel.takes_groups and np.array_equal(k_index, v_index)
+        group_size = _find_group_size(k_index) if can_group else 1
         q = _to_heads(part.query, part.query_index, width, common)
         scale = part.scale
         if scale <= 0:  # the kernel masks before it scales: −inf · 0 would be NaN
@@ -105,14 +107,15 @@ def run_fused_product(
         lses.append(lse[0])
         num_calls += sum(len(band.blocks) for band in bands)
     name = f"torch: {kernel.name}, {lowering.describe_bands(bands, num_calls)}"
-    if len(outputs) == 1:
-        return outputs[0], lses[0], name
-    return torch.cat(outputs), torch.cat(lses), name
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if not _has_exact_lse(common, problem.query.device):
+        return output, None, name
+    return output, lses[0] if len(lses) == 1 else torch.cat(lses), name
 
 
 def try_fast_product(
     query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float
-) -> tuple[Tensor, Tensor, str] | None:
+) -> tuple[Tensor, Tensor | None, str] | None:
     """Compute `A @ value` in one kernel call if the arrays are what the kernel takes; return None otherwise.
 
     Args:
@@ -123,7 +126,7 @@ def try_fast_product(
         scale: Factor of the products.
 
     Returns:
-        Output, lse and the name of the kernel, or None.
+        Output, lse and the name of the kernel, or None. The lse is None if torch computed it with reduced precision.
     """
     if type(value) is not torch.Tensor:
         return None
@@ -143,11 +146,19 @@ def try_fast_product(
     kernel = kernels.get_kernel(query.device.type)
     if kernel is None or (k_shape[2] < FEW_KEYS and not _all_finite(query, key)):
         return None
+    if shape[1] != k_shape[1] and not kernel.takes_groups:
+        return None
     output, lse = kernel.forward(query, key, value, is_causal, None, scale)
     # NaN or inf anywhere in the kernel's input shows in its output; then the block loop decides which rows get it.
     if not math.isfinite(output.detach().sum(dtype=_UPCAST.get(output.dtype)).item()):
         return None
-    return output, lse, kernel.causal_name if is_causal else kernel.unmasked_name
+    name = kernel.causal_name if is_causal else kernel.unmasked_name
+    return output, lse if _has_exact_lse(query.dtype, query.device) else None, name
+
+
+def _has_exact_lse(dtype: Any, device: torch.device) -> bool:
+    """Return whether the lse of a kernel may be kept: it is not if torch rounds the inputs of float32 products."""
+    return dtype is not torch.float32 or has_ieee_products(device.type)
 
 
 def find_kernel(problem: Problem) -> tuple[Kernel | None, str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from regard.engines.torch_precision import has_ieee_products, use_full_precision
 
 Tensor = Any  # torch's types are not checked
 
@@ -23,11 +26,13 @@ class Kernel:
             the output and the lse.
         backward: Function of the output's gradient, query, key, value, output, lse, is_causal, mask tile and scale that
             returns the gradients of query, key and value; None if there is none.
+        takes_groups: Whether key and value may have fewer heads than the query; `check_kernel` finds it out.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    takes_groups: bool = False
 
     @cached_property
     def causal_name(self) -> str:
@@ -78,24 +83,68 @@ CPU_FLASH = Kernel("flash on CPU", _cpu_forward, _cpu_backward)
 CUDA_EFFICIENT = Kernel("efficient on CUDA (untested)", _cuda_forward, None)
 
 
-@cache
+_KERNELS = {"cpu": CPU_FLASH, "cuda": CUDA_EFFICIENT}
+_checked: dict[str, Kernel] = {}  # a failed check is not stored: its cause may be the state of the process
+
+
 def get_kernel(device_type: str) -> Kernel | None:
     """Return the fused kernel of a device type, or None if it is missing or its results are wrong.
 
     Args:
         device_type: "cpu", "cuda", …
     """
-    kernel = {"cpu": CPU_FLASH, "cuda": CUDA_EFFICIENT}.get(device_type)
-    if kernel is None:
-        return None
-    q, k, v = torch.linspace(-1, 1, 2 * 3 * 3 * 8, device=device_type).sin().reshape(3, 1, 2, 3, 8)
-    scores = 0.5 * q @ k.mT + torch.full((3, 3), -math.inf, device=device_type).triu(1)
+    checked = _checked.get(device_type)
+    if checked is None and device_type in _KERNELS:
+        checked = check_kernel(_KERNELS[device_type], device_type)
+        if checked is not None:
+            _checked[device_type] = checked
+    return checked
+
+
+def check_kernel(kernel: Kernel, device_type: str) -> Kernel | None:
+    """Compare the results of a kernel with the definition, whatever modes and default dtype are set.
+
+    Args:
+        kernel: The kernel.
+        device_type: Device type to run it on.
+
+    Returns:
+        The kernel, with `takes_groups` set by the check; None if a result is wrong.
+    """
+    # Fake tensors, default devices and subclasses act through these modes.
+    with (
+        torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(),
+        use_full_precision(device_type),
+    ):  # fmt: skip
+        if not all(_is_right(kernel, device_type, length, groups=1) for length in _CHECKED_LENGTHS):
+            return None
+        takes_groups = all(_is_right(kernel, device_type, length, groups=2) for length in _CHECKED_LENGTHS)
+    return replace(kernel, takes_groups=takes_groups)
+
+
+_CHECKED_LENGTHS = (5, 70)  # below and above the shortest block of the CPU kernel
+
+
+def _is_right(kernel: Kernel, device_type: str, length: int, groups: int) -> bool:
+    """Return whether output and lse are right without a mask, causal and with a mask tile."""
+    heads, dim, scale = 4, 8, 0.5
+    numbers = torch.arange(3 * heads * length * dim, dtype=torch.float32, device=device_type)
+    q, all_k, all_v = (numbers * 0.7).sin().reshape(3, 1, heads, length, dim).unbind()
+    # A kernel that takes each query head's own key head reads past the end: here, wrong numbers instead of a crash.
+    k, v = (x[:, : heads // groups] for x in (all_k, all_v))
+    wide_q, wide_k, wide_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
+    tile = (numbers[: length * length] * 0.3).cos().reshape(1, 1, length, length)
+    causal = torch.full((length, length), -math.inf, dtype=torch.float64, device=device_type).triu(1)
     try:
-        output, lse = kernel.forward(q, k, v, True, None, 0.5)
-        is_right = torch.allclose(output, scores.softmax(-1) @ v, atol=1e-5)
-        return kernel if is_right and torch.allclose(lse, scores.logsumexp(-1), atol=1e-5) else None
+        for is_causal, own_tile, bias in ((False, None, 0.0), (True, None, causal), (False, tile, tile)):
+            scores = scale * wide_q @ wide_k.mT + bias
+            output, lse = kernel.forward(q, k, v, is_causal, own_tile, scale)
+            right = ((output, scores.softmax(-1) @ wide_v), (lse, scores.logsumexp(-1)))
+            if not all(torch.allclose(result.double(), exact, atol=1e-5) for result, exact in right):
+                return False
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None
+        return False
+    return True
 
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -105,7 +154,7 @@ _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 def run_flash_with_lse(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Run a call of `F.scaled_dot_product_attention` and return its lse as well, if it would run flash on the CPU.
 
     Args:
@@ -119,13 +168,19 @@ def run_flash_with_lse(
         enable_gqa: Whether several query heads share a key head.
 
     Returns:
-        The output, bit-identical to the public function's, and the lse; None if another kernel would run.
+        The output, bit-identical to the public function's, and the lse; None if another kernel would run. The lse is
+        None if torch computed it with reduced precision.
     """
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
     if not is_plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):
         return None
-    if torch.is_autocast_enabled("cpu") or get_kernel("cpu") is None:
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return None  # the operator takes nothing else, and may not check it
+    if torch.is_autocast_enabled("cpu"):
         return None  # autocast applies to the public function only
+    kernel = get_kernel("cpu")
+    if kernel is None or (query.shape[1] != key.shape[1] and not kernel.takes_groups):
+        return None
     backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -135,7 +190,8 @@ def run_flash_with_lse(
         bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
         attn_mask = bias.masked_fill_(attn_mask.logical_not(), -math.inf)
     output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-    return output, lse
+    is_exact = query.dtype == torch.float64 or has_ieee_products("cpu")
+    return output, lse if is_exact else None
 
 
 def find_sdpa_backend(

@@ -216,9 +216,12 @@ def test_an_operator_with_wrong_results_is_not_used(name, monkeypatch):
     def forward(*arguments):
         return WRONG_KERNELS[name](*kernels._cpu_forward(*arguments))
 
-    assert kernels.get_kernel.__wrapped__("cpu") is kernels.CPU_FLASH
-    monkeypatch.setattr(kernels, "CPU_FLASH", replace(kernels.CPU_FLASH, forward=forward))
-    assert kernels.get_kernel.__wrapped__("cpu") is None
+    assert kernels.check_kernel(kernels.CPU_FLASH, "cpu") is not None
+    monkeypatch.setattr(kernels, "_checked", {})
+    monkeypatch.setitem(kernels._KERNELS, "cpu", replace(kernels.CPU_FLASH, forward=forward))
+    assert kernels.get_kernel("cpu") is None
+    monkeypatch.undo()
+    assert kernels.get_kernel("cpu") is not None
 
 
 def test_tensors_of_another_device_are_refused():

@@ -1,0 +1,76 @@
+"""Full precision inside a block: autocast is off, and products of float32 numbers are rounded as IEEE 754 says.
+
+`torch.set_float32_matmul_precision("medium")` and TF32 round the inputs of products to 8 or 11 bits, which a score of
+10 turns into an error of several percent of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+# Settings for float32 products by device type; "none" inherits from `torch.backends.fp32_precision`.
+_SETTINGS: dict[str, Any] = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+
+
+class _IeeeProducts:
+    """Blocks with IEEE products on one device type. The setting is global, so threads share one change of it."""
+
+    def __init__(self, setting: Any) -> None:
+        self._setting, self._lock = setting, Lock()
+        self._depth, self._before = 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1 or _is_ieee(self._setting):
+                return
+            self._before = self._setting.fp32_precision
+            # Reading returns an inherited precision, which must not be restored as an explicit one.
+            self._setting.fp32_precision = "none"
+            if self._setting.fp32_precision == self._before:
+                self._before = "none"
+            self._setting.fp32_precision = "ieee"
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._before:
+                self._setting.fp32_precision, self._before = self._before, ""
+
+
+_IEEE_PRODUCTS = {device_type: _IeeeProducts(setting) for device_type, setting in _SETTINGS.items()}
+
+
+def has_ieee_products(device_type: str) -> bool:
+    """Return whether products of float32 numbers have full precision on a device type.
+
+    Args:
+        device_type: "cpu", "cuda", …
+    """
+    setting = _SETTINGS.get(device_type)
+    return setting is None or _is_ieee(setting)
+
+
+@contextmanager
+def use_full_precision(device_type: str) -> Iterator[None]:
+    """Switch autocast and reduced-precision products off in a block, and restore the settings afterwards.
+
+    Args:
+        device_type: "cpu", "cuda", …
+    """
+    with torch.autocast(device_type, enabled=False):
+        products = _IEEE_PRODUCTS.get(device_type)
+        if products is None:
+            yield
+            return
+        with products:
+            yield
+
+
+def _is_ieee(setting: Any) -> bool:
+    return setting.fp32_precision in ("none", "ieee")
