@@ -116,8 +116,8 @@ class Recording(Mapping[str, AttentionMatrix]):
                 reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
             hint = (
                 f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search reorders its "
-                "cache, some caches change old keys, broken ones lose some: see recording.diagnose()), run the model once "
-                "on the generated sequence and watch that run."
+                "cache, some caches change old keys, broken ones lose some: see recording.diagnose()), run the model "
+                "once on the generated sequence and watch that run."
             )
             if _grow_without_cache(groups):
                 hint = (
