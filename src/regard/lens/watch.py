@@ -44,6 +44,11 @@ _NATIVE_LAYERS = (
     nn.TransformerDecoderLayer,
 )
 
+_OWN_SOFTMAX_HINT = (
+    "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
+    "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
+)
+
 Measures = Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | Literal["default"]
 
 
@@ -130,6 +135,8 @@ class Watch:
         # Captures of this thread before each running module, by (thread, module), and speculative modes by thread.
         self._captures_before: dict[tuple[int, int], int] = {}
         self._speculative_modes: dict[int, str] = {}
+        # Class and shape of the softmax of each module that computed one, by name.
+        self._softmaxes: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
@@ -166,6 +173,7 @@ class Watch:
             NotCapturedError: If the block raised nothing, and an attention layer ran and was not captured.
         """
         self._restore()
+        self._report_own_softmax()
         uncaptured = self._recording._uncaptured
         if error_type is None and uncaptured:
             name, first_failure = next(iter(uncaptured.items()))
@@ -205,6 +213,20 @@ class Watch:
         """Report a call that cannot be recorded; the wrappers call it."""
         self._recording._uncaptured.setdefault(name, Uncaptured(reason, hint))
 
+    def notice_softmax(self, name: str, module: nn.Module, shape: tuple[int, ...]) -> None:
+        """Notice a softmax that may be attention; the wrappers call it."""
+        self._softmaxes.setdefault(name, (type(module).__name__, shape))
+
+    def _report_own_softmax(self) -> None:
+        """Report the modules that computed a softmax of the shape of attention, and of which nothing was captured."""
+        for name, (class_name, shape) in self._softmaxes.items():
+            if name not in self._recording:
+                reason = (
+                    f"{class_name} computes a softmax of shape {shape} without calling a watched function"
+                )
+                self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
+        self._softmaxes.clear()
+
     def _register_hooks(self) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
         native = {
@@ -239,11 +261,7 @@ class Watch:
             reason = f"{class_name} computes its weights without calling a watched function"
             if is_model:
                 reason = f"{class_name} called no watched attention function"
-            hint = (
-                "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
-            )
-            hint += "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
-            self.report_uncaptured(name, reason, hint)
+            self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
 
         return after_forward
 
@@ -348,6 +366,19 @@ def _find_patch_targets(
     yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
     yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
     yield class_namespace(CausalBias), "__torch_function__", wrappers.wrap_causal_bias
+    yield class_namespace(torch.Tensor), "softmax", wrappers.wrap_softmax
+    softmax = unwrap_original(torch.softmax)
+    yield vars(torch), "softmax", wrappers.wrap_softmax
+    model_files = [id(namespace) for namespace in _find_namespaces(model)]
+    by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
+    by_function[id(softmax)] = wrappers.wrap_softmax
+    for namespace in _find_other_namespaces(model):
+        if id(namespace) not in model_files:
+            for name, value in tuple(namespace.items()):
+                is_wrapper = isinstance(value, types.FunctionType) and "_regard_original" in vars(value)
+                original = unwrap_original(value) if is_wrapper else value
+                if id(original) in by_function:
+                    yield namespace, name, by_function[id(original)]
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
@@ -358,7 +389,9 @@ def _find_patch_targets(
     for namespace in _find_namespaces(model):
         for name, value in tuple(namespace.items()):
             original = unwrap_original(value)
-            if original is sdpa:
+            if original is softmax:
+                yield namespace, name, wrappers.wrap_softmax
+            elif original is sdpa:
                 yield namespace, name, wrappers.wrap_sdpa
             elif original is multi_head:
                 yield namespace, name, wrappers.wrap_multi_head_attention
@@ -383,6 +416,18 @@ def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
         if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
             yield vars(sys.modules[name])
+
+
+def _find_other_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
+    """Yield the globals of all imported modules that may have imported a function by name, and the model's attributes.
+
+    Modules of torch and regard call functions by attribute, or must keep the originals.
+    """
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "regard") and isinstance(module, types.ModuleType):
+            yield vars(module)
+    for part in model.modules():
+        yield vars(part)
 
 
 def _is_attention_function(value: Any) -> bool:

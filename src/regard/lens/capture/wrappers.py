@@ -61,6 +61,9 @@ class Watcher(Protocol):
     def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
         """Report a call that cannot be recorded."""
 
+    def notice_softmax(self, name: str, module: nn.Module, shape: tuple[int, ...]) -> None:
+        """Notice a softmax that may be attention, unless the module is captured."""
+
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
 watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
@@ -85,14 +88,18 @@ def speculative_mode() -> str:
     return ""
 
 
-def find_running_module() -> nn.Module | None:
-    """Return the module of a watched model that is nearest on the stack, if it is selected."""
+def find_running_module(skip: type[nn.Module] | None = None) -> nn.Module | None:
+    """Return the module of a watched model that is nearest on the stack, if it is selected; not one of class `skip`."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
-            if id(first) in watchers and isinstance(first, nn.Module):
+            if (
+                id(first) in watchers
+                and isinstance(first, nn.Module)
+                and not (skip and isinstance(first, skip))
+            ):
                 return first if is_selected(first) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -206,6 +213,30 @@ def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(cls, function, types, args, kwargs)
 
     return torch_function
+
+
+def wrap_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap `torch.softmax` or `Tensor.softmax`, to notice layers that compute their weights themselves."""
+
+    @wraps(original)
+    def softmax(*args: Any, **kwargs: Any) -> Tensor:
+        result = original(*args, **kwargs)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if _may_be_attention(result, dim):
+            module = find_running_module(skip=nn.Softmax)
+            for watcher, name in tuple(watchers.get(id(module), ())):
+                if name is not None:
+                    watcher.notice_softmax(name, module, tuple(result.shape))
+        return result
+
+    return softmax
+
+
+def _may_be_attention(weights: Tensor, dim: Any) -> bool:
+    """Return whether a softmax has the shape of attention: over keys, (batch, heads, q_len, kv_len), or square."""
+    if not isinstance(weights, torch.Tensor) or weights.ndim < 3 or dim not in (-1, weights.ndim - 1):
+        return False
+    return weights.ndim == 4 or bool(weights.shape[-1] == weights.shape[-2])
 
 
 def _is_causal_bias(mask: Any) -> bool:

@@ -1,0 +1,92 @@
+"""A layer whose attention is out of sight is captured or reported, even if other layers are captured."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import regard  # noqa: E402
+from regard import NotCapturedError  # noqa: E402
+from regard.lens.capture import patching, wrappers  # noqa: E402
+from tests.helpers import imported_attention  # noqa: E402
+
+X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def check_nothing_stays_patched():
+    before = (torch.softmax, imported_attention.scaled_dot_product_attention)
+    yield
+    assert before == (torch.softmax, imported_attention.scaled_dot_product_attention)
+    assert "softmax" not in vars(torch.Tensor)
+    assert not wrappers.watchers and not patching.list_patches()
+
+
+class Mixer(nn.Module):
+    """Causal self-attention; `attend` computes it."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.qkv, self.attend, self.softmax = nn.Linear(32, 96), attend, nn.Softmax(-1)
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.attend == "module":
+            return (self.softmax(query @ key.mT) @ value).transpose(1, 2).flatten(2)
+        return self.attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+def by_attribute(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+OWN_SOFTMAX = {
+    "method": lambda query, key, value: (query @ key.mT).softmax(-1) @ value,
+    "torch": lambda query, key, value: torch.softmax(query @ key.mT, dim=-1) @ value,
+    "functional": lambda query, key, value: F.softmax(query @ key.mT, 3, dtype=torch.float32) @ value,
+    "module": "module",
+}
+
+
+@pytest.mark.parametrize("how", OWN_SOFTMAX)
+def test_a_layer_of_any_name_that_computes_its_own_softmax_is_reported(how):
+    model = nn.Sequential(Mixer(by_attribute), Mixer(OWN_SOFTMAX[how]))
+    expected = model(X)
+    with (
+        pytest.raises(
+            NotCapturedError, match="'1' was not captured: Mixer computes a softmax of shape"
+        ) as error,
+        regard.watch(model) as recording,
+    ):
+        assert torch.equal(model(X), expected)
+    assert "F.scaled_dot_product_attention" in error.value.hint
+    assert list(recording) == ["0"]
+    assert [finding.module for finding in recording.diagnose() if finding.kind == "not captured"] == ["1"]
+    with regard.watch(model, layers="0"):
+        model(X)
+
+
+@pytest.mark.parametrize(
+    "attend", [imported_attention.attend, imported_attention.scaled_dot_product_attention]
+)
+def test_a_function_that_a_helper_imported_by_name_is_captured(attend):
+    model = nn.Sequential(Mixer(by_attribute), Mixer(attend))
+    expected = model(X)
+    with regard.watch(model) as recording:
+        assert torch.equal(model(X), expected)
+    assert list(recording) == ["0", "1"] and model[1].attend is attend
+
+
+def test_a_softmax_that_is_no_attention_is_not_reported():
+    class Router(nn.Module):
+        def forward(self, x):
+            return x * x.softmax(-1).amax(-1, keepdim=True)
+
+    model = nn.Sequential(Mixer(by_attribute), Router())
+    with regard.watch(model) as recording:
+        model(X)
+    assert list(recording) == ["0"] and not recording.diagnose().by_severity("warning")
