@@ -200,7 +200,7 @@ def test_wrong_arguments_are_refused_with_a_hint():
         recording.page(layers="decoder.*")
     with pytest.raises(IndexOutOfRangeError, match=r"heads=\[9\]; expected numbers from 0 to 3"):
         recording.page(heads=[9])
-    with pytest.raises(ArgumentError, match=r"recording\.page: received 3 tokens .* keys: 11"):
+    with pytest.raises(ArgumentError, match=r"recording\.page: received 3 tokens .* each key of a layer: 11"):
         recording.page(["a", "b", "c"], findings=recording.diagnose())
     with pytest.raises(ArgumentTypeError, match=r"recording\.page: received tokens as .* a list of tokens"):
         recording.page("text", findings=recording.diagnose())
