@@ -226,8 +226,8 @@ def _(_working_dtype: Function) -> Function:
 
 @fault("grouped-heads-tiled", "row 16", "regard.core.broadcasting:broadcast_index")
 def _(broadcast_index: Function) -> Function:
-    def tiled(array: Any, leading_shape: Any, groups: int) -> Any:
-        index = broadcast_index(array, leading_shape, groups)
+    def tiled(array: Any, leading_shape: Any, groups: int, *names: str) -> Any:
+        index = broadcast_index(array, leading_shape, groups, *names)
         if groups == 1:
             return index
         heads = leading_shape[-1]
