@@ -19,16 +19,17 @@ This package may import engines, masks and the modules below them, not core.
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.measures.base import Measure, as_slice, get_result_name
+from regard.measures.base import Measure, as_slice, find_accumulator, get_result_name
 from regard.measures.distance import Distance, Position, Spread
 from regard.measures.sums import Coarse, Entropy, Mass, Output, Received, Sum
-from regard.measures.topk import MaxWeight, TopK, TopKResult
+from regard.measures.topk import MaxScore, MaxWeight, TopK, TopKResult
 
 __all__ = [
     "Coarse",
     "Distance",
     "Entropy",
     "Mass",
+    "MaxScore",
     "MaxWeight",
     "Measure",
     "Output",
@@ -39,6 +40,7 @@ __all__ = [
     "TopK",
     "TopKResult",
     "as_slice",
+    "find_accumulator",
     "get_result_name",
 ]
 

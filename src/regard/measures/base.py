@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
+from regard.engines.accumulators import Accumulator
 from regard.types import Array, IntArray, Namespace
 
 if TYPE_CHECKING:
@@ -81,6 +82,27 @@ class Measure:
             The result, which begins with the axis of pairs.
         """
         return product[..., 0]
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        """Describe the state as one of the values that a compiled pass can accumulate.
+
+        The description replaces `init` and `step`, so it is not used if a subclass overrides one of these alone.
+
+        Args:
+            problem: Matrix in canonical form.
+
+        Returns:
+            What to accumulate; None if only `step` can compute the measure.
+        """
+        return None
+
+    def restore_state(self, accumulated: Any) -> Any:
+        """Convert what a compiled pass accumulated to the state that `finish` takes; the default returns it unchanged.
+
+        Args:
+            accumulated: The array, or the pair of arrays, that `accumulator` describes.
+        """
+        return accumulated
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         """Return the state before the first tile.
@@ -155,6 +177,21 @@ def copy_with(measure: MeasureT, **state: Any) -> MeasureT:
     bound = copy.copy(measure)
     vars(bound).update(state)
     return bound
+
+
+def find_accumulator(measure: object, problem: Problem) -> Accumulator | None:
+    """Return the description of a measure's state; None if the measure has none, or redefines how it is computed.
+
+    Args:
+        measure: A measure.
+        problem: Matrix in canonical form.
+    """
+    classes = type(measure).__mro__
+    if Measure not in classes:
+        return None
+    described = next(i for i, owner in enumerate(classes) if "accumulator" in vars(owner))
+    computed = next(i for i, owner in enumerate(classes) if {"init", "step"} & vars(owner).keys())
+    return cast(Measure, measure).accumulator(problem) if described <= computed else None
 
 
 def as_slice(indices: Array) -> slice:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from regard.engines import find_engine
+from regard.engines.accumulators import Accumulator, RowSum
 from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
@@ -59,6 +60,9 @@ class Distance(Measure):
             _reversed_steps=xp.flip(steps),
         )
 
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowSum("distance", offset=problem.frame.offset(self.align, get_result_name(self)))
+
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])
 
@@ -94,6 +98,9 @@ class Position(Measure):
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
         return share_column(np.arange(problem.frame.kv_len), problem)
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowSum("position")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])

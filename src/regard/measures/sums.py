@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from regard.engines import find_engine
+from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowSum
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
 from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
@@ -17,6 +18,9 @@ from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+
+# Intervals of keys up to which a compiled pass adds up a share; with more, the mask is evaluated on every tile.
+MAX_INTERVALS = 8
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +33,9 @@ class Entropy(Measure):
     """
 
     reads_scores: ClassVar[bool] = False
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowSum("surprisal")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])
@@ -95,6 +102,9 @@ class Sum(Measure):
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
         return None if self.axis == -2 else share_column(np.ones(problem.frame.kv_len), problem)
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return ColumnSum() if self.axis == -2 else RowSum("one")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros((shape[0], shape[2 if self.axis == -2 else 1]))
@@ -207,6 +217,19 @@ class Mass(Measure):
         index = np.arange(len(allowed)) if len(allowed) > 1 else np.zeros(problem.shape[0], np.int64)
         return xp.astype(allowed[:, 0, :, None], problem.dtype), index
 
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        if not self.mask.is_key_only:
+            return None
+        kv_idx, engine = np.arange(problem.frame.kv_len), problem.engine
+        allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, engine.xp)
+        allowed = engine.to_numpy(allowed)[:, 0]
+        if not len(kv_idx) or not (allowed == allowed[:1]).all():
+            return None  # the heads differ
+        edges = np.flatnonzero(np.diff(allowed[0], prepend=False, append=False)).reshape(-1, 2)
+        if len(edges) > MAX_INTERVALS:
+            return None
+        return RowSum("one", intervals=tuple((int(start), int(stop)) for start, stop in edges))
+
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros(shape[:2])
 
@@ -275,6 +298,9 @@ class Coarse(Measure):
     def _grid(self) -> tuple[int, int]:
         """Number of cells along the rows and along the columns."""
         return self.cells if isinstance(self.cells, tuple) else (self.cells, self.cells)
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros((shape[0], *self._grid))

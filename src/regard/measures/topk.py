@@ -1,4 +1,4 @@
-"""The largest weights and their positions."""
+"""The largest weights and their positions, and the largest scores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from regard.engines import Engine, find_engine
+from regard.engines.accumulators import Accumulator, RowMaxScore, RowTopK
 from regard.measures.base import Measure, as_slice, copy_with
 from regard.measures.sums import check_axis
 from regard.tiling import tile_sizes
@@ -15,6 +16,9 @@ from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+
+# k up to which a compiled pass inserts each weight where it belongs; a longer list is better searched as a whole.
+MAX_INSERTED = 64
 
 
 class TopKResult(NamedTuple):
@@ -59,6 +63,12 @@ class MaxWeight(Measure):
     def __post_init__(self) -> None:
         check_axis(self.axis, "max_weight")
 
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowTopK(1) if self.axis == -1 and problem.shape[2] else None
+
+    def restore_state(self, accumulated: Any) -> TopKResult:
+        return TopKResult(*(array[..., 0] for array in accumulated))
+
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKResult:
         kept = (shape[0], shape[2 if self.axis == -2 else 1])
         return TopKResult(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
@@ -79,6 +89,37 @@ class MaxWeight(Measure):
         take_b = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tied & (b.indices < a.indices))
         where = find_engine("merge", values=a.values).xp.where
         return TopKResult(*(where(take_b, y, x) for x, y in zip(a, b, strict=True)))
+
+
+@dataclass(frozen=True, repr=False)
+class MaxScore(Measure):
+    """The largest score of each row, before the softmax: shape (…, q_len); −inf for a row without live keys.
+
+    Scores that grow without bound are an early sign of unstable training. The score of a sink does not count.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(2 * np.eye(2), np.eye(2), scale=1.0)
+    >>> A.measure(regard.MaxScore()).max_score
+    array([2., 2.])
+    """
+
+    reads_scores: ClassVar[bool] = True
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowMaxScore()
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
+        return xp.full(shape[:2], -xp.inf)
+
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        rows = as_slice(q_idx)
+        state[:, rows] = xp.maximum(state[:, rows], xp.astype(xp.max(scores, axis=-1), state.dtype))
+        return state
+
+    def merge(self, a: Array, b: Array) -> Array:
+        return find_engine("merge", a=a).xp.maximum(a, b)
 
 
 class PendingTile(NamedTuple):
@@ -130,6 +171,12 @@ class TopK(Measure):
         kv_len = problem.shape[2]
         self._check_k(kv_len, f" for kv_len {kv_len}")
         return copy_with(self, _engine=problem.engine, _max_pending=tile_sizes().topk_columns)
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowTopK(self.k) if self.k <= MAX_INSERTED else None
+
+    def restore_state(self, accumulated: Any) -> TopKState:
+        return TopKState(TopKResult(*accumulated), [], [])
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKState:
         kept = (*shape[:2], self.k)
