@@ -69,7 +69,7 @@ class TorchEngine:
     name = "torch"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.device_type = device, device.type
         self.xp: Any = TorchNamespace(device)
 
     # Arrays
@@ -193,7 +193,7 @@ class TorchEngine:
     @property
     def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         # Autocast and reduced-precision products would round the scores to 8 bits.
-        return lambda: use_full_precision(self.device.type)
+        return lambda: use_full_precision(self.device_type)
 
     # Fused kernels
 
@@ -212,7 +212,7 @@ class TorchEngine:
     def try_fast_product(
         self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
     ) -> tuple[Array, Array | None, str] | None:
-        return fused.try_fast_product(query, key, value, mask, scale)
+        return fused.try_fast_product(query, key, value, mask, scale, self.device_type)
 
     def needs_exact_rows(self, problem: Problem) -> bool:
         return fused.needs_exact_rows(problem)

@@ -108,13 +108,13 @@ def run_fused_product(
         num_calls += sum(len(band.blocks) for band in bands)
     name = f"torch: {kernel.name}, {lowering.describe_bands(bands, num_calls)}"
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if not _has_exact_lse(common, problem.query.device):
+    if not _has_exact_lse(common, problem.query.device.type):
         return output, None, name
     return output, lses[0] if len(lses) == 1 else torch.cat(lses), name
 
 
 def try_fast_product(
-    query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float
+    query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float, device_type: str
 ) -> tuple[Tensor, Tensor | None, str] | None:
     """Compute `A @ value` in one kernel call if the arrays are what the kernel takes; return None otherwise.
 
@@ -124,41 +124,46 @@ def try_fast_product(
         value: Argument of `A @ value`, not validated.
         mask: Mask of the matrix.
         scale: Factor of the products.
+        device_type: Device type of query and key. Asking a tensor for it costs microseconds.
 
     Returns:
         Output, lse and the name of the kernel, or None. The lse is None if torch computed it with reduced precision.
     """
-    if type(value) is not torch.Tensor:
+    if type(value) is not torch.Tensor or not query.ndim == key.ndim == 4:
         return None
-    shape, k_shape = query.shape, key.shape
-    if len(shape) != 4 or value.shape != k_shape or shape[0] != k_shape[0] or 0 in shape or 0 in k_shape:
+    (batch, heads, q_len, head_dim), k_shape = query.shape, key.shape
+    k_batch, kv_heads, kv_len, _ = k_shape
+    if value.shape != k_shape or batch != k_batch or not (batch and heads and q_len and head_dim and kv_len):
         return None
-    if not query.dtype is key.dtype is value.dtype:
+    dtype = query.dtype
+    if not (dtype is key.dtype is value.dtype and scale > 0):
         return None
-    if scale <= 0 or query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
+    if not query.stride()[3] == key.stride()[3] == value.stride()[3] == 1:
         return None
     is_causal = False
     if mask is not None:
-        diagonal = lowering.find_causal_diagonal(mask, shape[2], k_shape[2])
-        if diagonal is None or 0 != diagonal < k_shape[2] - 1:
+        diagonal = lowering.find_causal_diagonal(mask, q_len, kv_len)
+        if diagonal is None or 0 != diagonal < kv_len - 1:
             return None
-        is_causal = diagonal == 0 and k_shape[2] > 1
-    kernel = kernels.get_kernel(query.device.type)
-    if kernel is None or (k_shape[2] < FEW_KEYS and not _all_finite(query, key)):
+        is_causal = diagonal == 0 and kv_len > 1
+    kernel = kernels.get_kernel(device_type)
+    if kernel is None or (kv_len < FEW_KEYS and not _all_finite(query, key)):
         return None
-    if shape[1] != k_shape[1] and not kernel.takes_groups:
+    if heads != kv_heads and not kernel.takes_groups:
         return None
     output, lse = kernel.forward(query, key, value, is_causal, None, scale)
     # NaN or inf anywhere in the kernel's input shows in its output; then the block loop decides which rows get it.
-    if not math.isfinite(output.detach().sum(dtype=_UPCAST.get(output.dtype)).item()):
+    checked = output.detach() if output.requires_grad else output
+    total = checked.sum(dtype=torch.float32) if dtype in _UPCAST else checked.sum()
+    if not math.isfinite(total.item()):
         return None
     name = kernel.causal_name if is_causal else kernel.unmasked_name
-    return output, lse if _has_exact_lse(query.dtype, query.device) else None, name
+    return output, lse if _has_exact_lse(dtype, device_type) else None, name
 
 
-def _has_exact_lse(dtype: Any, device: torch.device) -> bool:
+def _has_exact_lse(dtype: Any, device_type: str) -> bool:
     """Return whether the lse of a kernel may be kept: it is not if torch rounds the inputs of float32 products."""
-    return dtype is not torch.float32 or has_ieee_products(device.type)
+    return dtype is not torch.float32 or has_ieee_products(device_type)
 
 
 def find_kernel(problem: Problem) -> tuple[Kernel | None, str]:

@@ -17,6 +17,11 @@ import torch
 _SETTINGS: dict[str, Any] = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 
 
+_IEEE = ("none", "ieee")
+# The attribute calls this function, but takes several times as long, which a small product would notice.
+_read_cpu_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 class _IeeeProducts:
     """Blocks with IEEE products on one device type. The setting is global, so threads share one change of it."""
 
@@ -52,6 +57,8 @@ def has_ieee_products(device_type: str) -> bool:
     Args:
         device_type: "cpu", "cuda", …
     """
+    if device_type == "cpu" and _read_cpu_precision is not None:
+        return _read_cpu_precision("mkldnn", "matmul") in _IEEE
     setting = _SETTINGS.get(device_type)
     return setting is None or _is_ieee(setting)
 
@@ -73,4 +80,4 @@ def use_full_precision(device_type: str) -> Iterator[None]:
 
 
 def _is_ieee(setting: Any) -> bool:
-    return setting.fp32_precision in ("none", "ieee")
+    return setting.fp32_precision in _IEEE
