@@ -267,13 +267,6 @@ class PlantedGPT(nn.Module):
                 return is_token.float()[:, None, None], False
             case "padding mask too weak":
                 return (1 - is_token.float()[:, None, None]) * -4, False
-            case "masks of the lowest number summed":
-                lowest = torch.finfo(torch.float32).min
-                parts = (
-                    torch.zeros(part.shape).masked_fill(~part, lowest)
-                    for part in (mask, is_token[:, None, None])
-                )
-                return sum(parts), False  # type: ignore[return-value]
         return mask & (is_token[:, None, None] | torch.eye(kv_len, dtype=torch.bool)[-q_len:]), False
 
     def decode(self, input_ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

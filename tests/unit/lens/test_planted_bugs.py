@@ -24,6 +24,9 @@ def test_a_planted_bug_changes_the_output_and_no_weight(bug):
     if bug.name not in CHANGED_WEIGHTS:
         weights = clean.state_dict()
         assert all(torch.equal(weight, weights[name]) for name, weight in faulty.named_parameters())
-    expected = bug.run(clean, clean=True)
+    output, expected = bug.run(faulty).float(), bug.run(clean, clean=True).float()
     assert expected.isfinite().all()
-    assert not torch.allclose(bug.run(faulty).float(), expected.float(), atol=1e-3, rtol=0)
+    is_token = bug.inputs().get("attention_mask")
+    if is_token is not None and output.shape[:2] == is_token.shape:  # padding rows may differ
+        output, expected = output[is_token == 1], expected[is_token == 1]
+    assert not torch.allclose(output, expected, atol=1e-3, rtol=0)

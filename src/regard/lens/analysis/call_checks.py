@@ -11,6 +11,7 @@ import torch
 
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.finding import Finding
+from regard.lens.analysis.mask_checks import check_bias_direction, check_own_key
 from regard.lens.analysis.measures import DistanceBands
 from regard.masks import dense
 from regard.measures import Mass
@@ -217,5 +218,12 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
 
 
 # Checks of a mask that is not inverted, and checks that need neither query nor key.
-MASK_CHECKS: tuple[Check, ...] = (check_causal_alignment, check_future, check_padding, check_empty_rows)
+MASK_CHECKS: tuple[Check, ...] = (
+    check_causal_alignment,
+    check_own_key,
+    check_future,
+    check_padding,
+    check_empty_rows,
+    check_bias_direction,
+)
 SETTING_CHECKS: tuple[Check, ...] = (check_dropout, check_kernel)

@@ -15,6 +15,12 @@ from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.find import stack_name
 from regard.lens.analysis.finding import Finding, Findings, format_numbers
 from regard.lens.analysis.head_checks import check_heads
+from regard.lens.analysis.mask_checks import (
+    check_documents,
+    check_padding_order,
+    check_zero_one_mask,
+)
+from regard.lens.analysis.setting_checks import check_padded_positions, check_settings
 from regard.lens.analysis.token_rows import as_token_lists, fit_tokens
 from regard.lens.capture.cache_joining import CACHE_FAULTS, CacheFault, JoinedCalls
 from regard.lens.capture.call import LayerCall
@@ -68,14 +74,17 @@ def run_checks(
         findings += _run(SETTING_CHECKS, layer)
         if layer not in with_weights:
             continue
-        inverted = check_inverted_mask(layer)
-        if inverted is not None:
-            findings.append(inverted)
-        elif layer in finite:
+        findings += check_settings(layer, module_hints)
+        # A finding that names the cause replaces those about its consequences.
+        causes = _run((check_inverted_mask, check_zero_one_mask, check_padding_order), layer)
+        findings += causes
+        if layer in finite and not causes:
             findings += _run(MASK_CHECKS, layer)
+            findings += _check_packed(layer, module_hints)
         if layer in finite:
             findings += check_heads(layer, usual_scales.get(_scale_group(layer)))
     findings += _check_positions(joined_calls, module_hints)
+    findings += check_padded_positions(with_weights, module_hints)
     findings += _check_caches(joined_calls, cache_faults)
     for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
         message = f"The layer was not captured: {failure.reason}."
@@ -192,6 +201,15 @@ def _find_usual_scales(layers: list[CheckedLayer]) -> dict[Any, float]:
         scales.setdefault(_scale_group(layer), []).append(float(f"{layer.call.scale:.6g}"))
     most_common = {group: Counter(values).most_common(1)[0] for group, values in scales.items()}
     return {group: scale for group, (scale, count) in most_common.items() if count >= 3}
+
+
+def _check_packed(layer: CheckedLayer, module_hints: ModuleHints) -> list[Finding]:
+    """Check for documents that attend to each other, by the positions of the first lookup that has restarts."""
+    for lookup in module_hints.lookups:
+        finding = check_documents(layer, lookup.positions.cpu().numpy())
+        if finding is not None:
+            return [finding]
+    return []
 
 
 # Checks across layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +15,44 @@ Tensor = Any  # the types of torch are not followed
 
 
 class PositionLookup(NamedTuple):
-    """The positions that one forward pass looked up, (batch or 1, n), and the module that did."""
+    """The positions that one forward pass looked up or was passed, (batch or 1, n).
+
+    Args:
+        module: Name of the module that looked them up; "position_ids" if they were passed to the model.
+        positions: (batch or 1, n).
+        is_table: Whether the module is a table with one vector for each position.
+    """
 
     module: str
     positions: Tensor
+    is_table: bool = False
+
+
+class ModuleSettings(NamedTuple):
+    """What an attention module and its configuration state.
+
+    Args:
+        has_sinks: It has learnt sinks.
+        softcap: Soft cap of its scores, or None.
+        window: Number of keys of its sliding window, or None.
+    """
+
+    has_sinks: bool
+    softcap: float | None
+    window: int | None
+
+    @classmethod
+    def read(cls, module: nn.Module) -> ModuleSettings:
+        """Read the settings of a module."""
+        config = getattr(module, "config", None)
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
+        window = getattr(module, "sliding_window", window)
+        return cls(
+            isinstance(getattr(module, "sinks", None), torch.Tensor),
+            float(softcap) if isinstance(softcap, int | float) else None,
+            window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None,
+        )
 
 
 # First token and end, exclusive, of each image, for each batch entry.
@@ -27,12 +62,14 @@ ImageRuns = list[list[tuple[int, int]]]
 class ModuleHints:
     """`causal` has the `is_causal` attribute of modules by name, `lookups` every position lookup in order.
 
+    `settings` has the settings of attention modules by name.
     `image_runs` has the images of each forward pass that was passed token types. In models such as Gemma 3, the tokens
     of an image attend to each other.
     """
 
     def __init__(self) -> None:
         self.causal: dict[str, bool] = {}
+        self.settings: dict[str, ModuleSettings] = {}
         self.lookups: list[PositionLookup] = []
         self.image_runs: list[ImageRuns] = []
         self._last: Tensor = None
@@ -50,12 +87,16 @@ class ModuleHints:
             if getattr(getattr(module, "config", None), "vision_config", None) is not None:
                 yield module.register_forward_pre_hook(self._record_images, with_kwargs=True)
             class_name = type(module).__name__.lower()
+            if "attention" in class_name or "attn" in class_name:
+                self.settings[name] = ModuleSettings.read(module)
             attribute = name.rpartition(".")[2]
             is_table = isinstance(module, nn.Embedding) and (
                 attribute == "wpe" or "position_embedding" in attribute or attribute == "embed_positions"
             )
             if is_table or "rotaryembedding" in class_name:
-                yield module.register_forward_pre_hook(self._make_hook(name), with_kwargs=True)
+                yield module.register_forward_pre_hook(self._make_hook(name, is_table), with_kwargs=True)
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            yield model.register_forward_pre_hook(self._record_position_ids, with_kwargs=True)
 
     def _record_images(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in ("token_type_ids", "mm_token_type_ids"):
@@ -65,7 +106,12 @@ class ModuleHints:
                 self.image_runs.append(find_image_runs(types))
                 self._last_types = types
 
-    def _make_hook(self, name: str) -> Any:
+    def _record_position_ids(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and positions.ndim == 2 and find_obstacle(positions) is None:
+            self.lookups.append(PositionLookup("position_ids", positions.detach().clone()))
+
+    def _make_hook(self, name: str, is_table: bool) -> Any:
         def record_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for argument in (kwargs.get("position_ids"), *args, *kwargs.values()):
                 if (
@@ -77,7 +123,7 @@ class ModuleHints:
                         return
                     if argument is not self._last:  # a model may look up the same positions several times
                         positions = argument.detach().reshape(-1, argument.shape[-1]).clone()
-                        self.lookups.append(PositionLookup(name, positions))
+                        self.lookups.append(PositionLookup(name, positions, is_table))
                     self._last = argument
                     return
 
