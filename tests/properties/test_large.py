@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from regard import attention, causal, reference
 from regard.testing import assert_matches, epsilon
@@ -109,6 +108,7 @@ def test_the_million_tokens_example_matches_a_dense_matrix(
     printed = capsys.readouterr().out
     assert "100%" in printed and "tile at 7,680, 0" in printed
     assert found["max_error"] < 1e-5
+    torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(8192, 64, generator=generator) for _ in range(2))
     A = attention(query.double(), key.double(), mask=causal())

@@ -263,7 +263,8 @@ class TopK(Measure):
         candidate = xp.arange(self.k)[:, None]
         free = ~xp.any((indices[..., None, :] == candidate) & ~is_zero[..., None, :], axis=-1)
         lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
-        rank = xp.astype(xp.cumulative_sum(xp.astype(is_zero, xp.int64), axis=-1), xp.int64) - 1
-        filled = xp.take_along_axis(lowest, xp.where(rank < 0, 0, rank), axis=-1)
+        zeros_first = xp.argsort(xp.astype(~is_zero, xp.int8), axis=-1, stable=True)
+        rank = xp.argsort(zeros_first, axis=-1)  # of each zero among the zeros of its row
+        filled = xp.take_along_axis(lowest, rank, axis=-1)
         top.indices[rows] = xp.where(is_zero, filled, indices)
         return top

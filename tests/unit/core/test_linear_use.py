@@ -8,15 +8,16 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 
-import regard
-from regard import Entropy, Position, attention, linear_attention
-from regard.core import linear as _linear
-from regard.feature_maps import elu, random_features, relu
-from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
-from regard.tiling import use_tile_sizes
-from tests.helpers.linear_cases import MASKS, SOME, D, N, draw
+torch = pytest.importorskip("torch")
+
+import regard  # noqa: E402
+from regard import Entropy, Position, attention, linear_attention  # noqa: E402
+from regard.core import linear as _linear  # noqa: E402
+from regard.feature_maps import elu, random_features, relu  # noqa: E402
+from regard.masks import causal, dense, document, first, padding, prefix, sliding_window  # noqa: E402
+from regard.tiling import use_tile_sizes  # noqa: E402
+from tests.helpers.linear_cases import MASKS, SOME, D, N, draw  # noqa: E402
 
 # -- Gradients --------------------------------------------------------------------------------------------
 

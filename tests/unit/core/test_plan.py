@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from regard import (
+torch = pytest.importorskip("torch")
+
+from regard import (  # noqa: E402
     Coarse,
     Distance,
     Entropy,
@@ -28,9 +29,9 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.engines import torch_kernels as _torch_kernels
-from regard.measures import MaxWeight, Sum
-from regard.tiling import use_tile_sizes
+from regard.engines import torch_kernels as _torch_kernels  # noqa: E402
+from regard.measures import MaxWeight, Sum  # noqa: E402
+from regard.tiling import use_tile_sizes  # noqa: E402
 
 MASKS: dict[str, Any] = {
     "none": None,

@@ -11,15 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-import regard
-from regard import Entropy, Received, TopK, attention, causal, reference
-from regard.engines import torch_kernels as kernels
-from regard.engines import torch_precision
-from regard.testing import assert_matches
-from regard.testing.cases.engine_check import disable_fused_kernel, from_engine, to_engine
-from tests.helpers.tensors import draw
+torch = pytest.importorskip("torch")
+
+import regard  # noqa: E402
+from regard import Entropy, Received, TopK, attention, causal, reference  # noqa: E402
+from regard.engines import torch_kernels as kernels  # noqa: E402
+from regard.engines import torch_precision  # noqa: E402
+from regard.testing import assert_matches  # noqa: E402
+from regard.testing.cases.engine_check import disable_fused_kernel, from_engine, to_engine  # noqa: E402
+from tests.helpers.tensors import draw  # noqa: E402
 
 EPS = 2.0**-23
 

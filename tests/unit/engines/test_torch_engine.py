@@ -6,11 +6,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-import regard
-from regard import (
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+import regard  # noqa: E402
+from regard import (  # noqa: E402
     Coarse,
     Distance,
     Entropy,
@@ -30,10 +31,10 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.engines import torch_kernels as kernels
-from regard.engines import torch_lowering as lowering
-from regard.tiling import tile_sizes
-from tests.helpers.tensors import draw
+from regard.engines import torch_kernels as kernels  # noqa: E402
+from regard.engines import torch_lowering as lowering  # noqa: E402
+from regard.tiling import tile_sizes  # noqa: E402
+from tests.helpers.tensors import draw  # noqa: E402
 
 
 @pytest.fixture

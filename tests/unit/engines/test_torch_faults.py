@@ -9,16 +9,17 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-import regard
-from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap
-from regard.engines import find_engine
-from regard.engines import torch_kernels as kernels
-from regard.engines import torch_lowering as lowering
-from regard.testing import Case, build_inputs, check_case
-from regard.tiling import tile_sizes, use_tile_sizes
-from tests.helpers import tensors
+torch = pytest.importorskip("torch")
+
+import regard  # noqa: E402
+from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap  # noqa: E402
+from regard.engines import find_engine  # noqa: E402
+from regard.engines import torch_kernels as kernels  # noqa: E402
+from regard.engines import torch_lowering as lowering  # noqa: E402
+from regard.testing import Case, build_inputs, check_case  # noqa: E402
+from regard.tiling import tile_sizes, use_tile_sizes  # noqa: E402
+from tests.helpers import tensors  # noqa: E402
 
 draw = partial(tensors.draw, dtype=torch.float64)
 

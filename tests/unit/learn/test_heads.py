@@ -67,7 +67,7 @@ def test_heads_ignore_padding() -> None:
 
 
 def test_heads_agree_with_torch() -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     layer = MultiHeadAttention(embed_dim=6, num_heads=3, seed=5)
     theirs = torch.nn.MultiheadAttention(6, 3, bias=False, batch_first=True, dtype=torch.float64)

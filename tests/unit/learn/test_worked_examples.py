@@ -277,7 +277,7 @@ def test_projection(embeddings: Any, Q: Any) -> None:
 
 @facts(rule="projection/weights_rule", embeddings="projection/embeddings", Q="projection/Q")
 def test_projection_matrices_are_the_seeded_ones(rule: str, embeddings: Any, Q: Any) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     seed, rows, columns, factor = re.match(
         r"torch\.manual_seed\((\d+)\); W_Q = torch\.randn\((\d+), (\d+)\) \* ([\d.]+), then W_K, W_V", rule
@@ -509,7 +509,7 @@ def test_erratum_scaling_does_not_fix_magnitude(printed: str, correct: str) -> N
 def test_erratum_cpu_has_a_flash_kernel(printed: str, correct: str) -> None:
     assert "math fallback" in printed
     assert "flash kernel on CPU" in correct
-    import torch
+    torch = pytest.importorskip("torch")
     from torch.utils._python_dispatch import TorchDispatchMode
 
     ran: list[str] = []

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
-import regard
-from regard import reference
-from regard.testing import CallingConvention, check_conformance, generate_tests
-from regard.testing.cases.engine_check import disable_fused_kernel
-from regard.testing.conformance.attention_steps import DEFINITION, run_steps
-from regard.testing.conformance.compare import build_output_gradient, compute_expected
-from regard.testing.conformance.presets import PRESETS
-from regard.testing.conformance.probe_calls import generate_probes
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
+
+import regard  # noqa: E402
+from regard import reference  # noqa: E402
+from regard.testing import CallingConvention, check_conformance, generate_tests  # noqa: E402
+from regard.testing.cases.engine_check import disable_fused_kernel  # noqa: E402
+from regard.testing.conformance.attention_steps import DEFINITION, run_steps  # noqa: E402
+from regard.testing.conformance.compare import build_output_gradient, compute_expected  # noqa: E402
+from regard.testing.conformance.presets import PRESETS  # noqa: E402
+from regard.testing.conformance.probe_calls import generate_probes  # noqa: E402
 
 
 def right(query, key, value, mask=None):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from regard.testing import check_conformance
-from regard.testing.conformance.known_faults import FAULTS
+torch = pytest.importorskip("torch")
+
+from regard.testing import check_conformance  # noqa: E402
+from regard.testing.conformance.known_faults import FAULTS  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

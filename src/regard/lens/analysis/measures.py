@@ -178,7 +178,8 @@ class TokenCopies(Measure):
                 row, column, start, stop = copies
                 pairs = slice(None) if len(self.query_ids) == 1 else slice(entry, entry + 1)
                 found = xp.astype(weights[pairs][:, row, column], xp.float64)
-                sums = xp.cumulative_sum(found, axis=-1, include_initial=True)
+                sums = xp.zeros((found.shape[0], found.shape[1] + 1))
+                sums[:, 1:] = xp.cumsum(found, axis=-1)  # NumPy 2.0 has no cumulative_sum
                 state[pairs, rows] += sums[:, stop] - sums[:, start]
         return state
 
