@@ -20,6 +20,7 @@ from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
+from regard.lens.capture.wrappers import CapturedArgs, RowSettings
 from regard.lens.serialization import read_calls, write_calls
 from regard.lens.table import Table
 from regard.types import Array
@@ -58,7 +59,16 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._module_hints = ModuleHints()
         self._lock = threading.Lock()
 
-    def _add(self, call: Call) -> None:
+    def _try_add_row(self, name: str, args: CapturedArgs, settings: RowSettings) -> bool:
+        """Add a step of `generate()` by the short way, if it extends the last call of its layer."""
+        with self._lock:
+            groups = self._joined_calls.get(name)
+            if not groups or not groups[-1].try_append_row(args, settings):
+                return False
+            self._num_calls[name] += 1
+            return True
+
+    def _add(self, call: Call, settings: RowSettings | None = None) -> None:
         """Add a call; append it to the calls of its cache if there are any."""
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
@@ -69,6 +79,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                 # The latest first: a layer that several depths share has one cache for each.
                 for joined in reversed(groups):
                     if joined.try_append(call):
+                        joined.keep_row_settings(settings if joined is groups[-1] else None)
                         if call.num_missing_values and not joined.is_cross_attention:
                             fault = CacheFault(
                                 number, "values missing", tokens, tokens - call.num_missing_values

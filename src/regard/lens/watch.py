@@ -18,6 +18,7 @@ from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
+from regard.lens.capture.imported_names import find_imported
 from regard.lens.capture.patching import (
     class_namespace,
     exclude_from_compile,
@@ -202,10 +203,16 @@ class Watch:
 
     def record(self, module: nn.Module, name: str, args: wrappers.CapturedArgs) -> None:
         """Record a call; the wrappers call it."""
+        mode = self._speculative_modes.get(threading.get_ident(), "")
+        settings = (
+            args.row_settings if self._options.is_default and not mode and not module.training else None
+        )
+        if settings is not None and self._recording._try_add_row(name, args, settings):
+            return
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call):
-            call.speculative_mode = self._speculative_modes.get(threading.get_ident(), "")
-            self._recording._add(call)
+            call.speculative_mode = mode
+            self._recording._add(call, settings)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
 
@@ -372,7 +379,8 @@ def _find_patch_targets(
     model_files = [id(namespace) for namespace in _find_namespaces(model)]
     by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
     by_function[id(softmax)] = wrappers.wrap_softmax
-    for namespace in _find_other_namespaces(model):
+    imported = list(find_imported(frozenset(by_function)))
+    for namespace in imported + [vars(part) for part in model.modules()]:
         if id(namespace) not in model_files:
             for name, value in tuple(namespace.items()):
                 is_wrapper = isinstance(value, types.FunctionType) and "_regard_original" in vars(value)
@@ -416,18 +424,6 @@ def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
         if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
             yield vars(sys.modules[name])
-
-
-def _find_other_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the globals of all imported modules that may have imported a function by name, and the model's attributes.
-
-    Modules of torch and regard call functions by attribute, or must keep the originals.
-    """
-    for name, module in tuple(sys.modules.items()):
-        if name.partition(".")[0] not in ("torch", "regard") and isinstance(module, types.ModuleType):
-            yield vars(module)
-    for part in model.modules():
-        yield vars(part)
 
 
 def _is_attention_function(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
+from regard.lens.capture.cache_joining import JoinedCalls  # noqa: E402
 
 PREFILL, STEPS = 10, 6
 
@@ -18,9 +19,14 @@ PREFILL, STEPS = 10, 6
 class CachedLayer(nn.Module):
     """Causal self-attention with a key-value cache that has one of several faults."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str, healthy: int = 0) -> None:
         super().__init__()
-        self.qkv, self.fault, self.cache, self.steps = nn.Linear(16, 48), fault, None, 0
+        self.qkv, self.late_fault, self.cache, self.steps = nn.Linear(16, 48), fault, None, 0
+        self.healthy = healthy  # steps before the fault
+
+    @property
+    def fault(self):
+        return self.late_fault if self.steps >= self.healthy else ""
 
     def forward(self, x):
         query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -33,10 +39,11 @@ class CachedLayer(nn.Module):
                 key, value = torch.cat([zeros, key], -2), torch.cat([zeros, value], -2)
             if self.fault == "values unwritten":
                 value = torch.zeros_like(value)
+            fault = self.fault
             self.steps += 1
             key = torch.cat([old_key, key], -2)
-            value = old_value if self.fault == "values missing" else torch.cat([old_value, value], -2)
-            if self.fault == "omits":
+            value = old_value if fault == "values missing" else torch.cat([old_value, value], -2)
+            if fault == "omits":
                 self.cache = key, value
                 key, value = old_key, old_value
                 return F.scaled_dot_product_attention(query, key, value)
@@ -45,11 +52,11 @@ class CachedLayer(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=first)
 
 
-def record(fault: str):
+def record(fault: str, healthy: int = 0, **options):
     torch.manual_seed(0)
-    model = nn.ModuleDict({"layer": CachedLayer(fault)})
+    model = nn.ModuleDict({"layer": CachedLayer(fault, healthy).eval()})
     x = torch.randn(1, PREFILL + STEPS, 16)
-    with torch.no_grad(), regard.watch(model) as recording:
+    with torch.no_grad(), regard.watch(model, **options) as recording:
         model["layer"](x[:, :PREFILL])
         for i in range(PREFILL, PREFILL + STEPS):
             model["layer"](x[:, i : i + 1])
@@ -79,6 +86,38 @@ def test_steps_that_do_not_add_their_keys_are_reported_and_kept(fault, kind, cal
     (finding,) = recording.diagnose().by_severity("error")
     assert (finding.kind, finding.module, finding.layer) == (f"cache: {kind}", "layer", 0)
     assert finding.evidence["in"] == calls
+
+
+@pytest.mark.parametrize("healthy", range(1, STEPS))
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("overwrites", "keys do not grow"),
+        ("omits", "keys do not grow"),
+        ("skips", "keys skipped"),
+        ("values unwritten", "values missing"),
+    ],
+)
+def test_a_fault_after_healthy_steps_is_reported_in_its_call(fault, kind, healthy):
+    recording = record(fault, healthy)
+    (finding,) = recording.diagnose().by_severity("error")
+    assert finding.kind == f"cache: {kind}"
+    assert finding.evidence["in"].split("–")[0].split()[-1] == str(healthy + 1)
+
+
+def test_the_short_way_of_a_step_records_what_the_long_one_does(monkeypatch):
+    rows = []
+    append = JoinedCalls.try_append_row
+    monkeypatch.setattr(JoinedCalls, "try_append_row", lambda *args: rows.append(append(*args)) or rows[-1])
+    (short,) = record("").calls("layer")
+    assert rows.count(True) == STEPS - 1  # the first step is checked in every respect
+    rows.clear()
+    (long,) = record("", copy=True).calls("layer")
+    assert not rows
+    assert short.steps == long.steps == STEPS + 1 and short.mask == long.mask == regard.causal()
+    assert short.query_offset == long.query_offset and short.nbytes == long.nbytes
+    for name in ("query", "key", "lse"):
+        assert torch.equal(getattr(short, name), getattr(long, name)), name
 
 
 @pytest.mark.parametrize("fault", ["values missing", "values unwritten"])

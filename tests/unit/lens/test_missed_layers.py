@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +14,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
-from regard.lens.capture import patching, wrappers  # noqa: E402
+from regard.lens.capture import imported_names, patching, wrappers  # noqa: E402
 from tests.helpers import imported_attention  # noqa: E402
 
 X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
@@ -79,6 +82,28 @@ def test_a_function_that_a_helper_imported_by_name_is_captured(attend):
     with regard.watch(model) as recording:
         assert torch.equal(model(X), expected)
     assert list(recording) == ["0", "1"] and model[1].attend is attend
+
+
+def test_names_that_are_bound_between_two_watches_are_found(tmp_path, monkeypatch):
+    """Modules without the function are not read again, unless they are new, have grown, or are not installed."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    for name in ("regard_test_grown", "regard_test_new"):
+        (folder / f"{name}.py").write_text("def attend(*args): return sdpa(*args)\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    grown, model = importlib.import_module("regard_test_grown"), nn.Sequential(Mixer(by_attribute))
+    with regard.watch(model):
+        model(X)
+    assert "regard_test_grown" in imported_names._clean
+    new = importlib.import_module("regard_test_new")
+    grown.sdpa = new.sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(imported_attention, "attend", F.scaled_dot_product_attention)  # bound anew
+    for attend in (grown.attend, new.attend, lambda *args: imported_attention.attend(*args)):
+        model = nn.Sequential(Mixer(attend))
+        with regard.watch(model) as recording:
+            model(X)
+        assert list(recording) == ["0"]
 
 
 def test_a_softmax_that_is_no_attention_is_not_reported():

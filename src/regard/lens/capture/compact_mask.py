@@ -8,6 +8,7 @@ and the name is derived from the intervals alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -45,7 +46,12 @@ class CompactMask:
     dense_mask: Tensor | None = None
     bias: ScoreMod | None = None
 
-    @property
+    @cached_property
+    def last_key(self) -> int:
+        """End of the last interval, exclusive: no row attends to a key from there on."""
+        return int(self.stop.max(initial=0))
+
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of arrays of q_len × kv_len, which intervals could not replace."""
         return sum(int(array.nbytes) for array in self.stored_arrays)

@@ -145,6 +145,12 @@ def unwrap_original(function: Any) -> Any:
     return getattr(function, "_regard_original", function) if callable(function) else function
 
 
+def list_wrappers() -> list[tuple[Function, Function]]:
+    """List the wrappers that are in place now, each with the function that it replaced."""
+    with _lock:
+        return [(held.wrapper, held.original) for held in _patches.values()]
+
+
 def list_patches() -> list[tuple[MutableMapping[str, Any], str]]:
     """List the names that are patched now, each with its namespace."""
     with _lock:

@@ -15,7 +15,7 @@ from regard.errors import RegardError
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import count_used_keys, recognise_mask
-from regard.lens.capture.wrappers import CapturedArgs
+from regard.lens.capture.wrappers import CapturedArgs, read_number
 from regard.measures import Measure
 from regard.score_mods import ScoreMod, softcap
 
@@ -44,6 +44,11 @@ class CaptureOptions:
     copy: bool
     values: bool
     measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether query and key are recorded as they are, and nothing else."""
+        return not (self.copy or self.values) and self.device is self.dtype is self.measures is None
 
     def __post_init__(self) -> None:
         # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
@@ -177,7 +182,9 @@ def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: 
         return 0
     if value.shape[-2] < kv_len:
         return min(q_len, kv_len - int(value.shape[-2]))
-    used = int(compact.stop.max(initial=0)) or kv_len
+    used = compact.last_key or kv_len
+    if value.numel() and read_number(value, used - 1):
+        return 0
     own = value.detach()[..., max(0, used - q_len) : used, :]
     return 0 if bool(own.any()) else q_len
 
@@ -255,7 +262,7 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
     query, key = call.query, call.key
     call.query, call.key = store(query), store(key)
     references = [stored for stored, old in ((call.query, query), (call.key, key)) if stored is old]
-    call.versions = tuple((tensor, tensor._version) for tensor in references if not tensor.is_inference())
+    call.versions = tuple([(tensor, tensor._version) for tensor in references if not tensor.is_inference()])
     if options.dtype is not None or options.device is not None:
         converted = call.query.dtype != query.dtype
         call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
