@@ -1,7 +1,8 @@
 """Scaled dot-product attention that can be inspected.
 
 `attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
-functions that need them (`watch`, `load_recording`) are imported on first access, so `import regard` loads NumPy only.
+functions that need them (`watch`, `compare`, `load_recording`) are imported on first access, so `import regard` loads
+NumPy only.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from regard import survey as survey
     from regard import testing as testing
     from regard import tiling as tiling
+    from regard.lens.compare import compare
     from regard.lens.recording import load_recording
     from regard.lens.watch import watch
 
@@ -88,6 +90,7 @@ __all__ = [
     "attention",
     "bias",
     "causal",
+    "compare",
     "dense",
     "document",
     "engines",
@@ -130,7 +133,11 @@ _LAZY_PACKAGES = (
     "survey",
     "testing",
 )
-_LAZY_FUNCTIONS = {"load_recording": "regard.lens.recording", "watch": "regard.lens.watch"}
+_LAZY_FUNCTIONS = {
+    "compare": "regard.lens.compare",
+    "load_recording": "regard.lens.recording",
+    "watch": "regard.lens.watch",
+}
 
 
 def __getattr__(name: str) -> Any:

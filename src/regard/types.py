@@ -15,3 +15,6 @@ Namespace = Any
 Align = Literal["upper_left", "lower_right"]
 # Positions and indices, always NumPy.
 IntArray = npt.NDArray[np.int64]
+
+# Largest absolute error allowed on ordinary inputs (normal values, outputs of order one), by dtype: the error rule.
+ORDINARY_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}

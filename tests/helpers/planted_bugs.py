@@ -58,9 +58,7 @@ class PlantedBug:
         build: Builds the faulty model, in eval mode.
         build_clean: Builds the same model without the fault; its parameters are equal.
         kinds: Kinds of finding that name the cause.
-        difference: Kind of difference to the clean twin: "mask", "scale", "heads permuted", "positions turned",
-            "view or transpose", "projection", "bias", "softcap", "sink", "dropout", "cache", "encoder states", "batch",
-            "softmax", "position ids", "NaN or inf" or "state".
+        difference: Kind of difference to the clean twin, one of `regard.compare`.
         layer: The first attention layer that differs from the clean twin's, in the order in which they run.
         inputs: Builds the arguments of the model.
         clean_inputs: Builds the right arguments, if the caller makes the mistake; default: `inputs`.
@@ -221,10 +219,10 @@ _BUGS = (
     _gpt("position one too low in cached steps", "positions", difference="positions turned", cached=True),
     _gpt("position 0 in every cached step", "positions", difference="positions turned", cached=True),
     _gpt("positions restart in every chunk", "positions", difference="positions turned", cached=True),
-    _gpt("cache kept between calls", "state kept between calls", difference="state", calls=2),
+    _gpt("cache kept between calls", "state kept between calls", difference="cache", calls=2),
     # Heads and axes
-    _gpt("key heads tiled", "key heads tiled", difference="heads permuted"),
-    _gpt("value heads in another order than key heads", "key and value heads differ", difference="heads permuted"),
+    _gpt("key heads tiled", "key heads tiled", difference="kv heads reordered"),
+    _gpt("value heads in another order than key heads", "key and value heads differ", difference="kv heads reordered"),
     _gpt("heads and tokens not transposed", "heads and tokens swapped", difference="view or transpose"),
     _gpt("heads split by view", "heads split by view", difference="view or transpose"),
     _gpt("output heads merged by view", "heads merged by view", difference="view or transpose", layer=1),
@@ -255,7 +253,7 @@ _BUGS = (
         "GPT-2 padded on the left without position ids", lambda: twins.build("GPT-2"), lambda: twins.build("GPT-2"),
         ("positions count padding",), "position ids", inputs=_left_padded, clean_inputs=_left_padded_with_positions,
     ),
-    _twin("GPT-OSS without its sinks", "GPT-OSS", twins.drop_sinks, "sinks not used", difference="sink"),
+    _twin("GPT-OSS without its sinks", "GPT-OSS", twins.drop_sinks, "sinks not used", difference="sinks"),
     _twin(
         "encoder states of T5 in another batch order", "T5", twins.change_encoder_states(lambda x: x.flip(0)),
         "cross-attention keys", difference="encoder states", layer=3, side="right",

@@ -124,6 +124,9 @@ class GPTAttention(nn.Module):
                 )
             case _:
                 key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+        if mask is not None and mask.shape[-1] != key.shape[2]:  # of a broken cache
+            shape = query.shape[2], key.shape[2]
+            mask = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
         if self.positions == "alibi":
             bias = alibi_bias(query.shape[2], key.shape[2])
@@ -251,8 +254,9 @@ class PlantedGPT(nn.Module):
                 visible = inputs[1] < inputs[0]
             case "causal mask of 0 and 1 added":
                 return visible.float()[None, None], False
-        if is_token is None and not self.fault.startswith(("causal mask", "own key")) and window is None:
-            return None, self.is_decoder and q_len > 1 and q_len == kv_len
+        needs_mask = window is not None or (self.is_decoder and 1 < q_len < kv_len)
+        if is_token is None and not self.fault.startswith(("causal mask", "own key")) and not needs_mask:
+            return None, self.is_decoder and q_len > 1
         mask = visible[None, None]
         if is_token is None:
             return mask, False

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# Largest absolute error allowed on ordinary inputs (normal values, outputs of order one), by dtype.
-ORDINARY_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+from regard.types import ORDINARY_TOLERANCE
+
+__all__ = ["ORDINARY_TOLERANCE", "ErrorBound", "assert_matches", "dtype_name", "epsilon"]
 
 
 def dtype_name(dtype: Any) -> str:

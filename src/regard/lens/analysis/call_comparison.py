@@ -1,0 +1,271 @@
+"""Compare one call of an attention layer in two runs: its settings, query, key, value, weights and output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from regard.lens.analysis.difference_causes import (
+    build_output_difference,
+    build_scale_difference,
+    explain_relations,
+)
+from regard.lens.analysis.setting_differences import Difference, find_setting_differences
+from regard.lens.analysis.tensor_relation import Relation, relate, row_differences
+from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.capture.call import Call
+from regard.types import ORDINARY_TOLERANCE
+
+Tensor = Any  # the types of torch are not followed
+
+# Rows whose weights and scores are compared; q, k, v and masks are compared whole.
+MAX_ROWS = 64
+# Rounding may double from layer to layer, up to this many times the tolerance of the dtype.
+MAX_GROWTH = 16
+NAMES = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class CallComparison:
+    """The differences of one call in two runs.
+
+    Args:
+        differences: The causes, the most telling first; empty if the calls agree.
+        sizes: Relative difference of query, key, value and output, and the share of weight that moved ("weights").
+        relations: How the query, key and value of B are related to those of A.
+        equivalent: The query and key differ, but not the scores.
+        limit: The largest relative difference that counts as rounding.
+    """
+
+    differences: tuple[Difference, ...]
+    sizes: dict[str, float]
+    relations: dict[str, Relation] = field(default_factory=dict)
+    equivalent: str = ""
+    limit: float = 0.0
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of query, key, value and output that is known."""
+        sizes = [self.sizes[name] for name in (*NAMES, "output")]
+        return max((size for size in sizes if not math.isnan(size)), default=0.0)
+
+
+@dataclass(frozen=True)
+class CallTensors:
+    """The tensors of a call with four axes, (batch, heads, n, width); value and output are None if not recorded."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    output: Tensor | None
+
+    @classmethod
+    def from_call(cls, call: Call, q_len: int, kv_len: int) -> CallTensors:
+        """Take the first queries and keys of a call."""
+
+        def take(tensor: Tensor | None, length: int) -> Tensor | None:
+            if tensor is None:
+                return None
+            while tensor.ndim < 4:
+                tensor = tensor[None]
+            return tensor.flatten(0, -4)[:, :, :length]
+
+        return cls(
+            take(call.query, q_len), take(call.key, kv_len), take(call.value, kv_len), take(call.output, q_len)
+        )  # fmt: skip
+
+
+def rounding_limit(a: Call, b: Call, previous: float) -> float:
+    """Return the largest relative difference of a row that counts as rounding.
+
+    It is the tolerance of the error rule for the less precise dtype, plus twice the difference of the layer before:
+    each layer starts from what the last one rounded.
+
+    Args:
+        a: The call of run A.
+        b: The call of run B.
+        previous: The largest difference of the layer before.
+    """
+    dtypes = [str(call.query.dtype).removeprefix("torch.") for call in (a, b) if call.query is not None]
+    tolerance = max((ORDINARY_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+    return min(tolerance + 2 * previous, MAX_GROWTH * tolerance)
+
+
+def compare_calls(
+    a: Call, b: Call, *, layer: int, previous: float = 0.0, rows: int | None = None, parted: bool = False
+) -> CallComparison:
+    """Compare one call in two runs.
+
+    Args:
+        a: The call of run A.
+        b: The call of run B.
+        layer: Number of the layer, from 0.
+        previous: The largest difference of the layer before.
+        rows: Compare the first rows only, if the sequences differ after them; 0 compares settings only. Default: all
+            that both have.
+        parted: The runs differ before this layer, so only the settings can have a cause of their own.
+
+    Returns:
+        The differences.
+    """
+    limit = rounding_limit(a, b, previous)
+    nan = dict.fromkeys((*NAMES, "weights", "output"), math.nan)
+    if a.query is None or b.query is None:
+        return CallComparison(tuple(_compare_measures(a, b, limit)), nan, limit=limit)
+    q_len, kv_len = (min(x, y) for x, y in zip(a.shape[-2:], b.shape[-2:], strict=True))
+    if rows == 0:
+        return CallComparison(tuple(_compare_settings(a, b, q_len, kv_len, None)), nan, limit=limit)
+    if rows is not None:
+        q_len, kv_len = min(q_len, rows), min(kv_len, rows)
+    swapped = a.shape[-2:] != b.shape[-2:] and a.query.numel() == b.query.numel()
+    if swapped:  # perhaps by a transpose: compare everything
+        q_len, kv_len = max(a.shape[-2], b.shape[-2]), max(a.shape[-1], b.shape[-1])
+    tensors_a, tensors_b = (CallTensors.from_call(call, q_len, kv_len) for call in (a, b))
+    query_tokens, key_tokens = (None, None) if swapped else _common_tokens(a, b, q_len, kv_len)
+    relations = {
+        name: relate(
+            *_match_heads(getattr(tensors_a, name), getattr(tensors_b, name)),
+            limit,
+            query_tokens if name == "query" else key_tokens,
+        )
+        for name in NAMES
+        if getattr(tensors_a, name) is not None and getattr(tensors_b, name) is not None
+    }
+    sizes = nan | {name: relation.size for name, relation in relations.items()}
+    same_shape = all(relation.kind != "shape" for relation in relations.values()) and not swapped
+    settings: list[Difference] = []
+    if same_shape:
+        sizes["output"] = _compare_outputs(tensors_a, tensors_b, query_tokens)
+        sizes["weights"] = _compare_weights(a, b, q_len, query_tokens)
+        settings = find_setting_differences(a, b, q_len, kv_len, query_tokens)
+    if parted:
+        settings = _compare_settings(a, b, q_len, kv_len, query_tokens) if same_shape else []
+        if relations["query"].kind == "scaled":
+            settings = [difference for difference in settings if difference.kind != "scale"]
+        return CallComparison(tuple(settings), sizes, relations, limit=limit)
+    equivalent = ""
+    moved = [name for name in ("query", "key") if not relations[name].agrees]
+    scaled = not math.isclose(a.scale, b.scale, rel_tol=1e-5)
+    causes = list(settings)
+    if (moved or scaled) and same_shape and not settings and _scores_agree(a, b, tensors_a, tensors_b, limit):
+        equivalent = _describe_equivalence(relations, a, b)
+        relations = {name: r for name, r in relations.items() if name not in ("query", "key")}
+        moved, scaled = [], False
+    causes += explain_relations(a, b, relations, layer)
+    if not causes and sizes["output"] > limit:
+        causes.append(build_output_difference(sizes["output"]))
+    return CallComparison(tuple(causes), sizes, relations, equivalent, limit)
+
+
+def _compare_settings(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> list[Difference]:
+    """Compare the settings alone, the scale among them."""
+    differences = find_setting_differences(a, b, q_len, kv_len, tokens)
+    if not math.isclose(a.scale, b.scale, rel_tol=1e-5):
+        differences.append(build_scale_difference(a, b.scale / a.scale, "scale"))
+    return differences
+
+
+def _compare_measures(a: Call, b: Call, limit: float) -> list[Difference]:
+    """Compare the results of measures, if query and key were not recorded."""
+    if a.shape != b.shape:
+        return [Difference("shape", f"The matrix has the shape {b.shape} instead of {a.shape}.")]
+    results = b.measures or {}
+    names = [
+        name
+        for name, result in (a.measures or {}).items()
+        if isinstance(result, torch.Tensor)
+        and isinstance(results.get(name), torch.Tensor)
+        and not torch.allclose(
+            result.double(), results[name].double(), rtol=100 * limit, atol=100 * limit, equal_nan=True
+        )
+    ]
+    if not names:
+        return []
+    return [
+        Difference(
+            "measures",
+            f"The measures differ: {', '.join(names)}.",
+            hint="Record query and key to find the cause: call regard.watch without measures.",
+        )
+    ]
+
+
+def _match_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of the one with fewer key-value heads, if the number of the other is a multiple."""
+    heads_a, heads_b = a.shape[1], b.shape[1]
+    if heads_a == heads_b or not heads_a or not heads_b:
+        return a, b
+    if heads_b % heads_a == 0:
+        return a.repeat_interleave(heads_b // heads_a, 1), b
+    if heads_a % heads_b == 0:
+        return a, b.repeat_interleave(heads_a // heads_b, 1)
+    return a, b
+
+
+def _common_tokens(a: Call, b: Call, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Return which queries and keys to compare, (batch, n): all but the padding of both runs."""
+    flags = []
+    tokens_a, tokens_b = TokenRows.from_call(a), TokenRows.from_call(b)
+    for name, length in (("rows", q_len), ("keys", kv_len)):
+        first, second = (
+            getattr(tokens, name)[..., :length].reshape(-1, length) for tokens in (tokens_a, tokens_b)
+        )
+        flags.append(torch.tensor(first | second, device=a.query.device))
+    return flags[0], flags[1]
+
+
+def _compare_outputs(a: CallTensors, b: CallTensors, tokens: Tensor) -> float:
+    if a.output is None or b.output is None or a.output.shape != b.output.shape:
+        return math.nan
+    first, second = (t.double().nan_to_num(0, 0, 0) for t in (a.output, b.output.to(a.output.device)))
+    return float(row_differences(first, second, tokens).max()) if first.numel() else 0.0
+
+
+def _sample_rows(q_len: int) -> list[int]:
+    rows = np.linspace(0, q_len - 1, min(q_len, MAX_ROWS)).round().astype(int)
+    return [int(row) for row in np.unique(rows)]
+
+
+def _compare_weights(a: Call, b: Call, q_len: int, tokens: Tensor) -> float:
+    """Return the share of weight that moved, ½ Σ |A − B|, averaged over some rows; NaN if the matrices do not match."""
+    if a.shape != b.shape or not math.prod(a.shape):
+        return math.nan
+    rows = _sample_rows(q_len)
+    first, second = (call.matrix.lazy[..., rows, :].to_dense().double().cpu() for call in (a, b))
+    moved = ((first - second).abs().sum(-1) / 2).reshape(len(tokens), -1, len(rows))
+    counted = tokens[:, None, rows].cpu().expand_as(moved)
+    return float(moved[counted].mean()) if bool(counted.any()) else math.nan
+
+
+def _scores_agree(a: Call, b: Call, tensors_a: CallTensors, tensors_b: CallTensors, limit: float) -> bool:
+    """Return whether the scaled scores of some rows agree, up to a number for each row, which softmax ignores."""
+    rows = _sample_rows(tensors_a.query.shape[2])
+    scores, typical = [], []
+    for call, tensors in ((a, tensors_a), (b, tensors_b)):
+        query, key = tensors.query[:, :, rows].double(), tensors.key.double()
+        if query.shape[1] % max(1, key.shape[1]):
+            return False
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scaled = query @ key.mT * call.scale
+        scores.append((scaled - scaled.mean(-1, keepdim=True)).to(tensors_a.query.device))
+        size = query.square().mean().sqrt() * key.square().mean().sqrt() * math.sqrt(query.shape[-1])
+        typical.append(float(size) * abs(call.scale))
+    if scores[0].shape != scores[1].shape:
+        return False
+    size = max(*typical, float(scores[0].square().mean().sqrt()))
+    error = (scores[0] - scores[1]).square().mean(-1).sqrt().max() if scores[0].numel() else 0.0
+    return bool(error <= 4 * limit * max(size, 1e-30))
+
+
+def _describe_equivalence(relations: Mapping[str, Relation], a: Call, b: Call) -> str:
+    if not math.isclose(a.scale, b.scale, rel_tol=1e-5):
+        return f"The scale is {b.scale:.4g} instead of {a.scale:.4g}, and query or key make up for it."
+    details = [
+        f"the {name} of B {relations[name].detail}" for name in ("query", "key") if not relations[name].agrees
+    ]
+    return "The scores agree, although " + " and ".join(details) + "."

@@ -1,0 +1,236 @@
+"""Explain how query, key and value of a call differ in two runs: the likely cause, with a hint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from regard.lens.analysis.setting_differences import Difference
+from regard.lens.analysis.tensor_relation import Relation
+from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.capture.call import Call
+from regard.types import ORDINARY_TOLERANCE
+
+
+def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer: int) -> list[Difference]:
+    """Explain how query, key and value differ by one cause, or a few.
+
+    Args:
+        a: The call of run A.
+        b: The call of run B.
+        relations: The relations of query, key and value, without those whose difference has no effect.
+        layer: Number of the layer, from 0.
+
+    Returns:
+        The causes; empty if all agree.
+    """
+    differing = {name: relation for name, relation in relations.items() if not relation.agrees}
+    causes: list[Difference] = []
+    if "query" in relations and "key" in relations:
+        ratio = b.scale / a.scale if a.scale else math.inf
+        parts = [] if math.isclose(ratio, 1, rel_tol=1e-5) else ["scale"]
+        for name in ("query", "key"):
+            if relations[name].kind == "scaled" and not relations[name].rows:
+                ratio *= relations[name].ratio
+                parts.append(name)
+                differing.pop(name, None)
+        if parts:
+            causes.append(build_scale_difference(a, ratio, " and ".join(parts)))
+    for kinds, build in (
+        (("not finite",), _not_finite),
+        (("layout",), _layout),
+        (("shape",), _shape),
+        (("heads",), _heads),
+        (("batch", "tokens"), _order),
+        (("turned",), _turned),
+    ):
+        concerned = {name: relation for name, relation in differing.items() if relation.kind in kinds}
+        if concerned:
+            return [build(a, b, concerned, relations), *causes]
+    if differing:
+        causes.insert(0, _projection(a, b, differing, relations, layer))
+    return causes
+
+
+def _describe(concerned: Mapping[str, Relation]) -> str:
+    """Return one sentence on what differs: tensors with the same detail together."""
+    by_detail: dict[str, list[str]] = {}
+    for name, relation in concerned.items():
+        by_detail.setdefault(relation.detail, []).append(name)
+    parts = [
+        f"the {_join(names)} of B {detail if len(names) == 1 else _plural(detail)}"
+        for detail, names in by_detail.items()
+    ]
+    text = "; ".join(parts) + "."
+    return text[0].upper() + text[1:]
+
+
+def _join(names: list[str]) -> str:
+    """Join words by commas and "and"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _plural(detail: str) -> str:
+    first, _, rest = detail.partition(" ")
+    forms = {"is": "are", "was": "were", "has": "have", "differs": "differ"}
+    return f"{forms.get(first, first)} {rest}".replace(" that of A", " those of A").replace(
+        " its ", " their "
+    )
+
+
+def _where(concerned: Mapping[str, Relation]) -> dict[str, Any]:
+    relation = next(iter(concerned.values()))
+    return {"rows": relation.rows, "batch": relation.batch}
+
+
+def _evidence(concerned: Mapping[str, Relation]) -> dict[str, Any]:
+    return {name: relation.size for name, relation in concerned.items() if not math.isnan(relation.size)}
+
+
+def _not_finite(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
+    return Difference(
+        "NaN or inf", _describe(concerned), hint="recording.diagnose() finds where they began.", **_where(concerned)
+    )  # fmt: skip
+
+
+def _layout(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
+    hint = "Split heads by x.view(batch, n, heads, head_dim).transpose(1, 2)."
+    if any("batch and tokens" in relation.detail for relation in concerned.values()):
+        hint = "Pass (batch, n, width) with batch_first=True, or (n, batch, width) without it."
+    return Difference("view or transpose", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+
+
+def _shape(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
+    hint = "Models with other sizes have no layers to compare; only their settings and masks are."
+    return Difference("shape", _describe(concerned), hint=hint)
+
+
+def _heads(
+    a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
+) -> Difference:
+    if "query" in concerned:
+        return Difference(
+            "heads permuted", _describe(concerned), evidence=_evidence(concerned),
+            hint="If the output projection has the same order of heads, the model is the same; later layers show it.",
+        )  # fmt: skip
+    heads = a.query.shape[-3]
+    orders = []
+    for name, relation in concerned.items():
+        stored = {"key": a.key, "value": a.value}[name].shape[-3]
+        group = max(1, len(relation.order) // max(1, stored))
+        used = [relation.order[h * len(relation.order) // heads] // group for h in range(heads)]
+        usual = [h * stored // heads for h in range(heads)]
+        orders.append(f"the {name} heads of the query heads are {used} instead of {usual}")
+    text = "; ".join(orders) + "."
+    return Difference(
+        "kv heads reordered", text[0].upper() + text[1:], evidence=_evidence(concerned),
+        hint="Repeat key and value heads with repeat_interleave(groups, dim=1), not repeat, or pass enable_gqa=True.",
+    )  # fmt: skip
+
+
+def _order(
+    a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
+) -> Difference:
+    if "query" not in concerned and TokenRows.from_call(a).query_offset is None:
+        hint = "Pass the encoder's output of the same batch entries, in order, to the decoder."
+        return Difference("encoder states", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+    if "query" not in concerned and max(a.steps, b.steps) > 1:
+        hint = "Append each step's own key and value to the cache, and keep the order of tokens and batch entries."
+        return Difference("cache", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+    hint = "The inputs of the two runs are in another order."
+    return Difference("other tokens", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+
+
+def _turned(
+    a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
+) -> Difference:
+    hint = "Compare the positions, the base (theta), the layout of pairs, and where RoPE is applied."
+    details = " ".join(relation.detail for relation in concerned.values())
+    if "once more" in details:
+        hint = "Apply RoPE once, to query and key, before the cache is updated."
+    elif "number of the head" in details:
+        hint = "Apply RoPE after the transpose to (batch, heads, n, head_dim), or broadcast over axis 1."
+    elif "shifted" in details or "every position" in details:
+        hint = "Pass position_ids that continue after the cached tokens and do not count padding."
+    elif "layout" in details:
+        hint = "Weights and RoPE must agree: (i, i + width/2) is half, (2i, 2i + 1) is interleaved."
+    return Difference(
+        "positions turned", _describe(concerned), hint=hint, evidence=_evidence(concerned), **_where(concerned)
+    )  # fmt: skip
+
+
+def _projection(
+    a: Call, b: Call, differing: Mapping[str, Relation], relations: Mapping[str, Relation], layer: int
+) -> Difference:
+    names = _join(list(differing))
+    agreeing = [name for name, relation in relations.items() if relation.agrees]
+    differ, agree = "differ" + "s" * (len(differing) == 1), "agree" + "s" * (len(agreeing) == 1)
+    where, evidence = _where(differing), _evidence(differing)
+    rows = next(iter(differing.values())).rows
+    if max(a.steps, b.steps) > 1 and rows and layer + len(agreeing) > 0 and min(rows) >= _prefill(a, b):
+        message = (
+            f"The {names} agree for the first {min(rows)} tokens and differ in the cached steps after them."
+        )
+        if agreeing:
+            message = f"In the cached steps, the {names} of B {differ}; the {_join(agreeing)} {agree}."
+        hint = "Append the keys and values of each step to the cache of its layer, and attend to all of them."
+        return Difference("cache", message, hint=hint, evidence=evidence, **where)
+    if agreeing and len(differing) < 3:
+        message = f"The {names} of B {differ}; the {_join(agreeing)} {agree}."
+        hint = f"Compare the weights and bias of the {names} projection, and any norm after it."
+        return Difference("projection", message, hint=hint, evidence=evidence, **where)
+    if layer == 0 and rows and len(rows) < a.query.shape[-2]:
+        message = f"The {names} of some rows differ in the first layer, and the other rows agree."
+        hint = "The two runs were given other tokens there."
+        return Difference("other tokens", message, hint=hint, evidence=evidence, **where)
+    before = (
+        "the embedding, its scale, the norm before the layer, and the projections"
+        if layer == 0
+        else "merging of heads, output projection and feed-forward part of the layer before, and the norm and "
+        "projections of this layer"
+    )
+    message = f"The {names} of B {differ}, by something before the attention of this layer."
+    hint = f"Compare {before}."
+    if "value" not in relations and layer:
+        hint += " Record with watch(values=True) to compare what the layer before returned."
+    largest = max(relation.size for relation in differing.values())
+    if largest <= ORDINARY_TOLERANCE["bfloat16"]:
+        hint += " The difference is as small as rounding to bfloat16 would make it."
+    return Difference("projection", message, hint=hint, evidence=evidence, **where)
+
+
+def _prefill(a: Call, b: Call) -> int:
+    """Return the number of tokens of the first of the joined calls, if the others have one token each; at least 1."""
+    prefill = min(int(call.query.shape[-2]) - call.steps + 1 for call in (a, b) if call.steps > 1)
+    return max(1, prefill)
+
+
+def build_output_difference(size: float) -> Difference:
+    """Build the difference of outputs whose query, key, value and mask agree."""
+    return Difference(
+        "output", "Query, key, value and mask agree, and the output differs.", evidence={"output": size},
+        hint="Compare the attention functions: dropout, the dtype of the softmax, and the order of the values.",
+    )  # fmt: skip
+
+
+def build_scale_difference(a: Call, ratio: float, names: str) -> Difference:
+    """Describe scores that are a multiple of the other run's, with the mistake that gives this factor."""
+    width, heads = a.query.shape[-1], a.query.shape[-3] if a.query.ndim > 2 else 1
+    root = math.sqrt(width)
+    mistakes = {
+        1 / root: "1/√head_dim: B scales twice, before the call and in it, or A not at all",
+        root: "√head_dim: B does not scale, or A scales twice",
+        1 / math.sqrt(heads): "1/√heads: B divides by √d_model instead of √head_dim",
+        math.sqrt(heads): "√heads: A divides by √d_model instead of √head_dim",
+        1 / width: "1/head_dim: B divides by head_dim once more, or by its root twice more",
+        float(width): "head_dim: B multiplies where A divides",
+    }
+    cause = next((text for factor, text in mistakes.items() if math.isclose(ratio, factor, rel_tol=1e-3)), "")
+    message = f"The scores of B are {ratio:.4g} × those of A, by the {names}."
+    hint = (
+        f"×{ratio:.4g} is {cause}."
+        if cause
+        else "Compare the scale that is passed and the factors of query and key."
+    )
+    return Difference("scale", message, hint=hint, evidence={"ratio": ratio})

@@ -1,0 +1,218 @@
+"""Compare the settings of a call in two runs: mask, bias, soft cap, sinks and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from regard.lens.analysis.tensor_relation import list_rows
+from regard.lens.capture.call import Call
+from regard.lens.capture.compact_mask import CompactMask
+
+Tensor = Any  # the types of torch are not followed
+
+# An additive mask at or below this number masks a key in practice.
+MASKED = -9000.0
+# Entries of masks and biases that are compared; of larger ones, evenly spaced rows.
+MAX_ENTRIES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference of a call in two runs, and its likely cause.
+
+    Args:
+        kind: Short name, such as "mask" or "scale".
+        message: One or two sentences that describe it; A is the first run, B the second.
+        hint: How to fix it, or where to look.
+        heads: The heads concerned, from 0; empty means all.
+        rows: The query rows concerned; empty means all.
+        batch: The batch entries concerned; empty means all.
+        evidence: The measured numbers by name.
+    """
+
+    kind: str
+    message: str
+    hint: str = ""
+    heads: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_setting_differences(
+    a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None
+) -> list[Difference]:
+    """Find the settings that differ.
+
+    Args:
+        a: The call of run A.
+        b: The call of run B.
+        q_len: Number of queries to compare, from the first.
+        kv_len: Number of keys to compare, from the first.
+        tokens: (batch, q_len), True for the rows to compare; None for all.
+
+    Returns:
+        The differences, masks first.
+    """
+    differences = []
+    if not _have_equal_masks(a.compact_mask, b.compact_mask):
+        found = _compare_masks(a, b, q_len, kv_len, tokens)
+        differences += [] if found is None else [found]
+    if a.dropout_p != b.dropout_p:
+        differences.append(
+            Difference(
+                "dropout", f"The dropout is {b.dropout_p:g} instead of {a.dropout_p:g}.",
+                hint="Pass dropout_p=0.0 unless self.training; call model.eval().",
+                evidence={"A": a.dropout_p, "B": b.dropout_p},
+            )
+        )  # fmt: skip
+    if repr(a.softcap) != repr(b.softcap):
+        differences.append(
+            Difference(
+                "softcap", f"The soft cap is {b.softcap} instead of {a.softcap}.",
+                hint="Compare attn_logit_softcapping, and whether the attention function applies it.",
+            )
+        )  # fmt: skip
+    sinks = _compare_sinks(a, b)
+    return differences if sinks is None else [*differences, sinks]
+
+
+def _have_equal_masks(a: CompactMask, b: CompactMask) -> bool:
+    """Return whether two masks are equal as they are stored, which is the usual case."""
+    if a is b:
+        return True
+    pairs = [
+        (getattr(a, name), getattr(b, name)) for name in ("start", "stop", "visible_keys", "uniform_keys")
+    ]
+    for first, second in pairs:
+        if (first is None) != (second is None) or (first is not None and not np.array_equal(first, second)):
+            return False
+    arrays = (a.dense_mask, b.dense_mask), (getattr(a.bias, "array", None), getattr(b.bias, "array", None))
+    for first, second in arrays:
+        if first is None or second is None:
+            if first is not second:
+                return False
+        elif first.shape != second.shape or not torch.equal(first, second.to(first.device, first.dtype)):
+            return False
+    return a.bias is b.bias or getattr(a.bias, "array", None) is not None
+
+
+def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> Difference | None:
+    """Compare mask and bias entry by entry; None if they agree in the rows that count."""
+    pairs = max(1, int(np.prod(a.shape[:-2])))
+    count = max(1, min(q_len, MAX_ENTRIES // max(1, pairs * kv_len)))
+    rows = np.unique(np.linspace(0, max(0, q_len - 1), count).round().astype(int)).tolist() if q_len else []
+    first, second = (_read_bias(call, rows, kv_len) for call in (a, b))
+    if not first.numel() or first.shape[1:] != second.shape[1:]:
+        return None
+    visible_a, visible_b = first > MASKED, second > MASKED
+    counted = torch.ones(1, 1, dtype=torch.bool) if tokens is None else tokens.cpu()[:, rows]
+    changed = (visible_a != visible_b) & counted[:, None, :, None]
+    if bool(changed.any()):
+        return _describe_masks(a, b, first, second, changed, rows)
+    both = visible_a & counted[:, None, :, None]
+    error = torch.where(both, second - first, 0.0)
+    # Softmax ignores a number that is added to a whole row.
+    mean = error.sum(-1, keepdim=True) / both.sum(-1, keepdim=True).clamp(min=1)
+    largest = float(torch.where(both, error - mean, 0.0).abs().max())
+    size = float(torch.where(both, first, 0.0).abs().max())
+    if largest <= 1e-2 * max(1.0, size) * (1 if a.query.dtype != b.query.dtype else 1e-2):
+        return None
+    names = [repr(call.compact_mask.bias) for call in (a, b)]
+    return Difference(
+        "bias", f"The bias of the scores differs by up to {largest:.3g}: {names[1]} instead of {names[0]}.",
+        hint="Compare the sign, the slopes or the table of the position bias, and the additive mask.",
+        evidence={"largest": largest},
+    )  # fmt: skip
+
+
+def _read_bias(call: Call, rows: list[int], kv_len: int) -> Tensor:
+    """Return what mask and bias add to the scores of some rows, (batch, heads, rows, keys); −inf masks."""
+    empty = replace(call, query=torch.zeros_like(call.query), lse=None, softcap=None, versions=())
+    added = empty.matrix.lazy[..., rows, :].scores[...].float().cpu()
+    while added.ndim < 4:
+        added = added[None]
+    return added.flatten(0, -4)[..., :kv_len]
+
+
+def _describe_masks(
+    a: Call, b: Call, first: Tensor, second: Tensor, changed: Tensor, rows: list[int]
+) -> Difference:
+    visible_a, visible_b = first > MASKED, second > MASKED
+    names = [_format_mask(call) for call in (a, b)]
+    gained = int((changed & visible_b).any(1).sum())
+    lost = int((changed & visible_a).any(1).sum())
+    parts = [
+        f"{count:,} {word}" for count, word in ((gained, "entries more"), (lost, "entries fewer")) if count
+    ]
+    message = f"The mask is {names[1]} instead of {names[0]}: B attends to {' and '.join(parts)}."
+    if names[0] == names[1]:
+        message = f"The masks differ: B attends to {' and '.join(parts)}."
+    flagged = torch.zeros(changed.shape[0], max(rows) + 1, dtype=torch.bool)
+    flagged[:, rows] = changed.any(-1).any(1)
+    numbers, batch = list_rows(flagged)
+    numbers = () if len(numbers) == a.shape[-2] else numbers
+    hint = _guess_mistake(b, visible_a, visible_b, second, changed)
+    return Difference(
+        "mask", message, hint=hint, rows=numbers, batch=batch, evidence={"gained": gained, "lost": lost}
+    )
+
+
+def _format_mask(call: Call) -> str:
+    bias = call.compact_mask.bias
+    if call.mask is None:
+        return "none" if bias is None else f"none with {bias!r}"
+    return repr(call.mask) if bias is None else f"{call.mask!r} with {bias!r}"
+
+
+def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor, changed: Tensor) -> str:
+    """Name the mistake that makes the mask of A the mask of B."""
+    array = getattr(b.compact_mask.bias, "array", None)
+    if array is not None and bool(((array == 0) | (array == 1)).all()):
+        return "A float mask of 0 and 1 is added to the scores. Pass it as booleans: mask.bool()."
+    if (
+        array is not None
+        and bool((changed & visible_b).any())
+        and float(added[changed & visible_b].max()) < 0
+    ):
+        lowest = float(added[changed & visible_b].max())
+        return f"The additive mask of {lowest:.3g} is too weak. Pass booleans, or torch.finfo(dtype).min."
+    if torch.equal(visible_a, ~visible_b):
+        return "The mask is inverted: True = attend in F.scaled_dot_product_attention, ignore in nn.MultiheadAttention."
+    if len(visible_a) > 1:
+        for shift in range(1, len(visible_a)):
+            if torch.equal(visible_a.roll(shift, 0), visible_b):
+                return (
+                    "Each batch entry has the padding mask of another one: reorder the mask with the batch."
+                )
+        keys_a, keys_b = visible_a.any(-2).any(1), visible_b.any(-2).any(1)
+        padded = ~keys_a.all(-1)  # batch entries
+        if bool(padded.any()) and not bool((keys_b & keys_a)[padded].any()):
+            return "The padding mask is inverted: True = attend in F.scaled_dot_product_attention."
+    if not bool((changed.any(-1) & visible_b.any(-1)).any()):
+        return "These rows of B attend to no key. If they are padding, the difference has no effect on the tokens."
+    if bool(visible_b.all()):
+        return "B masks nothing: pass is_causal=True or the mask to the attention function."
+    if b.is_causal and (b.steps > 1 or b.shape[-1] != b.shape[-2]) and not bool((changed & visible_b).any()):
+        return "is_causal aligns to the first key; use torch.nn.attention.bias.causal_lower_right(q_len, kv_len)."
+    if not bool((changed & visible_a).any()):
+        return "B attends to keys that A masks: padding, the future, another document, or keys outside the window."
+    return "Compare how the masks are built: causality, padding, window and documents."
+
+
+def _compare_sinks(a: Call, b: Call) -> Difference | None:
+    hint = "Load the model with an attention implementation that supports sinks, and pass them (s_aux)."
+    if (a.sink is None) != (b.sink is None):
+        name = "B" if b.sink is None else "A"
+        return Difference("sinks", f"{name} does not use the sinks.", hint=hint)
+    if a.sink is None or b.sink is None:
+        return None
+    first, second = a.sink.float().cpu(), b.sink.float().cpu()
+    if first.shape == second.shape and torch.allclose(first, second, rtol=2e-2, atol=2e-2):
+        return None
+    return Difference("sinks", "The sinks differ.", hint="Compare the sinks of the two checkpoints.")

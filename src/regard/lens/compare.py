@@ -1,0 +1,379 @@
+"""`compare`: find the first layer in which two runs part, and what kind of difference it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.lens.analysis.call_comparison import CallComparison, compare_calls
+from regard.lens.analysis.finding import Finding, Findings
+from regard.lens.analysis.setting_differences import Difference
+from regard.lens.analysis.token_rows import as_token_lists
+from regard.lens.capture.call import Call
+from regard.lens.comparison import NUMBERS, Comparison
+from regard.lens.recording import Recording
+from regard.lens.table import Table
+
+__all__ = ["compare"]
+
+
+def compare(
+    recording_a: Recording, recording_b: Recording, *, tokens_a: Any = None, tokens_b: Any = None
+) -> Comparison:
+    """Compare two runs layer by layer: the first difference, its kind and likely cause, and a table of all layers.
+
+    The runs may be of two models, a model and its port, two dtypes or library versions, or with and without a cache.
+    Layers are matched by name, or in order if the names differ. Kinds of difference:
+
+    - settings: "mask", "bias", "softcap", "sinks", "dropout", "scale";
+    - vectors: "positions turned", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
+      "projection" (or something before it), "NaN or inf";
+    - data: "other tokens", "encoder states", "cache";
+    - the rest: "output" (although everything before agrees), "shape", "layers missing", "measures".
+
+    If the runs agree, the kind is "no difference" (bit for bit), "rounding", or "equivalent": queries and keys differ,
+    but not their scores. A difference counts as rounding if it is within the error rule's tolerance for the less
+    precise dtype, relative to the norm of the rows, plus twice the difference of the layer before. Padding is not
+    compared.
+
+    After the first difference, later layers differ because of it (kind "inherited"), and only differences of settings
+    are reported. Record with `watch(values=True)` to tell faults of values and outputs from those of the layer after.
+
+    Args:
+        recording_a: The run that is known to be right, if there is one.
+        recording_b: The other run.
+        tokens_a: Tokens of run A, (n,) or (batch, n); rows from the first token that differs on are not compared.
+        tokens_b: Tokens of run B.
+
+    Returns:
+        The comparison: `first`, `kind`, `layers` (a table), `findings`, `notes`; `print` shows it.
+
+    Raises:
+        ArgumentTypeError: If an argument is not a recording.
+        ArgumentError: If a recording is empty.
+
+    >>> import regard, torch
+    >>> def run(**options):
+    ...     layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    ...     x = torch.linspace(-1, 1, 24).reshape(1, 3, 8)
+    ...     torch.manual_seed(0)
+    ...     layer._reset_parameters()
+    ...     with torch.no_grad(), regard.watch(torch.nn.ModuleDict({"attn": layer})) as recording:
+    ...         layer(x, x, x, need_weights=False, **options)
+    ...     return recording
+    >>> causal = {"attn_mask": torch.ones(3, 3).triu(1).bool(), "is_causal": True}
+    >>> print(regard.compare(run(**causal), run()))
+    The runs part in layer 0: mask.
+    ...
+    """
+    for recording in (recording_a, recording_b):
+        if not isinstance(recording, Recording):
+            raise ArgumentTypeError(
+                "compare",
+                received=describe_argument(recording),
+                expected="two recordings",
+                hint="Record a run by `with regard.watch(model) as recording`, or load one by regard.load_recording.",
+            )
+        if not len(recording):
+            raise ArgumentError(
+                "compare",
+                received="an empty recording",
+                expected="recordings of two runs",
+                hint="Run the model inside the with block.",
+            )
+    return _Comparer(recording_a, recording_b, tokens_a, tokens_b).run()
+
+
+class _Comparer:
+    """The state of a comparison: the findings so far, and what the last layer allows for rounding."""
+
+    def __init__(self, a: Recording, b: Recording, tokens_a: Any, tokens_b: Any) -> None:
+        self.a, self.b = a, b
+        self.table, self.findings = Table(), list[Finding]()
+        self.notes: list[str] = []
+        self.previous = 0.0
+        self.parted = False
+        self.is_causal = True
+        self.rows = self._count_common_tokens(tokens_a, tokens_b)
+
+    def _count_common_tokens(self, tokens_a: Any, tokens_b: Any) -> int | None:
+        """Return the number of first tokens that both runs share; None if all are, or the tokens are unknown."""
+        if tokens_a is None or tokens_b is None:
+            return None
+        lists_a, lists_b = as_token_lists(tokens_a, "compare"), as_token_lists(tokens_b, "compare")
+        if lists_a == lists_b:
+            return None
+        common = len(lists_a[0])
+        for row_a, row_b in zip(lists_a, lists_b, strict=False):
+            pairs = enumerate(zip(row_a, row_b, strict=False))
+            common = min(common, next((i for i, (x, y) in pairs if x != y), min(len(row_a), len(row_b))))
+        self.notes.append(
+            f"The tokens differ from position {common} on; only the {common} before it are compared."
+            if common
+            else "The tokens differ from the first one on, so only settings are compared."
+        )
+        return common
+
+    def run(self) -> Comparison:
+        pairs, only_a, only_b = match_layers(list(self.a), list(self.b))
+        renamed = [pair for pair in pairs if pair[0] != pair[1]]
+        if renamed:
+            self.notes.append(
+                f"Layers with other names are matched in order: {len(renamed)} of {len(pairs)}."
+            )
+        for layer, (name_a, name_b) in enumerate(pairs):
+            self._compare_layer(layer, name_a, name_b)
+        for names, word in ((only_a, "A"), (only_b, "B")):
+            for name in names:
+                self._report_missing(name, word)
+        if self.rows is not None and not self.findings:
+            self._report_tokens()
+        first = [finding for finding in self.findings if finding.kind != "layers missing"]
+        missing = [finding for finding in self.findings if finding.kind == "layers missing"]
+        findings = Findings([], f"{len(self.table)} layers")
+        findings.extend([*first, *missing])
+        return Comparison(findings, self.table, tuple(self.notes))
+
+    def _compare_layer(self, layer: int, name_a: str, name_b: str) -> None:
+        calls_a, calls_b = list(self.a.calls(name_a)), list(self.b.calls(name_b))
+        fault = self._find_cache_fault(name_a, name_b, calls_a, calls_b)
+        if fault is not None and not self.parted:
+            self._add(
+                layer, 0, name_a, name_b, CallComparison((fault,), dict.fromkeys(NUMBERS, float("nan")))
+            )
+            return
+        calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
+        for index, (a, b) in enumerate(zip(calls_a, calls_b, strict=False)):
+            self._compare_call(layer, index, name_a, name_b, a, b)
+        if len(calls_a) != len(calls_b) and not self.parted:
+            message = f"The layer was called {len(calls_b)} times instead of {len(calls_a)}."
+            hint = "Run both models on the same inputs, the same number of times."
+            finding = Difference("shape", message, hint=hint)
+            self.findings.append(_build_finding(finding, layer, name_a, name_b))
+            self.parted = True
+
+    def _compare_call(self, layer: int, index: int, name_a: str, name_b: str, a: Call, b: Call) -> None:
+        lengths = [call.shape[-2:] for call in (a, b)]
+        rows = self.rows if self.is_causal else 0
+        found = compare_calls(a, b, layer=layer, previous=self.previous, rows=rows, parted=self.parted)
+        differs = lengths[0] != lengths[1] and found.relations.get("query") is not None
+        if (
+            differs
+            and rows is None
+            and not self.parted
+            and all(r.kind not in ("layout", "shape") for r in found.relations.values())
+        ):
+            found = self._limit_to_common_rows(layer, a, b, found)
+        elif found.differences and not self.parted and layer == 0 and _may_be_positions(found):
+            found = self._check_positions(found)
+        self._add(layer, index, name_a, name_b, found)
+        # Later tokens change the first rows of the next layer if this one is not causal.
+        if self.rows and not is_causal(a, b, self.rows):
+            self.is_causal = False
+
+    def _limit_to_common_rows(self, layer: int, a: Call, b: Call, found: CallComparison) -> CallComparison:
+        """Compare the first tokens only, if the lengths differ: as many as agree in the first layer."""
+        shortest = min(a.shape[-2], b.shape[-2])
+        relation = found.relations["query"]
+        agree = shortest if relation.agrees else min(relation.rows, default=0)
+        text = f"{b.shape[-2]:,} queries instead of {a.shape[-2]:,}"
+        if a.query_offset != b.query_offset or layer:
+            agree = 0
+        self.rows = agree
+        self.notes.append(
+            f"B has {text}; the first {agree:,} rows are compared." if agree
+            else f"B has {text}, and their first rows differ, so only settings are compared."
+        )  # fmt: skip
+        return compare_calls(a, b, layer=layer, previous=self.previous, rows=agree)
+
+    def _check_positions(self, found: CallComparison) -> CallComparison:
+        """Name another lookup of position embeddings as the cause, if there is one."""
+        first, second = (_join_positions(recording) for recording in (self.a, self.b))
+        if first is None or second is None or first.shape[-1] != second.shape[-1]:
+            return found
+        first, second = torch.broadcast_tensors(first, second)
+        changed = (first != second).nonzero()
+        if not len(changed):
+            return found
+        entry, row = int(changed[0, 0]), int(changed[0, 1])
+        values = int(first[entry, row]), int(second[entry, row])
+        message = (
+            f"The positions differ: {values[1]} instead of {values[0]} at token {row} of batch entry {entry}."
+        )
+        hint = "Pass position_ids that do not count padding, and continue after the cached tokens."
+        cause = replace(found.differences[0], kind="position ids", message=message, hint=hint)
+        return replace(found, differences=(cause, *found.differences[1:]))
+
+    def _find_cache_fault(
+        self, name_a: str, name_b: str, calls_a: list[Call], calls_b: list[Call]
+    ) -> Difference | None:
+        """Find a cache that lost keys in one run, or calls that share a cache in one run only."""
+        hint = "Append each step's keys and values to the cache of its own layer; see recording.diagnose()."
+        pairs = ((self.a, name_a), (self.b, name_b))
+        faults = [list(recording._cache_faults.get(name, ())) for recording, name in pairs]
+        if bool(faults[0]) != bool(faults[1]):
+            fault, word = (faults[0][0], "A") if faults[0] else (faults[1][0], "B")
+            message = f"The cache of {word} is broken at call {fault.call}: {fault.kind}."
+            return Difference(
+                "cache", message, hint=hint, evidence={"tokens": fault.tokens, "added": fault.added}
+            )
+        evicted = [
+            sum(
+                int(keys.shape[-2])
+                for joined in recording._joined_calls[name]
+                for keys in joined.evicted_keys
+            )
+            for recording, name in pairs
+        ]
+        if bool(evicted[0]) != bool(evicted[1]):
+            word = "A" if evicted[0] else "B"
+            message = f"The cache of {word} evicts keys, {max(evicted)} in all, and that of the other run keeps them."
+            return Difference("cache", message, hint=hint, evidence={"evicted": max(evicted)})
+        calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
+        rows = [sum(call.shape[-2] for call in calls) for calls in (calls_a, calls_b)]
+        steps = [max(call.steps for call in calls) for calls in (calls_a, calls_b)]
+        if len(calls_a) != len(calls_b) and rows[0] == rows[1] and steps[0] != steps[1]:
+            word = "A" if steps[0] > steps[1] else "B"
+            message = f"The calls of {word} share one cache, and those of the other run do not."
+            hint = "Start each sequence with an empty cache, and extend it in every step of the sequence."
+            return Difference("cache", message, hint=hint, evidence={"steps": max(steps)})
+        return None
+
+    def _add(self, layer: int, index: int, name_a: str, name_b: str, found: CallComparison) -> None:
+        """Add the row of a call, and its differences."""
+        differences = found.differences
+        vectors = [found.relations[name] for name in found.relations]
+        if differences:
+            kind = differences[0].kind
+        elif self.parted and any(not relation.agrees for relation in vectors):
+            kind = "inherited"
+        elif self.rows is not None and not vectors:
+            kind = "other tokens"
+        elif found.equivalent:
+            kind = "equivalent"
+        else:
+            kind = "rounding" if found.largest > 0 else "no difference"
+        # If the runs agree again, an earlier difference has no effect, as heads permuted with their projection.
+        if not differences and kind in ("no difference", "rounding"):
+            self.parted = False
+            self.previous = found.largest
+        if found.equivalent and found.equivalent not in self.notes:
+            self.notes.append(found.equivalent)
+        self.findings += [_build_finding(difference, layer, name_a, name_b) for difference in differences]
+        self.parted = self.parted or bool(differences)
+        row = {"layer": layer, "module_a": name_a, "module_b": name_b, "call": index, "kind": kind}
+        self.table.append(row | {name: found.sizes.get(name, float("nan")) for name in NUMBERS})
+
+    def _report_missing(self, name: str, word: str) -> None:
+        other = "B" if word == "A" else "A"
+        layer = len(self.table)
+        difference = Difference(
+            "layers missing", f"{name!r} ran in {word} only.",
+            hint=f"{other} has fewer layers, or watch(layers=…) left it out.",
+        )  # fmt: skip
+        self.findings.append(
+            _build_finding(difference, layer, name if word == "A" else "", name if word == "B" else "")
+        )
+
+    def _report_tokens(self) -> None:
+        row = self.table[0]
+        rows = "no rows" if not self.rows else f"the {self.rows:,} rows before"
+        difference = Difference(
+            "other tokens", f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared.",
+            hint="Run both models on the same tokens to compare everything.",
+        )  # fmt: skip
+        self.findings.append(_build_finding(difference, 0, row["module_a"], row["module_b"]))
+
+
+def _join_positions(recording: Recording) -> Any:
+    """Return the positions that were looked up in tables, of all passes, (batch or 1, n); None if there are none."""
+    tables = [lookup for lookup in recording._module_hints.lookups if lookup.is_table]
+    batch = {len(lookup.positions) for lookup in tables} - {1}
+    if not tables or len(batch) > 1:
+        return None
+    size = max(batch, default=1)
+    return torch.cat([lookup.positions.cpu().expand(size, -1) for lookup in tables], -1)
+
+
+def _may_be_positions(found: CallComparison) -> bool:
+    """Return whether other position embeddings may be the cause: query, key and value differ in their numbers."""
+    return found.differences[0].kind in ("projection", "other tokens")
+
+
+def _build_finding(difference: Difference, layer: int, name_a: str, name_b: str) -> Finding:
+    module = name_a if name_a == name_b else " / ".join(filter(None, (name_a, name_b)))
+    return Finding(
+        difference.kind,
+        "error",
+        difference.message,
+        module,
+        layer,
+        difference.heads,
+        difference.rows,
+        difference.batch,
+        difference.evidence,
+        difference.hint,
+    )
+
+
+def match_layers(
+    names_a: list[str], names_b: list[str]
+) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+    """Match the layers of two runs: by name if most names of the shorter run are in the other, else in order.
+
+    Args:
+        names_a: Names of the layers of run A, in the order in which they ran.
+        names_b: Names of the layers of run B.
+
+    Returns:
+        The matching pairs, and the names that are left over in A and in B.
+
+    >>> match_layers(["h.0", "h.1"], ["layers.0", "layers.1", "layers.2"])
+    ([('h.0', 'layers.0'), ('h.1', 'layers.1')], [], ['layers.2'])
+    """
+    common = [name for name in names_a if name in set(names_b)]
+    if 2 * len(common) > min(len(names_a), len(names_b)):
+        rest = set(common)
+        pairs = [(name, name) for name in common]
+        return pairs, [n for n in names_a if n not in rest], [n for n in names_b if n not in rest]
+    count = min(len(names_a), len(names_b))
+    return list(zip(names_a, names_b, strict=False)), names_a[count:], names_b[count:]
+
+
+def drop_repeated_calls(calls_a: list[Call], calls_b: list[Call]) -> tuple[list[Call], list[Call]]:
+    """Keep the last call of a run without a cache, which reads the whole sequence again at every step.
+
+    Args:
+        calls_a: The calls of a layer in run A.
+        calls_b: Its calls in run B.
+
+    Returns:
+        The calls to compare.
+    """
+
+    def is_repeated(calls: list[Call]) -> bool:
+        lengths = [call.shape[-2:] for call in calls]
+        grows = all(later[0] > earlier[0] for earlier, later in pairwise(lengths))
+        return len(calls) > 1 and grows and all(q_len == kv_len for q_len, kv_len in lengths)
+
+    repeated: Mapping[bool, bool] = {True: is_repeated(calls_a), False: is_repeated(calls_b)}
+    if repeated[True] and len(calls_b) == 1:
+        calls_a = calls_a[-1:]
+    if repeated[False] and len(calls_a) == 1:
+        calls_b = calls_b[-1:]
+    return calls_a, calls_b
+
+
+def is_causal(a: Call, b: Call, rows: int) -> bool:
+    """Return whether the first rows of two calls attend to no later key, so that later tokens cannot change them."""
+    for call in (a, b):
+        mask = call.compact_mask
+        own = torch.arange(1, rows + 1).numpy() + call.query_offset
+        if mask.dense_mask is not None or bool((mask.stop[..., :rows] > own).any()):
+            return False
+    return True

@@ -1,0 +1,300 @@
+"""`regard.compare`: the first layer in which two runs part, and the kind of difference."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+import regard  # noqa: E402
+from regard.lens.compare import match_layers  # noqa: E402
+from tests.helpers.planted_bugs import PLANTED_BUGS, SIZES, make_inputs  # noqa: E402
+from tests.helpers.planted_models import HEAD_DIM, PlantedGPT  # noqa: E402
+from tests.helpers.tiny_models import TINY  # noqa: E402
+
+# Faults between two attention layers, which a recording does not hold: found, and named by what they change.
+NAMED_BY_EFFECT = {"output heads merged by view": "projection"}
+
+
+def record(model, *args, values=True, **inputs):
+    with torch.no_grad(), regard.watch(model, values=values) as recording:
+        model(*args, **inputs)
+    return recording
+
+
+def record_bug(bug, clean, values=True):
+    model = bug.build_clean() if clean else bug.build()
+    with regard.watch(model, values=values) as recording:
+        bug.run(model, clean)
+    return recording
+
+
+def is_captured(bug):
+    """Whether the lens reads the layers of a planted bug."""
+    try:
+        return bool(len(record_bug(bug, clean=True)))
+    except regard.NotCapturedError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED_BUGS.values(), ids=PLANTED_BUGS)
+def test_a_planted_bug_is_named_by_its_clean_twin(bug):
+    if not is_captured(bug):
+        pytest.skip("the lens does not read this layer")
+    clean = record_bug(bug, clean=True)
+    assert regard.compare(clean, record_bug(bug, clean=True)).kind == "no difference"
+    comparison = regard.compare(clean, record_bug(bug, clean=False))
+    assert comparison.kind == NAMED_BY_EFFECT.get(bug.name, bug.difference)
+    assert comparison.first.layer == bug.layer
+    assert comparison.first.hint and not comparison.agrees
+
+
+def compare_gpt(fault, values=True, **options):
+    ids = make_inputs()["input_ids"]
+    return regard.compare(
+        record(PlantedGPT(**options).eval(), ids, values=values),
+        record(PlantedGPT(fault, **options).eval(), ids, values=values),
+    )
+
+
+def test_a_mask_that_one_layer_lost_is_found_there():
+    ids = make_inputs()["input_ids"]
+    clean, faulty = PlantedGPT().eval(), PlantedGPT("causal mask missing", only=(1,)).eval()
+    comparison = regard.compare(record(clean, ids), record(faulty, ids))
+    assert (comparison.kind, comparison.first.layer, comparison.first.module) == ("mask", 1, "blocks.1.attn")
+    assert comparison.layers.column("kind") == ["no difference", "mask", "inherited"]
+    assert "none instead of causal()" in comparison.first.message
+    assert "is_causal=True" in comparison.first.hint
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("rope twice", "applied twice"),
+        ("rope on the query only", "once less"),
+        ("rope backwards on the key", "the other way"),
+        ("rope on the axis of the heads", "number of the head"),
+        ("rope base of another model", "base 500 instead of 10,000"),
+        ("rope pairs of another layout", "half layout instead of the interleaved layout"),
+        ("rope pairs of query and key differ", "half layout instead of the interleaved layout"),
+    ],
+)
+def test_a_turn_is_described(fault, text):
+    comparison = compare_gpt(fault, values=False)
+    assert comparison.kind == "positions turned" and text in comparison.first.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "ratio", "text"),
+    [
+        ("scale twice", HEAD_DIM**-0.5, "scales twice"),
+        ("scale missing", HEAD_DIM**0.5, "does not scale"),
+        ("scale of the model width", 0.5, "√d_model"),
+    ],
+)
+def test_a_factor_is_explained(fault, ratio, text):
+    comparison = compare_gpt(fault, values=False)
+    assert comparison.kind == "scale" and text in comparison.first.hint
+    assert math.isclose(comparison.first.evidence["ratio"], ratio, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BART"])
+def test_a_copy_in_half_precision_differs_by_rounding(name, dtype):
+    tiny = TINY[name]
+    inputs = tiny.inputs("left")
+    comparison = regard.compare(record(tiny.build(), **inputs), record(tiny.build(dtype=dtype), **inputs))
+    assert comparison.kind == "rounding" and comparison.agrees and comparison.first is None
+    assert all(0 < row["query"] < 0.1 for row in comparison.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fault_is_found_in_half_precision(dtype):
+    ids = make_inputs()["input_ids"]
+    clean = record(PlantedGPT().eval(), ids)
+    faults = {
+        "rope twice": "positions turned",
+        "scale twice": "scale",
+        "key heads tiled": "kv heads reordered",
+    }
+    for fault, kind in faults.items():
+        comparison = regard.compare(clean, record(PlantedGPT(fault).eval().to(dtype), ids))
+        assert (comparison.kind, comparison.first.layer) == (kind, 0)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "T5"])
+def test_eager_and_sdpa_agree(name, side):
+    tiny = TINY[name]
+    inputs = tiny.inputs(side)
+    comparison = regard.compare(record(tiny.build("eager"), **inputs), record(tiny.build("sdpa"), **inputs))
+    assert comparison.kind in ("no difference", "rounding"), comparison
+
+
+def test_heads_in_another_order_with_their_projection_agree_in_later_layers():
+    model, other = TINY["GPT-2"].build(), TINY["GPT-2"].build()
+    order = [2, 0, 3, 1]
+    attention = other.transformer.h[0].attn
+    with torch.no_grad():
+        weight, bias = attention.c_attn.weight, attention.c_attn.bias
+        weight.copy_(weight.view(32, 3, 4, 8)[:, :, order].reshape(32, 96))
+        bias.copy_(bias.view(3, 4, 8)[:, order].reshape(96))
+        attention.c_proj.weight.copy_(attention.c_proj.weight.view(4, 8, 32)[order].reshape(32, 32))
+    inputs = TINY["GPT-2"].inputs("none")
+    comparison = regard.compare(record(model, **inputs), record(other, **inputs))
+    assert comparison.kind == "heads permuted" and str(tuple(order)) in comparison.first.message
+    assert comparison.layers.column("kind") == ["heads permuted", "rounding"]
+
+
+def test_a_port_whose_scores_agree_is_equivalent():
+    ids = make_inputs()["input_ids"]
+    clean, port = PlantedGPT().eval(), PlantedGPT().eval()
+    with torch.no_grad():
+        for block in port.blocks:
+            block.attn.q_proj.weight.mul_(4)
+            block.attn.q_proj.bias.mul_(4)
+            block.attn.k_proj.weight.mul_(0.25)
+            block.attn.k_proj.bias.mul_(0.25)
+    comparison = regard.compare(record(clean, ids), record(port, ids))
+    assert comparison.kind == "equivalent" and comparison.agrees
+    assert "The scores agree, although the query of B is 4 × that of A" in comparison.notes[0]
+
+
+def test_a_cached_run_agrees_with_a_whole_one():
+    ids = make_inputs()["input_ids"]
+    model = PlantedGPT().eval()
+    with torch.no_grad(), regard.watch(model, values=True) as cached:
+        model.decode(ids, SIZES)
+    comparison = regard.compare(record(model, ids), cached)
+    assert comparison.kind == "rounding" and comparison.notes == ()
+
+
+def test_generate_agrees_with_and_without_a_cache():
+    model = TINY["Llama"].build()
+    ids = TINY["Llama"].inputs("none")["input_ids"]
+    recordings = []
+    for use_cache in (True, False):
+        with torch.no_grad(), regard.watch(model, values=True) as recording:
+            model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=use_cache, eos_token_id=None)
+        recordings.append(recording)
+    assert regard.compare(*recordings).kind == "rounding"
+    assert regard.compare(*reversed(recordings)).kind == "rounding"
+
+
+def test_layers_of_a_port_are_matched_in_order():
+    clean = PlantedGPT().eval()
+    ids = make_inputs()["input_ids"]
+    port = torch.nn.ModuleDict({"decoder": PlantedGPT("rope twice", only=(2,)).eval()})
+    port.forward = port["decoder"].forward
+    comparison = regard.compare(record(clean, ids), record(port, ids))
+    assert comparison.first.module == "blocks.2.attn / decoder.blocks.2.attn"
+    assert comparison.layers[0]["module_b"] == "decoder.blocks.0.attn"
+    assert "matched in order" in comparison.notes[0] and "module_b" in repr(comparison)
+    assert match_layers(["a", "b", "c"], ["b", "c", "d"]) == ([("b", "b"), ("c", "c")], ["a"], ["d"])
+
+
+def test_layers_that_one_run_lacks_are_reported_last():
+    ids = make_inputs()["input_ids"]
+    clean = record(PlantedGPT().eval(), ids)
+    model = PlantedGPT().eval()
+    with torch.no_grad(), regard.watch(model, layers="blocks.0*") as first:
+        model(ids)
+    comparison = regard.compare(clean, first)
+    assert comparison.kind == "layers missing" and len(comparison.findings) == 2
+    assert "blocks.1.attn" in comparison.first.message
+
+
+def test_prompts_that_part_are_compared_up_to_there():
+    ids = make_inputs()["input_ids"][:1]
+    other = ids.clone()
+    other[:, 6:] = other[:, 6:] % 60 + 1
+    model = PlantedGPT().eval()
+    a, b = record(model, ids), record(model, other)
+    comparison = regard.compare(a, b)
+    assert comparison.kind == "other tokens" and comparison.first.rows == tuple(range(6, 11))
+    comparison = regard.compare(a, b, tokens_a=ids, tokens_b=other)
+    assert comparison.kind == "other tokens" and "from position 6 on" in comparison.notes[0]
+    assert comparison.layers.column("query") == [0.0, 0.0, 0.0]
+    faulty = record(PlantedGPT("scale twice", only=(1,)).eval(), other)
+    comparison = regard.compare(a, faulty, tokens_a=ids, tokens_b=other)
+    assert (comparison.kind, comparison.first.layer) == ("scale", 1)
+
+
+def test_a_longer_prompt_is_compared_as_far_as_the_shorter():
+    ids = make_inputs()["input_ids"][:1]
+    model = PlantedGPT().eval()
+    a, b = record(model, ids[:, :7]), record(model, ids)
+    comparison = regard.compare(a, b)
+    assert comparison.kind == "other tokens" and comparison.first.layer == 0
+    assert "the first 7 rows are compared" in comparison.notes[0]
+    assert max(comparison.layers.column("query")) < 1e-5
+    faulty = record(PlantedGPT("causal mask missing", only=(2,)).eval(), ids)
+    assert (regard.compare(a, faulty).kind, regard.compare(a, faulty).first.layer) == ("mask", 2)
+    comparison = regard.compare(a, record(model, ids.flip(1)))
+    assert comparison.kind == "other tokens" and "only settings are compared" in comparison.notes[0]
+
+
+def test_sizes_that_differ_are_reported():
+    small = TINY["Llama"].build()
+    config = type(small.config).from_dict(small.config.to_dict() | {"head_dim": 16})
+    large = hf.LlamaForCausalLM(config).eval()
+    inputs = TINY["Llama"].inputs("none")
+    comparison = regard.compare(record(small, **inputs), record(large, **inputs))
+    assert (
+        comparison.kind == "shape" and "(2, 4, 11, 16) instead of (2, 4, 11, 8)" in comparison.first.message
+    )
+
+
+def test_recordings_that_were_saved_or_hold_measures_are_compared(tmp_path):
+    pytest.importorskip("safetensors")
+    ids = make_inputs()["input_ids"]
+    clean, faulty = record(PlantedGPT().eval(), ids), record(PlantedGPT("rope twice").eval(), ids)
+    for name, recording in {"a": clean, "b": faulty}.items():
+        recording.save(tmp_path / f"{name}.safetensors")
+    loaded = [regard.load_recording(tmp_path / f"{name}.safetensors") for name in "ab"]
+    assert regard.compare(clean, loaded[0]).kind == "no difference"
+    assert repr(regard.compare(*loaded)) == repr(regard.compare(clean, faulty))
+    measured = []
+    for fault in ("", "", "rope twice"):
+        model = PlantedGPT(fault).eval()
+        with torch.no_grad(), regard.watch(model, measures={"entropy": regard.Entropy()}) as recording:
+            model(ids)
+        measured.append(recording)
+    assert regard.compare(*measured[:2]).kind == "no difference"
+    assert regard.compare(*measured[1:]).kind == "measures"
+
+
+def test_values_are_compared_if_both_runs_have_them():
+    assert compare_gpt("values projected like keys").first.layer == 0
+    comparison = compare_gpt("values projected like keys", values=False)
+    assert comparison.first.layer == 1 and "watch(values=True)" in comparison.first.hint
+    ids = make_inputs()["input_ids"]
+    clean = record(PlantedGPT().eval(), ids)
+    comparison = regard.compare(clean, record(PlantedGPT().eval(), ids, values=False))
+    assert comparison.kind == "no difference" and "value" not in comparison.table_rows()[0]
+
+
+def test_a_comparison_is_data_text_and_html():
+    comparison = compare_gpt("scale twice")
+    record = json.loads(json.dumps(comparison.as_dict()))
+    assert record["kind"] == "scale" and record["first"]["layer"] == 0 and len(record["layers"]) == 3
+    text = repr(comparison)
+    assert text.startswith("The runs part in layer 0: scale.") and "inherited" in text
+    html = comparison._repr_html_()
+    assert "scale" in html and "inherited" in html and "<script" not in html
+    same = compare_gpt("")
+    assert repr(same).startswith("No difference in 3 layers.") and same.as_dict()["first"] is None
+
+
+def test_wrong_arguments_are_refused():
+    ids = make_inputs()["input_ids"]
+    recording = record(PlantedGPT().eval(), ids)
+    with pytest.raises(regard.ArgumentTypeError, match="two recordings"):
+        regard.compare(recording, PlantedGPT())
+    with pytest.raises(regard.ArgumentError, match="empty recording"):
+        regard.compare(recording, regard.lens.Recording())
