@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import statistics
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -163,7 +165,7 @@ def test_max_bytes_limits_the_payloads():
     ]
 
 
-def test_maps_are_means_of_blocks(monkeypatch):
+def test_maps_are_maxima_and_means_of_blocks(monkeypatch):
     recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
     A = recording[next(iter(recording))].to_dense()[0].double().numpy()
     monkeypatch.setattr(model_page, "THUMBNAIL_CELLS", 4)
@@ -171,19 +173,27 @@ def test_maps_are_means_of_blocks(monkeypatch):
     for long in (1024, 5):  # 11 tokens are short, then long
         monkeypatch.setattr(model_page, "LONG_TEXT", long)
         (layer, *_) = page_data.build_page_layers(recording._layer_calls(), None, None, None, 0)
-        size = layer.maps.shape[-1]
+        size = layer.means.shape[-1]
         assert size == (4 if long > 11 else 8)
-        np.testing.assert_allclose(layer.maps, blocks(A, size), rtol=1e-5)
-        thumbnails = model_page._thumbnail_means(layer)
-        top = model_page._thumbnails(layer)["top"]
-        np.testing.assert_allclose(thumbnails, blocks(A, 4), rtol=1e-5)
-        assert top == pytest.approx(blocks(A, 4).max(), rel=1e-5)
+        np.testing.assert_allclose(layer.means, blocks(A, size, np.mean), rtol=1e-5)
+        np.testing.assert_allclose(layer.maxima, blocks(A, size, np.max), rtol=1e-5)
+        thumbnails = model_page._thumbnails(layer)
+        assert thumbnails["size"] == (4, 4) and thumbnails["block"] == [11 / 4, 11 / 4]
+        for name, reduce in {"mean": np.mean, "max": np.max}.items():
+            own = blocks(A, 4, reduce)
+            array, floor, top = (thumbnails[name][part] for part in ("levels", "floor", "top"))
+            levels = np.frombuffer(zlib.decompress(base64.b64decode(array.text)), np.uint8).reshape(own.shape)
+            np.testing.assert_allclose(floor * (top / floor) ** ((levels - 2.0) / 253), own, rtol=0.04)
+            assert top == pytest.approx(own.max(), rel=1e-5)
 
 
-def blocks(A, cells):
+def blocks(A, cells, reduce):
     which = np.arange(A.shape[-1]) * cells // A.shape[-1]
     return np.array(
-        [[[head[which == i][:, which == j].mean() for j in range(cells)] for i in range(cells)] for head in A]
+        [
+            [[reduce(head[which == i][:, which == j]) for j in range(cells)] for i in range(cells)]
+            for head in A
+        ]
     )
 
 
@@ -222,8 +232,8 @@ def test_wrong_arguments_are_refused_with_a_hint():
 ORDERS = """() => {
   const [sort, order] = ["sort", "order"].map((id) => document.getElementById(id));
   const set = (node, value) => { node.value = value; node.dispatchEvent(new Event("change")); };
-  const read = () => [[...document.querySelectorAll("button.head")].map((n) => n.dataset.head),
-    document.querySelector("button.head b").textContent];
+  const read = () => [[...document.querySelectorAll("button.head:not(.mean)")].map((n) => n.dataset.head),
+    document.querySelector("button.head:not(.mean) b").textContent];
   const both = (measure) => ["largest", "smallest"].map((way) => {
     set(sort, measure);
     set(order, way);
@@ -239,7 +249,7 @@ def test_heads_are_sorted_by_every_measure(cat, show):
     recording, tokens, page = cat
     tab = show(page)
     table = recording.heads(tokens)
-    heads = tab.locator("button.head")
+    heads = tab.locator("button.head:not(.mean)")
     assert heads.evaluate_all(GRID) == [head_key(row) for row in table]
     assert tab.locator(".layer").count() == 6
     assert tab.locator("#findings summary").text_content() == "Diagnosis: 1 note in 6 layers, 72 heads"
@@ -267,19 +277,19 @@ def test_the_grid_is_drawn_before_the_weights_are_loaded(whole, show):
         for layer in record(page)["layers"]
         if layer["payload"]
     ]
-    assert early == [layer["thumbnails"]["levels"]["array"] for layer in record(page)["layers"]]
+    assert early == [layer["thumbnails"]["max"]["levels"]["array"] for layer in record(page)["layers"]]
     assert len(queries) == 6 and not set(queries) & set(early)
     tab = show(page)
-    tab.locator("button.head").first.wait_for()
+    tab.locator("button.head:not(.mean)").first.wait_for()
     paint, end = tab.evaluate(
         "() => new Promise(done => { const tell = () => { const [paint] = performance.getEntriesByName("
         "'first-contentful-paint'); const t = performance.getEntriesByType('navigation')[0];"
         " paint && t.domComplete ? done([paint.startTime, t.domComplete]) : setTimeout(tell, 20); }; tell(); })"
     )
-    assert tab.locator("button.head").count() == 72
+    assert tab.locator("button.head:not(.mean)").count() == 72
     print(f"first paint after {paint:.0f} ms, all read after {end:.0f} ms")
     drawn = tab.evaluate(
-        "() => { const c = document.querySelector('button.head canvas');"
+        "() => { const c = document.querySelector('button.head:not(.mean) canvas');"
         " return new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size; }"
     )
     assert drawn > 10
@@ -435,7 +445,7 @@ def test_findings_are_shown_at_their_heads(show):
 def test_a_head_without_weights_says_how_to_get_them(show):
     recording = watched(TINY["Llama"].build(), **TINY["Llama"].inputs("none", batch=1))
     tab = show(recording.page(max_bytes=1))
-    assert tab.locator(".head.no-weights").count() == 8
+    assert tab.locator(".head.no-weights:not(.mean)").count() == 8
     tab.get_by_role("button", name="Layer 1, head 3").click()
     assert tab.locator("#no-weights code").text_content() == (
         'recording.page(tokens, layers="model.layers.1.self_attn", heads=[3])'
@@ -457,7 +467,12 @@ def test_a_layer_that_a_page_cannot_compute_has_thumbnails_and_says_why(show):
     recording = watched(TINY["BERT"].build(), **TINY["BERT"].inputs("none", batch=1))
     recording.calls(list(recording)[1])[0].softcap = Odd()
     tab = show(recording.page())
-    assert tab.locator(".head.no-weights").evaluate_all(GRID) == ["1.0.0", "1.0.1", "1.0.2", "1.0.3"]
+    assert tab.locator(".head.no-weights:not(.mean)").evaluate_all(GRID) == [
+        "1.0.0",
+        "1.0.1",
+        "1.0.2",
+        "1.0.3",
+    ]
     tab.get_by_role("button", name="Layer 1, head 2").click()
     assert "one that a page can compute" in tab.locator("#no-weights").text_content()
     assert len(look(tab, "#3", "#1")) == 4
@@ -527,7 +542,7 @@ def test_the_address_keeps_the_state(cat, show):
         "location.hash = 'layer=99&head=-1&query=x&key=1e9&zoom=NaN&sort=__proto__&view=%00&from=%3Cb%3E'"
     )
     tab.locator("#heads:not(.sorted)").wait_for()
-    assert tab.locator("#head").is_hidden() and tab.locator("button.head").count() == 72
+    assert tab.locator("#head").is_hidden() and tab.locator("button.head:not(.mean)").count() == 72
 
 
 # -- Other models -----------------------------------------------------------------------------------------
@@ -590,7 +605,7 @@ def test_a_long_context_opens_with_an_overview(show):
     want = float(recording[next(iter(recording))][0, 2, 2000, 77])
     assert float(weight(tab)) == pytest.approx(want, rel=stated(page)["relative"] + 1e-3, abs=5e-5)
     tab.locator('.map-box[data-missing="0"]').wait_for()
-    assert "mean of" in tab.locator(".map-status").text_content()
+    assert "maximum of" in tab.locator(".map-status").text_content()
 
 
 @pytest.mark.slow
@@ -602,7 +617,12 @@ def test_calls_of_a_layer_and_generated_text(show):
         model(torch.arange(3, 12)[None])
     page = recording.page()
     tab = show(page)
-    assert tab.locator("button.head").evaluate_all(GRID)[::4] == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
+    assert tab.locator("button.head:not(.mean)").evaluate_all(GRID)[::4] == [
+        "0.0.0",
+        "0.1.0",
+        "1.0.0",
+        "1.1.0",
+    ]
     check_pairs(tab, page, recording, [(7, 2)])
     with torch.no_grad(), regard.watch(model) as recording:
         text = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)

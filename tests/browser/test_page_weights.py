@@ -213,7 +213,7 @@ def weights_in_node(*payloads) -> list[np.ndarray]:
               }}
             }}
             all[2].push(...tileWeights(head, 0, 1, rows, 0, 1, keys));
-            all[3].push(...meanPicture(head, 0, 1, rows, 0, 1, keys, 4));
+            all[3].push(...pooledPicture(head, 0, 1, rows, 0, 1, keys, 4, "max"));
           }}
           found.push(all.map((x) => x.map(String)));
         }}
@@ -315,13 +315,13 @@ def test_a_picture_reads_small_cells_completely_and_samples_large_ones():
         f"""
         const record = {record}, texts = {json.dumps([array.text for array in arrays])};
         const head = await loadHead(record, 0, ({{ array, encoding }}) => decodeArray(encoding, texts[array]));
-        const whole = meanPicture(head, 0, 4, 10, 0, 4, 11, 4), sample = meanPicture(head, 0, 4, 10, 0, 4, 11, 2);
-        console.log(JSON.stringify([whole, sample].map((x) => Array.from(x))));
+        const picture = (...options) => Array.from(pooledPicture(head, 0, 4, 10, 0, 4, 11, ...options));
+        console.log(JSON.stringify([picture(4, "mean"), picture(2, "mean"), picture(2, "max")]));
         """,
         "matrix/payload",
         "matrix/weights",
     )
-    whole, sample = np.array(json.loads(output)).reshape(2, 10, 11)
+    whole, sample, maxima = np.array(json.loads(output)).reshape(3, 10, 11)
     dense = np.full((40, 44), np.nan)
     dense[:ROWS, :KEYS] = payload.matrix.to_dense()
     blocks = dense.reshape(10, 4, 11, 4)
@@ -330,6 +330,33 @@ def test_a_picture_reads_small_cells_completely_and_samples_large_ones():
     assert not np.allclose(sample, whole)
     assert (sample >= np.nanmin(blocks, axis=(1, 3)) - 1.0001).all()
     assert (sample <= np.nanmax(blocks, axis=(1, 3)) + 1e-7).all()
+    # A maximum is never sampled.
+    np.testing.assert_allclose(np.where(maxima == -1, 0, maxima), np.nanmax(blocks, axis=(1, 3)), rtol=1e-5)
+    assert ((maxima == -1) == (whole == -1)).all()
+
+
+@pytest.mark.parametrize("size", [(7, 11), (12, 12), (1, 9), (9, 1), (64, 30)])
+def test_cells_of_a_picture_are_combined_and_none_is_left_out(size):
+    rng = np.random.default_rng(sum(size))
+    weights = np.where(rng.random(size) < 0.3, -1.0, rng.random(size))
+    shapes = [(max(1, size[0] // by), max(1, size[1] // by)) for by in (1, 2, 3, 5)]
+    shapes += [(rng.integers(1, size[0] + 1), rng.integers(1, size[1] + 1)) for _ in range(5)]
+    shapes = [tuple(map(int, shape)) for shape in shapes]
+    output = run_in_node(
+        f"""
+        const pool = ([height, width], reduce) =>
+          Array.from(poolCells(Float64Array.from({weights.ravel().tolist()}), {list(size)}, height, width, reduce));
+        const shapes = {json.dumps(shapes)};
+        console.log(JSON.stringify(shapes.map((shape) => [pool(shape, "max"), pool(shape, "mean")])));
+        """,
+        "matrix/overview",
+    )
+    for (height, width), (maxima, means) in zip(shapes, json.loads(output), strict=True):
+        rows, columns = np.arange(size[0]) * height // size[0], np.arange(size[1]) * width // size[1]
+        blocks = [[weights[np.ix_(rows == i, columns == j)] for j in range(width)] for i in range(height)]
+        np.testing.assert_array_equal(maxima, [block.max() for line in blocks for block in line])
+        expected = [block.clip(0).mean() if block.max() >= 0 else -1 for line in blocks for block in line]
+        np.testing.assert_allclose(means, expected, rtol=1e-12)
 
 
 def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
@@ -345,7 +372,7 @@ def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
         const matrix = openMatrix({record});  // Node has no Worker: the page itself answers
         const first = await matrix.cell(0, 30, 2), stop = new AbortController();
         const log = (name, promise) => promise.then((value) => order.push([name, value === null]));
-        const picture = (options) => matrix.picture(0, 0, 1, 4, 0, 1, 4, 4, options);
+        const picture = (options) => matrix.picture(0, 0, 1, 4, 0, 1, 4, 4, "max", options);
         const all = [log("started", picture()), log("aborted", picture({{ signal: stop.signal }})),
           log("old", picture()), log("new", picture()), log("cell", matrix.cell(0, 1, 0)),
           log("aborted before", picture({{ signal: AbortSignal.abort() }}))];
@@ -366,33 +393,49 @@ def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
 
 
 @pytest.mark.parametrize("edge", [5, 64])
-def test_overviews_are_means_of_blocks(edge):
+def test_overviews_are_maxima_and_means_of_blocks(edge):
     payload = build_payload(grouped(), "page")
     overviews = payload.overviews(edge)
-    assert len(overviews) == 8 and overviews[0]["sampled"] is None
-    means = payload.matrix.coarsen((min(edge, ROWS), min(edge, KEYS))).reshape(8, *overviews[0]["size"])
-    for mean, overview in zip(means, overviews, strict=True):
-        assert overview["levels"].early and overview["levels"].shape == mean.shape
-        levels = np.frombuffer(inflate(overview["levels"]), np.uint8).reshape(mean.shape)
-        lowest, top = overview["floor"], overview["top"]
-        back = np.where(levels > 1, lowest * (top / lowest) ** ((levels - 2.0) / 253), 0)
-        assert top == mean.max()
-        step = math.log(top / lowest) / 253
-        np.testing.assert_allclose(back[mean > lowest], mean[mean > lowest], rtol=0.51 * step)
-        assert (levels[mean > 0] > 0).all()
+    cells = min(edge, ROWS), min(edge, KEYS)
+    assert len(overviews) == 8 and overviews[0]["size"] == cells
+    weights = payload.matrix.to_dense().reshape(8, ROWS, KEYS)
+    rows, columns = np.arange(ROWS) * cells[0] // ROWS, np.arange(KEYS) * cells[1] // KEYS
+    for own, overview in zip(weights, overviews, strict=True):
+        assert overview["max"]["levels"].early and (overview["mean"] is None) == (edge == 64)
+        for reduce in ("max", "mean") if edge == 5 else ("max",):
+            blocks = (
+                [own[np.ix_(rows == i, columns == j)] for j in range(cells[1])] for i in range(cells[0])
+            )
+            check_levels(
+                overview[reduce], np.array([[getattr(x, reduce)() for x in line] for line in blocks])
+            )
+
+
+def check_levels(picture, expected):
+    """Check that the levels of a picture stand for the expected weights."""
+    levels = np.frombuffer(inflate(picture["levels"]), np.uint8).reshape(expected.shape)
+    lowest, top = picture["floor"], picture["top"]
+    back = np.where(levels > 1, lowest * (top / lowest) ** ((levels - 2.0) / 253), 0)
+    assert top == pytest.approx(expected.max(), rel=1e-12)
+    step = math.log(top / lowest) / 253
+    np.testing.assert_allclose(back[expected > lowest], expected[expected > lowest], rtol=0.51 * step)
+    assert (levels[expected > 0] > 0).all()
 
 
 def inflate(array):
     return zlib.decompress(base64.b64decode(array.text))
 
 
-def test_an_overview_of_many_weights_samples_rows_of_each_block():
-    matrix = attention(normal(96, 4), normal(96, 4, seed=1), mask=causal())
-    payload = build_payload(matrix, "page")
-    (whole,), (some,) = payload.overviews(8), payload.overviews(8, max_weights=96 * 96 // 3)
-    assert whole["sampled"] is None and some["sampled"] == 4 and some["block"] == (12, 12)
-    assert whole["levels"].text != some["levels"].text
-    assert some["top"] == pytest.approx(whole["top"], rel=0.5)
+def test_the_overview_reads_every_row():
+    """A single weight of 1.0 among 8,192 rows is the maximum of its cell, wherever it is."""
+    rng = np.random.default_rng(0)
+    query, key = np.zeros((8192, 2), np.float32), np.zeros((8192, 2), np.float32)
+    row, column = rng.integers(8192, size=2)
+    query[row, 0] = key[column, 0] = 40
+    (overview,) = build_payload(attention(query, key), "page").overviews(16)
+    levels = np.frombuffer(inflate(overview["max"]["levels"]), np.uint8).reshape(16, 16)
+    assert overview["max"]["top"] == 1 and (levels == 255).sum() == 1
+    assert levels[row * 16 // 8192, column * 16 // 8192] == 255
 
 
 # -- Unsupported matrices ---------------------------------------------------------------------------------

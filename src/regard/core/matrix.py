@@ -78,6 +78,11 @@ class AttentionMatrix:
         return self._spec.to_problem()
 
     @property
+    def problem(self) -> Problem:
+        """The matrix in canonical form, with one axis of (batch, head) pairs, as engines, plots and pages read it."""
+        return self._problem
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape, (…, heads, q_len, kv_len)."""
         return self._spec.shape

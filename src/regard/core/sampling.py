@@ -28,13 +28,13 @@ def sample_weights(matrix: AttentionMatrix) -> WeightSample | None:
         The sample, or None if a single row would already exceed the limits.
     """
     q_len, kv_len = matrix.shape[-2:]
-    head_dim = max(1, matrix._problem.query.shape[-1])
+    head_dim = max(1, matrix.problem.query.shape[-1])
     small = max(q_len, kv_len) <= SMALL
     max_rows = q_len if small else min(SIDE, q_len, ENTRIES // kv_len, MULTIPLY_ADDS // (kv_len * head_dim))
     if not max_rows:
         return None
     rows = np.linspace(0, q_len - 1, max_rows).round().astype(int)
-    engine = matrix._problem.engine
+    engine = matrix.problem.engine
     with engine.no_grad():
         part = matrix.lazy[(*[0] * (matrix.ndim - 2), rows)]
         weights, scores = (engine.to_numpy(x) for x in (part.to_dense(), part.scores[...]))
@@ -50,4 +50,4 @@ def sample_weights(matrix: AttentionMatrix) -> WeightSample | None:
     masked = np.logical_and.reduceat(scores == -np.inf, starts, axis=-1)
     caption += " – marks masked keys." if masked.any() else ""
     numbers = np.add.reduceat(weights.astype(np.float64), starts, axis=-1)
-    return WeightSample(part._problem.positions.tolist(), starts.tolist(), numbers, masked, caption)
+    return WeightSample(part.problem.positions.tolist(), starts.tolist(), numbers, masked, caption)

@@ -130,12 +130,17 @@ def build_page_layers(
         of_query, of_key = _fit_to_call(call, token_rows, tokens, key_tokens)
         cells = map_cells(q_len, kv_len)
         shared = of_key if token_rows.query_offset is not None else None
-        columns, results = measure_heads(call, shared, WINDOWS, tiles, map=Coarse(cells))
+        columns, results = measure_heads(
+            call, shared, WINDOWS, tiles, means=Coarse(cells), maxima=Coarse(cells, "max")
+        )
         own_heads = range(num_heads)
         chosen = list(own_heads) if heads is None else [head for head in heads if head in own_heads]
         if not chosen:
             continue
-        maps = as_numpy(results.map).reshape(batch_size, num_heads, *cells)[batch, chosen]
+        means, maxima = (
+            as_numpy(result).reshape(batch_size, num_heads, *cells)[batch, chosen].astype(np.float32)
+            for result in (results.means, results.maxima)
+        )
         shown.append(
             PageLayer(
                 module=module,
@@ -147,7 +152,8 @@ def build_page_layers(
                 query_tokens=None if of_query is None else of_query[batch],
                 key_tokens=None if of_key is None else of_key[batch],
                 measures={name: [float(column[head]) for head in chosen] for name, column in columns.items()},
-                maps=maps.astype(np.float32),
+                means=means,
+                maxima=maxima,
                 matrix=matrix,
                 head_dim=int(call.query.shape[-1]),
                 groups=call.groups,

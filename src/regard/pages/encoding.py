@@ -115,7 +115,7 @@ def round_to_half(array: Array, live: Array) -> ScaledHalves:
         return ScaledHalves(np.ldexp(values, exponent).astype(np.float16), exponent)
 
 
-def encode_levels(means: Array, live: Array) -> dict[str, Any]:
+def encode_levels(values: Array, live: Array, *, early: bool = True) -> dict[str, Any]:
     """Encode a picture as bytes on a logarithmic scale.
 
     Level 0 is masked, level 1 is below `floor`, and levels 2 to 255 go in equal ratios from `floor` to `top`.
@@ -125,20 +125,46 @@ def encode_levels(means: Array, live: Array) -> dict[str, Any]:
     (5e-09, 0.5, (1, 2))
 
     Args:
-        means: Numbers that are not negative, of any shape.
+        values: Numbers that are not negative, of any shape.
         live: Which of them are not masked, the same shape.
+        early: Store the array before the script of the page.
 
     Returns:
         A record with the encoded `levels`, `floor` and `top`, the largest number.
     """
-    means = np.asarray(means, np.float64)
-    top = float(np.max(means, where=np.isfinite(means), initial=0)) or 1.0
+    values = np.asarray(values, np.float64)
+    top = float(np.max(values, where=np.isfinite(values), initial=0)) or 1.0
     floor = top / 10**LEVEL_DECADES
     with np.errstate(all="ignore"):
-        level = np.round(np.log(means / floor) / math.log(top / floor) * 253) + 2
+        level = np.round(np.log(values / floor) / math.log(top / floor) * 253) + 2
     level = np.clip(np.nan_to_num(level, nan=255.0, neginf=1.0, posinf=255.0), 1, 255)
-    levels = encode_array(np.where(live, level, 0).astype(np.uint8), early=True)
+    levels = encode_array(np.where(live, level, 0).astype(np.uint8), early=early)
     return {"levels": levels, "floor": floor, "top": top}
+
+
+def encode_overview(means: Array, maxima: Array, live: Array, shape: tuple[int, int]) -> dict[str, Any]:
+    """Encode the picture of a matrix: the maximum and the mean of each cell.
+
+    >>> record = encode_overview(np.full((2, 2), 0.1), np.full((2, 2), 0.4), np.ones((2, 2), bool), (4, 6))
+    >>> record["size"], record["block"], record["max"]["top"], record["mean"]["top"]
+    ((2, 2), [2.0, 3.0], 0.4, 0.1)
+
+    Args:
+        means: Mean weight of each cell, `(…, rows, columns)`.
+        maxima: Largest weight of each cell, the same shape.
+        live: Which cells contain a pair that is not masked, the same shape.
+        shape: `(q_len, kv_len)`.
+
+    Returns:
+        A record with `size`, the rows and columns of the picture, `block`, the weights along each side of a cell, and
+        the encoded `max` and `mean`. `mean` is None if each cell is a single weight.
+    """
+    size = tuple(map(int, np.shape(maxima)[-2:]))
+    block = [length / count for length, count in zip(shape, size, strict=True)]
+    mean = (
+        None if block == [1, 1] else encode_levels(means, live, early=False)
+    )  # the page shows the maxima first
+    return {"size": size, "block": block, "max": encode_levels(maxima, live), "mean": mean}
 
 
 def live_cells(offsets: IntArray, edges: IntArray, shape: tuple[int, int], cells: tuple[int, int]) -> Array:

@@ -35,7 +35,7 @@ def build_head_map(
     Raises:
         ArgumentError: If the matrix is empty, or the number of tokens is wrong.
     """
-    problem = matrix._problem
+    problem = matrix.problem
     _, rows, keys = problem.shape
     if not rows or not keys:
         raise ArgumentError(

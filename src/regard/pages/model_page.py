@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regard.errors import RegardError
-from regard.pages.encoding import EncodedArray, encode_levels, live_cells
+from regard.pages.encoding import EncodedArray, encode_overview, live_cells
 from regard.pages.html import Page, build_page, encode_record
 from regard.pages.payload import ErrorEstimate, MatrixPayload, build_payload
 from regard.render.text import escape_unprintable
@@ -39,7 +39,8 @@ class PageLayer:
         query_tokens: Tokens of the queries, or None.
         key_tokens: Tokens of the keys, or None.
         measures: For each measure, one number for each head in `heads`.
-        maps: Mean weight of each block, (len(heads), rows, columns) with the cells of `map_cells`.
+        means: Mean weight of each block, (len(heads), rows, columns) with the cells of `map_cells`.
+        maxima: Largest weight of each block, the same shape.
         matrix: Attention of one batch entry, (all heads, q_len, kv_len), or (q_len, kv_len) without a head axis.
         head_dim: Width of a query.
         groups: How many heads share a key.
@@ -54,7 +55,8 @@ class PageLayer:
     query_tokens: list[Any] | None
     key_tokens: list[Any] | None
     measures: Mapping[str, Sequence[float]]
-    maps: Any
+    means: Any
+    maxima: Any
     matrix: AttentionMatrix
     head_dim: int
     groups: int
@@ -175,23 +177,18 @@ def _stack_names(names: list[str]) -> dict[str, str]:
 
 
 def _thumbnails(layer: PageLayer) -> dict[str, Any]:
-    """Encode the thumbnails of all heads as one array, with the number of weights of a cell."""
-    means = _thumbnail_means(layer)
-    size, shape = means.shape[1:], layer.shape
-    block = [n / count for n, count in zip(shape, size, strict=True)]
-    return {"size": size, "block": block, **encode_levels(means, means > 0)}
-
-
-def _thumbnail_means(layer: PageLayer) -> Any:
-    """Reduce the maps to at most THUMBNAIL_CELLS along an edge."""
-    shape, cells = layer.shape, layer.maps.shape[1:]
+    """Encode the thumbnails of all heads together, reduced to at most THUMBNAIL_CELLS along an edge."""
+    shape, cells = layer.shape, layer.means.shape[1:]
     fewer = [min(THUMBNAIL_CELLS, count) for count in cells]
-    sums = layer.maps * np.multiply.outer(*map(_rows_per_cell, shape, cells))
+    sums, maxima = layer.means * np.multiply.outer(*map(_rows_per_cell, shape, cells)), layer.maxima
     for axis in (0, 1):
         # A cell of the larger map lies in one of the smaller: both are floors of the same ratio.
         cell = np.arange(cells[axis]) * fewer[axis] // cells[axis]
-        sums = np.add.reduceat(sums, np.searchsorted(cell, np.arange(fewer[axis])), axis + 1)
-    return sums / np.multiply.outer(*map(_rows_per_cell, shape, fewer))
+        starts = np.searchsorted(cell, np.arange(fewer[axis]))
+        sums = np.add.reduceat(sums, starts, axis + 1)
+        maxima = np.maximum.reduceat(maxima, starts, axis + 1)
+    means = sums / np.multiply.outer(*map(_rows_per_cell, shape, fewer))
+    return encode_overview(means, maxima, maxima > 0, shape)
 
 
 def _rows_per_cell(length: int, cells: int) -> Any:
@@ -224,16 +221,10 @@ def _build_layer_payload(
 
 def _overviews(layer: PageLayer, payload: MatrixPayload) -> list[dict[str, Any]]:
     """Encode the overview of each head of a payload."""
-    (rows, keys), size = layer.shape, layer.maps.shape[1:]
-    block = [n / count for n, count in zip((rows, keys), size, strict=True)]
+    size = layer.means.shape[1:]
     return [
-        {
-            "size": size,
-            "block": block,
-            "sampled": None,
-            **encode_levels(means, live_cells(*intervals, (rows, keys), size)),
-        }
-        for means, intervals in zip(layer.maps, payload.intervals, strict=False)
+        encode_overview(means, maxima, live_cells(*intervals, layer.shape, size), layer.shape)
+        for means, maxima, intervals in zip(layer.means, layer.maxima, payload.intervals, strict=False)
     ]
 
 

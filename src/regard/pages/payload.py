@@ -16,7 +16,8 @@ import numpy as np
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
 from regard.masks.intervals import KeyIntervals, find_intervals
-from regard.pages.encoding import ScaledHalves, encode_array, encode_levels, live_cells, round_to_half
+from regard.measures import Coarse
+from regard.pages.encoding import ScaledHalves, encode_array, encode_overview, live_cells, round_to_half
 from regard.score_mods import BiasMod, ScoreMod
 from regard.types import Array, IntArray
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from regard.core.problem import Problem
 
 MAX_BIAS_SIZE = 1 << 22  # numbers of a bias that a payload holds
-MAX_OVERVIEW_WEIGHTS = 1 << 31  # weights that the overviews of a matrix are computed from
 COMPARED_WEIGHTS = 1 << 22  # weights that are compared with the original
 
 
@@ -64,37 +64,31 @@ class MatrixPayload(NamedTuple):
     intervals: list[KeyIntervals]
     error: ErrorEstimate
 
-    def overviews(self, max_cells: int, max_weights: int | None = None) -> list[dict[str, Any]]:
-        """Compute a picture of mean weights for each (batch, head) pair.
+    def overviews(self, max_cells: int) -> list[dict[str, Any]]:
+        """Compute a picture of each (batch, head) pair: the maximum and the mean of each cell, from every weight.
+
+        This takes one more pass over the matrix, and memory for the cells.
 
         Args:
             max_cells: Cells of a picture along an edge, at most.
-            max_weights: If all pairs together have more weights, some rows of each cell are sampled, with all their
-                keys. Default: `MAX_OVERVIEW_WEIGHTS`.
 
         Returns:
-            Records for the page. `sampled` is the number of rows sampled from each cell, None without sampling.
+            Records of `encode_overview`.
         """
-        pairs, rows, keys = self.matrix._problem.shape
+        problem = self.matrix.problem
+        pairs, rows, keys = problem.shape
         cells = min(max_cells, rows), min(max_cells, keys)
-        limit = MAX_OVERVIEW_WEIGHTS if max_weights is None else max_weights
-        sampled: int | None = max(1, int(rows / cells[0] * limit / (pairs * rows * keys)))
-        matrix: Any = self.matrix
-        if sampled is not None and sampled < rows // cells[0]:
-            matrix = matrix.lazy[..., _sample_rows(rows, cells[0], sampled), :]
-        else:
-            sampled = None
-        means = matrix._problem.engine.to_numpy(matrix.coarsen(cells)).reshape(pairs, *cells)
-        record = {"size": cells, "block": (rows / cells[0], keys / cells[1]), "sampled": sampled}
+        results = self.matrix.measure(mean=Coarse(cells), max=Coarse(cells, "max"))
+        means, maxima = (problem.engine.to_numpy(result).reshape(pairs, *cells) for result in results)
         return [
-            record | encode_levels(mean, live_cells(*intervals, (rows, keys), cells))
-            for mean, intervals in zip(means, self.intervals, strict=True)
+            encode_overview(mean, maximum, live_cells(*intervals, (rows, keys), cells), (rows, keys))
+            for mean, maximum, intervals in zip(means, maxima, self.intervals, strict=True)
         ]
 
 
-def _sample_rows(rows: int, cells: int, count: int) -> IntArray:
-    """Draw `count` rows from each of `cells` cells, one at random from each equal part of a cell."""
-    edges = np.arange(cells * count + 1) * rows // (cells * count)
+def _sample_rows(rows: int, count: int) -> IntArray:
+    """Draw `count` rows, one at random from each equal part."""
+    edges = np.arange(count + 1) * rows // count
     return edges[:-1] + np.random.default_rng(0).integers(np.diff(edges))
 
 
@@ -118,7 +112,7 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
         ArgumentError: If the weights are not a softmax, or a score modification cannot be computed in a page.
         TooLargeError: If the mask or a bias is too large for a page.
     """
-    problem = matrix._problem
+    problem = matrix.problem
     if not problem.is_softmax:
         raise ArgumentError(
             operation,
@@ -243,7 +237,7 @@ def _round(
 
 
 def _rounded_matrix(matrix: AttentionMatrix, query: RoundedVectors, key: RoundedVectors) -> AttentionMatrix:
-    problem = matrix._problem
+    problem = matrix.problem
     changed = replace(
         problem,
         query=query.to_array(problem),
@@ -286,10 +280,10 @@ def _measure_error(
     matrix: AttentionMatrix, rounded: AttentionMatrix, lse: Array, error: ErrorEstimate
 ) -> ErrorEstimate:
     """Compare whole rows of the original with what a page computes for them, and add what was found."""
-    problem = rounded._problem
+    problem = rounded.problem
     pairs, q_len, keys = problem.shape
     count = min(q_len, max(1, min(64, COMPARED_WEIGHTS // (pairs * keys))))
-    rows = _sample_rows(q_len, 1, count)
+    rows = _sample_rows(q_len, count)
     expected = problem.engine.to_numpy(matrix.lazy[..., rows, :].to_dense()).reshape(pairs, count, keys)
     found = problem.engine.to_numpy(rounded._weights_from_lse(rows, lse[:, rows]))
     with np.errstate(all="ignore"):

@@ -61,7 +61,7 @@ def row(
     """
     check_axes(ax, "plot.row")
     check_one_head(A, "plot.row")
-    problem, kv_len = A._problem, A.shape[-1]
+    problem, kv_len = A.problem, A.shape[-1]
     at = resolve_row(A.shape, "plot.row", q_idx)
     labels = format_labels(tokens, kv_len, "plot.row", "tokens")
     with problem.engine.no_grad():

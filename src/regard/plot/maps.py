@@ -106,7 +106,7 @@ def heatmap(
     """
     check_axes(ax, "plot.heatmap")
     check_one_head(A, "plot.heatmap")
-    (q_len, kv_len), problem = A.shape[-2:], A._problem
+    (q_len, kv_len), problem = A.shape[-2:], A.problem
     positions = problem.positions
     if tokens is not None and query_tokens is None and problem.frame.q_len == kv_len:
         format_labels(tokens, kv_len, "plot.heatmap", "tokens")
@@ -243,12 +243,12 @@ def check_one_head(A: Any, operation: str) -> None:
 
 def _compute_cells(A: AttentionMatrix, cells: int, reduce: Literal["mean", "max", "sum"]) -> Any:
     """Compute the weights or their reductions to draw, `(rows, columns)`, as a NumPy masked array."""
-    engine = A._problem.engine
+    engine = A.problem.engine
     block = min(cells, A.shape[-2]), min(cells, A.shape[-1])
     with engine.no_grad():
         if block == A.shape[-2:]:
             weights, masked = A.to_dense(), A.scores[...] == -engine.xp.inf
-        elif A.mask is None and not A._problem.score_mods:
+        elif A.mask is None and not A.problem.score_mods:
             weights = A.coarsen(block, reduce)
             masked = engine.xp.zeros_like(weights, dtype=engine.xp.bool)
         else:

@@ -58,7 +58,7 @@ def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
     *batch, heads, q_len, kv_len = matrix.shape
     shape = (*batch, 1, q_len, kv_len)
     try:
-        mask.check(type(matrix._problem.frame).from_shape(shape))
+        mask.check(type(matrix.problem.frame).from_shape(shape))
     except ValueError:  # the mask differs between heads
         return (*batch, heads, q_len, kv_len)
     return shape

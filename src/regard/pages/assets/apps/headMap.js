@@ -4,7 +4,7 @@ import { el, pageHeader, readRecord } from "../components/dom.js";
 import { describeError } from "../components/errorStatement.js";
 import { formatCount } from "../components/format.js";
 import { parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
-import { createWeightMap } from "../components/weightMap.js";
+import { createWeightMap, REDUCTIONS } from "../components/weightMap.js";
 import { openMatrix } from "../matrix/matrixClient.js";
 
 const data = readRecord();
@@ -18,13 +18,14 @@ const parseIndex = (text, length) => {
   return value === null ? null : Math.floor(value);
 };
 function viewOfAddress() {
-  const { row, column, zoom, query, key } = readUrlState();
+  const { row, column, zoom, query, key, reduce } = readUrlState();
   return {
     row: parseInRange(row, 0, rowCount),
     column: parseInRange(column, 0, columnCount),
     zoom: parseInRange(zoom, 1e-6, 1e3),
     query: parseIndex(query, rowCount),
     key: parseIndex(key, columnCount),
+    reduce: REDUCTIONS.includes(reduce) ? reduce : null,
   };
 }
 

@@ -6,7 +6,10 @@ import { createHeadGrid, headName } from "../components/headGrid.js";
 import { createHeadSearch } from "../components/headSearch.js";
 import { createHeadView, findingElement } from "../components/headView.js";
 import { flushUrlState, parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
+import { REDUCTIONS } from "../components/weightMap.js";
 import { loadArray, openMatrix } from "../matrix/matrixClient.js";
+import { averageLevels, averageOverviews } from "../matrix/overview.js";
+import { MEAN } from "../matrix/weights.js";
 
 const data = readRecord();
 const texts = data.texts;
@@ -15,30 +18,46 @@ const texts = data.texts;
 
 function createCells(layer) {
   layer.findings = data.findings.filter(({ module, here }) => module === layer.module && here);
-  const { size, levels } = layer.thumbnails, count = size[0] * size[1];
-  let matrix = null, thumbnails = null;
-  const loadThumbnails = () => (thumbnails ??= loadArray(levels));
-  return layer.heads.map((head, n) => {
-    const pair = layer.payload ? layer.payload.heads.indexOf(head) : -1;
+  const { size } = layer.thumbnails, count = size[0] * size[1], { payload } = layer, loaded = {};
+  let matrix = null;
+  const openLayer = () => (matrix ??= openMatrix(payload));
+  const pictureOf = (reduce) => layer.thumbnails[reduce] ?? layer.thumbnails.max; // a picture of single weights has no means
+  const loadThumbnail = async (n, reduce) => {
+    loaded[reduce] ??= loadArray(pictureOf(reduce).levels);
+    return (await loaded[reduce]).subarray(n * count, (n + 1) * count);
+  };
+  const heads = layer.heads.map((head, n) => {
+    const pair = payload ? payload.heads.indexOf(head) : -1;
     return {
-      layer, head, pair, hasWeights: pair >= 0,
-      thumbnail: { size, levels: async () => (await loadThumbnails()).subarray(n * count, (n + 1) * count) },
-      overview: layer.payload?.overviews?.[pair] ?? null,
+      layer, head, pair, hasWeights: pair >= 0, isMean: false,
+      thumbnail: { size, levels: (reduce) => loadThumbnail(n, reduce) },
+      overview: payload?.overviews?.[pair] ?? null,
       measures: Object.fromEntries(data.measures.map((name) => [name, Number(layer.measures[name][n])])),
       findings: layer.findings.filter(({ heads }) => !heads.length || heads.includes(head)),
-      matrix: () => (matrix ??= openMatrix(layer.payload)),
+      matrix: openLayer,
     };
   });
+  if (heads.length === 1) return heads;
+  // Beside the single heads, their mean; it has weights if all of them have.
+  const averageThumbnail = (reduce) => averageLevels(heads.map(() => pictureOf(reduce)),
+    () => Promise.all(heads.map((_, n) => loadThumbnail(n, reduce)))).load();
+  const hasWeights = heads.every((cell) => cell.hasWeights);
+  return [...heads, {
+    layer, head: MEAN, pair: MEAN, hasWeights, isMean: true, matrix: openLayer, measures: {}, findings: [],
+    thumbnail: { size, levels: averageThumbnail },
+    overview: hasWeights ? averageOverviews(heads.map((cell) => cell.overview), loadArray) : null,
+  }];
 }
 const cells = data.layers.flatMap(createCells);
 
 // -- The state of the page, which the address keeps, so that a link restores it --
 
-const state = { cell: null, view: "map", query: null, key: null, row: null, column: null, zoom: null, sort: "", descending: true, from: "", to: "" };
+const state = { cell: null, singleHead: null, view: "map", query: null, key: null, row: null, column: null, zoom: null, reduce: null, sort: "", descending: true, from: "", to: "" };
 
 function parseState() {
   const given = readUrlState(), parseIndex = (text, last) => (/^\d{1,9}$/.test(text ?? "") ? parseInRange(text, 0, last) : null);
-  const [layerNumber, headNumber, call] = [given.layer, given.head, given.call ?? "0"].map((text) => parseIndex(text, Infinity));
+  const [layerNumber, headIndex, call] = [given.layer, given.head, given.call ?? "0"].map((text) => parseIndex(text, Infinity));
+  const headNumber = given.head === MEAN ? MEAN : headIndex;
   const cell = cells.find(({ layer, head }) => layer.layer === layerNumber && head === headNumber && layer.call === call) ?? null;
   const [qLen, kvLen] = cell ? cell.layer.shape : [0, 0];
   return {
@@ -49,6 +68,7 @@ function parseState() {
     row: parseInRange(given.row, 0, qLen),
     column: parseInRange(given.column, 0, kvLen),
     zoom: parseInRange(given.zoom, 0, 1000),
+    reduce: REDUCTIONS.slice(1).includes(given.reduce) ? given.reduce : null,
     sort: data.measures.includes(given.sort) ? given.sort : "",
     descending: given.order !== "smallest",
     from: (given.from ?? "").slice(0, 500),
@@ -57,13 +77,14 @@ function parseState() {
 }
 
 function writeState() {
-  const { cell, view, sort, descending, from, to } = state, ofCell = (name) => (cell ? state[name] : null);
+  const { cell, view, reduce, sort, descending, from, to } = state, ofCell = (name) => (cell ? state[name] : null);
   updateUrlState({
     layer: cell && cell.layer.layer,
     call: cell && cell.layer.calls > 1 ? cell.layer.call : null,
     head: cell && cell.head,
     view: cell && view === "lines" ? view : null,
     ...Object.fromEntries(["query", "key", "row", "column", "zoom"].map((name) => [name, ofCell(name)])),
+    reduce,
     sort: sort || null,
     order: sort && !descending ? "smallest" : null,
     from: from && to ? from : null,
@@ -85,8 +106,9 @@ function pushHistory() {
 
 const measuresLine = el("p", { id: "head-measures", class: "soft", "aria-hidden": "true" });
 const grid = createHeadGrid({ cells, onOpen: (cell) => openHead(cell), onPoint: (cell) => {
+  if (cell.isMean) return measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))));
   const values = Object.entries(cell.measures).filter(([, value]) => !Number.isNaN(value)).map(([name, value]) => `${name} ${formatShort(value)}`);
-  measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))), `: ${values.join(", ")}`);
+  return measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))), `: ${values.join(", ")}`);
 } });
 
 const sortSelect = el("select", { id: "sort", onchange: () => sortHeads(sortSelect.value, state.descending) },
@@ -103,16 +125,29 @@ function sortHeads(measure, descending) {
   writeState();
 }
 
-function describeThumbnails() {
-  const block = data.layers[0].thumbnails.block.map((n) => Math.ceil(n)), isSingle = block.every((n) => n === 1);
-  return "Queries down, keys across. " +
-    (isSingle ? "Each cell of a thumbnail is a weight" : `Each cell of a thumbnail is the mean of a block of ${block.join(" × ")} weights`) +
-    ". Colours follow the square root, up to the largest value of each thumbnail.";
+const thumbnailSelect = el("select", { id: "thumbnails", onchange: () => {
+  state.reduce = thumbnailSelect.value === REDUCTIONS[0] ? null : thumbnailSelect.value;
+  drawThumbnails();
+  writeState();
+} }, el("option", { value: "max" }, "the maximum"), el("option", { value: "mean" }, "the mean"));
+const thumbnailCaption = el("p", { class: "soft", id: "thumbnail-caption" });
+const block = data.layers[0].thumbnails.block.map((n) => Math.ceil(n)), isSingle = block.every((n) => n === 1);
+
+function drawThumbnails() {
+  const reduce = state.reduce ?? REDUCTIONS[0];
+  thumbnailSelect.value = reduce;
+  grid.setReduce(reduce);
+  thumbnailCaption.textContent = "Queries down, keys across. "
+    + (isSingle ? "Each cell of a thumbnail is a weight"
+      : `Each cell of a thumbnail is the ${reduce === "max" ? "maximum" : "mean"} of a block of ${block.join(" × ")} weights`)
+    + ". Colours follow the square root, up to the largest value of each thumbnail. "
+    + (cells.some((cell) => cell.isMean) ? `The last thumbnail of a layer is the mean over its heads${isSingle || reduce !== "max" ? "" : ", of these maxima"}.` : "");
 }
 
 const gridSection = el("section", { id: "grid", "aria-label": "All heads" },
-  el("div", { class: "controls" }, el("label", { for: "sort" }, "Sort heads by"), sortSelect, orderSelect, caption),
-  grid.node, measuresLine, el("p", { class: "soft" }, describeThumbnails()));
+  el("div", { class: "controls" }, el("label", { for: "sort" }, "Sort heads by"), sortSelect, orderSelect, caption,
+    isSingle ? [] : [el("label", { for: "thumbnails" }, "Cells show"), thumbnailSelect]),
+  grid.node, measuresLine, thumbnailCaption);
 
 const headView = createHeadView({
   cells,
@@ -122,14 +157,19 @@ const headView = createHeadView({
     const shown = grid.shown(), place = shown.indexOf(state.cell);
     openHead(shown[(place + by + shown.length) % shown.length], {}, { focus: false });
   },
+  onMean: () => {
+    const own = cells.filter(({ layer }) => layer === state.cell.layer);
+    openHead(state.cell.isMean ? own.find(({ head }) => head === state.singleHead) ?? own[0] : own.at(-1), {}, { focus: false });
+  },
   onView: (change) => {
     Object.assign(state, change);
     writeState();
+    if ("reduce" in change) drawThumbnails();
     if ("view" in change) headView.show(state.cell, state);
   },
 });
 const search = createHeadSearch({
-  cells,
+  cells: cells.filter((cell) => !cell.isMean),
   texts,
   onOpen: (cell, query, key) => openHead(cell, { query, key }, { focus: true, goTo: true }),
   onSearch: (from, to) => {
@@ -142,7 +182,7 @@ const search = createHeadSearch({
 function openHead(cell, change = {}, options = { focus: true }) {
   const [qLen, kvLen] = cell.layer.shape, keepIndex = (index, length) => (index === null || index < length ? index : null);
   if (!state.cell) pushHistory();
-  Object.assign(state, { cell }, change);
+  Object.assign(state, { cell, singleHead: cell.isMean ? state.singleHead : cell.head }, change);
   Object.assign(state, { query: keepIndex(state.query, qLen), key: keepIndex(state.key, kvLen) });
   writeState();
   drawState(options);
@@ -187,6 +227,7 @@ function restoreState() {
   const next = parseState();
   Object.assign(state, next);
   sortHeads(next.sort, next.descending);
+  drawThumbnails();
   search.run(next.from, next.to, true);
   drawState();
 }

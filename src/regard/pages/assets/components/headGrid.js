@@ -7,21 +7,21 @@ const SEVERITIES = ["error", "warning", "note"]; // the most severe first
 const MANY_HEADS = 16; // of a layer, which are placed closer together
 const SIGNS = { error: "!", warning: "!", note: "i" };
 
-export function headName({ layer, head }) {
+export function headName({ layer, head, isMean }) {
   const call = layer.calls > 1 ? `, call ${layer.call}` : "";
-  return `layer ${layer.layer}${call}, head ${head}`;
+  return `layer ${layer.layer}${call}, ${isMean ? `mean of ${layer.heads.length} heads` : `head ${head}`}`;
 }
 
 export function headKey({ layer, head }) {
   return `${layer.layer}.${layer.call}.${head}`;
 }
 
-// The order of `Table.sort`: NaN last, equal values in their old order.
+// The order of `Table.sort`: NaN last, equal values in their old order. Measures belong to single heads, so means are left out.
 function sortCells(cells, measure, descending) {
   const value = (cell) => cell.measures[measure];
-  const known = cells.filter((cell) => !Number.isNaN(value(cell)));
+  const heads = cells.filter((cell) => !cell.isMean), known = heads.filter((cell) => !Number.isNaN(value(cell)));
   known.sort((a, b) => (descending ? value(b) - value(a) : value(a) - value(b)));
-  return [...known, ...cells.filter((cell) => Number.isNaN(value(cell)))];
+  return [...known, ...heads.filter((cell) => Number.isNaN(value(cell)))];
 }
 
 // `onOpen(cell)` is called when a head is opened, `onPoint(cell)` when it is pointed at or focused.
@@ -31,10 +31,14 @@ export function createHeadGrid({ cells, onOpen, onPoint }) {
     for (const { isIntersecting, target } of entries) if (isIntersecting) paint(target);
   }, { rootMargin: "300px" });
   const cellOfNode = new WeakMap();
+  let reduce = "max";
 
   async function paint(canvas) {
     visibility.unobserve(canvas);
-    paintThumbnail(canvas, await cellOfNode.get(canvas.parentNode).thumbnail.levels());
+    const painted = reduce, levels = await cellOfNode.get(canvas.parentNode).thumbnail.levels(painted);
+    if (painted !== reduce) return;
+    paintThumbnail(canvas, levels);
+    canvas.dataset.reduce = painted;
   }
 
   for (const cell of cells) {
@@ -43,7 +47,7 @@ export function createHeadGrid({ cells, onOpen, onPoint }) {
     const worst = SEVERITIES.find((severity) => cell.findings.some((finding) => finding.severity === severity && finding.heads.length));
     const sign = worst ? el("span", { class: `sign ${worst}`, "aria-hidden": "true" }, SIGNS[worst]) : [];
     cell.caption = el("span", { class: "caption" });
-    cell.node = el("button", { type: "button", class: "head", tabindex: "-1", onclick: () => onOpen(cell),
+    cell.node = el("button", { type: "button", class: cell.isMean ? "head mean" : "head", tabindex: "-1", onclick: () => onOpen(cell),
       onfocus: () => onFocus(cell), onpointerenter: () => onPoint(cell) }, canvas, sign, cell.caption);
     cell.node.dataset.head = headKey(cell);
     if (!cell.hasWeights) cell.node.classList.add("no-weights");
@@ -103,7 +107,7 @@ export function createHeadGrid({ cells, onOpen, onPoint }) {
       const value = measure ? cell.measures[measure] : null;
       cell.caption.replaceChildren(...(measure
         ? [el("b", {}, formatShort(value)), ` ${name}`]
-        : [String(cell.head)]));
+        : [String(cell.head)])); // a number, or "mean"
     }
     box.classList.toggle("sorted", Boolean(measure));
     if (measure) box.replaceChildren(...shown.map((cell) => cell.node));
@@ -133,5 +137,10 @@ export function createHeadGrid({ cells, onOpen, onPoint }) {
   function repaint() {
     for (const cell of cells) visibility.observe(cell.node.firstChild);
   }
-  return { node: box, arrange, repaint, shown: () => shown };
+  function setReduce(newReduce) {
+    if (newReduce === reduce) return;
+    reduce = newReduce;
+    repaint();
+  }
+  return { node: box, arrange, repaint, setReduce, shown: () => shown };
 }

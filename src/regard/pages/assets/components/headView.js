@@ -24,15 +24,16 @@ function combineMatrices(cells) {
   return Object.fromEntries(methods);
 }
 
-// `onBack()` and `onStep(by)` are called by the buttons, `onView(state)` when the view, the cell or the map changes.
-export function createHeadView({ cells, texts, onBack, onStep, onView }) {
+// `onBack()`, `onStep(by)` and `onMean()`, between a head and the mean of its layer, are called by the buttons, `onView(state)` when the view, the cell or the map changes.
+export function createHeadView({ cells, texts, onBack, onStep, onMean, onView }) {
   const title = el("h2", { tabindex: "-1", id: "which" }), module = el("p", { class: "soft module" });
   const stage = el("div", { class: "stage" }), side = el("div"), about = el("div", { class: "about-head" });
   const stepButton = (by, text, label) => el("button", { type: "button", "aria-label": label, title: label, onclick: () => onStep(by) }, text);
+  const meanButton = el("button", { type: "button", id: "mean", onclick: () => onMean() }, "Mean of heads");
   const views = radioGroup("view", "View", ["Map", "Lines"], (n) => onView({ view: n ? "lines" : "map" }), true);
   const node = el("section", { id: "head", "aria-labelledby": "which", hidden: true },
     el("div", { class: "headbar" }, el("button", { type: "button", id: "back", onclick: () => onBack() }, "All heads"),
-      stepButton(-1, "‹", "Previous head"), stepButton(1, "›", "Next head"), el("div", { class: "title" }, title, module), views),
+      stepButton(-1, "‹", "Previous head"), stepButton(1, "›", "Next head"), meanButton, el("div", { class: "title" }, title, module), views),
     el("div", { class: "beside" }, stage, el("div", {}, side, about)));
   const matrix = combineMatrices(cells), panels = new Map();
 
@@ -67,8 +68,12 @@ export function createHeadView({ cells, texts, onBack, onStep, onView }) {
   function withoutWeights(cell) {
     const [height, width] = cell.thumbnail.size;
     const canvas = el("canvas", { class: "still", width, height, role: "img", "aria-label": "Thumbnail of this head" });
-    cell.thumbnail.levels().then((levels) => paintThumbnail(canvas, levels));
+    cell.thumbnail.levels("max").then((levels) => paintThumbnail(canvas, levels));
     const { payload_error: error, module: name } = cell.layer;
+    if (cell.isMean) {
+      return el("div", {}, el("p", { id: "no-weights" }, "This page has only the thumbnail of this mean, because it does not have the weights of "
+        + "all heads of the layer."), canvas);
+    }
     const reason = error ? [`A page cannot compute its weights. ${error}`]
       : ["With its weights, the page would be larger than max_bytes. To include them, call ",
         el("code", {}, `recording.page(tokens, layers="${name}", heads=[${cell.head}])`), "."];
@@ -80,7 +85,9 @@ export function createHeadView({ cells, texts, onBack, onStep, onView }) {
     const short = Math.max(...cell.layer.shape) <= MAX_LINE_TOKENS && cell.hasWeights, lines = short && state.view === "lines";
     title.textContent = capitalise(headName(cell));
     module.textContent = cell.layer.module;
-    about.replaceChildren(el("h3", {}, "This head"), measureList(cell), ...cell.findings.map((finding) => findingElement(finding, [])));
+    about.replaceChildren(...(cell.isMean ? [] : [el("h3", {}, "This head"), measureList(cell)]), ...cell.findings.map((finding) => findingElement(finding, [])));
+    meanButton.hidden = cell.layer.heads.length === 1;
+    meanButton.setAttribute("aria-pressed", String(cell.isMean));
     views.hidden = !short;
     views.querySelectorAll("input")[lines ? 1 : 0].checked = true;
     if (cell.hasWeights) showWeights(cell, state, lines, goTo);

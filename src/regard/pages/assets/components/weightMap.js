@@ -1,13 +1,20 @@
-// A zoomable map of weights, from the whole matrix to single cells with tokens and numbers. The page computes every weight;
-// if a pixel stands for many weights, the map says whether it shows their mean or the mean of a sample.
+// A zoomable map of weights, from the whole matrix to single cells with tokens and numbers. If a point stands for many weights,
+// it shows their maximum, so that no weight is hidden, or their mean; the map says which, and when a mean is that of a sample.
 import { loadArray } from "../matrix/matrixClient.js";
+import { levelWeights, poolCells, widenLarge } from "../matrix/overview.js";
 import { createTileCache, PROBES, TILE_CELLS } from "../matrix/tileCache.js";
 import { colorLevel, createPalette, createScale, paintLevels, scaleLegend } from "./colorScale.js";
+import { radioGroup } from "./controls.js";
 import { el } from "./dom.js";
 import { formatCount } from "./format.js";
 import { drawAxes, drawCellWeights, MIN_LABEL_SIZE } from "./mapAxes.js";
 import { listenToPointers } from "./pointerInput.js";
 
+export const REDUCTIONS = ["max", "mean"]; // what a point may show, the first by default
+const NAMES = { max: "maximum", mean: "mean" };
+const MAX_EXACT_WEIGHTS = 64; // weights of a point whose maximum the page computes; a larger point shows a whole cell of the overview
+const LARGE_WEIGHT = 0.5; // in a picture of maxima drawn wider than its point, if that is smaller than …
+const SMALL_POINT = 2; // pixels
 const MAX_CELL = 72; // pixels of a cell
 const MIN_CELL = 16; // pixels of a cell along the shorter side of a matrix whose sides differ by more than …
 const MAX_ASPECT = 4;
@@ -18,8 +25,8 @@ const LINEAR_KEYS = 64; // keys up to which colours are proportional to the weig
 
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
-// size: [rows, columns]. tokens name the keys, queries the rows; either may be null. overview: a record of mean weights, or
-// null. view: { row, column, zoom, query, key }, any of them missing or null. `onView(view)` is called when the view changes,
+// size: [rows, columns]. tokens name the keys, queries the rows; either may be null. overview: a record of `encode_overview`, or
+// null. view: { row, column, zoom, query, key, reduce }, any of them missing or null. `onView(view)` is called when the view changes,
 // `onCell(i, j, { weight, masked })` when a cell is selected, with null while its weight is being computed. Returns the
 // node, goTo(row, column), show(view), setHead(head, overview), repaint, and `ready`, a promise of the first picture.
 export function createWeightMap({ matrix, head = 0, size, tokens, queries, overview = null, view = {}, onCell, onView }) {
@@ -35,6 +42,8 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
   const cell = { query: null, key: null };
   const tiles = createTileCache({ matrix, size, render: renderTile, onChange: draw, onError: fail });
   let scale = null, colors = null, levels = null, overviewImage = null, frame = null, cellRequest = null, failure = "";
+  let overviewScale = 0; // the width in pixels that the overview was painted for
+  let reduce = view.reduce ?? REDUCTIONS[0], isWidened = false;
 
   // -- Layout --
 
@@ -66,8 +75,11 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     return { ...margins, wide, high, first, upper };
   }
 
-  // The number of weights along a side that a pixel stands for.
-  const stepAt = (pixels) => (pixels >= 1 ? 1 : 2 ** Math.ceil(-Math.log2(pixels)));
+  // The number of weights along a side that a point stands for: a point has at least a pixel of the page and of the screen.
+  const stepAt = (pixels) => {
+    const size = pixels * Math.min(1, devicePixelRatio || 1);
+    return size >= 1 ? 1 : 2 ** Math.ceil(-Math.log2(size));
+  };
 
   // Call `action(i, j)` with the cell at a pixel, if there is one.
   function withCellAt(x, y, action) {
@@ -86,6 +98,8 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     canvas.width = Math.round(canvas.clientWidth * ratio);
     canvas.height = Math.round(canvas.clientHeight * ratio);
     canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    const { across, down } = marginsAt(minZoom());
+    choice.hidden = stepAt(across) * stepAt(down) === 1; // every weight has its own point in all views
     updateView(false);
   }
 
@@ -103,7 +117,8 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
 
   function currentView() {
     const [row, column] = [at.row, at.column].map((x) => (isZoomedOut() ? null : Number(x.toFixed(2))));
-    return { row, column, zoom: isZoomedOut() ? null : Number(at.zoom.toPrecision(4)), ...cell };
+    return { row, column, zoom: isZoomedOut() ? null : Number(at.zoom.toPrecision(4)), ...cell,
+      reduce: reduce === REDUCTIONS[0] ? null : reduce };
   }
 
   // Zoom around the pixel (x, y).
@@ -182,11 +197,12 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     context.rect(left, top, wide * across, high * down);
     context.clip();
     if (levels) {
-      overviewImage ??= paintLevels(overviewLevels(), overview.size[1], colors);
+      updateOverviewImage(columns * across, rows * down);
       context.drawImage(overviewImage, left - first * across, top - upper * down, columns * across, rows * down);
     }
     const rowStep = stepAt(down), columnStep = stepAt(across), single = rowStep * columnStep === 1;
-    const useTiles = !overview || single || rowStep < overview.block[0] || columnStep < overview.block[1];
+    const isFiner = single || !overview || rowStep < overview.block[0] || columnStep < overview.block[1];
+    const useTiles = isFiner && (!overview || reduce === "mean" || rowStep * columnStep <= MAX_EXACT_WEIGHTS);
     const missing = useTiles ? tiles.paint(context, place, rowStep, columnStep) : Number(!levels);
     if (!useTiles) tiles.abortRequests();
     if (single) drawCellWeights(context, style, place, tiles.weightAt, scale);
@@ -204,11 +220,21 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     return paintLevels(square, TILE_CELLS, colors);
   }
 
-  function overviewLevels() {
-    const ratio = Math.log(overview.top / overview.floor) / 253, table = new Uint8Array(256);
-    for (let n = 1; n < 256; n++) table[n] = colorLevel(scale, n === 1 ? 0 : overview.floor * Math.exp(ratio * (n - 2)));
-    return levels.map((n) => table[n]);
+  // The overview on an area of the page, at most a point for each pixel of the screen.
+  function updateOverviewImage(width, height) {
+    const ratio = devicePixelRatio || 1, fit = (count, pixels) => clamp(Math.floor(pixels * ratio + 1e-6), 1, count);
+    const [pointsDown, pointsAcross] = [fit(overview.size[0], height), fit(overview.size[1], width)];
+    if (overviewImage?.height === pointsDown && overviewImage.width === pointsAcross && overviewScale === width) return;
+    overviewScale = width;
+    const table = levelWeights(overview[shownReduce()]), weights = Float64Array.from(levels, (level) => table[level]);
+    let pooled = poolCells(weights, overview.size, pointsDown, pointsAcross, shownReduce());
+    isWidened = shownReduce() === "max" && Math.min(width / pointsAcross, height / pointsDown) < SMALL_POINT;
+    if (isWidened) pooled = widenLarge(pooled, pointsAcross, LARGE_WEIGHT, Math.max(1, Math.round(ratio)));
+    overviewImage = paintLevels(Uint8Array.from(pooled, (weight) => colorLevel(scale, weight)), pointsAcross, colors);
   }
+
+  // A picture of single weights has no means.
+  const shownReduce = () => (overview?.[reduce] ? reduce : "max");
 
   function drawSelection(context, style, { left, top, across, down, first, upper, wide, high }) {
     if (cell.query === null) return;
@@ -233,16 +259,18 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
   }
 
   function describePixel(useTiles, rowStep, columnStep) {
-    const sides = useTiles ? [rowStep, columnStep] : overview.block, [high, wide] = sides.map(Math.ceil);
-    const upTo = sides.every(Number.isInteger) ? "" : "up to "; // blocks differ by one if they do not divide evenly
+    const points = [overviewImage?.height, overviewImage?.width], cells = points.map((count, n) => overview?.size[n] / count);
+    const sides = useTiles ? [rowStep, columnStep] : overview.block.map((length, n) => length * Math.ceil(cells[n]));
+    const [high, wide] = sides.map(Math.ceil);
+    // Blocks differ if they, or the cells of a point, do not divide evenly.
+    const upTo = sides.every(Number.isInteger) && (useTiles || cells.every(Number.isInteger)) ? "" : "up to ";
     const block = `${upTo}${formatCount(high)} × ${formatCount(wide)} weights`;
     if (high * wide === 1) return "Every weight of this view has its own cell.";
-    if (!useTiles && overview.sampled) {
-      return `Each point is the mean over ${overview.sampled} of ${upTo || "each "}${formatCount(high)} queries, chosen at `
-        + `random, and all of ${upTo}${formatCount(wide)} keys, computed when the page was made.`;
-    }
-    if (!useTiles) return `Each point is the mean of ${block}, computed when the page was made.`;
-    if (rowStep <= PROBES && columnStep <= PROBES) return `Each point is the mean of ${block}, all computed in this page.`;
+    const isExact = reduce === "max" || !useTiles || (rowStep <= PROBES && columnStep <= PROBES);
+    const where = useTiles ? "all computed in this page" : "computed when the page was made";
+    const overHeads = !useTiles && overview.heads && reduce === "max" ? `the mean over ${overview.heads} heads of ` : "";
+    const widened = !useTiles && isWidened ? ` Weights from ${LARGE_WEIGHT} are drawn larger.` : "";
+    if (isExact) return `Each point is ${overHeads}the ${NAMES[reduce]} of ${block}, ${where}.${widened}`;
     return `A sample: each point is the mean of ${Math.min(rowStep, PROBES) * Math.min(columnStep, PROBES)} weights chosen at `
       + `random from ${block}.`;
   }
@@ -283,6 +311,10 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
 
   const button = (text, label, factor) =>
     el("button", { type: "button", "aria-label": label, title: label, onclick: () => zoomAtCell(factor) }, text);
+  const choice = radioGroup("points", "Each point shows the", REDUCTIONS.map((name) => NAMES[name]), (n) => {
+    setReduce(REDUCTIONS[n]);
+    onView?.(currentView());
+  });
   const logBox = el("input", { type: "checkbox", onchange: (event) => setColors(event.target.checked) });
   const node = el("div", { class: "map-part" },
     el("div", { class: "map-tools" }, button("+", "Zoom in", 2), button("−", "Zoom out", 0.5),
@@ -291,12 +323,12 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     status,
     el("div", { class: "map-below" }, el("span", { class: "map-legend" }, "weight", legend),
       el("span", { class: "map-legend" }, el("span", { class: "swatch", "aria-hidden": "true" }), "masked"),
-      el("label", { class: "switch" }, logBox, "logarithmic colours")));
+      el("label", { class: "switch" }, logBox, "logarithmic colours"), choice));
 
   function setColors(isLog) {
     logBox.checked = isLog;
     const single = overview && overview.block[0] * overview.block[1] === 1;
-    scale = createScale(columns, single ? overview.top : 1, isLog);
+    scale = createScale(columns, single ? overview.max.top : 1, isLog);
     colors = createPalette();
     legend.replaceChildren(scaleLegend(scale));
     tiles.rerender();
@@ -304,18 +336,33 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     draw();
   }
 
-  async function setHead(newHead, newOverview) {
-    [head, overview, levels] = [newHead, newOverview, null];
-    tiles.setHead(head);
-    setColors(scale ? scale.isLog : columns > LINEAR_KEYS);
-    const newLevels = newOverview && (await loadArray(newOverview.levels).catch(fail));
-    if (overview !== newOverview || head !== newHead) return;
-    levels = newLevels;
+  async function loadLevels() {
+    [levels, overviewImage] = [null, null];
+    tiles.reset(head, reduce);
     draw();
-    if (cell.query !== null) selectCell(cell.query, cell.key, true);
+    const requested = overview && overview[shownReduce()];
+    const loaded = requested && (await (requested.load ? requested.load() : loadArray(requested.levels)).catch(fail));
+    if (requested !== (overview && overview[shownReduce()])) return;
+    levels = loaded;
+    draw();
   }
 
-  function show({ row = null, column = null, zoom = null, query = null, key = null }) {
+  function setReduce(newReduce) {
+    choice.querySelectorAll("input")[REDUCTIONS.indexOf(newReduce)].checked = true;
+    if (newReduce === reduce) return null;
+    reduce = newReduce;
+    return loadLevels();
+  }
+
+  async function setHead(newHead, newOverview) {
+    [head, overview] = [newHead, newOverview];
+    setColors(scale ? scale.isLog : columns > LINEAR_KEYS);
+    await loadLevels();
+    if (head === newHead && cell.query !== null) selectCell(cell.query, cell.key, true);
+  }
+
+  function show({ row = null, column = null, zoom = null, query = null, key = null, reduce: newReduce = null }) {
+    setReduce(newReduce ?? REDUCTIONS[0]);
     Object.assign(at, { row: row ?? at.row, column: column ?? at.column, zoom: zoom ?? at.zoom });
     updateView(false);
     if (query !== null && key !== null) selectCell(query, key, true);

@@ -1,5 +1,6 @@
 // The page's side of the lazy matrix: requests to a worker, or to the page itself if there is no worker.
 import { decodeArray } from "./payload.js";
+import { MEAN } from "./weights.js";
 import { createWorkerApi } from "./workerApi.js";
 
 const WORKER = source("./worker.js");
@@ -22,6 +23,10 @@ export async function loadArray({ array, encoding }) {
 }
 
 function arraysOfHead(record, head) {
+  if (head === MEAN) {
+    const arrays = record.query_index.flatMap((_, pair) => arraysOfHead(record, pair));
+    return [...new Map(arrays.map((encoded) => [encoded.array, encoded])).values()];
+  }
   const query = record.query[record.query_index[head]], key = record.key[record.key_index[head]];
   const mask = record.masks[record.mask_index[head]];
   const modArrays = record.score_mods.flatMap((mod) => Object.values(mod).filter((value) => value?.encoding));
@@ -107,15 +112,15 @@ async function request(matrix, record, head, method, args, { signal = null, urge
   });
 }
 
-// A matrix of the page. Every method takes a head (the number of a pair) and may take { signal, urgent } as its last
+// A matrix of the page. Every method takes a head (the number of a pair, or MEAN) and may take { signal, urgent } as its last
 // argument; it resolves to null if the signal aborted it.
 //   cell(head, i, j)                        { weight, masked }
 //   row(head, i)                            Float32Array of all weights
 //   block(head, rows, columns)              Float32Array, rows × columns; columns ascend
 //   tile(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount)    Float32Array
 //   topKeys(head, i, count)                 [{ key, weight }], the largest first
-//   picture(head, …as tile…, probes)        Float32Array of means, MASKED where all is masked; see weights.js
-const ARGUMENT_COUNTS = { cell: 2, row: 1, block: 2, tile: 6, topKeys: 2, picture: 7 };
+//   picture(head, …as tile…, probes, reduce)  Float32Array of maxima or means, MASKED where all is masked; see weights.js
+const ARGUMENT_COUNTS = { cell: 2, row: 1, block: 2, tile: 6, topKeys: 2, picture: 8 };
 
 export function openMatrix(record) {
   const matrix = matrixCount++;

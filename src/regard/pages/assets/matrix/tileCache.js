@@ -1,7 +1,8 @@
-// Tiles of a map: squares of cells, each a weight or a mean of weights, requested when they come into view and cached.
+// Tiles of a map: squares of cells, each a weight, or the maximum or mean of weights, requested when they come into view and
+// cached.
 
 export const TILE_CELLS = 128; // along the edge of a tile
-export const PROBES = 4; // a cell of up to 4 × 4 weights is read completely, a larger one at 16 positions
+export const PROBES = 4; // the mean of a cell of up to 4 × 4 weights reads them all, that of a larger one 16 of them
 const MAX_TILES = 400;
 
 const tileKey = (down, across, i, j) => `${down} ${across} ${i} ${j}`;
@@ -10,7 +11,7 @@ const tileKey = (down, across, i, j) => `${down} ${across} ${i} ${j}`;
 // `onError(error)` if a request fails.
 export function createTileCache({ matrix, size: [rows, columns], render, onChange, onError }) {
   const tiles = new Map(), requested = new Map();
-  let head = 0;
+  let head = 0, reduce = "max";
 
   // Abort the requests for tiles that are no longer in view.
   function abortRequests(needed = new Set()) {
@@ -22,16 +23,16 @@ export function createTileCache({ matrix, size: [rows, columns], render, onChang
   }
 
   async function request(down, across, i, j) {
-    const key = tileKey(down, across, i, j), requestedHead = head;
+    const key = tileKey(down, across, i, j), requestedHead = head, requestedReduce = reduce;
     if (requested.has(key)) return;
     const controller = new AbortController();
     requested.set(key, controller);
     const height = Math.min(TILE_CELLS, Math.ceil(rows / down) - i * TILE_CELLS);
     const width = Math.min(TILE_CELLS, Math.ceil(columns / across) - j * TILE_CELLS);
     const range = [i * TILE_CELLS * down, down, height, j * TILE_CELLS * across, across, width];
-    const weights = await matrix.picture(head, ...range, PROBES, { signal: controller.signal }).catch(onError);
+    const weights = await matrix.picture(head, ...range, PROBES, reduce, { signal: controller.signal }).catch(onError);
     if (requested.get(key) === controller) requested.delete(key);
-    if (!weights || requestedHead !== head) return;
+    if (!weights || requestedHead !== head || requestedReduce !== reduce) return;
     const tile = { down, across, i, j, weights, width, height };
     tile.image = render(tile);
     tiles.set(key, tile);
@@ -81,11 +82,12 @@ export function createTileCache({ matrix, size: [rows, columns], render, onChang
     for (const tile of tiles.values()) tile.image = render(tile);
   }
 
-  function setHead(number) {
-    head = number;
+  // Forget all tiles: those of another head, or of another reduction, differ.
+  function reset(newHead, newReduce) {
+    [head, reduce] = [newHead, newReduce];
     tiles.clear();
     abortRequests();
   }
 
-  return { paint, abortRequests, weightAt, rerender, setHead };
+  return { paint, abortRequests, weightAt, rerender, reset };
 }

@@ -11,8 +11,14 @@ function selectPair(array, shape, pair) {
   return array.subarray(own * size, (own + 1) * size);
 }
 
-// Resolve to the head of a (batch, head) pair. `load(array)` returns the numbers of an encoded array, or a promise of them.
+export const MEAN = "mean"; // in place of the number of a pair: the mean over all pairs
+
+// Resolve to the head of a (batch, head) pair, or to their mean. `load(array)` returns the numbers of an encoded array, or a promise of them.
 export async function loadHead(record, pair, load) {
+  if (pair === MEAN) {
+    const members = await Promise.all(record.query_index.map((_, n) => loadHead(record, n, load)));
+    return { members, rows: record.size[0], keys: record.size[1] };
+  }
   const query = record.query[record.query_index[pair]], key = record.key[record.key_index[pair]];
   const mask = record.masks[record.mask_index[pair]];
   const scoreMods = Promise.all(record.score_mods.map(async (mod) => {
@@ -66,6 +72,7 @@ function dotProduct(query, key, a, b, headDim) {
 
 // Fill `out` with the weights of row i at ascending columns, MASKED where a key is masked.
 function fillRow(head, i, columns, out) {
+  if (head.members) return fillMeanRow(head.members, i, columns, out);
   const { query, key, headDim, scale, edges, offsets } = head;
   const lse = head.lse[i], plain = !head.scoreMods.length, half = edges.length / 2; // all starts, then all stops
   out.fill(MASKED);
@@ -78,6 +85,17 @@ function fillRow(head, i, columns, out) {
       out[n] = Math.exp((plain ? score : modifyScore(head, score, i, columns[n])) - lse);
     }
   }
+  return out;
+}
+
+// The mean over heads; a key that is masked for some counts as 0 there.
+function fillMeanRow(members, i, columns, out) {
+  const line = new Float64Array(columns.length), sums = new Float64Array(columns.length).fill(MASKED);
+  for (const member of members) {
+    fillRow(member, i, columns, line);
+    for (let n = 0; n < line.length; n++) if (line[n] !== MASKED) sums[n] = (sums[n] === MASKED ? 0 : sums[n]) + line[n];
+  }
+  for (let n = 0; n < sums.length; n++) out[n] = sums[n] === MASKED ? MASKED : sums[n] / members.length;
   return out;
 }
 
@@ -137,13 +155,15 @@ function samplePositions(start, step, count, probes, length) {
   return { positions: Int32Array.from(positions), cells };
 }
 
-// A picture of rowCount × columnCount cells of rowStep × columnStep weights: the mean of each cell, MASKED where all of it
-// is masked. A cell of at most probes × probes weights is read completely, a larger one at probes × probes positions.
-export function meanPicture(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount, probes) {
-  const rows = samplePositions(rowStart, rowStep, rowCount, probes, head.rows);
-  const columns = samplePositions(columnStart, columnStep, columnCount, probes, head.keys);
-  const sums = new Float64Array(rowCount * columnCount), counts = new Int32Array(sums.length);
-  const live = new Uint8Array(sums.length), line = new Float64Array(columns.positions.length);
+// A picture of rowCount × columnCount cells of rowStep × columnStep weights: the "max" or the "mean" of each cell, MASKED where
+// all of it is masked. A maximum is taken over every weight of its cell. A mean is taken over every weight of a cell of at most
+// probes × probes weights, and over probes × probes weights of a larger one.
+export function pooledPicture(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount, probes, reduce) {
+  const isMax = reduce === "max", most = isMax ? Infinity : probes;
+  const rows = samplePositions(rowStart, rowStep, rowCount, most, head.rows);
+  const columns = samplePositions(columnStart, columnStep, columnCount, most, head.keys);
+  const pooled = new Float64Array(rowCount * columnCount).fill(MASKED), counts = new Int32Array(pooled.length);
+  const line = new Float64Array(columns.positions.length);
   for (let a = 0; a < rows.positions.length; a++) {
     fillRow(head, rows.positions[a], columns.positions, line);
     const base = rows.cells[a] * columnCount;
@@ -151,9 +171,9 @@ export function meanPicture(head, rowStart, rowStep, rowCount, columnStart, colu
       const cell = base + columns.cells[b];
       counts[cell]++;
       if (line[b] === MASKED) continue;
-      live[cell] = 1;
-      sums[cell] += line[b];
+      if (isMax) pooled[cell] = Math.max(pooled[cell], line[b]); // a NaN stays
+      else pooled[cell] = (pooled[cell] === MASKED ? 0 : pooled[cell]) + line[b];
     }
   }
-  return Float32Array.from(sums, (sum, cell) => (live[cell] ? sum / counts[cell] : MASKED));
+  return Float32Array.from(pooled, (value, cell) => (isMax || value === MASKED ? value : value / counts[cell]));
 }
