@@ -16,12 +16,10 @@ torch = pytest.importorskip("torch")
 import regard  # noqa: E402
 from regard.testing import generate_tests  # noqa: E402
 from regard.testing.__main__ import import_function, main  # noqa: E402
+from tests.helpers.torch_capabilities import NAN_CAPABILITIES, list_rejected  # noqa: E402
 
 SOURCE = Path(regard.__file__).parents[1]
-NAN = (
-    "masked NaN or inf in key", "masked NaN or inf in value", "masked NaN or inf in value, causal", "live NaN",
-    "gradients, masked NaN",
-)  # fmt: skip
+NAN = (*NAN_CAPABILITIES, *list_rejected())
 
 
 # -- The command line ---------------------------------------------------------------------------------------

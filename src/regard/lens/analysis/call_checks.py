@@ -190,7 +190,7 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
     """Check for the math kernel, which stores the whole matrix, where a fused kernel could run."""
     batch, heads, q_len, kv_len = layer.shape
     call = layer.call
-    if call.kernel != "torch: math" or q_len == 1:
+    if call.kernel != "torch: math" or q_len < 2:
         return None
     item_size = 4 if call.query is None else call.query.element_size()
     nbytes = batch * heads * q_len * kv_len * item_size
