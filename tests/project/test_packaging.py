@@ -50,11 +50,27 @@ def test_ci_installs_every_declared_requirement():
     assert missing == [] or os.environ.get("CI") != "true"
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.14.0", "3.0"])
-def test_a_version_that_ci_did_not_run_is_seen(version):
+@pytest.mark.parametrize("version", ["2.8.0", "2.9.0rc1"])
+def test_a_version_below_the_lowest_is_seen(version):
     (torch,) = (r for r in declared() if r.name == "torch")
     assert outside(torch, version)
-    assert not outside(torch, "2.13.0+cpu")
+    assert not outside(torch, "2.13.0+cpu") and not outside(torch, "9.0")
+
+
+def find_caps(extras: dict[str, list[str]]) -> list[str]:
+    """The requirements of users that exclude later releases."""
+    lines = [line for name, lines in extras.items() if name not in ("dev", "docs") for line in lines]
+    capping = ("<", "<=", "==", "===", "~=", "!=")
+    return [line for line in lines if any(part.operator in capping for part in Requirement(line).specifier)]
+
+
+def test_what_users_install_has_lower_bounds_and_no_caps():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"] | {"": project["dependencies"]}
+    assert find_caps(extras) == [] and "<" not in project["requires-python"]
+    users = [Requirement(line) for name in extras if name not in ("dev", "docs") for line in extras[name]]
+    assert [r.name for r in users if not r.specifier and r.name != "regard"] == []
+    assert find_caps({"torch": ["torch>=2.9,<2.16", "numpy"]}) == ["torch>=2.9,<2.16"]
 
 
 # -- What an import loads, and what it costs --------------------------------------------------------------

@@ -121,13 +121,15 @@ class Printer:
             A function that advances the bar by one step.
         """
         console = build_console(stderr=True)
-        visible = console.is_terminal and self.as_text
+        if not console.is_terminal or not self.as_text:
+            yield lambda: None
+            return
         columns = (
             TextColumn("{task.description}", markup=False),
             _PolledBar(bar_width=30),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
+        with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(escape_unprintable(description), total=total, count_done=count_done)
             yield lambda: progress.advance(task)
 

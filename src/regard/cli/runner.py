@@ -35,11 +35,6 @@ def run(arguments: list[str]) -> int:
         )
         sys.stdout.flush()
         return code if isinstance(code, int) else SUCCESS
-    except typer.TyperException as error:
-        message = error.format_message().replace("Value error, ", "").rstrip(".")
-        end = "" if message.endswith("?") else "."
-        print_error(command, f"{message}{end} Try '{command} --help'.")
-        return USAGE_ERROR
     except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SUCCESS
@@ -47,6 +42,12 @@ def run(arguments: list[str]) -> int:
         print_error(command, "interrupted.")
         return INTERRUPTED
     except Exception as error:
+        # Usage errors are exceptions of typer, of click, or of the click inside typer, depending on the release.
+        if hasattr(error, "format_message"):
+            message = error.format_message().replace("Value error, ", "").rstrip(".")
+            end = "" if message.endswith("?") else "."
+            print_error(command, f"{message}{end} Try '{command} --help'.")
+            return USAGE_ERROR
         if options["traceback"]:
             traceback.print_exc()
         message, code = format_error(error)

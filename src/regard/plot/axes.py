@@ -94,7 +94,7 @@ def label_axis(axis: Any, names: Sequence[str] | None, positions: Sequence[int] 
     """Label the `count` ticks of an axis with names if they fit, otherwise label round positions."""
     box = axis.axes.get_window_extent()
     is_x = axis.axis_name == "x"
-    points = (box.width if is_x else box.height) * 72 / axis.get_figure(root=True).dpi / max(count, 1)
+    points = (box.width if is_x else box.height) * 72 / axis.figure.dpi / max(count, 1)
     if names is not None and points >= MIN_FONT_SIZE + 1:
         size = min(_to_points(rcParams[f"{axis.axis_name}tick.labelsize"]), points - 1)
         rotation = 90 if is_x and max(map(len, names), default=0) > 2 else 0
@@ -121,4 +121,4 @@ def _to_points(size: Any) -> float:
 
 def hatch_background(ax: Any) -> None:
     """Hatch the area that no artist covers."""
-    ax.patch.set(facecolor=HATCHED, hatch="////", hatchcolor=LINE)
+    ax.patch.set(facecolor=HATCHED, hatch="////", edgecolor=LINE, linewidth=0)

@@ -69,7 +69,7 @@ def cost(costs: CostTable | Profile | None = None, quantity: str = "memory", *, 
         ax.plot(lengths, _fit_line(lengths, measured, exponent), color=ORANGE, linewidth=1)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    inches = ax.get_window_extent().width / ax.get_figure(root=True).dpi
+    inches = ax.get_window_extent().width / ax.figure.dpi
     ax.xaxis.set_major_locator(LogLocator(2, numticks=max(3, int(1.4 * inches))))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
     ax.yaxis.set_major_locator(LogLocator(10, numticks=9))

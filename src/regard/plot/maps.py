@@ -296,7 +296,7 @@ def _draw_image(
 
 def _fits_numbers(ax: Any, shape: tuple[int, int]) -> bool:
     """Tell whether a number fits into a cell."""
-    box, dpi = ax.get_window_extent(), ax.get_figure(root=True).dpi
+    box, dpi = ax.get_window_extent(), ax.figure.dpi
     return bool(min(box.height / shape[0], box.width / shape[1]) / dpi >= MIN_CELL_WITH_NUMBER)
 
 

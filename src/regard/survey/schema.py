@@ -121,9 +121,10 @@ def build_record_batch(documents: Sequence[RowBatch], schema: pa.Schema) -> pa.R
     for field in schema:
         values = concatenate(field.name)
         if pa.types.is_fixed_size_list(field.type):
-            # NaN stands for an undefined value, which is null in the file.
-            flat, missing = pa.array(values.reshape(-1)), pa.array(values[:, 0] != values[:, 0])
-            arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size, mask=missing))
+            # NaN stands for an undefined value, which is null in the file. Older pyarrow writes no list that is null.
+            flat = values.reshape(-1)
+            flat = pa.array(flat, mask=flat != flat)
+            arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
         elif pa.types.is_floating(field.type):
             arrays.append(pa.array(values, mask=values != values))
         else:
@@ -145,5 +146,4 @@ def column_to_numpy(column: pa.Array) -> Any:
         return column.to_numpy(zero_copy_only=False).astype(float)
     width = column.type.list_size
     numbers = column.values.slice(column.offset * width, len(column) * width)
-    numbers = numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)
-    return np.where(column.is_null().to_numpy(zero_copy_only=False)[:, None], np.nan, numbers)
+    return numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)
