@@ -112,11 +112,13 @@ def find_engine(operation: str, **arrays: object) -> Engine:
                 try:
                     from regard.engines.torch import TorchEngine
                 except ImportError as error:
+                    is_old = str(error.name).startswith("torch.")
+                    lacking = f", which has no {error.name}" if is_old else f", without {error.name}"
                     raise ArgumentTypeError(
                         operation,
-                        received=f"torch tensors, without {error.name}",
-                        expected="the torch extra installed",
-                        hint="pip install 'regard[torch]'",
+                        received=f"tensors of torch {torch.__version__}{lacking}",
+                        expected="torch 2.9 or newer" if is_old else "the torch extra installed",
+                        hint=f"pip install {'--upgrade ' * is_old}'regard[torch]'",
                     ) from None
                 return _TORCH_ENGINES.setdefault(array.device, TorchEngine(array.device))
     for registered in _REGISTERED.values():

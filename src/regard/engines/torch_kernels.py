@@ -27,12 +27,14 @@ class Kernel:
         backward: Function of the output's gradient, query, key, value, output, lse, is_causal, mask tile and scale that
             returns the gradients of query, key and value; None if there is none.
         takes_groups: Whether key and value may have fewer heads than the query; `check_kernel` finds it out.
+        is_public: Whether it calls `F.scaled_dot_product_attention`, and no private operator.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None, float], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     takes_groups: bool = False
+    is_public: bool = False
 
     @cached_property
     def causal_name(self) -> str:
@@ -80,23 +82,63 @@ def _cuda_forward(
     return output, lse[..., : q.shape[2]]
 
 
+SDPA = torch._C._nn.scaled_dot_product_attention
+_STREAMED_SCORES = 1 << 21  # scores held at once while the lse is computed
+
+
+def _public_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    with use_full_precision(q.device.type):  # autocast applies to the public function
+        output = SDPA(q, k, v, tile, 0.0, causal, scale=scale)
+        with torch.no_grad():
+            lse = _stream_lse(q, k, causal, tile, scale)
+    return output.masked_fill((lse == -math.inf)[..., None], 0.0), lse
+
+
+def _stream_lse(q: Tensor, k: Tensor, causal: bool, tile: Tensor | None, scale: float) -> Tensor:
+    """Compute the lse, (batch, heads, rows), a few rows at a time: the public function does not return it."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    wide_k = k.to(dtype).mT
+    step = max(1, _STREAMED_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    parts = []
+    for start in range(0, q.shape[2], step):
+        rows = slice(start, start + step)
+        scores = (q[:, :, rows].to(dtype) @ wide_k).mul_(scale)
+        if tile is not None:
+            scores = scores + tile[..., rows, :]
+        if causal:
+            shape = scores.shape[-2:]
+            scores = scores.masked_fill(
+                torch.ones(shape, dtype=torch.bool, device=q.device).triu(start + 1), -math.inf
+            )
+        parts.append(scores.logsumexp(-1))
+    return torch.cat(parts, -1)
+
+
 CPU_FLASH = Kernel("flash on CPU", _cpu_forward, _cpu_backward)
 CUDA_EFFICIENT = Kernel("efficient on CUDA (untested)", _cuda_forward, None)
+PUBLIC = Kernel("scaled_dot_product_attention, lse streamed", _public_forward, None, is_public=True)
 
-
-_KERNELS = {"cpu": CPU_FLASH, "cuda": CUDA_EFFICIENT}
-_checked: dict[str, Kernel] = {}  # a failed check is not stored: its cause may be the state of the process
+# In order of preference. A private operator may change or disappear in any release; the public function stays.
+KERNELS = {"cpu": (CPU_FLASH, PUBLIC), "cuda": (CUDA_EFFICIENT, PUBLIC)}
+# If all fail, nothing is stored: the cause may be the state of the process.
+_checked: dict[str, Kernel] = {}
 
 
 def get_kernel(device_type: str) -> Kernel | None:
-    """Return the fused kernel of a device type, or None if it is missing or its results are wrong.
+    """Return the first kernel of a device type whose results are right, or None if there is none.
 
     Args:
         device_type: "cpu", "cuda", …
     """
     checked = _checked.get(device_type)
-    if checked is None and device_type in _KERNELS:
-        checked = check_kernel(_KERNELS[device_type], device_type)
+    if checked is None and device_type in KERNELS:
+        results = (check_kernel(kernel, device_type) for kernel in KERNELS[device_type])
+        checked = next((kernel for kernel in results if kernel is not None), None)
         if checked is not None:
             _checked[device_type] = checked
     return checked
@@ -112,43 +154,61 @@ def check_kernel(kernel: Kernel, device_type: str) -> Kernel | None:
     Returns:
         The kernel, with `takes_groups` set by the check; None if a result is wrong.
     """
-    # Fake tensors, default devices and subclasses act through these modes.
-    with (
-        torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(),
-        use_full_precision(device_type),
-    ):  # fmt: skip
-        if not all(_is_right(kernel, device_type, length, groups=1) for length in _CHECKED_LENGTHS):
-            return None
-        takes_groups = all(_is_right(kernel, device_type, length, groups=2) for length in _CHECKED_LENGTHS)
-    return replace(kernel, takes_groups=takes_groups)
+    if find_fault(kernel, device_type, groups=1):
+        return None
+    return replace(kernel, takes_groups=not find_fault(kernel, device_type, groups=2))
 
 
 _CHECKED_LENGTHS = (5, 70)  # below and above the shortest block of the CPU kernel
 
 
-def _is_right(kernel: Kernel, device_type: str, length: int, groups: int) -> bool:
-    """Return whether output and lse are right without a mask, causal and with a mask tile."""
+def find_fault(kernel: Kernel, device_type: str, groups: int) -> str:
+    """Compare output and lse of a kernel with the definition: without a mask, causal and with a mask tile.
+
+    Args:
+        kernel: The kernel.
+        device_type: Device type to run it on.
+        groups: Number of query heads that share a key head.
+
+    Returns:
+        What is wrong, or "" if all results are right.
+    """
+    # Fake tensors, default devices and subclasses act through these modes.
+    with (
+        torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(),
+        use_full_precision(device_type),
+    ):  # fmt: skip
+        faults = (_find_fault_at(kernel, device_type, length, groups) for length in _CHECKED_LENGTHS)
+        return next(filter(None, faults), "")
+
+
+def _find_fault_at(kernel: Kernel, device_type: str, length: int, groups: int) -> str:
     heads, dim, scale = 4, 8, 0.5
-    numbers = torch.arange(3 * heads * length * dim, dtype=torch.float32, device=device_type)
-    q, all_k, all_v = (numbers * 0.7).sin().reshape(3, 1, heads, length, dim).unbind()
-    # A kernel that takes each query head's own key head reads past the end: here, wrong numbers instead of a crash.
-    k, v = (x[:, : heads // groups] for x in (all_k, all_v))
-    wide_q, wide_k, wide_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
-    tile = (numbers[: length * length] * 0.3).cos().reshape(1, 1, length, length)
-    causal = torch.full((length, length), -math.inf, dtype=torch.float64, device=device_type).triu(1)
     try:
-        for is_causal, own_tile, bias in ((False, None, 0.0), (True, None, causal), (False, tile, tile)):
+        numbers = torch.arange(3 * heads * length * dim, dtype=torch.float32, device=device_type)
+        q, all_k, all_v = (numbers * 0.7).sin().reshape(3, 1, heads, length, dim).unbind()
+        # A kernel that takes each query head's own key head reads past the end: wrong numbers instead of a crash.
+        k, v = (x[:, : heads // groups] for x in (all_k, all_v))
+        wide_q, wide_k, wide_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
+        tile = (numbers[: length * length] * 0.3).cos().reshape(1, 1, length, length)
+        causal = torch.full((length, length), -math.inf, dtype=torch.float64, device=device_type).triu(1)
+        for mask, own_tile, bias in (
+            ("no mask", None, 0.0),
+            ("causal", None, causal),
+            ("mask tile", tile, tile),
+        ):
             scores = scale * wide_q @ wide_k.mT + bias
-            output, lse = kernel.forward(q, k, v, is_causal, own_tile, scale)
-            right = ((output, scores.softmax(-1) @ wide_v), (lse, scores.logsumexp(-1)))
-            if not all(torch.allclose(result.double(), exact, atol=1e-5) for result, exact in right):
-                return False
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False
-    return True
+            output, lse = kernel.forward(q, k, v, mask == "causal", own_tile, scale)
+            exact = {"output": scores.softmax(-1) @ wide_v, "lse": scores.logsumexp(-1)}
+            for name, result in (("output", output), ("lse", lse)):
+                if not torch.allclose(result.double(), exact[name], atol=1e-5):
+                    error = float((result.double() - exact[name]).abs().max())
+                    return f"{name} off by {error:.1e} with {mask}, {length} tokens, {groups} query heads per key head"
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-SDPA = torch._C._nn.scaled_dot_product_attention
 _FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
@@ -180,7 +240,7 @@ def run_flash_with_lse(
     if torch.is_autocast_enabled("cpu"):
         return None  # autocast applies to the public function only
     kernel = get_kernel("cpu")
-    if kernel is None or (query.shape[1] != key.shape[1] and not kernel.takes_groups):
+    if kernel is None or kernel.is_public or (query.shape[1] != key.shape[1] and not kernel.takes_groups):
         return None
     backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

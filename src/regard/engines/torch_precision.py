@@ -13,6 +13,13 @@ from typing import Any
 
 import torch
 
+if not hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"):
+    missing = "torch.backends.mkldnn.matmul.fp32_precision"
+    raise ImportError(
+        f"torch {torch.__version__} has no {missing}, which torch 2.9 added. pip install --upgrade 'regard[torch]'",
+        name=missing,
+    )
+
 # Settings for float32 products by device type; "none" inherits from `torch.backends.fp32_precision`.
 _SETTINGS: dict[str, Any] = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
 

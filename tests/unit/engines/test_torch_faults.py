@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,7 +20,7 @@ from regard import alibi, attention, bias, causal, dense, first, padding, slidin
 from regard.engines import find_engine  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_lowering as lowering  # noqa: E402
-from regard.testing import Case, build_inputs, check_case  # noqa: E402
+from regard.testing import Case, build_inputs, check_case, draw_cases  # noqa: E402
 from regard.tiling import tile_sizes, use_tile_sizes  # noqa: E402
 from tests.helpers import tensors  # noqa: E402
 
@@ -219,10 +222,58 @@ def test_an_operator_with_wrong_results_is_not_used(name, monkeypatch):
 
     assert kernels.check_kernel(kernels.CPU_FLASH, "cpu") is not None
     monkeypatch.setattr(kernels, "_checked", {})
-    monkeypatch.setitem(kernels._KERNELS, "cpu", replace(kernels.CPU_FLASH, forward=forward))
-    assert kernels.get_kernel("cpu") is None
+    wrong = replace(kernels.CPU_FLASH, forward=forward)
+    monkeypatch.setitem(kernels.KERNELS, "cpu", (wrong, *kernels.KERNELS["cpu"][1:]))
+    fault = kernels.find_fault(wrong, "cpu", groups=1)
+    assert fault.startswith(
+        {"lse in base 2": "lse off by", "another output": "output off by"}.get(name, "ValueError")
+    )
+    assert kernels.get_kernel("cpu").is_public
+    query, key, value = draw(1, 2, 70, 16, dtype=torch.float32)
+    A = attention(query, key, mask=causal())
+    torch.testing.assert_close(A @ value, A.to_dense() @ value)
+    assert A.kernel == "torch: scaled_dot_product_attention, lse streamed, causal"
+    assert kernels.run_flash_with_lse(query, key, value, None, 0.0, True, None, False) is None
     monkeypatch.undo()
-    assert kernels.get_kernel("cpu") is not None
+    assert kernels.get_kernel("cpu").name == "flash on CPU"
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_public_function_passes_the_generated_cases_in_place_of_the_operator(seed, monkeypatch):
+    monkeypatch.setattr(kernels, "get_kernel", lambda device_type: replace(kernels.PUBLIC, takes_groups=True))
+    monkeypatch.setattr(kernels, "_cpu_operator", lambda: pytest.fail("the operator was called"))
+    kernels_used = set()
+    for case, is_possible in draw_cases(60, seed, 16):
+        inputs = build_inputs(case, 16) if is_possible else None
+        if inputs is not None:
+            assert check_case(case, inputs, ["torch fused"]) == []
+    query, key, value = draw(2, 3, 70, 16, dtype=torch.float32)
+    for mask in (None, causal(), sliding_window(9)):
+        A = attention(query, key, mask=mask)
+        A @ value
+        kernels_used.add(A.kernel.split(",")[0])
+    assert kernels_used == {"torch: scaled_dot_product_attention"}
+
+
+def test_the_public_function_has_gradients(gradcheck):
+    query, key, value = (x.requires_grad_() for x in draw(1, 2, 9, 4))
+
+    def product(query, key, value):
+        return kernels.PUBLIC.forward(query, key, value, True, None, 0.5)[0]
+
+    assert gradcheck(product, (query, key, value))
+
+
+def test_an_old_torch_is_refused_with_a_hint():
+    # A process of its own: the capability is looked for when the engine is imported.
+    code = (
+        "import torch, regard\ntorch.backends.mkldnn.matmul = object()\n"
+        "try:\n    regard.attention(torch.ones(2, 4), torch.ones(2, 4))\n"
+        "except regard.ArgumentTypeError as error:\n    print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())
+    assert f"tensors of torch {torch.__version__}, which has no" in run.stdout, run.stderr
+    assert "fp32_precision" in run.stdout and "pip install --upgrade 'regard[torch]'" in run.stdout
 
 
 def test_tensors_of_another_device_are_refused():
