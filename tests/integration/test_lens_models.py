@@ -152,17 +152,20 @@ def test_either_implementation_is_captured(implementation):
     }
 
 
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 UNCAPTURED = {
-    "BLOOM": TinyModel(
-        hf.BloomForCausalLM, hf.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
-    ),
-    "MPT": TinyModel(
-        hf.MptForCausalLM, hf.MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
-    ),
-    "GPT-J": TinyModel(
-        hf.GPTJForCausalLM,
-        hf.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64),
-    ),
+    "Longformer": TinyModel(hf.LongformerModel, hf.LongformerConfig(**SIZES, attention_window=4)),
+    "YOSO": TinyModel(hf.YosoModel, hf.YosoConfig(**SIZES, use_expectation=True)),
+}
+REASONS = {
+    "Longformer": r"computes a softmax of shape \(2, 12, 4, 5\) that reaches no product with a value",
+    "YOSO": "computes its weights without calling a watched function",
 }
 
 
@@ -172,7 +175,7 @@ def test_layers_that_call_no_watched_function_are_rejected(name):
     with (
         pytest.raises(
             NotCapturedError,
-            match=r"was not captured.*computes its weights without calling a watched function",
+            match=rf"was not captured.*{REASONS[name]}",
         ) as error,
         regard.watch(model),
     ):
@@ -188,17 +191,23 @@ def test_a_model_without_attention_is_rejected():
         model(torch.arange(3, 9)[None])
 
 
-def test_an_attention_function_with_other_weights_is_rejected():
+def test_an_attention_function_with_other_weights_is_read_from_its_softmax():
+    computed = []
+
     def louder(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
         weights = (1.5 * scaling * query @ key.repeat_interleave(2, 1).mT + attention_mask).softmax(-1)
+        computed.append(weights)
         return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), weights
 
     hf.AttentionInterface.register("louder", louder)
     hf.AttentionMaskInterface.register("louder", hf.masking_utils.eager_mask)
     try:
         model = TINY["Llama"].build("louder")
-        with pytest.raises(NotCapturedError, match="louder returned other weights"), regard.watch(model):
+        with regard.watch(model) as recording:
             model(**TINY["Llama"].inputs("left"))
+        for layer, weights in zip(recording, computed, strict=True):
+            assert torch.equal(recording[layer].to_dense(), weights)
+            assert recording.calls(layer)[0].kernel == "transformers: louder"
         assert hf.AttentionInterface._global_mapping["louder"] is louder
     finally:
         del (

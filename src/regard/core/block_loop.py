@@ -177,8 +177,9 @@ def _run_pairs(
                 )
             else:
                 scores = problem.scores(band, columns, full) if scores is None else scores
-                weights = normalise(scores, stats, engine)
-                if stats.sum is None:
+                given = problem.given_weights(band, columns)
+                weights = normalise(scores, stats, engine) if given is None else given
+                if stats.sum is None and given is None:
                     weights = xp.clip(weights, None, 1.0)  # the lse is rounded, too
             for i, measure in enumerate(bound):
                 if logs is not None and hasattr(measure, "step_logs"):

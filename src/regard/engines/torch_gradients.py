@@ -51,9 +51,14 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
             blocks = problem.live_blocks(band, width)
             tiles = [problem.scores(band, columns, full) for columns, full in blocks]
             band_states = [measure.init(problem.shape, xp) for measure in bound]
+            given = [problem.given_weights(band, columns) for columns, _ in blocks]
             raw = [problem.compute_unnormalised_weights(band, columns, full) for columns, full in blocks]
-            is_softmax = not raw or raw[0] is None
-            weights_of_blocks = _softmax(tiles, problem) if is_softmax else _normalise(raw)
+            if given and given[0] is not None:
+                weights_of_blocks = given
+            elif raw and raw[0] is not None:
+                weights_of_blocks = _normalise(raw)
+            else:
+                weights_of_blocks = _softmax(tiles, problem)
             for (columns, _), tile, weights in zip(blocks, tiles, weights_of_blocks, strict=True):
                 q_idx, kv_idx = xp.asarray(band), xp.asarray(columns)
                 band_states = [

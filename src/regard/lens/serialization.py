@@ -35,7 +35,7 @@ _JSON_FIELDS = (
     "steps",
     "speculative_mode",
 )
-_ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink")
+_ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink", "weights")
 _MASK_FIELDS = ("start", "stop", "visible_keys", "uniform_keys", "dense_mask")
 
 
@@ -224,7 +224,7 @@ class RecordingReader:
             if measures is None
             else {name: self.decode_result(result) for name, result in measures.items()},
             **{field: record[field] for field in _JSON_FIELDS if field in record},
-            **{field: self.get_array(record[field]) for field in _ARRAY_FIELDS},
+            **{field: self.get_array(record.get(field)) for field in _ARRAY_FIELDS},
         )
 
 

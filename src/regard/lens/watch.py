@@ -18,7 +18,10 @@ from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
+from regard.lens.capture.followed_tensor import SoftmaxTrace, close_traces
+from regard.lens.capture.held_functions import find_held_functions
 from regard.lens.capture.imported_names import find_imported
+from regard.lens.capture.own_softmax import wrap_exp, wrap_softmax
 from regard.lens.capture.patching import (
     class_namespace,
     exclude_from_compile,
@@ -26,7 +29,7 @@ from regard.lens.capture.patching import (
     unpatch,
     unwrap_original,
 )
-from regard.lens.capture.record import CaptureOptions, Uncaptured, build_call
+from regard.lens.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
 from regard.lens.capture.regard_layers import wrap_regard_attention
 from regard.lens.recording import Recording
 from regard.masks import first
@@ -45,6 +48,9 @@ _NATIVE_LAYERS = (
     nn.TransformerDecoderLayer,
 )
 
+# Attributes that every module has.
+_MODULE_FIELDS = frozenset(vars(nn.Module()))
+
 _OWN_SOFTMAX_HINT = (
     "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
     "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
@@ -62,6 +68,7 @@ def watch(
     dtype: torch.dtype | None = None,
     copy: bool = False,
     values: bool = False,
+    max_dense_bytes: int = MAX_DENSE_BYTES,
 ) -> Watch:
     """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
@@ -82,6 +89,8 @@ def watch(
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
         values: Record value and output, too.
+        max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. If
+            those of all calls take more bytes than this, the rest is reported as not captured. Default: 1 GiB.
 
     Returns:
         A context manager whose value is the `Recording`.
@@ -105,7 +114,12 @@ def watch(
     """
     _check_model(model)
     options = CaptureOptions(
-        device=device, dtype=dtype, copy=copy, values=values, measures=_resolve_measures(measures)
+        device=device,
+        dtype=dtype,
+        copy=copy,
+        values=values,
+        measures=_resolve_measures(measures),
+        max_dense_bytes=max_dense_bytes,
     )
     return Watch(model, _select_modules(model, layers), options)
 
@@ -136,8 +150,10 @@ class Watch:
         # Captures of this thread before each running module, by (thread, module), and speculative modes by thread.
         self._captures_before: dict[tuple[int, int], int] = {}
         self._speculative_modes: dict[int, str] = {}
-        # Class and shape of the softmax of each module that computed one, by name.
-        self._softmaxes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        # Class of each module that computed a softmax, and one that was not read if there is any, by name.
+        self._softmaxes: dict[str, tuple[str, SoftmaxTrace]] = {}
+        # Modules that are named attention and ran without a capture, by name.
+        self._without_capture: dict[str, str] = {}
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
@@ -174,7 +190,7 @@ class Watch:
             NotCapturedError: If the block raised nothing, and an attention layer ran and was not captured.
         """
         self._restore()
-        self._report_own_softmax()
+        self._report_missed_layers()
         uncaptured = self._recording._uncaptured
         if error_type is None and uncaptured:
             name, first_failure = next(iter(uncaptured.items()))
@@ -187,6 +203,7 @@ class Watch:
             )
 
     def _restore(self) -> None:
+        close_traces(all_threads=True)
         while self._patches:
             unpatch(self._patches.pop())
         while self._hooks:
@@ -220,19 +237,23 @@ class Watch:
         """Report a call that cannot be recorded; the wrappers call it."""
         self._recording._uncaptured.setdefault(name, Uncaptured(reason, hint))
 
-    def notice_softmax(self, name: str, module: nn.Module, shape: tuple[int, ...]) -> None:
+    def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
         """Notice a softmax that may be attention; the wrappers call it."""
-        self._softmaxes.setdefault(name, (type(module).__name__, shape))
+        if name not in self._softmaxes or self._softmaxes[name][1].is_read:
+            self._softmaxes[name] = (type(module).__name__, trace)
 
-    def _report_own_softmax(self) -> None:
-        """Report the modules that computed a softmax of the shape of attention, and of which nothing was captured."""
-        for name, (class_name, shape) in self._softmaxes.items():
-            if name not in self._recording:
-                reason = (
-                    f"{class_name} computes a softmax of shape {shape} without calling a watched function"
-                )
+    def _report_missed_layers(self) -> None:
+        """Report softmaxes of the shape of attention, and modules named attention, of which nothing was captured."""
+        for name, (class_name, trace) in self._softmaxes.items():
+            if name not in self._recording and not trace.is_read:
+                reason = f"{class_name} computes a softmax of shape {trace.shape} that {trace.fault}"
+                self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
+        for name, reason in self._without_capture.items():
+            # The projections of an attention layer may be named attention, too.
+            if not any(name.startswith(f"{layer}.") for layer in self._recording):
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         self._softmaxes.clear()
+        self._without_capture.clear()
 
     def _register_hooks(self) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
@@ -260,6 +281,8 @@ class Watch:
     def _make_after_forward(self, name: str) -> Callable[..., None]:
         def after_forward(module: nn.Module, *_: Any) -> None:
             before = self._captures_before.pop((threading.get_ident(), id(module)), None)
+            if module is self._model:
+                close_traces()  # outputs must not have the class of followed tensors
             if before != wrappers.count_captures():
                 return
             class_name, is_model = type(module).__name__, module is self._model
@@ -268,7 +291,7 @@ class Watch:
             reason = f"{class_name} computes its weights without calling a watched function"
             if is_model:
                 reason = f"{class_name} called no watched attention function"
-            self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
+            self._without_capture.setdefault(name, reason)
 
         return after_forward
 
@@ -373,20 +396,27 @@ def _find_patch_targets(
     yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
     yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
     yield class_namespace(CausalBias), "__torch_function__", wrappers.wrap_causal_bias
-    yield class_namespace(torch.Tensor), "softmax", wrappers.wrap_softmax
-    softmax = unwrap_original(torch.softmax)
-    yield vars(torch), "softmax", wrappers.wrap_softmax
+    own_softmax = {"softmax": wrap_softmax, "exp": wrap_exp, "exp_": wrap_exp}
+    for name, make_wrapper in own_softmax.items():
+        yield class_namespace(torch.Tensor), name, make_wrapper
+        yield vars(torch), name, make_wrapper
+    yield vars(torch.special), "softmax", wrap_softmax
     model_files = [id(namespace) for namespace in _find_namespaces(model)]
     by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
-    by_function[id(softmax)] = wrappers.wrap_softmax
+    by_function |= {
+        id(unwrap_original(getattr(torch, name))): make_wrapper for name, make_wrapper in own_softmax.items()
+    }
     imported = list(find_imported(frozenset(by_function)))
     for namespace in imported + [vars(part) for part in model.modules()]:
         if id(namespace) not in model_files:
             for name, value in tuple(namespace.items()):
-                is_wrapper = isinstance(value, types.FunctionType) and "_regard_original" in vars(value)
-                original = unwrap_original(value) if is_wrapper else value
+                original = _unwrap_function(value)
                 if id(original) in by_function:
                     yield namespace, name, by_function[id(original)]
+    for namespace, name, value in find_held_functions(_find_functions(model)):
+        original = _unwrap_function(value)
+        if id(original) in by_function:
+            yield namespace, name, by_function[id(original)]
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
@@ -397,12 +427,8 @@ def _find_patch_targets(
     for namespace in _find_namespaces(model):
         for name, value in tuple(namespace.items()):
             original = unwrap_original(value)
-            if original is softmax:
-                yield namespace, name, wrappers.wrap_softmax
-            elif original is sdpa:
-                yield namespace, name, wrappers.wrap_sdpa
-            elif original is multi_head:
-                yield namespace, name, wrappers.wrap_multi_head_attention
+            if id(original) in by_function:
+                yield namespace, name, by_function[id(original)]
             elif original is attention or original is layer_matrix:
                 yield namespace, name, wrap_regard_attention
             elif _is_attention_function(original):
@@ -424,6 +450,24 @@ def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
         if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
             yield vars(sys.modules[name])
+
+
+def _find_functions(model: nn.Module) -> Iterator[Any]:
+    """Yield the methods of the model's classes, its attributes, and the globals of the files that define it."""
+    for namespace in _find_namespaces(model):
+        if not str(namespace.get("__name__")).startswith("regard"):
+            yield from (value for name, value in namespace.items() if not name.startswith("__"))
+    for base in {base for module in model.modules() for base in type(module).__mro__}:
+        if not base.__module__.startswith(("torch.", "builtins")):
+            yield from vars(base).values()
+    for part in model.modules():
+        yield from (value for name, value in vars(part).items() if name not in _MODULE_FIELDS)
+
+
+def _unwrap_function(value: Any) -> Any:
+    """Return the function that a patch replaced, or the value itself; attributes of other objects are not read."""
+    is_wrapper = isinstance(value, types.FunctionType) and "_regard_original" in vars(value)
+    return unwrap_original(value) if is_wrapper else value
 
 
 def _is_attention_function(value: Any) -> bool:

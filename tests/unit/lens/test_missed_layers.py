@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 
 import pytest
 
@@ -56,8 +57,22 @@ OWN_SOFTMAX = {
 
 
 @pytest.mark.parametrize("how", OWN_SOFTMAX)
-def test_a_layer_of_any_name_that_computes_its_own_softmax_is_reported(how):
+def test_a_layer_of_any_name_that_computes_its_own_softmax_is_read(how):
     model = nn.Sequential(Mixer(by_attribute), Mixer(OWN_SOFTMAX[how]))
+    expected = model(X)
+    with regard.watch(model) as recording:
+        assert torch.equal(model(X), expected)
+    assert list(recording) == ["0", "1"] and recording.calls("1")[0].weights is not None
+
+
+def pool(query, key, value):
+    """A softmax whose rows are averaged: it reaches the value, but no product with it."""
+    weights = (query @ key.mT).softmax(-1)
+    return weights.mean(-2).unsqueeze(-1) * value
+
+
+def test_a_softmax_that_reaches_no_product_is_reported():
+    model = nn.Sequential(Mixer(by_attribute), Mixer(pool))
     expected = model(X)
     with (
         pytest.raises(
@@ -71,6 +86,46 @@ def test_a_layer_of_any_name_that_computes_its_own_softmax_is_reported(how):
     assert [finding.module for finding in recording.diagnose() if finding.kind == "not captured"] == ["1"]
     with regard.watch(model, layers="0"):
         model(X)
+
+
+def hold_in_closure(function):
+    def attend(query, key, value):
+        return function(query, key, value)
+
+    return attend
+
+
+def hold_in_default(query, key, value, function=F.scaled_dot_product_attention):
+    return function(query, key, value)
+
+
+def hold_in_keyword(query, key, value, *, function=F.scaled_dot_product_attention):
+    return function(query, key, value)
+
+
+FUNCTIONS = {"sdpa": F.scaled_dot_product_attention}
+HELD = {
+    "partial": partial(F.scaled_dot_product_attention, is_causal=True),
+    "closure": hold_in_closure(F.scaled_dot_product_attention),
+    "default": hold_in_default,
+    "keyword": hold_in_keyword,
+    "dictionary": lambda query, key, value: FUNCTIONS["sdpa"](query, key, value),
+    "closure of a partial of a function": hold_in_closure(partial(hold_in_default)),
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_a_function_that_another_function_holds_is_captured_once(how):
+    original = F.scaled_dot_product_attention
+    model = nn.Sequential(Mixer(by_attribute), Mixer(HELD[how]))
+    expected = model(X)
+    with regard.watch(model) as outer, regard.watch(model) as recording:
+        assert torch.equal(model(X), expected)
+    for seen in (outer, recording):
+        assert [len(seen.calls(name)) for name in seen] == [1, 1]
+    assert HELD["partial"].func is original and HELD["closure"].__closure__[0].cell_contents is original
+    assert hold_in_default.__defaults__ == (original,) and FUNCTIONS["sdpa"] is original
+    assert hold_in_keyword.__kwdefaults__ == {"function": original}
 
 
 @pytest.mark.parametrize(

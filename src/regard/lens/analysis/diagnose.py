@@ -246,7 +246,9 @@ def _find_not_finite(layer: CheckedLayer) -> tuple[Any, list[str], dict[str, int
     """Find NaN and inf in query, key and bias: where, (batch, heads, rows); in which tensors; and how many."""
     batch, heads, q_len, _ = layer.shape
     where, tensors, counts = np.zeros((batch, heads, q_len), bool), [], {"NaN": 0, "inf": 0}
-    for name, tensor in (("query", layer.call.query), ("key", layer.call.key)):
+    weights = layer.call.weights
+    named = [("query", layer.call.query), ("key", layer.call.key), ("weights", weights)]
+    for name, tensor in named[: 2 if weights is None else 3]:
         finite = tensor.isfinite()
         if bool(finite.all()):
             continue

@@ -66,6 +66,8 @@ def _check_scale(
 ) -> tuple[Finding | None, Any]:
     """Check the scale; also return the heads whose scores it makes too large, (heads,)."""
     call = layer.call
+    if call.weights is not None:  # the layer computed its own softmax, and its scale is not known
+        return None, np.zeros(len(deviation), bool)
     is_unscaled = UNSCALED_LAYERS.fullmatch(call.layer_class) is not None
     default, default_name = (
         (1.0, "scale of this class") if is_unscaled else (1 / math.sqrt(call.query.shape[-1]), "1/√head_dim")

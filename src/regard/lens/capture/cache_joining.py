@@ -56,6 +56,8 @@ class CallRows(NamedTuple):
     output: Tensor | None
     compact_mask: CompactMask
     is_causal: bool
+    weights: Tensor | None
+    key_offset: int  # position of the first column of `weights` among all keys
 
     def first(self, count: int) -> CallRows:
         """Return the first rows."""
@@ -69,6 +71,8 @@ class CallRows(NamedTuple):
                 mask, start=mask.start[..., :count], stop=mask.stop[..., :count], uniform_keys=uniform_keys
             ),
             self.is_causal,
+            None if self.weights is None else self.weights[..., :count, :],
+            self.key_offset,
         )
 
 
@@ -95,7 +99,9 @@ class JoinedCalls:
 
     def _add_rows(self, call: Call) -> None:
         self.last, self._joined = call, None
-        self.steps.append(CallRows(call.query, call.lse, call.output, call.compact_mask, call.is_causal))
+        mask, weights = call.compact_mask, call.weights
+        rows = CallRows(call.query, call.lse, call.output, mask, call.is_causal, weights, self.key_offset)
+        self.steps.append(rows)
         self.num_rows += call.query.shape[-2]
 
     @property
@@ -140,13 +146,31 @@ class JoinedCalls:
             self.is_cross_attention = True
             self._add_rows(call)
             return True
+        if call.weights is not None and self._append_cross_attention(call):
+            return True
         if self.is_cross_attention:
             return False
-        if self._append(call, last.key, call.key):
+        old_keys, new_keys = _get_cached(last), _get_cached(call)
+        if old_keys is None or new_keys is None:
+            return False
+        if self._append(call, old_keys, new_keys):
             return True
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
-        old, new = last.key[..., : _count_used_keys(last), :], call.key[..., : _count_used_keys(call), :]
-        return any(self._append(call, *keys) for keys in ((last.key, new), (old, call.key), (old, new)))
+        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
+        return any(self._append(call, *keys) for keys in ((old_keys, new), (old, new_keys), (old, new)))
+
+    def _append_cross_attention(self, call: Call) -> bool:
+        """Append a call with its own softmax if it attends to the values of the last call, in the same memory."""
+        old, new = _get_cached(self.last), _get_cached(call)
+        if old is None or new is None or old.shape != new.shape or old.data_ptr() != new.data_ptr():
+            return False
+        if self._has_grown or not _attend_to_same_keys(
+            self.last.compact_mask, call.compact_mask, new.shape[-2]
+        ):
+            return False
+        self.is_cross_attention = True
+        self._add_rows(call)
+        return True
 
     def try_append_row(self, args: CapturedArgs, settings: RowSettings) -> bool:
         """Append one unmasked row over the keys of the last call and one more, as steps of `generate()` are.
@@ -218,7 +242,12 @@ class JoinedCalls:
         if key_offset:
             mask = replace(mask, start=mask.start + key_offset, stop=mask.stop + key_offset)
         self.key_offset, call.query_offset = key_offset, key_offset + past
-        call.key, call.compact_mask = new, mask
+        call.compact_mask = mask
+        if call.weights is None:
+            call.key = new
+        else:
+            length = new.shape[-2]
+            call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
         self._add_rows(call)
         return True
 
@@ -235,7 +264,10 @@ class JoinedCalls:
         last = self.last
         if call.speculative_mode or self.is_cross_attention or not _have_same_settings(last, call):
             return None
-        old, new = last.key[..., : _count_used_keys(last), :], call.key[..., : _count_used_keys(call), :]
+        old_keys, new_keys = _get_cached(last), _get_cached(call)
+        if old_keys is None or new_keys is None:
+            return None
+        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
         held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
         shared = min(held, past)
         if shared <= 0 or not _are_equal(new[..., :shared, :], old[..., :shared, :]):
@@ -275,10 +307,17 @@ class JoinedCalls:
     def _join(self) -> Call:
         last, steps = self.last, self.steps
         lses, outputs = [step.lse for step in steps], [step.output for step in steps]
+        key = last.key
+        if self.evicted_keys:
+            evicted = [
+                rows[..., : key.shape[-1]] for rows in self.evicted_keys
+            ]  # none of the columns without a key
+            key = torch.cat([*evicted, key], -2)
         return replace(
             last,
             query=torch.cat([step.query for step in steps], -2),
-            key=torch.cat([*self.evicted_keys, last.key], -2) if self.evicted_keys else last.key,
+            key=key,
+            weights=None if last.weights is None else self._join_weights(),
             value=last.value if not self.evicted_keys else None,
             output=None if any(output is None for output in outputs) else torch.cat(outputs, -2),
             lse=None if any(lse is None for lse in lses) else torch.cat(lses, -1),
@@ -288,11 +327,26 @@ class JoinedCalls:
             query_offset=self._query_offset,
         )
 
+    def _join_weights(self) -> Tensor:
+        """Join the weights of all calls; keys that a call did not have get a weight of 0."""
+        kv_len = self.shape[-1]
+        rows = [
+            torch.nn.functional.pad(
+                step.weights, (step.key_offset, kv_len - step.key_offset - step.weights.shape[-1])
+            )
+            for step in self.steps
+            if step.weights is not None
+        ]
+        return torch.cat(rows, -2)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are held, without masks of q_len × kv_len."""
-        tensors = [self.last.key, self.last.value, *self.evicted_keys]
-        tensors += [tensor for step in self.steps for tensor in (step.query, step.lse, step.output)]
+        held_value = self.last.cached if self.last.value is None else self.last.value
+        tensors = [self.last.key, held_value, *self.evicted_keys]
+        tensors += [
+            tensor for step in self.steps for tensor in (step.query, step.lse, step.output, step.weights)
+        ]
         return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
@@ -307,12 +361,17 @@ def _have_same_settings(a: Call, b: Call) -> bool:
         or a.query.dtype != b.query.dtype
     ):
         return False
-    if a.compact_mask.nbytes or b.compact_mask.nbytes:
+    if a.compact_mask.nbytes or b.compact_mask.nbytes or (a.weights is None) != (b.weights is None):
         return False
     same_sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
     return bool(same_sink)
+
+
+def _get_cached(call: Call) -> Tensor | None:
+    """Return the tensor of a call that a cache extends: the key, or the value if the layer computed its own softmax."""
+    return call.key if call.weights is None else call.cached
 
 
 def _is_same_tensor(a: Any, b: Any) -> bool:

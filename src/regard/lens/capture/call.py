@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from regard.core.attention import attention
+from regard.core.given_weights import attention_from_weights
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError
 from regard.lens.capture.compact_mask import CompactMask
@@ -23,7 +24,8 @@ class Call:
     """One call of an attention layer, or the consecutive calls that share one key-value cache.
 
     Query and key are detached references to the model's own tensors, unless `watch` copies or moves them. A
-    key that the model repeated for each head of a group is stored once. With `watch(measures=…)`, query and key are
+    key that the model repeated for each head of a group is stored once. If the layer computed its own softmax,
+    `weights` are its weights, and query and key have a head_dim of 0. With `watch(measures=…)`, query and key are
     None, and `measures` has the results.
 
     Args:
@@ -37,6 +39,7 @@ class Call:
         lse: (…, heads, q_len), from the kernel that ran; None if it does not return one.
         value: (…, kv_heads, kv_len, value_dim) with `watch(values=True)`, else None.
         output: Output of the kernel with `watch(values=True)`, else None.
+        weights: (…, heads, q_len, kv_len), as a layer with its own softmax computed them, without dropout; else None.
         softcap: Soft cap of the scores, or None.
         sink: Learnt sink, one score for each head, or None.
         dropout_p: Dropout probability that was passed.
@@ -51,6 +54,7 @@ class Call:
         speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
         num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
         source_key: Weak reference to the key that was passed, and its version.
+        cached: The value of a layer with its own softmax: later calls extend it if they share a cache.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -71,6 +75,7 @@ class Call:
     lse: Tensor | None = None
     value: Tensor | None = None
     output: Tensor | None = None
+    weights: Tensor | None = None
     softcap: ScoreMod | None = None
     sink: Tensor | None = None
     dropout_p: float = 0.0
@@ -85,6 +90,7 @@ class Call:
     speculative_mode: str = ""
     num_missing_values: int = 0
     source_key: Any = field(default=None, repr=False)
+    cached: Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,7 +118,7 @@ class Call:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are held."""
-        tensors = (self.query, self.key, self.lse, self.value, self.output)
+        tensors = (self.query, self.key, self.lse, self.value, self.output, self.weights)
         held = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
         return held + self.compact_mask.nbytes
 
@@ -121,7 +127,7 @@ class Call:
         """The attention matrix, lazy.
 
         Raises:
-            ArgumentError: If the call was recorded with `measures`, or the model has overwritten its query or key.
+            ArgumentError: If the call was recorded with `measures`, or the model has overwritten its tensors.
         """
         if self.measures is not None:
             raise ArgumentError(
@@ -132,6 +138,10 @@ class Call:
                 "without measures.",
             )
         self._check_unchanged()
+        if self.weights is not None:
+            return attention_from_weights(
+                self.weights, self.query, self.key, mask=self.mask, enable_gqa=self.groups > 1
+            )
         matrix = attention(
             self.query,
             self.key,
@@ -160,7 +170,7 @@ class Call:
             if tensor._version != version:
                 raise ArgumentError(
                     f"recording[{self.name!r}]",
-                    received="a query or key that the model overwrote after the call",
+                    received="a tensor that the model overwrote after the call",
                     expected="the tensors that the layer computed with",
                     hint="Record a copy: regard.watch(model, copy=True).",
                 )

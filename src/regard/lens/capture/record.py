@@ -14,6 +14,7 @@ from torch import nn
 from regard.errors import RegardError
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.dense_record import build_dense_call
 from regard.lens.capture.mask_recognition import count_used_keys, recognise_mask
 from regard.lens.capture.wrappers import CapturedArgs, read_number
 from regard.measures import Measure
@@ -23,6 +24,9 @@ Tensor = Any  # the types of torch are not followed
 
 # Tolerance of the comparison with returned weights and outputs, in units of the dtype's epsilon.
 TOLERANCE = 64
+
+# Default limit of the weights that `watch` records of layers that compute their own softmax.
+MAX_DENSE_BYTES = 1 << 30
 
 _LOAD_HINT = "Load the model with attn_implementation='sdpa', or 'eager' if it has no other."
 
@@ -37,6 +41,7 @@ class CaptureOptions:
         copy: Copy the tensors.
         values: Record value and output, too.
         measures: Record the results of these measures, or of this function, instead of query and key.
+        max_dense_bytes: Record at most this many bytes of weights of layers that compute their own softmax.
     """
 
     device: Any
@@ -44,6 +49,7 @@ class CaptureOptions:
     copy: bool
     values: bool
     measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
+    max_dense_bytes: int = MAX_DENSE_BYTES
 
     @property
     def is_default(self) -> bool:
@@ -53,6 +59,7 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
         self._last_mask: tuple[Any, Any, CompactMask] | None = None
+        self._dense_bytes = 0  # of weights recorded so far
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ def build_call(
     Returns:
         The call, or why it cannot be recorded.
     """
+    if args.query is None:
+        return _finish(_build_dense(module, name, args), args, options)
     query, key = args.query.detach(), args.key.detach()
     if query.is_nested or key.is_nested:
         return Uncaptured(
@@ -88,24 +97,60 @@ def build_call(
         mask_class = type(args.attn_mask).__name__
         return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
     key = drop_repeated_heads(key, query)
+    verified: Call | None = None
     try:
-        call = _recognise(module, name, args, query, key, options, biases)
+        verified = _recognise(module, name, args, query, key, options, biases)
+        reason = (
+            f"{args.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
+        )
     except RegardError as error:
-        return Uncaptured(f"no matrix can be computed for {args.kernel} ({error})", _LOAD_HINT)
-    if args.kernel.startswith("transformers") or args.weights is not None:
+        reason = f"no matrix can be computed for {args.kernel} ({error})"
+    if verified is not None and (args.kernel.startswith("transformers") or args.weights is not None):
         with torch.no_grad():
-            verified = _verify(call, args, module)
-        if verified is None:
-            reason = f"{args.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
-            return Uncaptured(reason, _LOAD_HINT)
-        call = verified
+            verified = _verify(verified, args, module)
+    if verified is not None:
+        return _finish(verified, args, options)
+    if args.dense is not None:
+        return _finish(_build_dense(module, name, args), args, options)
+    return Uncaptured(reason, _LOAD_HINT)
+
+
+def _build_dense(module: nn.Module, name: str, args: CapturedArgs) -> Call:
+    assert args.dense is not None
+    weights, value = args.dense.weights, args.dense.value
+    if value is not None:
+        value = drop_repeated_heads(value, weights)
+    return build_dense_call(module, name, args.dense._replace(value=value), args.kernel)
+
+
+def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | Uncaptured:
+    """Compute the measures of a call, or store its tensors."""
     if options.measures is not None:
         with torch.no_grad():
             if callable(options.measures):
                 results = options.measures(call)
             else:
                 results = call.matrix.measure(**options.measures)._asdict()
-        return replace(call, query=None, key=None, lse=None, measures=results, stored_shape=call.shape)
+        return replace(
+            call,
+            query=None,
+            key=None,
+            lse=None,
+            weights=None,
+            cached=None,
+            measures=results,
+            stored_shape=call.shape,
+        )
+    if call.weights is not None:
+        size = math.prod(call.shape) * (options.dtype or call.weights.dtype).itemsize
+        if options._dense_bytes + size > options.max_dense_bytes:
+            return Uncaptured(
+                f"{call.layer_class} computes its own softmax, and its weights of shape {call.shape} take {size:,} "
+                f"bytes after {options._dense_bytes:,} of other calls, of at most {options.max_dense_bytes:,}",
+                "Pass watch(max_dense_bytes=…) for more, layers= for fewer layers, or measures= to record results "
+                "instead of weights.",
+            )
+        options._dense_bytes += size
     return _store_tensors(call, args, options)
 
 
@@ -261,13 +306,22 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
 
     query, key = call.query, call.key
     call.query, call.key = store(query), store(key)
-    references = [stored for stored, old in ((call.query, query), (call.key, key)) if stored is old]
+    pairs = [(call.query, query), (call.key, key)]
+    if call.weights is not None:
+        weights, cached = call.weights, call.cached
+        call.weights, call.cached = store(weights), None if cached is None else store(cached)
+        pairs = [(call.weights, weights)]
+    references = [stored for stored, old in pairs if stored is old]
     call.versions = tuple([(tensor, tensor._version) for tensor in references if not tensor.is_inference()])
     if options.dtype is not None or options.device is not None:
         converted = call.query.dtype != query.dtype
         call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
         call.sink = None if call.sink is None else call.sink.to(call.query.device)
-    if options.values:
+    if options.values and call.weights is not None:
+        assert args.dense is not None
+        call.value = call.cached
+        call.output = None if args.dense.output is None else store(args.dense.output)
+    elif options.values:
         call.value = store(drop_repeated_heads(args.value.detach(), query))
         call.output = None if args.output is None else store(args.output.detach())
     return call

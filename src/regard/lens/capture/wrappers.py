@@ -21,13 +21,18 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
 from regard.engines import torch_kernels as kernels
+from regard.lens.capture.dense_attention import DenseAttention, hold_products
+from regard.lens.capture.followed_tensor import SoftmaxTrace
 from regard.lens.capture.patching import unwrap_original
 
 Tensor = Any  # the types of torch are not followed
 
 
 class CapturedArgs(NamedTuple):
-    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`."""
+    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`.
+
+    A layer that computes its own softmax has no query and key (None), and its weights in `dense`.
+    """
 
     query: Tensor
     key: Tensor
@@ -45,12 +50,15 @@ class CapturedArgs(NamedTuple):
     output: Tensor | None = None
     weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
     kernel: str = ""
+    dense: DenseAttention | None = (
+        None  # read from the function's own softmax, in case its arguments do not explain it
+    )
 
     @property
     def row_settings(self) -> RowSettings | None:
         """What the steps of one cache share; None unless this is a call of SDPA for one unmasked row."""
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self[:8]
-        if attn_mask is not None or is_causal or query.shape[-2] != 1 or self.lse is None:
+        if self.lse is None or attn_mask is not None or is_causal or query.shape[-2] != 1:
             return None
         key_lead, value_lead = key.shape[:-2], value.shape[:-2]
         return RowSettings(
@@ -99,8 +107,8 @@ class Watcher(Protocol):
     def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
         """Report a call that cannot be recorded."""
 
-    def notice_softmax(self, name: str, module: nn.Module, shape: tuple[int, ...]) -> None:
-        """Notice a softmax that may be attention, unless the module is captured."""
+    def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
+        """Notice a softmax that may be attention."""
 
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
@@ -126,18 +134,14 @@ def speculative_mode() -> str:
     return ""
 
 
-def find_running_module(skip: type[nn.Module] | None = None) -> nn.Module | None:
-    """Return the module of a watched model that is nearest on the stack, if it is selected; not one of class `skip`."""
+def find_running_module() -> nn.Module | None:
+    """Return the module of a watched model that is nearest on the stack, if it is selected."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount:
             first = frame.f_locals.get(code.co_varnames[0])
-            if (
-                id(first) in watchers
-                and isinstance(first, nn.Module)
-                and not (skip and isinstance(first, skip))
-            ):
+            if id(first) in watchers and isinstance(first, nn.Module):
                 return first if is_selected(first) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -257,30 +261,6 @@ def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
     return torch_function
 
 
-def wrap_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `torch.softmax` or `Tensor.softmax`, to notice layers that compute their weights themselves."""
-
-    @wraps(original)
-    def softmax(*args: Any, **kwargs: Any) -> Tensor:
-        result = original(*args, **kwargs)
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if _may_be_attention(result, dim):
-            module = find_running_module(skip=nn.Softmax)
-            for watcher, name in tuple(watchers.get(id(module), ())):
-                if name is not None:
-                    watcher.notice_softmax(name, module, tuple(result.shape))
-        return result
-
-    return softmax
-
-
-def _may_be_attention(weights: Tensor, dim: Any) -> bool:
-    """Return whether a softmax has the shape of attention: over keys, (batch, heads, q_len, kv_len), or square."""
-    if not isinstance(weights, torch.Tensor) or weights.ndim < 3 or dim not in (-1, weights.ndim - 1):
-        return False
-    return weights.ndim == 4 or bool(weights.shape[-1] == weights.shape[-2])
-
-
 def _is_causal_bias(mask: Any) -> bool:
     """Return whether a mask is torch's `causal_lower_right(…)` or `causal_upper_left(…)`, a tensor without data."""
     return isinstance(mask, CausalBias)
@@ -303,7 +283,8 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_selected(module):
             return original(module, *args, **kwargs)
         before = count_captures()
-        result = original(module, *args, **kwargs)
+        with hold_products() as held:
+            result = original(module, *args, **kwargs)
         if count_captures() == before:
             bound = _signature(original).bind(module, *args, **kwargs)
             bound.apply_defaults()
@@ -312,7 +293,8 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 if parameter.kind is parameter.VAR_KEYWORD:
                     arguments |= arguments.pop(parameter.name, {})
             name = getattr(original, "__name__", "a function")
-            notify(module, _convert_arguments(module, arguments, result, name))
+            captured = _convert_arguments(module, arguments, result, name)
+            notify(module, captured._replace(dense=held[-1] if held else None))
         return result
 
     return attention_function
@@ -384,7 +366,8 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
         if module is None:
             return original(*args, **kwargs)
         before = count_captures()
-        output, weights = original(*args, **kwargs)
+        with hold_products() as held:
+            output, weights = original(*args, **kwargs)
         if count_captures() == before:
             obstacle = find_obstacle(*args, *kwargs.values())
             if obstacle is not None:
@@ -393,7 +376,8 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
             arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
             captured = _probe(original, **arguments)
             if captured is not None:
-                notify(module, captured._replace(weights=weights, kernel="torch: softmax (need_weights)"))
+                captured = captured._replace(weights=weights, kernel="torch: softmax (need_weights)")
+                notify(module, captured._replace(dense=held[-1] if held else None))
         return output, weights
 
     return multi_head_attention_forward

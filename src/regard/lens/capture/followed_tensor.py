@@ -1,0 +1,291 @@
+"""Follow the result of a softmax to the product with a value, and return the weights of that product.
+
+The result gets the class `FollowedTensor` for as long as it is followed, so torch passes every operation on it, and
+only those, to this file. Casts, dropout, masks, reshapes and permutations are followed. If the softmax axis is then
+summed over in a product with another tensor, the operand is the attention matrix. The numbers are never touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from regard.lens.capture.product_axes import ProductAxes, find_product_axes, locate_axis
+
+Tensor = Any  # the types of torch are not followed
+
+# Operations that permute axes, and that split or merge them.
+_PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "mT", "T", "adjoint"}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"}
+_DROPOUTS = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
+
+
+class WeightProduct(NamedTuple):
+    """A product with weights that a softmax returned.
+
+    Args:
+        weights: (…, q_len, kv_len), without dropout.
+        value: (…, kv_len, value_dim); None if it has other axes.
+        output: (…, q_len, value_dim); None if it has other axes.
+        split: The latest shape of the weights with at least four axes, if they were only reshaped since.
+        dropout_p: Probability of the dropout that the product includes.
+    """
+
+    weights: Tensor
+    value: Tensor | None
+    output: Tensor | None
+    split: tuple[int, ...] | None
+    dropout_p: float
+
+
+class SoftmaxTrace:
+    """One softmax that is followed.
+
+    Args:
+        shape: Shape of its result.
+        dim: Its axis.
+        is_normalised: False for an exponential, whose rows the model still has to divide by their sums.
+
+    Attributes:
+        on_product: Called with the product; with None if `fault` says why it cannot be read.
+        fault: Why the softmax is not the weights of a product.
+        is_read: Whether the product was found and recorded.
+        is_multiplied: Whether an exponential was multiplied by a value before its rows were divided by their sums.
+        is_summed: Whether the rows of an exponential were summed.
+    """
+
+    on_product: Callable[[WeightProduct | None], None]
+
+    def __init__(self, shape: tuple[int, ...], dim: int, is_normalised: bool) -> None:
+        self.shape, self.dim, self.is_normalised = shape, dim % len(shape), is_normalised
+        self.fault = "reaches no product with a value"
+        self.is_read = self.is_multiplied = self.is_summed = False
+        self.thread = threading.get_ident()
+        self.followed: list[Any] = []
+
+    def close(self) -> None:
+        """Stop following: tensors get their class back."""
+        for reference in self.followed:
+            tensor = reference()
+            if tensor is not None and type(tensor) is FollowedTensor:
+                tensor.__class__ = torch.Tensor
+                del tensor._regard_state
+        self.followed.clear()
+        _open_traces.discard(self)
+
+    def check_division(self) -> None:
+        """Pass on an exponential that was multiplied by a value, and whose rows were summed, apart from each other."""
+        if self.is_multiplied and self.is_summed and not self.is_normalised:
+            self.fault = "is divided by its sums only after the product with the value"
+            self.on_product(None)
+
+
+class FollowedState(NamedTuple):
+    """What is known about a followed tensor.
+
+    Args:
+        trace: Its softmax.
+        axis: The axis of the keys, over which the softmax ran.
+        split: The latest shape with at least four axes, if only reshapes came after it.
+        is_expanded: Whether an axis of size 1 was inserted.
+        undropped: The tensor without dropout; None if there was none.
+        dropout_p: Dropout probability.
+    """
+
+    trace: SoftmaxTrace
+    axis: int
+    split: tuple[int, ...] | None
+    is_expanded: bool = False
+    undropped: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+_open_traces: set[SoftmaxTrace] = set()
+
+
+class FollowedTensor(torch.Tensor):  # type: ignore[misc]
+    """The class of a tensor while it is followed."""
+
+    _regard_state: FollowedState
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _get_name(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = _copy_before_dropout(name, args, kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                _follow(func, name, args, kwargs, result, copy)
+        return result
+
+
+def follow(result: Tensor, trace: SoftmaxTrace) -> None:
+    """Follow the result of a softmax to the product with a value."""
+    if type(result) is torch.Tensor:
+        _open_traces.add(trace)
+        _mark(result, FollowedState(trace, trace.dim, trace.shape if len(trace.shape) > 3 else None))
+
+
+def close_traces(*, all_threads: bool = False) -> None:
+    """Stop following every softmax of this thread, or of all threads."""
+    for trace in tuple(_open_traces):
+        if all_threads or trace.thread == threading.get_ident():
+            trace.close()
+
+
+def _get_name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # an attribute such as x.mT
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return str(name)
+
+
+def _mark(tensor: Tensor, state: FollowedState) -> None:
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = FollowedTensor
+        state.trace.followed.append(weakref.ref(tensor))
+    if type(tensor) is FollowedTensor:
+        tensor._regard_state = state
+
+
+def _get_dropout(args: Any, kwargs: Any) -> float:
+    """Return the probability that `F.dropout` or `torch.dropout` was called with; 0 if it is inactive."""
+    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return float(probability) if training else 0.0
+
+
+def _copy_before_dropout(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """Return a copy of a followed tensor that in-place dropout is about to change."""
+    if name not in _DROPOUTS or not args or type(args[0]) is not FollowedTensor:
+        return None
+    is_inplace = name.endswith("_") or kwargs.get("inplace", len(args) > 3 and args[3])
+    return args[0].detach().clone() if is_inplace and _get_dropout(args, kwargs) else None
+
+
+def _follow(func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: Tensor | None) -> None:
+    """Find the product, or mark the result of an operation that keeps the weights."""
+    source = _find_followed(args)
+    if source is None or not result.is_floating_point():
+        return
+    state: FollowedState = source._regard_state
+    if name == "sum":
+        state.trace.is_summed = True
+        state.trace.check_division()
+    axes = find_product_axes(name, args, source)
+    if (
+        axes is not None
+        and state.axis in (axes.key, axes.query)
+        and _end_at_product(axes, source, state, result)
+    ):
+        return
+    if result is source and copy is None and state.undropped is None:
+        return
+    axis = _locate_key_axis(func, name, args, kwargs, source, state.axis, result)
+    if axis is None:
+        return
+    undropped, dropout_p = state.undropped, state.dropout_p
+    if name in _DROPOUTS:
+        if _get_dropout(args, kwargs):
+            dropout_p = _get_dropout(args, kwargs)
+            undropped = (source.detach() if copy is None else copy) if undropped is None else undropped
+    elif undropped is not None:
+        undropped = _apply_again(func, name, args, kwargs, source, undropped)
+    split = state.split
+    if result.ndim > 3:
+        split = tuple(result.shape)
+    elif name not in _RESHAPES and result.shape != source.shape:
+        split = None
+    is_expanded = state.is_expanded or name == "unsqueeze"
+    _mark(result, FollowedState(state.trace, axis, split, is_expanded, undropped, dropout_p))
+
+
+def _find_followed(args: Any) -> Tensor | None:
+    for item in args:
+        for part in item if isinstance(item, list | tuple) else (item,):
+            if type(part) is FollowedTensor:
+                return part
+    return None
+
+
+def _apply_again(func: Any, name: str, args: Any, kwargs: Any, source: Tensor, undropped: Tensor) -> Tensor:
+    """Apply an operation to the tensor without dropout, too."""
+    with torch.no_grad():
+        other = undropped.clone() if name.endswith("_") and not name.endswith("__") else undropped
+        result: Tensor = func(*(other if item is source else item for item in args), **kwargs)
+        return result.detach()
+
+
+def _locate_key_axis(
+    func: Any, name: str, args: Any, kwargs: Any, source: Tensor, axis: int, result: Tensor
+) -> int | None:
+    """Return the axis of the keys after an operation; None if it does not keep the weights."""
+    if name in _PERMUTATIONS:
+        # Distinct strides show where each axis went, axes of size 1 included.
+        strides = [1 << (6 * i) for i in range(source.ndim)]
+        probe = torch.empty_strided(source.shape, strides, device="meta")
+        moved = func(*(probe if item is source else item for item in args), **kwargs)
+        return list(moved.stride()).index(strides[axis])
+    if name in _RESHAPES:
+        return locate_axis(tuple(source.shape), axis, tuple(result.shape))
+    if name.endswith("_like") or name.startswith("new_"):
+        return None
+    if result.shape == source.shape:
+        return axis
+    is_slice = (
+        name in ("__getitem__", "narrow")
+        and result.ndim == source.ndim
+        and all(size == result.shape[i] for i, size in enumerate(source.shape) if i != axis)
+    )
+    return axis if is_slice else None  # the column of a sink is dropped after the softmax
+
+
+def _end_at_product(axes: ProductAxes, source: Tensor, state: FollowedState, result: Tensor) -> bool:
+    """Pass on the product and stop following, if it is one of attention; return whether it is."""
+    trace, other = state.trace, axes.other
+    if type(other) is FollowedTensor:
+        return False
+    if any(isinstance(tensor, nn.Parameter) for tensor in (other, other._base)):
+        return False  # such as the embeddings of a vocabulary
+    if axes.query is None:
+        return False  # a mixture, such as that of the outputs of experts
+    if source.shape[axes.query] == 1 and (state.is_expanded or trace.shape[trace.dim - 1] != 1):
+        return False
+    weights = source.detach() if state.undropped is None else state.undropped
+    weights = weights.permute(*axes.batch, axes.query, axes.key)
+    over_queries = axes.key != state.axis  # weights only if the model divided the rows by their sums
+    if not _are_weights(weights, trace.is_normalised and not over_queries):
+        if (
+            over_queries
+            and trace.is_normalised
+            and len(trace.shape) == 4
+            and weights.shape[-2] == weights.shape[-1]
+        ):
+            trace.fault = "runs over the queries instead of the keys"
+            trace.on_product(None)
+        trace.is_multiplied = not bool((weights < 0).any())
+        trace.check_division()
+        return False
+    value = None if axes.value_axes is None else other.detach().permute(axes.value_axes)
+    output = None if axes.output_axes is None else result.detach().permute(axes.output_axes)
+    trace.close()
+    trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p))
+    return True
+
+
+def _are_weights(weights: Tensor, is_normalised: bool) -> bool:
+    """Return whether no weight is negative, and no row sums to more than 1; if not yet normalised, not to less."""
+    if bool((weights < 0).any()):
+        return False
+    sums = weights.sum(-1, dtype=torch.promote_types(weights.dtype, torch.float32))
+    tolerance = 4 * torch.finfo(weights.dtype).eps + 1e-5
+    within = (sums <= 1 + tolerance) | sums.isnan()
+    if not is_normalised:
+        within &= (sums >= 1 - tolerance) | (sums == 0) | sums.isnan()
+    return bool(within.all())
