@@ -28,9 +28,7 @@ from regard.cli.options import (
 )
 from regard.cli.output import Printer
 
-EXIT_CODES = (
-    "Exit codes: 0 success, 1 doctor found an error, 2 usage error, 3 an extra is missing, 4 other failure."
-)
+EXIT_CODES = "Exit codes: 0 success, 1 error or difference found, 2 usage error, 3 an extra is missing, 4 other failure."
 
 LOOK_PAGE, REPORT_PAGE = Path("look.html"), Path("report.html")
 
@@ -143,6 +141,39 @@ def heads(
 
     options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
     return heads(Printer(as_json, as_csv), options, by, smallest, top)
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_A",
+            show_default=False,
+            help="A folder, a name on the Hub, module:function, or a file that recording.save wrote.",
+        ),
+    ],
+    other: Annotated[
+        str, typer.Argument(metavar="MODEL_B", show_default=False, help="The model to compare with it.")
+    ],
+    text: TextOption = None,
+    file: FileOption = None,
+    layers: LayersOption = None,
+    max_tokens: MaxTokensOption = None,
+    dtype: DtypeOption = None,
+    other_dtype: Annotated[
+        WeightDtype | None,
+        typer.Option("--dtype-b", help="Dtype of the weights of MODEL_B. Default: that of --dtype."),
+    ] = None,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Compare two models on a text: the first layer in which they part, and why. Exits with 1 if they differ."""
+    from regard.cli.compare_command import compare
+    from regard.cli.model_commands import ModelOptions
+
+    first = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
+    second = ModelOptions(other, text, file, tuple(layers or ()), max_tokens, other_dtype or dtype, trust)
+    return compare(Printer(as_json), first, second)
 
 
 def survey(
@@ -314,6 +345,10 @@ SHORT_HELP = {
     heads: (
         "Print measures of each head of a model.",
         "regard heads my_models:make --file text.txt --by induction --top 5",
+    ),
+    compare: (
+        "Find where two models part.",
+        'regard compare ./model ./port --text "The cat sat"',
     ),
     survey: (
         "Measure a model over a corpus.",

@@ -65,7 +65,7 @@ def look(printer: Printer, options: ModelOptions, output: Path, show: bool) -> i
         The exit code.
     """
     check_output(output, "look")
-    run = _run_model(printer, options, "look")
+    run = run_model(printer, options, "look")
     with printer.progress("Building the page"):
         # Pages are shared, so the title has only the end of a folder's path.
         name = escape_unprintable("/".join(Path(options.model).parts[-2:]).strip("/"))
@@ -84,7 +84,7 @@ def doctor(printer: Printer, options: ModelOptions) -> int:
     Returns:
         The exit code: 1 if a finding is an error.
     """
-    run = _run_model(printer, options, "doctor")
+    run = run_model(printer, options, "doctor")
     with printer.progress("Diagnosing"):
         findings = run.recording.diagnose(run.text.tokens)
     counts = {severity: len(findings.by_severity(severity)) for severity in SEVERITY_STYLES}
@@ -129,7 +129,7 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
         raise ArgumentError(
             "heads", received=f"--by {by}", expected=f"one of {', '.join(COLUMNS)}", hint="Check the name."
         )
-    run = _run_model(printer, options, "heads")
+    run = run_model(printer, options, "heads")
     with printer.progress("Measuring the heads"):
         table = run.recording.heads(run.text.ids)
     if by is not None:
@@ -152,8 +152,18 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
     return 0
 
 
-def _run_model(printer: Printer, options: ModelOptions, command: str) -> ModelRun:
-    """Load the model, encode the text, and run the model on it under the lens."""
+def run_model(printer: Printer, options: ModelOptions, command: str, *, values: bool = False) -> ModelRun:
+    """Load the model, encode the text, and run the model on it under the lens.
+
+    Args:
+        printer: Prints progress, warnings, and one line about the run.
+        options: The model and the text.
+        command: Name of the command, for errors.
+        values: Record values and outputs, too.
+
+    Returns:
+        The run.
+    """
     content = read_text(options.text, options.file, command)
     with printer.progress(f"Loading {Path(options.model).name}"):
         loaded = load(options.model, trust_remote_code=options.trust, dtype=options.dtype)
@@ -168,7 +178,7 @@ def _run_model(printer: Printer, options: ModelOptions, command: str) -> ModelRu
         )
     from regard.lens.watch import watch
 
-    watcher = watch(loaded.model, layers=options.layers or None)
+    watcher = watch(loaded.model, layers=options.layers or None, values=values)
     start = time.perf_counter()
     chunks = loaded.num_chunks(text)
     recording: Any = None

@@ -22,9 +22,19 @@ from tests.helpers.command_line import INDUCTION, ROOT, run_process
 def test_help_is_short_and_lists_the_exit_codes(run):
     out, _ = run("--help")
     assert run() == (out, "")
-    assert len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 100
+    assert len(out.splitlines()) <= 26 and max(map(len, out.splitlines())) <= 100
     assert "2 usage error, 3 an extra is missing, 4 other failure." in " ".join(out.split())
-    for command in ("explain", "explore", "look", "doctor", "heads", "survey", "report", "profile"):
+    for command in (
+        "explain",
+        "explore",
+        "look",
+        "doctor",
+        "heads",
+        "compare",
+        "survey",
+        "report",
+        "profile",
+    ):
         own, _ = run(command, "-h")
         assert f"Example: regard {command}" in own and "--json" in own
         assert max(map(len, own.splitlines())) <= 100
@@ -105,6 +115,8 @@ TEXT = ("--text", "abc")
         (["heads", INDUCTION, *TEXT, "--layers", "absent"], "received layers with 'absent'"),
         (["heads", INDUCTION, "--text", "é"], "received a token with the id 195; expected ids below 128"),
         (["doctor", "./nowhere", *TEXT], "regard doctor: received './nowhere', which does not exist"),
+        (["compare", INDUCTION], "regard compare: Missing argument 'MODEL_B'"),
+        (["compare", "./nowhere", INDUCTION, *TEXT], "regard compare: received './nowhere', which does not exist"),
         (["look", "pickled", *TEXT], "with pytorch_model.bin and no *.safetensors"),
         (["profile", "--mask", "windw:3"], "received --mask windw:3 for 2,048 queries"),
         (["profile", "--mask", "window:0"], "expected none, causal, window:N"),
@@ -155,7 +167,7 @@ def test_an_unexpected_error_is_one_line_without_the_traceback_option(run, monke
 
 def test_missing_torch_is_named_in_one_line(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    for command in (["heads", INDUCTION, *TEXT], ["profile"]):
+    for command in (["heads", INDUCTION, *TEXT], ["compare", INDUCTION, INDUCTION, *TEXT], ["profile"]):
         _, err = run(*command, code=3)
         assert err == f"regard {command[0]}: torch is not installed. pip install 'regard[torch]'\n"
 
