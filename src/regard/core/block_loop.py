@@ -177,7 +177,7 @@ def _run_pairs(
                 )
             else:
                 scores = problem.scores(band, columns, full) if scores is None else scores
-                given = problem.given_weights(band, columns)
+                given = problem.take_given_weights(band, columns)
                 weights = normalise(scores, stats, engine) if given is None else given
                 if stats.sum is None and given is None:
                     weights = xp.clip(weights, None, 1.0)  # the lse is rounded, too

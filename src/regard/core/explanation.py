@@ -154,7 +154,7 @@ def explain_row(
         total = float(stats.sum[0, 0])
         weights = exponentials / total if total != 0 else exponentials
         weights = xp.where(scores[0, 0] == -xp.inf, 0.0, weights)
-        given = problem.given_weights(rows, all_keys)
+        given = problem.take_given_weights(rows, all_keys)
         if given is not None:  # their lse is 0: a row may sum to less than 1
             weights, total = given[0, 0], float(xp.exp(-shift))
         query, key, raw, exponentials, weights = map(

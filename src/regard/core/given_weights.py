@@ -65,7 +65,7 @@ class GivenWeightsProblem(Problem):
     def describe(self) -> list[str]:
         return [repr(mod) for mod in self.score_mods]
 
-    def given_weights(self, rows: IntArray, columns: IntArray) -> Array:
+    def take_given_weights(self, rows: IntArray, columns: IntArray) -> Array:
         (log_weights,) = self.score_mods
         assert isinstance(log_weights, LogWeights)
         weights = log_weights.take(self.frame, self.positions[rows], columns)

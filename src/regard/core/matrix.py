@@ -560,7 +560,10 @@ class AttentionMatrix:
         elif weights and (self._needs_exact_rows or not part._require_stats().is_small(problem.engine.xp)):
             # One entry computed on its own is rounded differently from the sum of its row.
             (block,), _ = run_block_loop(problem, [SelectedWeights(columns)])
-        elif weights and (given := problem.given_weights(np.arange(len(positions[-2])), columns)) is not None:
+        elif (
+            weights
+            and (given := problem.take_given_weights(np.arange(len(positions[-2])), columns)) is not None
+        ):
             block = given
         elif weights:
             xp = problem.engine.xp

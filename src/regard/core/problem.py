@@ -144,7 +144,7 @@ class Problem:
         """Weights of a tile before the division by the row sum; None if they are exponentials of the scores."""
         return None
 
-    def given_weights(self, rows: IntArray, columns: IntArray) -> Array | None:
+    def take_given_weights(self, rows: IntArray, columns: IntArray) -> Array | None:
         """Weights of a tile that were given, (pairs, rows, columns); None if they are computed from the scores."""
         return None
 

@@ -51,7 +51,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
             blocks = problem.live_blocks(band, width)
             tiles = [problem.scores(band, columns, full) for columns, full in blocks]
             band_states = [measure.init(problem.shape, xp) for measure in bound]
-            given = [problem.given_weights(band, columns) for columns, _ in blocks]
+            given = [problem.take_given_weights(band, columns) for columns, _ in blocks]
             raw = [problem.compute_unnormalised_weights(band, columns, full) for columns, full in blocks]
             if given and given[0] is not None:
                 weights_of_blocks = given
