@@ -28,8 +28,10 @@ from regard.cli.options import (
 )
 from regard.cli.output import Printer
 
-EXIT_CODES = "Exit codes: 0 success, 1 error or difference found, 2 usage error, 3 an extra is missing, 4 other failure."
-
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 error or difference found, 2 usage error, "
+    "3 an extra is missing, 4 other failure."
+)
 LOOK_PAGE, REPORT_PAGE = Path("look.html"), Path("report.html")
 
 app = typer.Typer(

@@ -34,7 +34,8 @@ def compare(
     - vectors: "positions turned", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
       "projection" (or something before it), "NaN or inf";
     - data: "other tokens", "encoder states", "cache";
-    - the rest: "output" (although everything before agrees), "shape", "layers missing", "measures".
+    - the rest: "output" (although everything before agrees), "weights" (of a layer that computes its own softmax),
+      "shape", "layers missing", "measures".
 
     If the runs agree, the kind is "no difference" (bit for bit), "rounding", or "equivalent": queries and keys differ,
     but not their scores. A difference counts as rounding if it is within the error rule's tolerance for the less
@@ -80,9 +81,10 @@ def compare(
                 hint="Record a run by `with regard.watch(model) as recording`, or load one by regard.load_recording.",
             )
         if not len(recording):
+            failures = [f": {failure.reason}" for failure in recording._uncaptured.values()]
             raise ArgumentError(
                 "compare",
-                received="an empty recording",
+                received="an empty recording" + "".join(failures[:1]),
                 expected="recordings of two runs",
                 hint="Run the model inside the with block.",
             )
@@ -161,7 +163,7 @@ class _Comparer:
         lengths = [call.shape[-2:] for call in (a, b)]
         rows = self.rows if self.is_causal else 0
         found = compare_calls(a, b, layer=layer, previous=self.previous, rows=rows, parted=self.parted)
-        differs = lengths[0] != lengths[1] and found.relations.get("query") is not None
+        differs = lengths[0] != lengths[1] and bool(found.relations)
         if (
             differs
             and rows is None
@@ -179,7 +181,7 @@ class _Comparer:
     def _limit_to_common_rows(self, layer: int, a: Call, b: Call, found: CallComparison) -> CallComparison:
         """Compare the first tokens only, if the lengths differ: as many as agree in the first layer."""
         shortest = min(a.shape[-2], b.shape[-2])
-        relation = found.relations["query"]
+        relation = next(iter(found.relations.values()))  # of the queries, or the weights
         agree = shortest if relation.agrees else min(relation.rows, default=0)
         text = f"{b.shape[-2]:,} queries instead of {a.shape[-2]:,}"
         if a.query_offset != b.query_offset or layer:
@@ -272,10 +274,14 @@ class _Comparer:
     def _report_missing(self, name: str, word: str) -> None:
         other = "B" if word == "A" else "A"
         layer = len(self.table)
-        difference = Difference(
-            "layers missing", f"{name!r} ran in {word} only.",
-            hint=f"{other} has fewer layers, or watch(layers=…) left it out.",
-        )  # fmt: skip
+        message, hint = (
+            f"{name!r} ran in {word} only.",
+            f"{other} has fewer layers, or watch(layers=…) left it out.",
+        )
+        failure = (self.b if word == "A" else self.a)._uncaptured.get(name)
+        if failure is not None:
+            message, hint = f"{name!r} was not captured in {other}: {failure.reason}.", failure.hint
+        difference = Difference("layers missing", message, hint=hint)
         self.findings.append(
             _build_finding(difference, layer, name if word == "A" else "", name if word == "B" else "")
         )

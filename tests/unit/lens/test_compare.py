@@ -269,6 +269,47 @@ def test_recordings_that_were_saved_or_hold_measures_are_compared(tmp_path):
     assert regard.compare(*measured[1:]).kind == "measures"
 
 
+class OwnSoftmax(torch.nn.Module):
+    """An encoder that computes its own softmax, or calls the fused kernel."""
+
+    def __init__(self, fused=False, factor=1.0, order=(0, 1, 2, 3), causal=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(61, 48)
+        self.project = torch.nn.ModuleList(torch.nn.Linear(48, 144) for _ in range(2))
+        self.fused, self.factor, self.order, self.causal = fused, factor, list(order), causal
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for project in self.project:
+            q, k, v = project(x).unflatten(-1, (3, 4, 12)).permute(2, 0, 3, 1, 4)[:, :, self.order]
+            if self.fused:
+                y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            else:
+                scores = q @ k.mT * (self.factor * 12**-0.5)
+                if self.causal:
+                    scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+                y = scores.softmax(-1) @ v
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_layers_with_their_own_softmax_are_compared_by_their_weights():
+    ids = make_inputs()["input_ids"]
+    clean = record(OwnSoftmax().eval(), ids)
+    assert clean.calls(next(iter(clean)))[0].weights is not None
+    assert regard.compare(clean, record(OwnSoftmax().eval(), ids)).kind == "no difference"
+    assert regard.compare(clean, record(OwnSoftmax(fused=True).eval(), ids)).kind == "rounding"
+    comparison = regard.compare(clean, record(OwnSoftmax(factor=2.0).eval(), ids))
+    assert comparison.kind == "scale" and math.isclose(comparison.first.evidence["ratio"], 2, rel_tol=1e-3)
+    assert regard.compare(clean, record(OwnSoftmax(order=(1, 0, 3, 2)).eval(), ids)).kind == "heads permuted"
+    assert regard.compare(clean, record(OwnSoftmax(causal=True).eval(), ids)).kind == "mask"
+    other = OwnSoftmax().eval()
+    torch.nn.init.normal_(other.project[0].weight[:48])
+    comparison = regard.compare(clean, record(other, ids))
+    assert (comparison.kind, comparison.first.layer) == ("weights", 0)
+
+
 def test_values_are_compared_if_both_runs_have_them():
     assert compare_gpt("values projected like keys").first.layer == 0
     comparison = compare_gpt("values projected like keys", values=False)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from regard.lens.analysis.difference_causes import (
@@ -18,13 +17,12 @@ from regard.lens.analysis.difference_causes import (
 from regard.lens.analysis.setting_differences import Difference, find_setting_differences
 from regard.lens.analysis.tensor_relation import Relation, relate, row_differences
 from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.analysis.weight_relation import explain_weights, relate_weights, sample_rows
 from regard.lens.capture.call import Call
 from regard.types import ORDINARY_TOLERANCE
 
 Tensor = Any  # the types of torch are not followed
 
-# Rows whose weights and scores are compared; q, k, v and masks are compared whole.
-MAX_ROWS = 64
 # Rounding may double from layer to layer, up to this many times the tolerance of the dtype.
 MAX_GROWTH = 16
 NAMES = ("query", "key", "value")
@@ -122,7 +120,8 @@ def compare_calls(
         return CallComparison(tuple(_compare_settings(a, b, q_len, kv_len, None)), nan, limit=limit)
     if rows is not None:
         q_len, kv_len = min(q_len, rows), min(kv_len, rows)
-    swapped = a.shape[-2:] != b.shape[-2:] and a.query.numel() == b.query.numel()
+    has_scores = a.weights is None and b.weights is None
+    swapped = has_scores and a.shape[-2:] != b.shape[-2:] and a.query.numel() == b.query.numel()
     if swapped:  # perhaps by a transpose: compare everything
         q_len, kv_len = max(a.shape[-2], b.shape[-2]), max(a.shape[-1], b.shape[-1])
     tensors_a, tensors_b = (CallTensors.from_call(call, q_len, kv_len) for call in (a, b))
@@ -133,7 +132,7 @@ def compare_calls(
             limit,
             query_tokens if name == "query" else key_tokens,
         )
-        for name in NAMES
+        for name in (NAMES if has_scores else NAMES[2:])
         if getattr(tensors_a, name) is not None and getattr(tensors_b, name) is not None
     }
     sizes = nan | {name: relation.size for name, relation in relations.items()}
@@ -143,6 +142,11 @@ def compare_calls(
         sizes["output"] = _compare_outputs(tensors_a, tensors_b, query_tokens)
         sizes["weights"] = _compare_weights(a, b, q_len, query_tokens)
         settings = find_setting_differences(a, b, q_len, kv_len, query_tokens)
+    if not has_scores:
+        weights = relate_weights(a, b, q_len, kv_len, limit, query_tokens)
+        relations = {"weights": weights, **relations}
+        causes = [*settings, *([] if parted else explain_weights(a, b, relations, limit))]
+        return CallComparison(tuple(causes), sizes, relations, limit=limit)
     if parted:
         settings = _compare_settings(a, b, q_len, kv_len, query_tokens) if same_shape else []
         if relations["query"].kind == "scaled":
@@ -226,16 +230,11 @@ def _compare_outputs(a: CallTensors, b: CallTensors, tokens: Tensor) -> float:
     return float(row_differences(first, second, tokens).max()) if first.numel() else 0.0
 
 
-def _sample_rows(q_len: int) -> list[int]:
-    rows = np.linspace(0, q_len - 1, min(q_len, MAX_ROWS)).round().astype(int)
-    return [int(row) for row in np.unique(rows)]
-
-
 def _compare_weights(a: Call, b: Call, q_len: int, tokens: Tensor) -> float:
     """Return the share of weight that moved, ½ Σ |A − B|, averaged over some rows; NaN if the matrices do not match."""
     if a.shape != b.shape or not math.prod(a.shape):
         return math.nan
-    rows = _sample_rows(q_len)
+    rows = sample_rows(q_len)
     first, second = (call.matrix.lazy[..., rows, :].to_dense().double().cpu() for call in (a, b))
     moved = ((first - second).abs().sum(-1) / 2).reshape(len(tokens), -1, len(rows))
     counted = tokens[:, None, rows].cpu().expand_as(moved)
@@ -244,7 +243,7 @@ def _compare_weights(a: Call, b: Call, q_len: int, tokens: Tensor) -> float:
 
 def _scores_agree(a: Call, b: Call, tensors_a: CallTensors, tensors_b: CallTensors, limit: float) -> bool:
     """Return whether the scaled scores of some rows agree, up to a number for each row, which softmax ignores."""
-    rows = _sample_rows(tensors_a.query.shape[2])
+    rows = sample_rows(tensors_a.query.shape[2])
     scores, typical = [], []
     for call, tensors in ((a, tensors_a), (b, tensors_b)):
         query, key = tensors.query[:, :, rows].double(), tensors.key.double()

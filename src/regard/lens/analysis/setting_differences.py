@@ -133,7 +133,9 @@ def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | N
 
 def _read_bias(call: Call, rows: list[int], kv_len: int) -> Tensor:
     """Return what mask and bias add to the scores of some rows, (batch, heads, rows, keys); −inf masks."""
-    empty = replace(call, query=torch.zeros_like(call.query), lse=None, softcap=None, versions=())
+    empty = replace(
+        call, query=torch.zeros_like(call.query), lse=None, softcap=None, weights=None, versions=()
+    )
     added = empty.matrix.lazy[..., rows, :].scores[...].float().cpu()
     while added.ndim < 4:
         added = added[None]
