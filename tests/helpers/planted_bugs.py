@@ -65,6 +65,9 @@ class PlantedBug:
         causal: What the user of doctor states: True, False, or None to say nothing.
         cached: The fault shows in a run with a cache: `model.decode(input_ids, sizes)`.
         calls: Number of passes of a run; the fault shows in the last.
+        faulty_layer: The layer that has the fault, if it differs from `layer`.
+        consequences: Kinds of other findings that the fault justifies.
+        clean_key: Equal for faults whose clean twins are the same model.
         needs_reference: Without a clean twin, the model is as good as any other.
     """
 
@@ -79,7 +82,15 @@ class PlantedBug:
     causal: bool | None = None
     cached: bool = False
     calls: int = 1
+    faulty_layer: int | None = None
+    consequences: tuple[str, ...] = ()
+    clean_key: str = ""
     needs_reference: bool = field(default=False, kw_only=True)
+
+    @property
+    def doctor_layer(self) -> int:
+        """The layer that doctor should name."""
+        return self.layer if self.faulty_layer is None else self.faulty_layer
 
     def run(self, model: Any, clean: bool = False) -> Any:
         """Run the model as its user does: once, or with a cache; `clean` passes the right arguments."""
@@ -107,7 +118,8 @@ def _gpt(
         return PlantedGPT(**settings).eval()
 
     layer = 0 if only is None else only[0]
-    return PlantedBug(name, build, build_clean, kinds, difference, options.pop("layer", layer), **options)
+    options = {"layer": layer, "clean_key": f"PlantedGPT {settings}"} | options
+    return PlantedBug(name, build, build_clean, kinds, difference, **options)
 
 
 def _twin(
@@ -127,6 +139,7 @@ def _twin(
         kinds,
         difference,
         inputs=options.pop("inputs", lambda: TINY[model].inputs(side)),
+        clean_key=model,
         **options,
     )
 
@@ -157,9 +170,10 @@ _BUGS = (
     ),
     _gpt("causal mask missing", "weight on the future", difference="mask", causal=True),
     _gpt("causal mask inverted", "inverted mask", difference="mask"),
-    _gpt("own key masked", "own key masked", difference="mask"),
+    _gpt("own key masked", "own key masked", difference="mask", consequences=("fully masked rows",)),
     _gpt("causal mask of 0 and 1 added", "mask of 0 and 1", difference="mask"),
-    _gpt("causal aligned to the first key", "causal alignment", difference="mask", cached=True),
+    _gpt("causal aligned to the first key", "causal alignment", difference="mask", cached=True,
+         consequences=("weight on padding",)),
     _gpt(
         "window one shorter in cached steps", "cache: mask", difference="mask", model={"window": WINDOW}, cached=True
     ),
@@ -215,7 +229,8 @@ _BUGS = (
     _gpt("cache overwrites its last key", "cache: keys do not grow", difference="cache", cached=True),
     _gpt("cache loses a key at every step", "cache: keys do not grow", difference="cache", cached=True),
     _gpt("cache appends the last value again", "cache: values missing", difference="cache", cached=True),
-    _gpt("one cache for all layers", "cache: shared by layers", difference="cache", cached=True),
+    _gpt("one cache for all layers", "cache: shared by layers", difference="cache", cached=True,
+         faulty_layer=1),
     _gpt("position one too low in cached steps", "positions", difference="positions turned", cached=True),
     _gpt("position 0 in every cached step", "positions", difference="positions turned", cached=True),
     _gpt("positions restart in every chunk", "positions", difference="positions turned", cached=True),
@@ -225,7 +240,8 @@ _BUGS = (
     _gpt("value heads in another order than key heads", "key and value heads differ", difference="kv heads reordered"),
     _gpt("heads and tokens not transposed", "heads and tokens swapped", difference="view or transpose"),
     _gpt("heads split by view", "heads split by view", difference="view or transpose"),
-    _gpt("output heads merged by view", "heads merged by view", difference="view or transpose", layer=1),
+    _gpt("output heads merged by view", "heads merged by view", difference="view or transpose", layer=1,
+         faulty_layer=0),
     _gpt("values projected like keys", difference="projection", needs_reference=True),
     # Other faults
     _gpt("dropout in eval", "dropout", difference="dropout"),
@@ -239,10 +255,12 @@ _BUGS = (
     PlantedBug(
         "batch_first forgotten", lambda: SequenceFirstEncoder("batch_first forgotten").eval(),
         lambda: SequenceFirstEncoder().eval(), ("batch entries mixed",), "view or transpose",
+        clean_key="SequenceFirstEncoder",
     ),
     PlantedBug(
         "key_padding_mask inverted", lambda: SequenceFirstEncoder("key_padding_mask inverted").eval(),
         lambda: SequenceFirstEncoder().eval(), ("inverted mask",), "mask", inputs=lambda: make_inputs("right"),
+        consequences=("NaN or inf",), clean_key="SequenceFirstEncoder",
     ),
     PlantedBug(
         "softmax over the queries", lambda: HandWrittenEncoder(-2).eval(), lambda: HandWrittenEncoder().eval(),

@@ -221,7 +221,7 @@ class PlantedGPT(nn.Module):
             if self.fault != "positions restart in every chunk":
                 position_ids = position_ids + past
         mask, causal = self.build_mask(q_len, past + q_len, attention_mask)
-        restarts = position_ids.diff(dim=-1) <= 0
+        restarts = position_ids.diff(dim=-1) < 0
         if bool(restarts.any()) and past == 0 and self.fault != "packed documents without a mask":
             documents = F.pad(restarts.cumsum(-1), (1, 0))
             visible = torch.ones(q_len, q_len, dtype=torch.bool).tril()

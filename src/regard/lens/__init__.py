@@ -30,10 +30,11 @@ from regard._public import set_public_module
 from regard.lens.analysis.finding import Finding, Findings
 from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
+from regard.lens.experiments.examination import doctor
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import Watch
 
-__all__ = ["Call", "Comparison", "Finding", "Findings", "Recording", "Table", "Watch"]
+__all__ = ["Call", "Comparison", "Finding", "Findings", "Recording", "Table", "Watch", "doctor"]
 
 set_public_module(globals())

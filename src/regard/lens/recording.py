@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
-from regard.lens.analysis.diagnose import run_checks
+from regard.lens.analysis.checked_layer import CheckedLayer
+from regard.lens.analysis.diagnose import list_layers, run_checks
 from regard.lens.analysis.find import find_heads
 from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
@@ -390,6 +391,10 @@ class Recording(Mapping[str, AttentionMatrix]):
             attention_mask=attention_mask,
             causal=causal,
         )
+
+    def _checked_layers(self, causal: bool | None = None) -> list[CheckedLayer]:
+        """List the layers as `diagnose` checks them."""
+        return list_layers(self._layer_calls(), self._module_hints, causal)
 
     def page(
         self,

@@ -24,6 +24,7 @@ from regard.lens.analysis.setting_checks import check_padded_positions, check_se
 from regard.lens.analysis.token_rows import as_token_lists, fit_tokens
 from regard.lens.capture.cache_joining import CACHE_FAULTS, CacheFault, JoinedCalls
 from regard.lens.capture.call import LayerCall
+from regard.lens.capture.followed_tensor import OVER_QUERIES
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
 
@@ -59,10 +60,9 @@ def run_checks(
     """
     findings: list[Finding] = []
     is_token = _find_tokens(tokens, attention_mask)
-    layers = [CheckedLayer(entry.layer, entry.module, entry.call) for entry in layer_calls]
-    with_weights = [layer for layer in layers if layer.call.query is not None and min(layer.shape)]
+    layers = list_layers(layer_calls, module_hints, causal)
+    with_weights = [layer for layer in layers if _has_weights(layer)]
     for layer in with_weights:
-        layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
         layer.is_token = _fit_to_layer(is_token, layer, with_weights)
     if attention_mask is not None and with_weights and all(layer.is_token is None for layer in with_weights):
         raise _mask_fit_error(is_token, with_weights)
@@ -87,10 +87,33 @@ def run_checks(
     findings += check_padded_positions(with_weights, module_hints)
     findings += _check_caches(joined_calls, cache_faults)
     for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
-        message = f"The layer was not captured: {failure.reason}."
-        findings.append(Finding("not captured", "warning", message, name, number, hint=failure.hint))
+        findings.append(_build_uncaptured(name, number, failure))
     heads = sum(layer.shape[1] for layer in layers)
     return Findings(findings, f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}")
+
+
+def list_layers(
+    layer_calls: Sequence[LayerCall], module_hints: ModuleHints, causal: bool | None
+) -> list[CheckedLayer]:
+    """Build the layers to check, and decide which should be causal.
+
+    Args:
+        layer_calls: The calls of the recording.
+        module_hints: Modules that are causal.
+        causal: Whether layers should be causal; None to infer it.
+
+    Returns:
+        One layer for each call.
+    """
+    layers = [CheckedLayer(entry.layer, entry.module, entry.call) for entry in layer_calls]
+    with_weights = [layer for layer in layers if _has_weights(layer)]
+    for layer in with_weights:
+        layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
+    return layers
+
+
+def _has_weights(layer: CheckedLayer) -> bool:
+    return layer.call.query is not None and bool(min(layer.shape))
 
 
 def _run(checks: Iterable[Check], layer: CheckedLayer) -> list[Finding]:
@@ -99,6 +122,16 @@ def _run(checks: Iterable[Check], layer: CheckedLayer) -> list[Finding]:
 
 def _format_count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
+    """Build the finding of a layer that was not captured; a softmax over the wrong axis is an error of its own."""
+    if failure.reason.endswith(OVER_QUERIES):
+        message = "The softmax is over the queries, so the weights of a query do not sum to 1."
+        hint = "Use softmax(dim=-1) on scores of shape (…, q_len, kv_len)."
+        return Finding("softmax axis", "error", message, name, number, evidence={"reason": failure.reason}, hint=hint)
+    message = f"The layer was not captured: {failure.reason}."
+    return Finding("not captured", "warning", message, name, number, hint=failure.hint)
 
 
 # Expectations

@@ -21,7 +21,7 @@ class Finding:
         severity: "error", "warning" or "note".
         message: One sentence that describes it.
         module: Name of the module.
-        layer: Number of the layer, from 0.
+        layer: Number of the layer, from 0; −1 for the whole model.
         heads: The heads concerned, from 0; empty means all.
         rows: The query rows concerned; empty means all.
         batch: The batch entries concerned; empty means all.
@@ -55,7 +55,9 @@ class Finding:
     @property
     def where(self) -> str:
         """The location as text: layer, module, heads, rows and batch entries."""
-        where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
+        where = ["the whole model"]
+        if self.layer >= 0:
+            where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
                 where.append(format_numbers(word, numbers))

@@ -19,6 +19,9 @@ from regard.lens.capture.product_axes import ProductAxes, find_product_axes, loc
 
 Tensor = Any  # the types of torch are not followed
 
+# Why a softmax over the wrong axis is not read.
+OVER_QUERIES = "runs over the queries instead of the keys"
+
 # Operations that permute axes, and that split or merge them.
 _PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "mT", "T", "adjoint"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"}
@@ -267,7 +270,7 @@ def _end_at_product(axes: ProductAxes, source: Tensor, state: FollowedState, res
             and len(trace.shape) == 4
             and weights.shape[-2] == weights.shape[-1]
         ):
-            trace.fault = "runs over the queries instead of the keys"
+            trace.fault = OVER_QUERIES
             trace.on_product(None)
         trace.is_multiplied = not bool((weights < 0).any())
         trace.check_division()

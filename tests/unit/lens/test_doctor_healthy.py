@@ -1,0 +1,36 @@
+"""`regard.lens.doctor` finds no error in healthy models of more than thirty architectures."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from regard.lens import doctor  # noqa: E402
+from tests.helpers.healthy_models import HEALTHY, VISION_LANGUAGE  # noqa: E402
+
+# CLIP returns one vector for each text, so there are no outputs of tokens to compare.
+SKIPS = {"CLIP": ["outputs of tokens"]}
+# Models that read no tokens have fewer experiments.
+FEW_PASSES = {"ViT", "DINOv2", "CLIP"}
+
+
+def test_there_are_thirty_healthy_models_and_four_that_read_images_and_text():
+    assert len(HEALTHY) >= 30 and len(VISION_LANGUAGE) >= 4
+    assert set(VISION_LANGUAGE) < set(HEALTHY)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_has_no_errors(name):
+    model, inputs = HEALTHY[name]()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    findings = doctor(model, inputs)
+    assert findings.by_severity("error") == [], findings
+    skipped = [finding.evidence for finding in findings if finding.kind == "experiments skipped"]
+    assert [experiment for evidence in skipped for experiment in evidence] == SKIPS.get(name, [])
+    passes = int(re.search(r"by (\d+) forward passes", findings.scope)[1])
+    assert passes >= (4 if name in FEW_PASSES else 12)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
