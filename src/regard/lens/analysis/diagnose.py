@@ -129,7 +129,9 @@ def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
     if failure.reason.endswith(OVER_QUERIES):
         message = "The softmax is over the queries, so the weights of a query do not sum to 1."
         hint = "Use softmax(dim=-1) on scores of shape (…, q_len, kv_len)."
-        return Finding("softmax axis", "error", message, name, number, evidence={"reason": failure.reason}, hint=hint)
+        return Finding(
+            "softmax axis", "error", message, name, number, evidence={"reason": failure.reason}, hint=hint
+        )
     message = f"The layer was not captured: {failure.reason}."
     return Finding("not captured", "warning", message, name, number, hint=failure.hint)
 
