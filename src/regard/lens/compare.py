@@ -133,7 +133,7 @@ class _Comparer:
         for names, word in ((only_a, "A"), (only_b, "B")):
             for name in names:
                 self._report_missing(name, word)
-        if self.rows is not None and not self.findings:
+        if self.rows is not None and all(finding.kind == "layers missing" for finding in self.findings):
             self._report_tokens()
         first = [finding for finding in self.findings if finding.kind != "layers missing"]
         missing = [finding for finding in self.findings if finding.kind == "layers missing"]

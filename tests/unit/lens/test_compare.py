@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 
 import pytest
 
@@ -11,7 +12,9 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 import regard  # noqa: E402
+import regard.lens  # noqa: E402
 from regard.lens.compare import match_layers  # noqa: E402
+from regard.nn import from_transformers  # noqa: E402
 from tests.helpers.planted_bugs import PLANTED_BUGS, SIZES, make_inputs  # noqa: E402
 from tests.helpers.planted_models import HEAD_DIM, PlantedGPT  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
@@ -36,15 +39,39 @@ def record_bug(bug, clean, values=True):
     return recording
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", COMPARED.values(), ids=COMPARED)
-def test_a_planted_bug_is_named_by_its_clean_twin(bug):
+@cache
+def compare_bug(name):
+    """Compare a planted bug with its clean twin, and the twin with itself."""
+    bug = PLANTED_BUGS[name]
     clean = record_bug(bug, clean=True)
-    assert regard.compare(clean, record_bug(bug, clean=True)).kind == "no difference"
-    comparison = regard.compare(clean, record_bug(bug, clean=False))
-    assert comparison.kind == NAMED_BY_EFFECT.get(bug.name, bug.difference)
+    return regard.compare(clean, record_bug(bug, clean=True)), regard.compare(
+        clean, record_bug(bug, clean=False)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_planted_bug_is_named_by_its_clean_twin(name):
+    bug = PLANTED_BUGS[name]
+    same, comparison = compare_bug(name)
+    assert same.kind == "no difference"
+    assert comparison.kind == NAMED_BY_EFFECT.get(name, bug.difference)
     assert comparison.first.layer == bug.layer
     assert comparison.first.hint and not comparison.agrees
+
+
+@pytest.mark.slow
+def test_every_planted_bug_is_named_by_compare_or_doctor():
+    by_compare = {name for name in COMPARED if compare_bug(name)[1].kind == PLANTED_BUGS[name].difference}
+    by_doctor = set()
+    for name in PLANTED_BUGS.keys() - by_compare:
+        bug = PLANTED_BUGS[name]
+        model = bug.build()
+        cached = model.decode if getattr(model, "is_decoder", False) else None
+        findings = regard.lens.doctor(model, bug.inputs(), causal=bug.causal, cached=cached)
+        by_doctor |= {name for finding in findings if finding.kind in bug.kinds}
+    assert len(PLANTED_BUGS) >= 28 and by_doctor == {*NAMED_BY_EFFECT, REFUSED}
+    assert by_compare | by_doctor == PLANTED_BUGS.keys()
 
 
 def test_the_reason_why_a_layer_was_not_captured_is_repeated():
@@ -136,6 +163,45 @@ def test_eager_and_sdpa_agree(name, side):
     inputs = tiny.inputs(side)
     comparison = regard.compare(record(tiny.build("eager"), **inputs), record(tiny.build("sdpa"), **inputs))
     assert comparison.kind in ("no difference", "rounding"), comparison
+
+
+class Ported(torch.nn.Module):
+    """An attention module of transformers as a layer of regard."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.layer, self.options = from_transformers(module)
+
+    def forward(self, hidden_states, *_, **__):
+        return self.layer(hidden_states, **self.options), None
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "GPT-OSS"])
+def test_a_port_to_layers_of_regard_agrees(name):
+    original, port = TINY[name].build(), TINY[name].build()
+    inputs = {"input_ids": TINY[name].inputs("none")["input_ids"]}
+    blocks = port.transformer.h if name == "GPT-2" else port.model.layers
+    attribute = "attn" if name == "GPT-2" else "self_attn"
+    for block in blocks:
+        setattr(block, attribute, Ported(getattr(block, attribute)).eval())
+    comparison = regard.compare(record(original, **inputs), record(port, **inputs))
+    assert comparison.kind in ("no difference", "rounding"), comparison
+    assert comparison.layers[0]["module_b"].endswith(f"{attribute}.layer")
+    with torch.no_grad():
+        getattr(blocks[1], attribute).layer.v_proj.weight.mul_(2)
+    comparison = regard.compare(record(original, **inputs), record(port, **inputs))
+    assert (comparison.kind, comparison.first.layer) == ("projection", 1)
+    assert "value" in comparison.first.message
+
+
+def test_a_port_of_a_torch_layer_agrees():
+    torch.manual_seed(0)
+    original = torch.nn.MultiheadAttention(48, 4, batch_first=True).eval()
+    port = regard.nn.MultiheadAttention.from_torch(original)
+    x = torch.randn(2, 11, 48)
+    with torch.no_grad(), regard.watch(original, values=True) as a:
+        original(x, x, x, need_weights=False)
+    assert regard.compare(a, record(port, x)).kind in ("no difference", "rounding")
 
 
 def test_heads_in_another_order_with_their_projection_agree_in_later_layers():

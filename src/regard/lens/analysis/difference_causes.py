@@ -102,7 +102,9 @@ def _layout(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
 
 
 def _shape(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
-    hint = "Models with other sizes have no layers to compare; only their settings and masks are."
+    hint = "Compare models of the same sizes: vectors of other sizes have nothing in common."
+    if a.query.shape[1:] == b.query.shape[1:] and a.key.shape[1:] == b.key.shape[1:]:
+        hint = "Run both models on the same batch."
     return Difference("shape", _describe(concerned), hint=hint)
 
 
