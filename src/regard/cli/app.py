@@ -336,6 +336,22 @@ def profile(
     return profile(Printer(as_json), sizes, rounds)
 
 
+def selfcheck(
+    cases: Annotated[
+        int, typer.Option("--cases", "-n", metavar="N", min=1, help="Number of generated cases.")
+    ] = 100,
+    as_json: JsonOption = False,
+) -> int:
+    """Compare the kernels and generated cases with the definition, in the installed versions.
+
+    Exits with 1 if something is wrong. The report names versions and settings, no paths, machine or user: paste the
+    output of --json into an issue.
+    """
+    from regard.cli.selfcheck_command import selfcheck
+
+    return selfcheck(Printer(as_json), cases)
+
+
 SHORT_HELP = {
     explain: ("Explain one query step by step.", "regard explain --query sat --causal"),
     explore: ("Write an interactive page.", "regard explore heatmap mine.npz -o mine.html"),
@@ -358,6 +374,7 @@ SHORT_HELP = {
     ),
     report: ("Write the page of a survey.", "regard report results -o report.html"),
     profile: ("Time attention on this machine.", "regard profile -n 4096 --mask window:256"),
+    selfcheck: ("Check the installed versions.", "regard selfcheck --json >selfcheck.json"),
 }
 for command, (short_help, example) in SHORT_HELP.items():
     app.command(command.__name__, short_help=short_help, epilog=f"Example: {example}")(command)

@@ -1,6 +1,7 @@
 """Test attention: the error rule, the case matrix for engines, and the conformance kit for any attention function.
 
-Entry points: `check_conformance(fn)` for a function, `check_case` for an engine, `assert_matches` for one result.
+Entry points: `check_conformance(fn)` for a function, `check_case` for an engine, `assert_matches` for one result,
+`check_installation()` for what is installed here.
 Imports `regard.core` and the packages below it, and `regard.reference`; the command line also imports `regard.models`.
 """
 
@@ -15,6 +16,7 @@ from regard.testing.conformance.convention import CallingConvention
 from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.report import Capability, ConformanceReport
 from regard.testing.conformance.runner import ConformanceTest, check_conformance, generate_tests
+from regard.testing.installation import InstallationReport, check_installation
 from regard.testing.tolerance import ORDINARY_TOLERANCE, assert_matches, epsilon
 
 __all__ = [
@@ -28,10 +30,12 @@ __all__ = [
     "ConformanceFinding",
     "ConformanceReport",
     "ConformanceTest",
+    "InstallationReport",
     "assert_matches",
     "build_inputs",
     "check_case",
     "check_conformance",
+    "check_installation",
     "draw_cases",
     "epsilon",
     "find_uncovered_pairs",

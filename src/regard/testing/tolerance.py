@@ -101,6 +101,16 @@ class ErrorBound:
         ordinary_limit = ORDINARY_TOLERANCE[dtype_name(dtype)] if ordinary else None
         return cls(definition, factor * worst + floor, ordinary_limit, what, float(worst))
 
+    def compute_share(self, actual: Any) -> float:
+        """Return the largest error as a share of what the rule allows for its entry: at most 1 within the rule."""
+        actual = np.asarray(actual).astype(self.definition.dtype)
+        finite = np.isfinite(self.definition)
+        with np.errstate(all="ignore"):
+            error = np.where(finite, np.abs(actual - self.definition), 0)
+            limit = self.limit if self.ordinary_limit is None else np.minimum(self.limit, self.ordinary_limit)
+            shares = np.where(error == 0, 0, error / limit)
+        return float(np.max(shares, initial=0))
+
     def check(self, actual: Any) -> None:
         """Raise an AssertionError if a result is not within the bound."""
         definition, what = self.definition, self.what

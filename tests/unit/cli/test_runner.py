@@ -22,7 +22,7 @@ from tests.helpers.command_line import INDUCTION, ROOT, run_process
 def test_help_is_short_and_lists_the_exit_codes(run):
     out, _ = run("--help")
     assert run() == (out, "")
-    assert len(out.splitlines()) <= 26 and max(map(len, out.splitlines())) <= 100
+    assert len(out.splitlines()) <= 27 and max(map(len, out.splitlines())) <= 100
     assert "2 usage error, 3 an extra is missing, 4 other failure." in " ".join(out.split())
     for command in (
         "explain",
@@ -34,6 +34,7 @@ def test_help_is_short_and_lists_the_exit_codes(run):
         "survey",
         "report",
         "profile",
+        "selfcheck",
     ):
         own, _ = run(command, "-h")
         assert f"Example: regard {command}" in own and "--json" in own

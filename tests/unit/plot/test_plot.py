@@ -49,7 +49,7 @@ def matrix(q_len: int, kv_len: int, *lead: int, **how: Any) -> regard.AttentionM
 
 def draw(ax: Any) -> None:
     """Lay the figure out and draw every artist; warnings are errors."""
-    ax.get_figure(root=True).draw_without_rendering()
+    ax.figure.draw_without_rendering()
 
 
 def saved(ax: Any, kind: str) -> bytes:

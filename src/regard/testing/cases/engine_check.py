@@ -185,19 +185,34 @@ def _worst_naive(
 
 
 def _check_engine(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> None:
+    for bound, result in compute_results(inputs, bounds, engine):
+        bound.check(result)
+
+
+def compute_results(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> Iterator[tuple[ErrorBound, Any]]:
+    """Compute the results of a case on an engine.
+
+    Args:
+        inputs: The inputs of the case.
+        bounds: Its error bounds.
+        engine: A name from `ENGINES`, or of a registered engine.
+
+    Yields:
+        Each error bound, and the result as a NumPy array.
+    """
     query, key, value = (to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
     with disable_fused_kernel(engine):
         matrix = attention(query, key, **inputs.arguments)
         output = matrix @ value
         if engine == "torch fused" and "block loop" not in matrix.kernel:
             assert "flash" in matrix.kernel or "scaled_dot_product" in matrix.kernel, matrix.kernel
-        bounds.output.check(from_engine(output))
-        bounds.lse.check(from_engine(matrix.lse))
-        bounds.weights.check(from_engine(matrix.to_dense()))
+        yield bounds.output, from_engine(output)
+        yield bounds.lse, from_engine(matrix.lse)
+        yield bounds.weights, from_engine(matrix.to_dense())
         measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
         measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
         for name, result in matrix.measure(*measures)._asdict().items():
-            bounds.measures[name].check(from_engine(result))
+            yield bounds.measures[name], from_engine(result)
 
 
 def from_engine(array: Any) -> Any:

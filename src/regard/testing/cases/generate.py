@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ def _all_pairs() -> set[tuple[Any, Any]]:
     } - IMPOSSIBLE_PAIRS
 
 
-def draw_cases(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
+def draw_cases(
+    count: int, seed: int, tile: int, dtypes: Sequence[str] = FACTORS["dtype"]
+) -> Iterator[tuple[Case, bool]]:
     """Draw cases until `count` of them are possible.
 
     While some pair of choices has not occurred yet, the candidate that covers most missing pairs is taken. After that,
@@ -37,6 +39,7 @@ def draw_cases(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
         count: The number of possible cases to draw.
         seed: The seed of the draw.
         tile: The tile size that the lengths "tile ± 1" and "2 tile + 1" refer to.
+        dtypes: The dtypes to draw from. Default: all; bfloat16 needs ml_dtypes.
 
     Yields:
         Each case, and whether inputs can be built for it.
@@ -48,7 +51,7 @@ def draw_cases(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
     rng = np.random.default_rng(seed)
     missing = _all_pairs()
     while count:
-        candidates = [_random_case(rng) for _ in range(24 if missing else 1)]
+        candidates = [_random_case(rng, dtypes) for _ in range(24 if missing else 1)]
         covered = [set(itertools.combinations(case.cells, 2)) & missing for case in candidates]
         best = max(range(len(candidates)), key=lambda i: len(covered[i]))
         # Only masked NaN can be impossible, if the mask leaves every key visible.
@@ -61,8 +64,9 @@ def draw_cases(count: int, seed: int, tile: int) -> Iterator[tuple[Case, bool]]:
         yield candidates[best], is_possible
 
 
-def _random_case(rng: np.random.Generator) -> Case:
-    chosen = {name: choices[rng.integers(len(choices))] for name, choices in FACTORS.items()}
+def _random_case(rng: np.random.Generator, dtypes: Sequence[str]) -> Case:
+    factors = FACTORS | {"dtype": tuple(dtypes)}
+    chosen = {name: choices[rng.integers(len(choices))] for name, choices in factors.items()}
     return Case(**chosen, seed=int(rng.integers(2**31)))
 
 

@@ -1,0 +1,212 @@
+"""Check the installed versions together: kernels and generated cases against the definition, as one report."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from regard.testing.cases.engine_check import ENGINES, compute_bounds, compute_results
+from regard.testing.cases.factors import FACTORS, Case
+from regard.testing.cases.generate import draw_cases
+from regard.testing.cases.inputs import build_inputs
+from regard.tiling import use_tile_sizes
+
+PACKAGES = (
+    *(
+        "regard",
+        "numpy",
+        "torch",
+        "array-api-compat",
+        "transformers",
+        "safetensors",
+        "matplotlib",
+        "typer",
+        "rich",
+    ),
+    *("ray", "pyarrow", "ml_dtypes"),
+)
+TILE = 16
+SMALL_TILES = {"rows": 64, "columns": 32, "mask_rows": 64, "mask_tile_rows": 72, "joined_columns": 48}
+MAX_FAILURES = 3  # shown; all are counted
+
+
+@dataclass(frozen=True)
+class InstallationReport:
+    """Result of `check_installation`. It holds no paths and no names of the machine or the user.
+
+    Args:
+        ok: Whether nothing is wrong.
+        problems: What is wrong, one sentence each.
+        versions: Versions of regard and the packages it can use; None if not installed.
+        platform: Python, operating system and processor architecture.
+        precision: The settings of torch that change results or speed; empty without torch.
+        kernels: The fused kernels of torch, in order of preference: name, device, whether the results were right, and
+            the cause if not.
+        cases: Number of generated cases, engines, failures, and the largest error as a share of what is allowed.
+
+    >>> from regard.testing import check_installation
+    >>> check_installation(num_cases=1).ok
+    True
+    """
+
+    ok: bool
+    problems: list[str]
+    versions: dict[str, str | None]
+    platform: dict[str, str]
+    precision: dict[str, Any]
+    kernels: list[dict[str, Any]]
+    cases: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary for JSON."""
+        return asdict(self)
+
+
+def check_installation(num_cases: int = 100, seed: int = 0) -> InstallationReport:
+    """Compare kernels and generated cases with the definition, in the versions and settings of this process.
+
+    Args:
+        num_cases: Number of cases to draw from the case matrix; each runs on every engine that is installed.
+        seed: Seed of the draw.
+
+    Returns:
+        The report; `report.ok` says whether anything is wrong.
+
+    >>> from regard.testing import check_installation
+    >>> report = check_installation(num_cases=2)
+    >>> report.cases["count"], report.cases["failed"]
+    (2, 0)
+    """
+    problems: list[str] = []
+    precision: dict[str, Any] = {}
+    kernels: list[dict[str, Any]] = []
+    engines: tuple[str, ...] = ENGINES[:1]
+    if importlib.util.find_spec("torch") is not None:
+        try:
+            precision, kernels = _describe_precision(), list(_check_kernels())
+            engines = ENGINES
+        except ImportError as error:
+            problems.append(f"torch cannot be used: {_remove_paths(str(error))}")
+    problems += [
+        f"kernel {kernel['name']} on {kernel['device']}: {kernel['cause']}"
+        for kernel in kernels
+        if kernel["cause"]
+    ]
+    cases = _run_cases(num_cases, seed, engines)
+    if cases["failed"]:
+        problems.append(f"{cases['failed']} of {cases['checks']} checks against the definition failed")
+    return InstallationReport(
+        not problems,
+        problems,
+        {name: _find_version(name) for name in PACKAGES},
+        _describe_platform(),
+        precision,
+        kernels,
+        cases,
+    )
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_platform() -> dict[str, str]:
+    return {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "libc": " ".join(platform.libc_ver()).strip(),
+    }
+
+
+def _describe_precision() -> dict[str, Any]:
+    import torch
+
+    from regard.engines.torch_precision import has_ieee_products
+
+    return {
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "ieee_products_on_cpu": has_ieee_products("cpu"),
+        "autocast_on_cpu": torch.is_autocast_enabled("cpu"),
+        "autocast_dtype_on_cpu": str(torch.get_autocast_dtype("cpu")).removeprefix("torch."),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.cuda.is_available(),
+    }
+
+
+def _check_kernels() -> Iterator[dict[str, Any]]:
+    """Check every kernel of the devices that are here, also those that are not needed."""
+    import torch
+
+    from regard.engines.torch_kernels import KERNELS, find_fault
+
+    devices = [device for device in KERNELS if device == "cpu" or torch.cuda.is_available()]
+    for device in devices:
+        for kernel in KERNELS[device]:
+            cause = find_fault(kernel, device, groups=1) or find_fault(kernel, device, groups=2)
+            yield {"name": kernel.name, "device": device, "passed": not cause, "cause": _remove_paths(cause)}
+
+
+def _run_cases(count: int, seed: int, engines: tuple[str, ...]) -> dict[str, Any]:
+    """Run cases on the engines, with tiles so small that most lengths need several."""
+    has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
+    dtypes = [dtype for dtype in FACTORS["dtype"] if dtype != "bfloat16" or has_bfloat16]
+    start, failures, largest = time.perf_counter(), [], (0.0, "")
+    for case, is_possible in draw_cases(count, seed, TILE, dtypes):
+        if not is_possible:
+            continue
+        for engine, share, message in _check_case(case, engines):
+            if message:
+                failures.append(f"{engine}: {message}")
+            largest = max(largest, (share, f"{engine}: {case}"))
+    return {
+        "count": count,
+        "seed": seed,
+        "engines": list(engines),
+        "dtypes": dtypes,
+        "checks": count * len(engines),
+        "failed": len(failures),
+        "failures": failures[:MAX_FAILURES],
+        "largest_share_of_allowed_error": largest[0],
+        "largest_share_in": largest[1],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def _check_case(case: Case, engines: tuple[str, ...]) -> Iterator[tuple[str, float, str]]:
+    """Yield each engine, the largest share of the allowed error, and what is wrong, or ""."""
+    inputs = build_inputs(case, TILE)
+    assert inputs is not None
+    bounds = compute_bounds(case, inputs)
+    for engine in engines:
+        share, message = 0.0, ""
+        try:
+            with use_tile_sizes(**SMALL_TILES):
+                for bound, result in compute_results(inputs, bounds, engine):
+                    bound.check(result)
+                    share = max(share, bound.compute_share(result))
+        except Exception as error:
+            message = _remove_paths(f"{case}: {type(error).__name__}: {error}")
+        yield engine, share, message
+
+
+def _remove_paths(text: str) -> str:
+    """Replace what may be a path by "(path)", and keep one line.
+
+    >>> _remove_paths("cannot open /home/me/libx.so: no such file")
+    'cannot open (path): no such file'
+    """
+    text = re.sub(r"(?:[A-Za-z]:)?(?:[/\\\\][\w.+@~-]+){2,}", "(path)", text)
+    return " ".join(text.split())

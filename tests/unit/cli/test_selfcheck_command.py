@@ -1,0 +1,30 @@
+"""`regard selfcheck`: a table or JSON, and exit code 1 if something is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from regard.engines.numpy import NumpyEngine
+
+
+def test_selfcheck_passes_here(run):
+    out, err = run("selfcheck", "-n", "4", "--json")
+    record = json.loads(out)
+    assert err == "" and record["ok"] and record["cases"]["count"] == 4
+    out, _ = run("selfcheck", "-n", "2")
+    assert "2 cases on numpy" in out and "0 of " in out and out.endswith("\nok\n")
+
+
+def test_selfcheck_fails_if_an_engine_is_wrong(run, monkeypatch):
+    monkeypatch.setattr(NumpyEngine, "exponentiate", lambda self, scores, shift: np.exp2(scores - shift))
+    out, _ = run("selfcheck", "-n", "8", code=1)
+    assert "problem: " in out and "checks against the definition failed" in out
+    assert "paste the output of 'regard selfcheck --json' into an issue" in out
+    record = json.loads(run("selfcheck", "-n", "8", "--json", code=1).out)
+    assert not record["ok"] and record["cases"]["failed"] > 0
