@@ -160,7 +160,7 @@ def layer_matrix(query: Array, key: Array, value: Array, **options: Any) -> Atte
 
 def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:
     """Convert None, one or several score modifications to a tuple."""
-    if isinstance(score_mod, list | tuple):
+    if isinstance(score_mod, (list, tuple)):  # not a union: the compiler of torch 2.9 breaks the graph at one
         return tuple(score_mod)
     return () if score_mod is None else (score_mod,)  # type: ignore[return-value]
 

@@ -23,6 +23,8 @@ from regard.testing.cases.engine_check import disable_fused_kernel, from_engine,
 from tests.helpers.tensors import draw  # noqa: E402
 
 EPS = 2.0**-23
+# torch 2.9 warns of its own setting once; later releases do not.
+pytestmark = pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")
 
 
 # -- The self-check of the kernel -----------------------------------------------------------------------------

@@ -231,7 +231,12 @@ def test_rollout_by_text_and_stack():
 def gemma2():
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        **SMALL, intermediate_size=16, num_key_value_heads=1, head_dim=8, sliding_window=4
+        **SMALL,
+        intermediate_size=16,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        attn_implementation="eager",  # before 5.15 the default is SDPA, which drops the soft cap
     )
     return transformers.Gemma2Model(config).eval()
 

@@ -94,10 +94,14 @@ def exclude_from_compile(function: Function) -> Function:
 
     dispatched: Function = torch.compiler.disable(call, recursive=False, reason=reason)
 
-    # torch.export rejects a function that is excluded this way, and runs it in Python anyway.
+    # torch.export rejects a function that is excluded this way, and runs it in Python anyway. The flag is read because
+    # the compiler of torch 2.9 takes is_exporting() for True.
+    compiler = torch.compiler
+
     @wraps(function)
     def call_or_export(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if torch.compiler.is_exporting() else dispatched(*args, **kwargs)
+        is_exporting = getattr(compiler, "_is_exporting_flag", False)
+        return function(*args, **kwargs) if is_exporting else dispatched(*args, **kwargs)
 
     return call_or_export
 
