@@ -104,17 +104,23 @@ def doctor(
     model: ModelName,
     text: TextOption = None,
     file: FileOption = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="No token may attend to later ones. Default: inferred.")
+    ] = False,
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="Tokens may attend to later ones.")
+    ] = False,
     layers: LayersOption = None,
     max_tokens: MaxTokensOption = None,
     dtype: DtypeOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Diagnose the attention of a model on a text, with hints. Exits with 1 if there is an error."""
+    """Diagnose the attention of a model by experiments on a text. Exits with 1 if there is an error."""
     from regard.cli.model_commands import ModelOptions, doctor
 
     options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
-    return doctor(Printer(as_json), options)
+    return doctor(Printer(as_json), options, causal, bidirectional)
 
 
 def heads(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Rows of the table in a terminal.
 MAX_ROWS = 20
+# Tokens of the text that the experiments of `doctor` repeat; the recording is of all.
+MAX_EXPERIMENT_TOKENS = 512
 COLUMNS = (
     *("layer", "call", "head", "entropy", "first", "previous", "distance", "within_16", "within_128", "heavy"),
     *("duplicate", "induction"),
@@ -47,6 +49,7 @@ class ModelOptions:
 class ModelRun:
     """A model after a run on a text under the lens; `record` is for --json."""
 
+    model: Any
     text: EncodedText
     recording: Recording
     record: dict[str, Any]
@@ -74,19 +77,36 @@ def look(printer: Printer, options: ModelOptions, output: Path, show: bool) -> i
     return 0
 
 
-def doctor(printer: Printer, options: ModelOptions) -> int:
+def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidirectional: bool = False) -> int:
     """Print the findings about a model on a text.
 
     Args:
         printer: Prints the result.
         options: The model and the text.
+        causal: No token may attend to later ones.
+        bidirectional: Tokens may attend to later ones. If neither is set, it is inferred.
 
     Returns:
         The exit code: 1 if a finding is an error.
     """
+    if causal and bidirectional:
+        raise ArgumentError(
+            "doctor",
+            received="--causal and --bidirectional",
+            expected="at most one of them",
+            hint="Omit both to infer it from the masks.",
+        )
     run = run_model(printer, options, "doctor")
-    with printer.progress("Diagnosing"):
-        findings = run.recording.diagnose(run.text.tokens)
+    from regard.lens.experiments.examination import doctor
+
+    with printer.progress("Running experiments"):
+        findings = doctor(
+            run.model,
+            run.text.ids[:, :MAX_EXPERIMENT_TOKENS],
+            causal=causal or (False if bidirectional else None),
+            tokens=run.text.tokens,
+            recording=run.recording,
+        )
     counts = {severity: len(findings.by_severity(severity)) for severity in SEVERITY_STYLES}
     printer.record(
         run.record
@@ -217,7 +237,7 @@ def run_model(printer: Printer, options: ModelOptions, command: str, *, values: 
         "layers": len(recording),
         "seconds": seconds,
     }
-    return ModelRun(text, recording, record)
+    return ModelRun(loaded.model, text, recording, record)
 
 
 def _count_layers(loaded: LoadedModel) -> int | None:

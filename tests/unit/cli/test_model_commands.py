@@ -112,10 +112,13 @@ def test_doctor_exits_with_1_on_an_error(tmp_path):
     ]
 
 
-def test_doctor_prints_the_findings(run, tmp_path, monkeypatch, induction):
-    recording, _ = induction
+def test_doctor_prints_the_findings(run, tmp_path, monkeypatch):
     out, _ = run("doctor", INDUCTION, "-t", LINE)
-    assert out == f"{recording.diagnose(list(LINE))!r}\n" == "Nothing found in 2 layers, 8 heads.\n"
+    assert out == "Nothing found in 2 layers, 8 heads by 9 forward passes; causal (inferred).\n"
+    out, _ = run("doctor", INDUCTION, "-t", LINE, "--bidirectional")
+    assert out.endswith("; bidirectional (as stated).\n")
+    _, err = run("doctor", INDUCTION, "-t", LINE, "--bidirectional", "--causal", code=2)
+    assert "expected at most one of them" in err
     (tmp_path / "faulty2.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

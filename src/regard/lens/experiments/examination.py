@@ -102,6 +102,7 @@ class Examination:
         self.causal = bool(causal)
         self.findings: list[Finding] = []
         self.skipped: dict[str, str] = {}
+        self.has_compared_outputs = True
 
     def run(self, tokens: Any, recording: Recording | None) -> Findings:
         """Run all experiments.
@@ -249,7 +250,7 @@ class Examination:
         if base.ndim < 3 or base.shape[1] != tokens.shape[1]:
             self.skipped["outputs of tokens"] = f"the output has the shape {tuple(base.shape)}"
         elif self._has_errors():
-            self.skipped["outputs of tokens"] = "the errors above change them; fix these and run again"
+            self.has_compared_outputs = False
         else:
             self._run_on_outputs(tokens, base, calls, recording)
 
@@ -381,6 +382,10 @@ class Examination:
             merged["skipped", ""] = Finding(
                 "experiments skipped", "note", message, "", -1, evidence=self.skipped, hint=hint
             )
+        if not self.has_compared_outputs:
+            message = "The outputs of changed inputs were not compared, since the errors above change them."
+            hint = "Fix the errors, and run doctor again."
+            merged["outputs", ""] = Finding("experiments left out", "note", message, "", -1, hint=hint)
         return list(merged.values())
 
 

@@ -1,0 +1,182 @@
+"""The experiments of `regard.lens.doctor` one by one: what they find, and what they need of the model."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from regard import ArgumentTypeError  # noqa: E402
+from regard.lens import doctor  # noqa: E402
+from regard.lens.experiments.rotary import measure_turn  # noqa: E402
+from tests.helpers.planted_bugs import make_inputs  # noqa: E402
+from tests.helpers.planted_models import PlantedGPT, SequenceFirstEncoder, rotate  # noqa: E402
+
+
+def kinds(findings):
+    return {finding.kind for finding in findings}
+
+
+class Mixer(nn.Module):
+    """One causal layer, and something that goes wrong outside its attention."""
+
+    def __init__(self, mix=None, positions=True, causal=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.wpe, self.qkv = nn.Embedding(61, 16), nn.Embedding(64, 16), nn.Linear(16, 48)
+        self.mix, self.positions, self.causal = mix, positions, causal
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        if self.positions:
+            x = x + self.wpe(torch.arange(input_ids.shape[1]))
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        y = x + y.transpose(1, 2).flatten(2)
+        return y if self.mix is None else self.mix(y)
+
+
+# -- Outputs ----------------------------------------------------------------------------------------------
+
+
+def test_a_leak_outside_the_attention_is_found():
+    assert not doctor(Mixer(), make_inputs()).by_severity("error")
+    findings = doctor(Mixer(lambda y: y - y.mean(1, keepdim=True)), make_inputs())
+    (finding,) = findings.by_severity("error")
+    assert (finding.kind, finding.layer, finding.where.split(",")[0]) == (
+        "future leaks",
+        -1,
+        "the whole model",
+    )
+    assert finding.rows == tuple(range(11)) and finding.evidence["tokens"] == 12
+    assert "causal=False" in finding.message  # it was inferred
+    assert not doctor(Mixer(lambda y: y - y.mean(1, keepdim=True)), make_inputs(), causal=False).by_severity(
+        "error"
+    )
+
+
+def test_batch_entries_that_are_mixed_outside_the_attention_are_found():
+    findings = doctor(Mixer(lambda y: y - y.mean(0, keepdim=True)), make_inputs())
+    assert [finding.kind for finding in findings.by_severity("error")] == ["batch entries mixed"]
+
+
+def test_an_encoder_without_positions_is_a_warning():
+    findings = doctor(Mixer(positions=False, causal=False), make_inputs())
+    assert kinds(findings) == {"positions have no effect"} and not findings.by_severity("error")
+    assert doctor(Mixer(causal=False), make_inputs()) == []
+
+
+def test_random_outputs_are_found():
+    findings = doctor(Mixer(lambda y: y + torch.randn_like(y)), make_inputs())
+    assert [finding.kind for finding in findings] == ["not deterministic"]
+
+
+def test_tokens_that_do_not_attend_to_each_other_are_found():
+    model = PlantedGPT(window=1).eval()
+    assert "tokens do not reach each other" in kinds(doctor(model, make_inputs(), cached=model.decode))
+
+
+def test_position_ids_that_are_ignored_are_a_warning():
+    model = PlantedGPT(positions="alibi").eval()
+    assert "position ids ignored" in kinds(doctor(model, make_inputs(), cached=model.decode))
+    model = PlantedGPT(positions="learned").eval()
+    assert doctor(model, make_inputs(), cached=model.decode) == []
+
+
+def test_padding_is_found_although_the_inputs_have_none():
+    model = PlantedGPT("padding mask inverted", causal=False).eval()
+    findings = doctor(model, make_inputs())
+    assert kinds(findings.by_severity("error")) == {"inverted mask"}
+
+
+# -- Caches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault", ["positions restart in every chunk", "position one too low in cached steps"]
+)
+def test_looked_up_positions_of_cached_steps_are_compared(fault):
+    model = PlantedGPT(fault, positions="learned").eval()
+    findings = doctor(model, make_inputs(), cached=model.decode)
+    assert {(finding.kind, finding.layer) for finding in findings.by_severity("error")} == {("positions", 0)}
+
+
+def test_a_cached_run_that_raises_is_skipped_with_the_reason():
+    def fail(input_ids, sizes):
+        raise ValueError("no such cache")
+
+    findings = doctor(PlantedGPT().eval(), make_inputs(), cached=fail)
+    (note,) = findings
+    assert note.severity == "note" and note.kind == "experiments skipped"
+    assert set(note.evidence.values()) == {"ValueError: no such cache"}
+
+
+def test_a_cache_makes_a_model_causal():
+    model = PlantedGPT("causal mask missing").eval()
+    findings = doctor(model, make_inputs(), cached=model.decode)
+    assert "causal (inferred from the cache)" in findings.scope
+    assert kinds(findings.by_severity("error")) == {"weight on the future"}
+    assert "weight on the future" not in kinds(doctor(model, make_inputs(), causal=False))
+
+
+# -- Rotary positions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("start", [0, 4])
+def test_the_turn_of_rotated_vectors_is_measured(half, start):
+    """Also if only a part of each head turns, as in GPT-NeoX and DeepSeek."""
+    vector = torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(0)).expand(1, 2, 40, 16)
+    turned = vector.clone()
+    part = slice(start, 16 if start == 0 else start + 12)
+    turned[..., part] = rotate(vector[..., part], torch.arange(40)[None], half=half)
+    turn = measure_turn(turned[0])
+    assert (turn.kind, turn.start, turn.layout) == ("even", start, "half" if half else "interleaved")
+    size = part.stop - part.start
+    expected = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    assert torch.allclose(turn.angles, expected, atol=1e-4)
+
+
+def test_vectors_that_do_more_than_turn_are_unknown():
+    vectors = torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+    assert measure_turn(vectors).kind == "unknown"
+    assert measure_turn(vectors[:, :1].expand(2, 40, 16)).kind == "none"
+
+
+# -- Calling models ---------------------------------------------------------------------------------------
+
+
+def test_a_function_says_how_to_call_the_model():
+    model = SequenceFirstEncoder().eval()
+    masks = []
+
+    def forward(input_ids, attention_mask):
+        masks.append(attention_mask)
+        return model(input_ids, attention_mask)
+
+    findings = doctor(model, make_inputs()["input_ids"], forward=forward)
+    assert not findings.by_severity("error")
+    assert any(not mask.all() for mask in masks)  # padded
+    wrong = doctor(model, make_inputs()["input_ids"], forward=lambda ids, mask: model(ids, mask * 0 + 1))
+    assert kinds(wrong.by_severity("error")) == {"weight on padding"}
+
+
+def test_the_model_is_left_as_it_was():
+    model = PlantedGPT().train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    doctor(model, make_inputs(), cached=model.decode)
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ArgumentTypeError, match=r"doctor: .*expected a torch\.nn\.Module"):
+        doctor(lambda ids: ids, make_inputs())
+    with pytest.raises(ArgumentTypeError, match=r"doctor: .*expected token ids"):
+        doctor(PlantedGPT(), [[1, 2, 3]])
