@@ -131,6 +131,7 @@ def compare_calls(
             *_match_heads(getattr(tensors_a, name), getattr(tensors_b, name)),
             limit,
             query_tokens if name == "query" else key_tokens,
+            explain=not parted,
         )
         for name in (NAMES if has_scores else NAMES[2:])
         if getattr(tensors_a, name) is not None and getattr(tensors_b, name) is not None
@@ -149,8 +150,6 @@ def compare_calls(
         return CallComparison(tuple(causes), sizes, relations, limit=limit)
     if parted:
         settings = _compare_settings(a, b, q_len, kv_len, query_tokens) if same_shape else []
-        if relations["query"].kind == "scaled":
-            settings = [difference for difference in settings if difference.kind != "scale"]
         return CallComparison(tuple(settings), sizes, relations, limit=limit)
     equivalent = ""
     moved = [name for name in ("query", "key") if not relations[name].agrees]

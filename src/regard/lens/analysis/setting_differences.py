@@ -152,6 +152,8 @@ def _describe_masks(
     parts = [
         f"{count:,} {word}" for count, word in ((gained, "entries more"), (lost, "entries fewer")) if count
     ]
+    if len(rows) < a.shape[-2]:
+        parts[-1] += f" in {len(rows):,} rows that were compared"
     message = f"The mask is {names[1]} instead of {names[0]}: B attends to {' and '.join(parts)}."
     if names[0] == names[1]:
         message = f"The masks differ: B attends to {' and '.join(parts)}."

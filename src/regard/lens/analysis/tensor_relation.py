@@ -21,8 +21,10 @@ RelationKind = Literal[
 UNEXPLAINED = 0.1
 # Channels, heads and batch entries are matched by at most this many numbers of each.
 MAX_MATCHED = 1 << 14
-# Tokens are matched up to this many.
-MAX_TOKENS = 2048
+# Tokens are matched up to this many, by this many numbers of each.
+MAX_TOKENS, MAX_MATCHED_PER_TOKEN = 2048, 64
+# Rotations are found from this many rows at either end of those that differ.
+TURNED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Relation:
         return self.kind in ("equal", "rounding")
 
 
-def relate(a: Tensor, b: Tensor, limit: float, tokens: Tensor | None = None) -> Relation:
+def relate(
+    a: Tensor, b: Tensor, limit: float, tokens: Tensor | None = None, *, explain: bool = True
+) -> Relation:
     """Find out how tensor B is related to tensor A.
 
     Args:
@@ -62,6 +66,7 @@ def relate(a: Tensor, b: Tensor, limit: float, tokens: Tensor | None = None) -> 
         b: The same of run B; another shape gives the relation "shape" or "layout".
         limit: Largest relative difference of a row that counts as rounding.
         tokens: (batch, n), True for the rows to compare. Default: all.
+        explain: Find out what kind of difference it is, which takes longer; else the kind is "other".
 
     Returns:
         The relation.
@@ -92,6 +97,8 @@ def relate(a: Tensor, b: Tensor, limit: float, tokens: Tensor | None = None) -> 
     differs = differences > limit
     rows, batch = list_rows(differs)
     where: dict[str, Any] = {"rows": rows, "batch": batch}
+    if not explain:
+        return Relation("other", size, f"differs by {size:.2g}", **where)
     a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
     within = min(limit * 2, size * UNEXPLAINED)
     # (rows, heads, width) of the rows that differ
@@ -107,14 +114,17 @@ def relate(a: Tensor, b: Tensor, limit: float, tokens: Tensor | None = None) -> 
     entries = _match(a, b, within)
     if entries is not None:
         return Relation("batch", size, f"has the batch entries {entries} of A", order=entries, **where)
-    places = _match(a.movedim(2, 0), b.movedim(2, 0), within) if a.shape[2] <= MAX_TOKENS else None
+    places = None
+    if a.shape[2] <= MAX_TOKENS:
+        places = _match(a.movedim(2, 0), b.movedim(2, 0), within, MAX_MATCHED_PER_TOKEN)
     if places is not None:
         detail = "has the tokens of A in another order"
         if len(set(places)) < len(places):
             detail = "repeats tokens of A"
         return Relation("tokens", size, detail, order=places, **where)
     positions = differs.nonzero()
-    turn = describe_turn(some_a, some_b, positions[:, 1], positions[:, 0], within)
+    ends = _take_ends(len(positions), some_a.device)
+    turn = describe_turn(some_a[ends], some_b[ends], positions[ends, 1], positions[ends, 0], within)
     if turn is not None:
         return Relation("turned", size, turn, **where)
     channels = _match(some_a.movedim(-1, 0), some_b.movedim(-1, 0), within)
@@ -158,7 +168,15 @@ def list_rows(flags: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return rows, batch
 
 
-def _match(a: Tensor, b: Tensor, within: float) -> tuple[int, ...] | None:
+def _take_ends(count: int, device: Any) -> Tensor:
+    """Return the indices of the first and the last rows, which are consecutive tokens as a rule."""
+    indices = torch.arange(count, device=device)
+    if count <= 2 * TURNED_ROWS:
+        return indices
+    return torch.cat([indices[:TURNED_ROWS], indices[-TURNED_ROWS:]])
+
+
+def _match(a: Tensor, b: Tensor, within: float, max_numbers: int = MAX_MATCHED) -> tuple[int, ...] | None:
     """Find for each entry along axis 0 of B the entry of A that equals it; None if some has none, or all are in place.
 
     An entry of A that occurs several times is found by its first.
@@ -166,7 +184,7 @@ def _match(a: Tensor, b: Tensor, within: float) -> tuple[int, ...] | None:
     a, b = a.flatten(1), b.flatten(1)
     if len(a) < 2:
         return None
-    step = max(1, a.shape[1] // MAX_MATCHED)
+    step = max(1, a.shape[1] // max_numbers)
     distances = torch.cdist(b[:, ::step], a[:, ::step], compute_mode="donot_use_mm_for_euclid_dist")
     nearest = distances.argmin(1)
     # In place if the nearest is as near as the entry itself: repeated entries are equal.
