@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.pages import html
 from regard.pages.payload import build_payload
 from regard.render.text import escape_unprintable, format_number
-from tests.helpers.pages import HOSTILE, faults, pace
+from tests.helpers.pages import HOSTILE, faults, find_color, pace
 
 LOWER = {"align": "lower_right"}
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "because", "it", "was", "tired", "and", "lazy"]
@@ -311,22 +311,9 @@ def plant(n: int, width: int, cells: list[tuple[int, int]], **options):
     return attention(query, key, scale=1.0, **options)
 
 
-# The pixels of a colour; the copy spares the browser's advice on reading a canvas often.
-FIND_COLOR = """(canvas, [r, g, b]) => {
-  const { width, height, clientWidth } = canvas, copy = new OffscreenCanvas(width, height), found = [];
-  const context = copy.getContext("2d", { willReadFrequently: true });
-  context.drawImage(canvas, 0, 0);
-  const { data } = context.getImageData(0, 0, width, height);
-  for (let at = 0, n = 0; at < data.length; at += 4, n++) {
-    if (data[at] === r && data[at + 1] === g && data[at + 2] === b) found.push([Math.floor(n / width), n % width]);
-  }
-  return [found, width, height, clientWidth];
-}"""
-
-
 def darkest_points(tab, scheme: str, n: int):
     """Return the cells (query, key) of all pixels that have the colour of the weight 1, and the weights of a pixel."""
-    pixels, width, height, shown = tab.locator(".map").evaluate(FIND_COLOR, DARKEST[scheme])
+    pixels, width, height, shown = find_color(tab.locator(".map"), DARKEST[scheme])
     ratio, left, top = width / shown, 56 if shown < 480 else 72, 26
     size = min((shown - left) / n, (height / ratio - top) / n)  # of a weight, in pixels of the page
     found = np.array(pixels).reshape(-1, 2) / ratio
@@ -396,7 +383,7 @@ def test_a_weight_of_1_is_seen_at_every_zoom(show, planted_page):
     seen = set()
     for _ in range(8):
         seen.add(settled(tab))
-        pixels, width, height, _ = tab.locator(".map").evaluate(FIND_COLOR, DARKEST["light"])
+        pixels, width, height, _ = find_color(tab.locator(".map"), DARKEST["light"])
         centre = np.array([(height + 26) / 2, (width + 72) / 2])
         assert np.abs(np.array(pixels).reshape(-1, 2) - centre).max(-1).min(initial=np.inf) < 9, settled(tab)
         before = in_view(tab)

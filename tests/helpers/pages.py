@@ -59,6 +59,36 @@ def faults(tab) -> list[str]:
     return [f"{v['id']}: {v['nodes'][0]['html']}" for v in found if v["impact"] in ("serious", "critical")]
 
 
+# Reads the pixels of a copy: a browser gives advice on the console if a canvas itself is read often.
+PIXELS = """const { width, height, clientWidth } = canvas, copy = new OffscreenCanvas(width, height);
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  const { data } = context.getImageData(0, 0, width, height);"""
+
+
+def find_color(canvas, color: tuple[int, int, int]) -> tuple[list[list[int]], int, int, int]:
+    """Return the pixels (row, column) of a colour, width and height of the canvas, and its width on the page."""
+    script = f"""(canvas, [r, g, b]) => {{ {PIXELS}
+      const found = [];
+      for (let at = 0, n = 0; at < data.length; at += 4, n++) {{
+        if (data[at] === r && data[at + 1] === g && data[at + 2] === b) found.push([Math.floor(n / width), n % width]);
+      }}
+      return [found, width, height, clientWidth]; }}"""
+    return tuple(canvas.evaluate(script, color))
+
+
+def darkest_pixel(canvas, below: float = 0.0, left: int = 0) -> list[int]:
+    """Return the darkest opaque pixel (row, column) below a part of the height and right of a column."""
+    script = f"""(canvas, [below, left]) => {{ {PIXELS}
+      let best = null, least = Infinity;
+      for (let n = Math.floor(below * height) * width; n < width * height; n++) {{
+        const light = data[4 * n] + data[4 * n + 1] + data[4 * n + 2];
+        if (n % width >= left && data[4 * n + 3] === 255 && light < least) [best, least] = [n, light];
+      }}
+      return [Math.floor(best / width), best % width]; }}"""
+    return canvas.evaluate(script, [below, left])
+
+
 LOADED = "performance.timing.domComplete - performance.timing.responseEnd"
 
 

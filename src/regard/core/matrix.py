@@ -466,8 +466,9 @@ class AttentionMatrix:
         """Build a self-contained HTML page with a zoomable map of one head, down to each weight and its two tokens.
 
         The page needs no network. It carries query and key in half precision and computes every weight that it shows.
-        It says how far they can be from this matrix's, and where a picture is a mean or a sample. Its address stores
-        the view.
+        It says how far they can be from this matrix's, and whether a point is a maximum, a mean or a sample. A search
+        finds the largest weights between two tokens, and the running text is coloured by what a token attends to. Its
+        address stores the view. Making it takes two passes over the matrix, in O(n) memory.
 
         The matrix must have one head. Choose one of several by its index: `A[0, 3].page(tokens)`.
 

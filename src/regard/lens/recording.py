@@ -411,8 +411,9 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Build a page with every head of the model: one HTML file that needs neither server nor network.
 
         All heads are shown as small maps, in the order of the layers or of any measure of `heads`. An open head shows
-        every weight: as a map with its tokens, for short texts as lines too, and the largest weights of the row under
-        the pointer. A search finds the heads that attend from one token to another, as `find` does. The findings of
+        every weight: as a map with its tokens, as the running text coloured by one token, for short texts as lines too,
+        and the largest weights of the row under the pointer. The mean over the heads of a layer is a choice beside its
+        heads. A search finds the heads that attend from one token to another, as `find` does. The findings of
         `diagnose` are listed, and marked at their heads. The address stores the state of the page.
 
         The page carries queries and keys in half precision, computes the weights from them, and states the error.

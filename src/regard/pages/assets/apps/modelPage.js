@@ -4,7 +4,7 @@ import { describeError } from "../components/errorStatement.js";
 import { capitalise, formatShort } from "../components/format.js";
 import { createHeadGrid, headName } from "../components/headGrid.js";
 import { createHeadSearch } from "../components/headSearch.js";
-import { createHeadView, findingElement } from "../components/headView.js";
+import { createHeadView, findingElement, VIEWS } from "../components/headView.js";
 import { flushUrlState, parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
 import { REDUCTIONS } from "../components/weightMap.js";
 import { loadArray, openMatrix } from "../matrix/matrixClient.js";
@@ -52,7 +52,7 @@ const cells = data.layers.flatMap(createCells);
 
 // -- The state of the page, which the address keeps, so that a link restores it --
 
-const state = { cell: null, singleHead: null, view: "map", query: null, key: null, row: null, column: null, zoom: null, reduce: null, sort: "", descending: true, from: "", to: "" };
+const state = { cell: null, singleHead: null, view: "map", query: null, key: null, row: null, column: null, zoom: null, direction: null, reduce: null, sort: "", descending: true, from: "", to: "" };
 
 function parseState() {
   const given = readUrlState(), parseIndex = (text, last) => (/^\d{1,9}$/.test(text ?? "") ? parseInRange(text, 0, last) : null);
@@ -62,7 +62,8 @@ function parseState() {
   const [qLen, kvLen] = cell ? cell.layer.shape : [0, 0];
   return {
     cell,
-    view: given.view === "lines" ? "lines" : "map",
+    view: VIEWS.includes(given.view) ? given.view : "map",
+    direction: given.direction === "received" ? given.direction : null,
     query: parseIndex(given.query, qLen - 1),
     key: parseIndex(given.key, kvLen - 1),
     row: parseInRange(given.row, 0, qLen),
@@ -82,8 +83,8 @@ function writeState() {
     layer: cell && cell.layer.layer,
     call: cell && cell.layer.calls > 1 ? cell.layer.call : null,
     head: cell && cell.head,
-    view: cell && view === "lines" ? view : null,
-    ...Object.fromEntries(["query", "key", "row", "column", "zoom"].map((name) => [name, ofCell(name)])),
+    view: cell && view !== "map" ? view : null,
+    ...Object.fromEntries(["query", "key", "row", "column", "zoom", "direction"].map((name) => [name, ofCell(name)])),
     reduce,
     sort: sort || null,
     order: sort && !descending ? "smallest" : null,

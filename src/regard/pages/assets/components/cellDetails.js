@@ -16,8 +16,9 @@ function contextElements(names, n) {
 
 const HINT = "Point at the map, or select a cell with the arrow keys, to see its weight and both tokens.";
 
-// `goTo(row, column)` is called when a key of the list is clicked; `hint` is shown until a cell is selected.
-export function createCellDetails({ matrix, tokens, queries, goTo, head = 0, hint = HINT }) {
+// `goTo(row, column)` is called when a key of the list is clicked; `hint` is shown until a cell is selected, and
+// without `hasList` the largest weights are not listed.
+export function createCellDetails({ matrix, tokens, queries, goTo, head = 0, hint = HINT, hasList = true }) {
   const node = el("div", { class: "card cell-card", role: "status" },
     el("p", { class: "place" }, hint));
   const list = el("div", { class: "top-keys" });
@@ -37,7 +38,7 @@ export function createCellDetails({ matrix, tokens, queries, goTo, head = 0, hin
         queries ? [el("dt", {}, "Query in context"), el("dd", {}, contextElements(queries, i))] : [],
         tokens ? [el("dt", {}, "Key in context"), el("dd", {}, contextElements(tokens, j))] : []) : [],
     ].flat());
-    if (!answer || i === row) return;
+    if (!answer || i === row || !hasList) return;
     row = i;
     clearTimeout(timer);
     rowRequest?.abort();

@@ -1,15 +1,23 @@
-// One head: its map or its lines, details of the selected cell, its measures and findings.
+// One head: its map, its lines or the running text, details of the selected cell, its measures and findings.
 import { createCellDetails } from "./cellDetails.js";
 import { radioGroup } from "./controls.js";
 import { el } from "./dom.js";
 import { capitalise, formatShort } from "./format.js";
 import { headName } from "./headGrid.js";
+import { createTextView } from "./textView.js";
 import { paintThumbnail } from "./thumbnails.js";
 import { createTokenLines } from "./tokenLines.js";
 import { createWeightMap } from "./weightMap.js";
 
 const MAX_LINE_TOKENS = 64; // so that both columns can be read
 const LINES_HINT = "Point at a token, or select one with the arrow keys, to see its largest weight and both tokens.";
+const TEXT_HINT = "Click a token to colour the text by it. Point at another, or move to it with the arrow keys, to see the weight between both.";
+export const VIEWS = ["map", "lines", "text"];
+const CREATE = {
+  map: { create: createWeightMap, options: {} },
+  lines: { create: createTokenLines, options: { hint: LINES_HINT } },
+  text: { create: createTextView, options: { hint: TEXT_HINT, hasList: false } },
+};
 
 export function findingElement(finding, location) {
   return el("div", { class: "finding" },
@@ -19,7 +27,7 @@ export function findingElement(finding, location) {
 
 // One matrix for all heads, so that the view stays when the head changes: head n is cell n.
 function combineMatrices(cells) {
-  const methods = ["cell", "row", "tile", "topKeys", "picture"].map((method) =>
+  const methods = ["cell", "row", "block", "tile", "topKeys", "picture"].map((method) =>
     [method, (n, ...args) => cells[n].matrix()[method](cells[n].pair, ...args)]);
   return Object.fromEntries(methods);
 }
@@ -30,7 +38,7 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
   const stage = el("div", { class: "stage" }), side = el("div"), about = el("div", { class: "about-head" });
   const stepButton = (by, text, label) => el("button", { type: "button", "aria-label": label, title: label, onclick: () => onStep(by) }, text);
   const meanButton = el("button", { type: "button", id: "mean", onclick: () => onMean() }, "Mean of heads");
-  const views = radioGroup("view", "View", ["Map", "Lines"], (n) => onView({ view: n ? "lines" : "map" }), true);
+  const views = radioGroup("view", "View", VIEWS.map(capitalise), (n) => onView({ view: VIEWS[n] }), true);
   const node = el("section", { id: "head", "aria-labelledby": "which", hidden: true },
     el("div", { class: "headbar" }, el("button", { type: "button", id: "back", onclick: () => onBack() }, "All heads"),
       stepButton(-1, "‹", "Previous head"), stepButton(1, "›", "Next head"), meanButton, el("div", { class: "title" }, title, module), views),
@@ -41,19 +49,19 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
     if (event.key === "Escape") onBack();
   });
 
-  // The map or the lines for a shape and its texts, with the cell details: created for the first head that needs them.
-  function panelFor(cell, lines, state) {
+  // The map, the lines or the text for a shape and its texts, with the cell details: created for the first head that needs them.
+  function panelFor(cell, kind, state) {
     const { shape, first, query_text: queryText, key_text: keyText } = cell.layer, shift = first ?? 0;
-    const key = JSON.stringify([lines, shape, shift, queryText, keyText]);
+    const key = JSON.stringify([kind, shape, first, queryText, keyText]);
     if (!panels.has(key)) {
       const queries = texts[queryText]?.slice(shift, shift + shape[0]) ?? null, tokens = texts[keyText]?.slice(0, shape[1]) ?? null;
-      const head = cells.indexOf(cell), create = lines ? createTokenLines : createWeightMap;
-      const details = createCellDetails({ matrix, head, tokens, queries, goTo: (i, j) => view.goTo(i, j), ...(lines && { hint: LINES_HINT }) });
+      const head = cells.indexOf(cell), { create, options } = CREATE[kind];
+      const details = createCellDetails({ matrix, head, tokens, queries, goTo: (i, j) => view.goTo(i, j), ...options });
       const onCell = (queryIndex, keyIndex, answer) => {
         details.show(queryIndex, keyIndex, answer);
         onView({ query: queryIndex, key: keyIndex });
       };
-      const view = create({ matrix, head, size: shape, tokens, queries, overview: cell.overview, view: state, onCell, onView });
+      const view = create({ matrix, head, size: shape, tokens, queries, first, overview: cell.overview, view: state, onCell, onView });
       panels.set(key, { view, details, head, isNew: true });
     }
     return panels.get(key);
@@ -80,17 +88,22 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
     return el("div", {}, el("p", { id: "no-weights" }, "This page has only the thumbnail and the measures of this head. ", reason), canvas);
   }
 
-  // A short text has lines too; the selected view stays when the head changes. `goTo`: move the map to the cell.
+  // A short text has lines too, and one with tokens can be read; the selected view stays when the head changes. `goTo`: move the
+  // map to the cell.
   function show(cell, state, { focus = false, goTo = false } = {}) {
-    const short = Math.max(...cell.layer.shape) <= MAX_LINE_TOKENS && cell.hasWeights, lines = short && state.view === "lines";
+    const { shape, query_text: queryText, key_text: keyText } = cell.layer, { hasWeights } = cell;
+    const available = { map: true, lines: hasWeights && Math.max(...shape) <= MAX_LINE_TOKENS,
+      text: hasWeights && queryText !== null && keyText !== null };
+    const kind = available[state.view] ? state.view : "map", inputs = [...views.querySelectorAll("input")];
     title.textContent = capitalise(headName(cell));
     module.textContent = cell.layer.module;
     about.replaceChildren(...(cell.isMean ? [] : [el("h3", {}, "This head"), measureList(cell)]), ...cell.findings.map((finding) => findingElement(finding, [])));
     meanButton.hidden = cell.layer.heads.length === 1;
     meanButton.setAttribute("aria-pressed", String(cell.isMean));
-    views.hidden = !short;
-    views.querySelectorAll("input")[lines ? 1 : 0].checked = true;
-    if (cell.hasWeights) showWeights(cell, state, lines, goTo);
+    views.hidden = !available.lines && !available.text;
+    inputs.forEach((input, n) => (input.parentNode.hidden = !available[VIEWS[n]]));
+    inputs[VIEWS.indexOf(kind)].checked = true;
+    if (hasWeights) showWeights(cell, state, kind, goTo);
     else {
       stage.replaceChildren(withoutWeights(cell));
       side.replaceChildren();
@@ -98,9 +111,9 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
     if (focus) title.focus();
   }
 
-  async function showWeights(cell, state, lines, goTo) {
+  async function showWeights(cell, state, kind, goTo) {
     const head = cells.indexOf(cell), requested = { ...state }; // the map changes the state meanwhile
-    const panel = panelFor(cell, lines, requested), { view, details } = panel;
+    const panel = panelFor(cell, kind, requested), { view, details } = panel;
     stage.replaceChildren(view.node);
     side.replaceChildren(details.node);
     const isCurrent = panel.head === head && panel.isNew;

@@ -72,6 +72,17 @@ export function drawAxes(context, style, { width, left, top, across, down, first
   }
 }
 
+// Mark rows on the left and columns on the top edge; `marks`: { rows, columns }, each a list or null.
+export function drawMarks(context, style, { left, top, across, down, first, upper, wide, high }, { rows, columns }) {
+  context.fillStyle = style.getPropertyValue("--mark");
+  for (const i of rows ?? []) {
+    if (i + 1 > upper && i < upper + high) context.fillRect(left - 7, top + (i - upper) * down, 7, Math.max(1, down));
+  }
+  for (const j of columns ?? []) {
+    if (j + 1 > first && j < first + wide) context.fillRect(left + (j - first) * across, top - 7, Math.max(1, across), 7);
+  }
+}
+
 // In as many digits as fit into a cell; 1.288e-04 cut off would read as 1.288.
 function formatCellWeight(weight) {
   if (weight === MASKED) return "masked";

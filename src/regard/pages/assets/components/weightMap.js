@@ -7,7 +7,7 @@ import { colorLevel, createPalette, createScale, paintLevels, scaleLegend } from
 import { radioGroup } from "./controls.js";
 import { el } from "./dom.js";
 import { formatCount } from "./format.js";
-import { drawAxes, drawCellWeights, MIN_LABEL_SIZE } from "./mapAxes.js";
+import { drawAxes, drawCellWeights, drawMarks, MIN_LABEL_SIZE } from "./mapAxes.js";
 import { listenToPointers } from "./pointerInput.js";
 
 export const REDUCTIONS = ["max", "mean"]; // what a point may show, the first by default
@@ -28,7 +28,7 @@ const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 // size: [rows, columns]. tokens name the keys, queries the rows; either may be null. overview: a record of `encode_overview`, or
 // null. view: { row, column, zoom, query, key, reduce }, any of them missing or null. `onView(view)` is called when the view changes,
 // `onCell(i, j, { weight, masked })` when a cell is selected, with null while its weight is being computed. Returns the
-// node, goTo(row, column), show(view), setHead(head, overview), repaint, and `ready`, a promise of the first picture.
+// node, goTo(row, column), show(view), setHead(head, overview), setMarks(marks), and `ready`, a promise of the first picture.
 export function createWeightMap({ matrix, head = 0, size, tokens, queries, overview = null, view = {}, onCell, onView }) {
   const [rows, columns] = size;
   const canvas = el("canvas", { class: "map", tabindex: "0", role: "application", "aria-describedby": "map-status",
@@ -42,6 +42,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
   const cell = { query: null, key: null };
   const tiles = createTileCache({ matrix, size, render: renderTile, onChange: draw, onError: fail });
   let scale = null, colors = null, levels = null, overviewImage = null, frame = null, cellRequest = null, failure = "";
+  let marks = { rows: null, columns: null };
   let overviewScale = 0; // the width in pixels that the overview was painted for
   let reduce = view.reduce ?? REDUCTIONS[0], isWidened = false;
 
@@ -209,6 +210,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     drawSelection(context, style, place);
     context.restore();
     drawAxes(context, style, place, { queries, tokens });
+    drawMarks(context, style, place, marks);
     updateStatus(useTiles, rowStep, columnStep, missing, place);
   }
 
@@ -375,5 +377,10 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     if (!shown) show(view); // sizes are known once the node is in the page
     shown = true;
   }).observe(box);
-  return { node, goTo, show, setHead, ready: setHead(head, overview) };
+  // Mark rows and columns at the edges of the map: { rows, columns }, each a list or null.
+  function setMarks(newMarks) {
+    marks = newMarks;
+    draw();
+  }
+  return { node, goTo, show, setHead, setMarks, ready: setHead(head, overview) };
 }

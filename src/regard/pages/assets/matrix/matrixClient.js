@@ -119,8 +119,9 @@ async function request(matrix, record, head, method, args, { signal = null, urge
 //   block(head, rows, columns)              Float32Array, rows × columns; columns ascend
 //   tile(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount)    Float32Array
 //   topKeys(head, i, count)                 [{ key, weight }], the largest first
+//   topPairs(head, rows, columns, count)    [{ row, column, weight }], the largest first; columns ascend
 //   picture(head, …as tile…, probes, reduce)  Float32Array of maxima or means, MASKED where all is masked; see weights.js
-const ARGUMENT_COUNTS = { cell: 2, row: 1, block: 2, tile: 6, topKeys: 2, picture: 8 };
+const ARGUMENT_COUNTS = { cell: 2, row: 1, block: 2, tile: 6, topKeys: 2, topPairs: 3, picture: 8 };
 
 export function openMatrix(record) {
   const matrix = matrixCount++;

@@ -138,6 +138,22 @@ export function topKeys(head, i, count) {
   return best.map((key) => ({ key, weight: weights[key] }));
 }
 
+// The pairs with the largest weights among some rows and ascending columns, the largest first, and of equal ones the first.
+export function topPairs(head, rows, columns, count) {
+  const line = new Float32Array(columns.length), best = [];
+  for (const row of rows) {
+    fillRow(head, row, columns, line);
+    for (let n = 0; n < line.length; n++) {
+      if (!(line[n] > 0) || (best.length === count && line[n] <= best[count - 1].weight)) continue;
+      let rank = best.length;
+      while (rank && best[rank - 1].weight < line[n]) rank--;
+      best.splice(rank, 0, { row, column: columns[n], weight: line[n] });
+      best.length = Math.min(best.length, count);
+    }
+  }
+  return best;
+}
+
 // The positions at which the cells of a picture are sampled: every position of a small cell, otherwise `probes` random
 // ones, one in each equal part, so that a periodic pattern is not aliased.
 function samplePositions(start, step, count, probes, length) {
