@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _JSON_FIELDS = (
     "speculative_mode",
 )
 _ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink", "weights")
+# Entries of a mask that is evaluated in tiles, and written as an array.
+MAX_MASK_ENTRIES = 1 << 28
 _MASK_FIELDS = ("start", "stop", "visible_keys", "uniform_keys", "dense_mask")
 
 
@@ -102,7 +105,7 @@ class RecordingWriter:
         record |= {field: self.add_array(getattr(call, field), f"{name}.{field}") for field in _ARRAY_FIELDS}
         record |= {"stored_shape": list(call.stored_shape)}
         record["softcap"] = self.encode_score_mod(call.softcap, f"{name}.softcap")
-        mask = call.compact_mask
+        mask = _store_tiled_mask(call)
         record["compact_mask"] = {
             field: self.add_array(_make_writable(getattr(mask, field)), f"{name}.{field}")
             for field in _MASK_FIELDS
@@ -114,6 +117,22 @@ class RecordingWriter:
                 for measure, result in call.measures.items()
             }
         return record
+
+
+def _store_tiled_mask(call: Call) -> CompactMask:
+    """Return the mask of a call; one that is evaluated in tiles becomes an array."""
+    mask, tiled = call.compact_mask, call.compact_mask.tiled_mask
+    if tiled is None:
+        return mask
+    entries = math.prod(call.shape)
+    if entries > MAX_MASK_ENTRIES:
+        raise _cannot_write(
+            f"the mask {tiled!r} of {entries:,} entries",
+            f"Up to {MAX_MASK_ENTRIES:,} entries are written. Record measures instead: watch(model, measures=…).",
+        )
+    dense_mask = torch.from_numpy(tiled.to_dense(*call.shape))
+    start, stop = np.zeros_like(mask.start), np.full_like(mask.stop, call.shape[-1])
+    return CompactMask(start, stop, dense_mask=dense_mask, bias=mask.bias)
 
 
 def _make_writable(array: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
 from regard.core.attention import attention, layer_matrix
@@ -401,18 +402,24 @@ def _find_patch_targets(
         yield class_namespace(torch.Tensor), name, make_wrapper
         yield vars(torch), name, make_wrapper
     yield vars(torch.special), "softmax", wrap_softmax
+    flex_attention = unwrap_original(flex.flex_attention)
+    yield vars(flex), "flex_attention", wrappers.wrap_flex_attention
+    yield vars(torch), "compile", wrappers.wrap_compile
     model_files = [id(namespace) for namespace in _find_namespaces(model)]
     by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
     by_function |= {
         id(unwrap_original(getattr(torch, name))): make_wrapper for name, make_wrapper in own_softmax.items()
     }
-    imported = list(find_imported(frozenset(by_function)))
+    by_function[id(flex_attention)] = wrappers.wrap_flex_attention
+    imported = list(find_imported(frozenset(by_function), wrappers.is_compiled_flex_attention))
     for namespace in imported + [vars(part) for part in model.modules()]:
         if id(namespace) not in model_files:
             for name, value in tuple(namespace.items()):
                 original = _unwrap_function(value)
                 if id(original) in by_function:
                     yield namespace, name, by_function[id(original)]
+                elif wrappers.is_compiled_flex_attention(original):
+                    yield namespace, name, wrappers.wrap_flex_attention
     for namespace, name, value in find_held_functions(_find_functions(model)):
         original = _unwrap_function(value)
         if id(original) in by_function:
@@ -429,6 +436,8 @@ def _find_patch_targets(
             original = unwrap_original(value)
             if id(original) in by_function:
                 yield namespace, name, by_function[id(original)]
+            elif wrappers.is_compiled_flex_attention(original):
+                yield namespace, name, wrappers.wrap_flex_attention
             elif original is attention or original is layer_matrix:
                 yield namespace, name, wrap_regard_attention
             elif _is_attention_function(original):

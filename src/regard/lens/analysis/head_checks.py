@@ -175,6 +175,8 @@ def _count_visible_keys(layer: CheckedLayer) -> Any:
     if mask.dense_mask is not None:
         visible = mask.dense_mask.expand(*mask.dense_mask.shape[:-1], layer.shape[3])
         return as_batch_heads(visible.sum(-1).cpu().numpy())
+    if mask.visible_counts is not None:
+        return as_batch_heads(mask.visible_counts)
     start, stop = layer.intervals
     if mask.visible_keys is None:
         return stop - start

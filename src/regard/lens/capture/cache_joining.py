@@ -15,14 +15,13 @@ import torch
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import recognise_mask
-from regard.lens.capture.wrappers import CapturedArgs, RowSettings, read_number
+from regard.lens.capture.wrappers import NUMPY_DTYPES, CapturedArgs, RowSettings, read_number
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
 
 # Keys with at most this many numbers are compared whole with the previous call's; of more, a sample and the newest.
 MAX_COMPARED, NEWEST, SAMPLES = 1 << 18, 512, 64
-_NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
 class CacheFault(NamedTuple):
@@ -190,12 +189,12 @@ class JoinedCalls:
             return False
         if key.is_inference() or key._version or query._version:
             return False  # they may be overwritten, so they are copied
-        if not read_number(value, length - 1) or not _are_equal(key.detach()[..., :-1, :], last.key):
+        query, key = (x.detach() if x.requires_grad else x for x in (query, key))
+        if not read_number(value, length - 1) or not _are_equal(key[..., :-1, :], last.key):
             return False
         mask = recognise_mask(None, is_causal=False, q_len=1, kv_len=length, lead=())
-        last.query, last.key = query.detach(), key.detach()
-        last.compact_mask, last.query_offset = mask, length - 1
-        last.versions, last.source_key = ((last.query, 0), (last.key, 0)), (weakref.ref(key), 0)
+        last.query, last.key, last.compact_mask, last.query_offset = query, key, mask, length - 1
+        last.versions, last.source_key = ((query, 0), (key, 0)), (weakref.ref(args.key), 0)
         last.lse = None if args.lse is None else args.lse.detach()
         self._add_rows(last)
         return True
@@ -361,7 +360,9 @@ def _have_same_settings(a: Call, b: Call) -> bool:
         or a.query.dtype != b.query.dtype
     ):
         return False
-    if a.compact_mask.nbytes or b.compact_mask.nbytes or (a.weights is None) != (b.weights is None):
+    if any(mask.nbytes or mask.tiled_mask is not None for mask in (a.compact_mask, b.compact_mask)):
+        return False
+    if (a.weights is None) != (b.weights is None):
         return False
     same_sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
@@ -417,7 +418,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
         if not torch.equal(a[..., ::stride, :], b[..., ::stride, :]):
             return False
         a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
-    if a.is_cpu and a.dtype in _NUMPY_DTYPES:
+    if a.is_cpu and a.dtype in NUMPY_DTYPES:
         # NumPy compares several numbers at once, torch.equal one by one.
         return bool((a.numpy() == b.numpy()).all())
     return bool(torch.equal(a, b))

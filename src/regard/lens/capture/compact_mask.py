@@ -36,7 +36,9 @@ class CompactMask:
         uniform_keys: Integers that broadcast to (…, heads, q_len). A row with n > 0 is fully masked, and gives equal
             weights to its first n keys, or to all if there are fewer.
         dense_mask: A boolean mask, True = attend, of rows that are not intervals.
-        bias: What is added to the scores.
+        bias: What is added to the scores, or another modification of them.
+        tiled_mask: A mask of rows that are not intervals, evaluated in tiles; `start` and `stop` contain its keys.
+        visible_counts: Number of keys that each row of such a mask attends to; broadcasts to (…, heads, q_len).
     """
 
     start: IntArray
@@ -45,6 +47,8 @@ class CompactMask:
     uniform_keys: IntArray | None = None
     dense_mask: Tensor | None = None
     bias: ScoreMod | None = None
+    tiled_mask: Mask | None = None
+    visible_counts: IntArray | None = None
 
     @cached_property
     def last_key(self) -> int:
@@ -64,6 +68,8 @@ class CompactMask:
 
     def mask(self, q_len: int, kv_len: int) -> Mask | None:
         """Return the mask by its name, or None if nothing is masked."""
+        if self.tiled_mask is not None:
+            return self.tiled_mask
         mask = name_mask(self.start, self.stop, q_len, kv_len)
         if self.uniform_keys is not None and mask is not None:
             stop = np.minimum(self.uniform_keys, kv_len)

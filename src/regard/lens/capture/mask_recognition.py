@@ -51,7 +51,7 @@ def recognise_mask(
     while mask.ndim < 2:
         mask = mask[None]
     if mask.dtype == torch.bool:
-        compact = _find_intervals(mask, q_len, kv_len)
+        compact = find_intervals(mask, q_len, kv_len)
         return (
             compact if compact is not None else CompactMask(*_full_intervals(q_len, kv_len), dense_mask=mask)
         )
@@ -75,7 +75,7 @@ def _recognise_additive(
 ) -> CompactMask:
     lowest = torch.finfo(mask.dtype).min
     as_bias = CompactMask(*_full_intervals(q_len, kv_len), bias=bias(mask))
-    compact = _find_intervals(mask, q_len, kv_len)
+    compact = find_intervals(mask, q_len, kv_len)
     if compact is not None and not sinks:
         compact = _mark_uniform_rows(compact, mask, lowest, q_len, kv_len)
     if compact is None:
@@ -108,7 +108,7 @@ def _mark_uniform_rows(
     # The lowest float16 is not low enough to absorb a score that is added to it.
     if mixed or compact.visible_keys is not None or mask.dtype == torch.float16:
         return None
-    return replace(compact, uniform_keys=_merge_equal_axes(np.where(uniform, kv_len, 0)))
+    return replace(compact, uniform_keys=merge_equal_axes(np.where(uniform, kv_len, 0)))
 
 
 def _equals_bias(
@@ -118,7 +118,7 @@ def _equals_bias(
     if known is not None and (mask.ndim < 3 or mask.shape[-3:-1] != (lead[-1], q_len)):
         return False
     expected: Any = 0.0
-    for rows in _split_rows(mask):
+    for rows in split_rows(mask):
         entries = mask[..., rows, :]
         if known is not None:
             frame, q_idx = Frame(lead[-1:], q_len, kv_len), np.arange(q_len)[rows]
@@ -146,12 +146,12 @@ def _as_boolean(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
-def _find_intervals(mask: Tensor, q_len: int, kv_len: int) -> CompactMask | None:
+def find_intervals(mask: Tensor, q_len: int, kv_len: int) -> CompactMask | None:
     """Find each row's interval of keys; None if the rows are not intervals, even without the keys masked for all."""
     if kv_len == 0 or q_len == 0:
         return CompactMask(*_full_intervals(q_len, kv_len))
     starts, stops, counts, keys = [], [], [], None
-    for rows in _split_rows(mask):
+    for rows in split_rows(mask):
         visible = _as_boolean(mask[..., rows, :])
         visible = visible.expand(*visible.shape[:-1], kv_len)
         flags = visible.to(torch.uint8)
@@ -169,10 +169,10 @@ def _find_intervals(mask: Tensor, q_len: int, kv_len: int) -> CompactMask | None
     inside = np.take_along_axis(before, stop, -1) - np.take_along_axis(before, start, -1)
     if not (count == inside).all():
         return None
-    return CompactMask(*edges, visible_keys=_merge_equal_axes(keys))
+    return CompactMask(*edges, visible_keys=merge_equal_axes(keys))
 
 
-def _split_rows(mask: Tensor) -> list[slice]:
+def split_rows(mask: Tensor) -> list[slice]:
     """Split the rows of a mask into slices of about CHUNK entries."""
     rows = mask.shape[-2]
     step = max(1, CHUNK * rows // max(1, mask.numel()))
@@ -185,11 +185,11 @@ def _full_intervals(q_len: int, kv_len: int) -> tuple[IntArray, IntArray]:
 
 def _expand_rows(edge: IntArray, q_len: int) -> IntArray:
     """Broadcast one row to all, after merging equal leading axes."""
-    edge = _merge_equal_axes(edge)
+    edge = merge_equal_axes(edge)
     return np.broadcast_to(edge, (*edge.shape[:-1], q_len))
 
 
-def _merge_equal_axes(array: Any) -> Any:
+def merge_equal_axes(array: Any) -> Any:
     """Reduce each leading axis along which all entries are equal to length 1."""
     for axis in range(array.ndim - 1):
         first = array.take([0], axis)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from regard.errors import RegardError
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.dense_record import build_dense_call
+from regard.lens.capture.flex import FlexScoreMod, recognise_block_mask
 from regard.lens.capture.mask_recognition import count_used_keys, recognise_mask
 from regard.lens.capture.wrappers import CapturedArgs, read_number
 from regard.measures import Measure
-from regard.score_mods import ScoreMod, softcap
+from regard.score_mods import ScoreMod, bias, softcap
 
 Tensor = Any  # the types of torch are not followed
 
@@ -93,7 +95,7 @@ def build_call(
             "it was called with nested tensors",
             "Pad the batch instead: torch.nested.to_padded_tensor, with a mask.",
         )
-    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor):
+    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor | BlockMask):
         mask_class = type(args.attn_mask).__name__
         return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
     key = drop_repeated_heads(key, query)
@@ -105,7 +107,8 @@ def build_call(
         )
     except RegardError as error:
         reason = f"no matrix can be computed for {args.kernel} ({error})"
-    if verified is not None and (args.kernel.startswith("transformers") or args.weights is not None):
+    has_result = args.kernel.startswith(("transformers", "torch: flex")) or args.weights is not None
+    if verified is not None and has_result:
         with torch.no_grad():
             verified = _verify(verified, args, module)
     if verified is not None:
@@ -189,8 +192,15 @@ def _recognise(
     biases: Sequence[ScoreMod],
 ) -> Call:
     q_len, kv_len, lead = query.shape[-2], key.shape[-2], tuple(query.shape[:-2])
-    mask = _combine_mask_and_bias(args, kv_len)
-    compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
+    mask = None if isinstance(args.attn_mask, BlockMask) else _combine_mask_and_bias(args, kv_len)
+    if mask is None and isinstance(args.attn_mask, BlockMask):
+        compact = _recognise_flex_cached(args.attn_mask, q_len, kv_len, options)
+        if args.position_bias is not None:
+            compact = replace(compact, bias=bias(args.position_bias.detach()[..., :kv_len]))
+    else:
+        compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
+    if args.score_mod is not None:
+        compact = replace(compact, bias=FlexScoreMod(args.score_mod))
     if biases and compact.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
         # A static cache: the bias is recognised from the keys in use.
         used = count_used_keys(mask)
@@ -283,6 +293,19 @@ def _recognise_cached(
     return compact
 
 
+def _recognise_flex_cached(
+    block_mask: BlockMask, q_len: int, kv_len: int, options: CaptureOptions
+) -> CompactMask:
+    """Recognise a `BlockMask`, or return the result of the last call if it had the same mask."""
+    settings, last = (q_len, kv_len), options._last_mask
+    if last is not None and last[0]() is block_mask and last[1] == settings:
+        return last[2]
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    compact = recognise_block_mask(block_mask, batch, heads, q_len, kv_len)
+    options._last_mask = (weakref.ref(block_mask), settings, compact)
+    return compact
+
+
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else int(tensor._version)
 
@@ -329,16 +352,25 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
 
 def _verify(call: Call, args: CapturedArgs, module: nn.Module) -> Call | None:
     """Return the call if it reproduces what the function returned, if need be with a causal mask; else None."""
-    candidates = [call]
+    for reading in _list_readings(call, args, module):
+        # A copy, since `matrix` is cached before the tensors are stored.
+        if _reproduces(replace(reading), args, module):
+            return reading
+    return None
+
+
+def _list_readings(call: Call, args: CapturedArgs, module: nn.Module) -> Iterator[Call]:
+    """Yield the call, and the other ways to read its mask."""
+    yield call
     if args.attn_mask is None and not args.is_causal and getattr(module, "is_causal", False):
         lengths = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
         causal = recognise_mask(None, is_causal=True, lead=(), **lengths)
-        candidates.append(replace(call, compact_mask=causal, is_causal=True))
-    for candidate in candidates:
-        # A copy, since `matrix` is cached before the tensors are stored.
-        if _reproduces(replace(candidate), args, module):
-            return candidate
-    return None
+        yield replace(call, compact_mask=causal, is_causal=True)
+    if isinstance(args.attn_mask, BlockMask):
+        # Its function may depend on batch entry and head even if the blocks do not.
+        *_, batch, heads, q_len, kv_len = call.shape
+        mask = recognise_block_mask(args.attn_mask, batch, heads, q_len, kv_len)
+        yield replace(call, compact_mask=replace(mask, bias=call.compact_mask.bias))
 
 
 def _reproduces(call: Call, args: CapturedArgs, module: nn.Module) -> bool:

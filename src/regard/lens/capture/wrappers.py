@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
 from regard.engines import torch_kernels as kernels
@@ -46,6 +48,7 @@ class CapturedArgs(NamedTuple):
     softcap: float | None = None
     sink: Tensor | None = None
     position_bias: Tensor | None = None
+    score_mod: Callable[..., Tensor] | None = None
     lse: Tensor | None = None
     output: Tensor | None = None
     weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
@@ -71,6 +74,10 @@ class CapturedArgs(NamedTuple):
         return self[:8]
 
 
+# Dtypes that NumPy has, too: for single numbers and comparisons, its functions take a fraction of the time.
+NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
+
+
 class RowSettings(NamedTuple):
     """What the steps of one cache share if each is one unmasked row."""
 
@@ -85,17 +92,15 @@ class RowSettings(NamedTuple):
 
 
 def read_number(tensor: Tensor, row: int) -> float:
-    """Read one number of a row: the last of the last head. It takes a fraction of the time of indexing.
+    """Read one number of a row: the last of the last head.
 
     Args:
         tensor: (…, length, dim), not empty.
         row: The row, from 0.
     """
-    strides, shape = tensor.stride(), tensor.shape
-    offset = tensor.storage_offset() + (row - shape[-2] + 1) * strides[-2]
-    for size, stride in zip(shape, strides, strict=True):
-        offset += (size - 1) * stride
-    return float(tensor.detach().as_strided((), (), offset).item())
+    if tensor.is_cpu and tensor.dtype in NUMPY_DTYPES and not tensor.requires_grad:
+        return float(tensor.numpy()[(-1,) * (tensor.ndim - 2) + (row, -1)])
+    return float(tensor.detach()[(-1,) * (tensor.ndim - 2) + (row, -1)])
 
 
 class Watcher(Protocol):
@@ -246,6 +251,61 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return sdpa
 
 
+def wrap_flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `flex_attention`, or a function that `torch.compile` made of it."""
+    kernel = "torch: flex_attention" + (", compiled" if is_compiled_flex_attention(original) else "")
+
+    @wraps(unwrap_original(flex.flex_attention))
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        module = find_running_module()
+        if module is None:
+            return original(*args, **kwargs)
+        before = count_captures()
+        with hold_products():  # without compilation, it computes a softmax
+            result = original(*args, **kwargs)
+        if count_captures() != before:
+            return result
+        arguments = _signature(unwrap_original(flex.flex_attention)).bind(*args, **kwargs).arguments
+        captured = CapturedArgs(
+            arguments["query"],
+            arguments["key"],
+            arguments["value"],
+            attn_mask=arguments.get("block_mask"),
+            scale=arguments.get("scale"),
+            enable_gqa=arguments.get("enable_gqa", False),
+            score_mod=arguments.get("score_mod"),
+            output=result[0] if isinstance(result, tuple) else result,
+            kernel=kernel,
+        )
+        notify(module, captured)
+        return result
+
+    return attend
+
+
+def wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch.compile`: `flex_attention` is compiled without its wrapper, and the result is wrapped.
+
+    Layers compile it at their first call and keep the result, which must not become slower after the watch.
+    """
+
+    @wraps(original)
+    def compile_function(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is flex.flex_attention:
+            return wrap_flex_attention(original(unwrap_original(args[0]), *args[1:], **kwargs))
+        return original(*args, **kwargs)
+
+    return compile_function
+
+
+def is_compiled_flex_attention(function: Any) -> bool:
+    """Return whether a function is `torch.compile(flex_attention)`."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    original = vars(function).get("_torchdynamo_orig_callable")
+    return original is not None and unwrap_original(original) is unwrap_original(flex.flex_attention)
+
+
 def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `CausalBias.__torch_function__`, which compares the function with what `torch.nn.functional` holds now.
 
@@ -317,7 +377,7 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
         sink=getattr(module, "sinks", None) if sink is None else sink,
         position_bias=arguments.get("position_bias"),
         output=_move_heads_first(output, query),
-        weights=weights,
+        weights=None if name == "flex_attention_forward" else weights,  # it returns the lse
         kernel=f"transformers: {name}",
     )
 
