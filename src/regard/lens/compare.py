@@ -22,6 +22,9 @@ from regard.lens.table import Table
 
 __all__ = ["compare"]
 
+# If rounding has grown to this share of a vector, a difference may be no more than that.
+GROWN_ROUNDING = 0.1
+
 
 def compare(
     recording_a: Recording, recording_b: Recording, *, tokens_a: Any = None, tokens_b: Any = None
@@ -39,8 +42,8 @@ def compare(
       "shape", "layers missing", "measures".
 
     If the runs agree, the kind is "no difference" (bit for bit), "rounding", or "equivalent": queries and keys differ,
-    but not their scores. A difference counts as rounding if it is within the error rule's tolerance for the less
-    precise dtype, relative to the norm of the rows, plus twice the difference of the layer before. Padding is not
+    but not their scores. A difference counts as rounding if it is within twice the error rule's tolerance for the
+    less precise dtype, relative to the norm of the rows, plus twice the difference of the layer before. Padding is not
     compared.
 
     After the first difference, later layers differ because of it (kind "inherited"), and only differences of settings
@@ -272,6 +275,11 @@ class _Comparer:
         if not differences and kind in ("no difference", "rounding"):
             self.parted = False
             self.previous = found.largest
+        if differences and not self.parted and self.previous > GROWN_ROUNDING:
+            self.notes.append(
+                f"Rounding has grown to {self.previous:.2g} before layer {layer}, and may be all there is: compare in "
+                "a wider dtype."
+            )
         if found.equivalent and found.equivalent not in self.notes:
             self.notes.append(found.equivalent)
         self.findings += [_build_finding(difference, layer, name_a, name_b) for difference in differences]

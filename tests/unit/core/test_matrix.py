@@ -292,7 +292,8 @@ def test_lazy_requires_every_column_and_adds_no_axis(index: Any) -> None:
 @pytest.mark.parametrize(
     "index",
     [0, -1, (1, 2), (slice(None), 1), (0, slice(None), slice(None)), (..., 2, slice(None), slice(None)), [1, 0],
-     (slice(None), [2, 0]), ..., slice(None), slice(1), (), (0, ...)],
+     (..., slice(None, None, 2), slice(None), slice(None)), (slice(None), [2, 0]),
+     ..., slice(None), slice(1), (), (0, ...)],
 )  # fmt: skip
 def test_an_index_that_keeps_both_token_axes_is_lazy(index: Any, tiles: None, counted: list[Any]) -> None:
     A = matrix((2, 3), mask=causal("lower_right"))
@@ -326,8 +327,13 @@ def test_an_index_with_a_large_result_is_refused(counted: list[Any]) -> None:
     query = np.zeros((3, 9_001, 2), np.float32)
     A = regard.attention(query, query)
     assert A[1].shape == (9_001, 9_001)
-    for index, scores in ((np.s_[1, 1:], False), (np.s_[..., :-1], False), (np.s_[1], True)):
-        with pytest.raises(regard.TooLargeError, match=r"bytes.*fewer rows.*A\.lazy\[index\].*to_dense"):
+    for index, scores, entries in (
+        (np.s_[1, 1:], False, 9_000 * 9_001),
+        (np.s_[..., :-1], False, 3 * 9_001 * 9_000),
+        (np.s_[1], True, 9_001**2),
+    ):
+        hint = rf"{4 * entries:,} bytes.*fewer rows.*A\.lazy\[index\].*to_dense"
+        with pytest.raises(regard.TooLargeError, match=hint):
             (A.scores if scores else A)[index]
     assert counted == []
     assert A[1, :5].shape == (5, 9_001)
@@ -431,6 +437,16 @@ def test_len_and_iteration() -> None:
     for found, expected in ((list(A), list(A.to_dense())), (list(A.lazy[1]), list(A.to_dense()[1]))):
         assert len(found) == len(expected)
         close(found, expected)
+
+
+def test_iteration_over_leading_axes_yields_lazy_matrices(counted: list[Any]) -> None:
+    query = np.zeros((2, 3, 40_009, 2), np.float32)
+    A = regard.attention(query, query)
+    parts = [head for entry in A for head in entry]
+    assert len(parts) == 6 and counted == []
+    assert all(isinstance(head, regard.AttentionMatrix) and head.shape == (40_009, 40_009) for head in parts)
+    row = next(iter(parts[0]))
+    assert isinstance(row, np.ndarray) and row.shape == (40_009,)
 
 
 def test_numpy_converts_a_small_matrix_and_refuses_a_large_one() -> None:

@@ -156,6 +156,27 @@ def test_a_fault_is_found_in_half_precision(dtype):
         assert (comparison.kind, comparison.first.layer) == (kind, 0)
 
 
+def build_deep(dtype=torch.float32):
+    config = TINY["Llama"].config
+    config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 12, "initializer_range": 0.2})
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(config).eval().to(dtype)
+
+
+def test_rounding_may_grow_with_depth_and_a_fault_stands_out():
+    ids = TINY["Llama"].inputs("none")["input_ids"]
+    clean = record(build_deep(), ids)
+    comparison = regard.compare(clean, record(build_deep(torch.bfloat16), ids))
+    assert comparison.kind == "rounding"
+    assert comparison.layers[-1]["query"] > 2 * comparison.layers[0]["query"]
+    faulty = build_deep(torch.bfloat16)
+    with torch.no_grad():
+        faulty.model.layers[8].self_attn.q_proj.weight.mul_(8**-0.5)
+    comparison = regard.compare(clean, record(faulty, ids))
+    assert (comparison.kind, comparison.first.layer) == ("scale", 8)
+    assert "scales twice" in comparison.first.hint
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "T5"])
 def test_eager_and_sdpa_agree(name, side):

@@ -23,8 +23,8 @@ from regard.types import ORDINARY_TOLERANCE
 
 Tensor = Any  # the types of torch are not followed
 
-# Rounding may double from layer to layer, up to this many times the tolerance of the dtype.
-MAX_GROWTH = 16
+# Rounding may double from layer to layer, up to this many times the tolerance of the dtype, and this much in all.
+MAX_GROWTH, MAX_ROUNDING = 1000, 0.5
 NAMES = ("query", "key", "value")
 
 
@@ -81,8 +81,8 @@ class CallTensors:
 def rounding_limit(a: Call, b: Call, previous: float) -> float:
     """Return the largest relative difference of a row that counts as rounding.
 
-    It is the tolerance of the error rule for the less precise dtype, plus twice the difference of the layer before:
-    each layer starts from what the last one rounded.
+    It is twice the tolerance of the error rule for the less precise dtype, since both runs round, plus twice the
+    difference of the layer before: each layer starts from what the last one rounded.
 
     Args:
         a: The call of run A.
@@ -91,7 +91,7 @@ def rounding_limit(a: Call, b: Call, previous: float) -> float:
     """
     dtypes = [str(call.query.dtype).removeprefix("torch.") for call in (a, b) if call.query is not None]
     tolerance = max((ORDINARY_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
-    return min(tolerance + 2 * previous, MAX_GROWTH * tolerance)
+    return min(2 * tolerance + 2 * previous, MAX_GROWTH * tolerance, MAX_ROUNDING)
 
 
 def compare_calls(
@@ -153,14 +153,12 @@ def compare_calls(
         return CallComparison(tuple(settings), sizes, relations, limit=limit)
     equivalent = ""
     moved = [name for name in ("query", "key") if not relations[name].agrees]
-    scaled = not math.isclose(a.scale, b.scale, rel_tol=1e-5)
     causes = list(settings)
-    if (moved or scaled) and same_shape and not settings and _scores_agree(a, b, tensors_a, tensors_b, limit):
+    if moved and same_shape and not settings and _scores_agree(a, b, tensors_a, tensors_b, limit):
         equivalent = _describe_equivalence(relations, a, b)
         relations = {name: r for name, r in relations.items() if name not in ("query", "key")}
-        moved, scaled = [], False
     causes += explain_relations(a, b, relations, layer)
-    if not causes and sizes["output"] > limit:
+    if not causes and sizes["output"] > _output_limit(a, tensors_a, limit):
         causes.append(build_output_difference(sizes["output"]))
     return CallComparison(tuple(causes), sizes, relations, equivalent, limit)
 
@@ -257,7 +255,17 @@ def _scores_agree(a: Call, b: Call, tensors_a: CallTensors, tensors_b: CallTenso
         return False
     size = max(*typical, float(scores[0].square().mean().sqrt()))
     error = (scores[0] - scores[1]).square().mean(-1).sqrt().max() if scores[0].numel() else 0.0
-    return bool(error <= 4 * limit * max(size, 1e-30))
+    return bool(error <= 2 * limit * max(size, 1e-30))
+
+
+def _output_limit(call: Call, tensors: CallTensors, limit: float) -> float:
+    """Return the largest difference of outputs that counts as rounding: weights multiply the error of their scores."""
+    rows = sample_rows(tensors.query.shape[2])
+    query, key = tensors.query[:, :, rows].float(), tensors.key.float()
+    if not query.numel() or query.shape[1] % key.shape[1]:
+        return limit
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
+    return max(limit, min(limit * (1 + float(scores.abs().amax())), MAX_ROUNDING))
 
 
 def _describe_equivalence(relations: Mapping[str, Relation], a: Call, b: Call) -> str:
