@@ -130,19 +130,16 @@ class CallLog(Watch):
             if isinstance(event, LoggedCall):
                 break
             until_next.append(event)
-        prefix = module
-        while prefix:
-            inside = [
-                [
-                    event
-                    for event in events
-                    if isinstance(event, LinearEvent) and event.name.startswith(f"{prefix}.")
-                ]
-                for events in (before, until_next)
-            ]
+        linears = [
+            [event for event in events if isinstance(event, LinearEvent)] for events in (before, until_next)
+        ]
+        if not module:
+            return linears[0], linears[1]
+        while module:
+            inside = [[event for event in part if event.name.startswith(f"{module}.")] for part in linears]
             if inside[0]:
                 return inside[0], inside[1]
-            prefix = prefix.rpartition(".")[0]
+            module = module.rpartition(".")[0]
         return [], []
 
 
