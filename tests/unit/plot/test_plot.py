@@ -49,7 +49,7 @@ def matrix(q_len: int, kv_len: int, *lead: int, **how: Any) -> regard.AttentionM
 
 def draw(ax: Any) -> None:
     """Lay the figure out and draw every artist; warnings are errors."""
-    ax.figure.draw_without_rendering()
+    ax.figure.figure.draw_without_rendering()  # the figure around a subfigure, too
 
 
 def saved(ax: Any, kind: str) -> bytes:
