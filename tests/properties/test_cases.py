@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -17,6 +18,7 @@ from regard.testing import (
     draw_cases,
     find_uncovered_pairs,
     format_counts,
+    list_compiled_engines,
 )
 from regard.tiling import use_tile_sizes
 
@@ -36,6 +38,12 @@ def small_tiles(case: Case) -> dict[str, int]:
     }
 
 
+def list_engines(case: Case) -> list[str]:
+    """The engines of a case: all without the compiled pass, and one instruction set of it."""
+    compiled = list_compiled_engines()
+    return [*ENGINES_HERE, *compiled[case.seed // 2 % 3 % len(compiled) :][:1]] if compiled else [*ENGINES_HERE]
+
+
 def run_chunk(cases: list[Case]) -> list[str]:
     """Check some cases and return the failures."""
     if len(ENGINES_HERE) > 1:
@@ -47,7 +55,7 @@ def run_chunk(cases: list[Case]) -> list[str]:
         inputs = build_inputs(case, TILE)
         assert inputs is not None
         with use_tile_sizes(**small_tiles(case)):
-            failures += check_case(case, inputs, ENGINES_HERE)
+            failures += check_case(case, inputs, list_engines(case))
     return failures
 
 
@@ -64,12 +72,15 @@ def test_every_case_agrees_with_the_definition(request: pytest.FixtureRequest, c
     empty = find_uncovered_pairs(ran)
     with capsys.disabled():
         print(f"\n{format_counts(ran, skipped)}")
+        counts = Counter(engine for case in ran for engine in list_engines(case))
+        print(", ".join(f"{engine}: {count:,}" for engine, count in counts.items()))
         print(
-            f"{len(ran) * len(ENGINES_HERE):,} cases ran = {len(ran):,} draws × {len(ENGINES_HERE)} engines; "
+            f"{counts.total():,} cases ran = {len(ran):,} draws on the engines above; "
             f"{len(skipped)} draws skipped, {len(empty)} pairs of choices empty, seed {seed}"
         )
     assert not failures, "\n".join([f"{len(failures)} cases failed (seed {seed})", *failures[:5]])
     assert len(ran) == count
+    assert all(counts[engine] for engine in (*ENGINES_HERE, *list_compiled_engines()))
     assert not empty or count < 5000, f"empty cells: {empty[:5]}"
 
 

@@ -3,6 +3,8 @@
 Each band of rows is read in two passes over its live blocks of keys. The first pass computes the largest score of each
 row and the sum of exp(score − max) by online softmax. The second pass computes the weights exp(score − max) / sum,
 which are final when a measure sees them. Blocks that the mask leaves empty are skipped; full ones are not tested.
+
+If the engine has a compiled pass, built-in measures run in it instead; measures of your own run in this loop beside.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import numpy as np
 
 from regard.core.problem import Problem
 from regard.engines import Engine
+from regard.engines.accumulators import Accumulator
 from regard.frame import EXACT_ROWS_LIMIT
+from regard.measures import find_accumulator
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
@@ -31,10 +35,12 @@ class SoftmaxStats(NamedTuple):
     Attributes:
         max: Largest score of each row, −inf for a row without live keys: (pairs, rows).
         sum: Sum of exp(score − max) of each row, in float64: (pairs, rows).
+        is_compiled: Whether a compiled pass computed them, which rounds scores differently from the block loop.
     """
 
     max: Array
     sum: Array | None
+    is_compiled: bool = False
 
     def lse(self, xp: Namespace) -> Array:
         """Compute the natural-log logsumexp of each row, −inf for a row without live keys."""
@@ -47,7 +53,14 @@ class SoftmaxStats(NamedTuple):
 
     def select(self, index: Any) -> SoftmaxStats:
         """Return the statistics of some pairs or rows."""
-        return SoftmaxStats(self.max[index], None if self.sum is None else self.sum[index])
+        return SoftmaxStats(self.max[index], None if self.sum is None else self.sum[index], self.is_compiled)
+
+    def fits(self, *, compiled: bool) -> bool:
+        """Return whether a pass of the given kind may use these statistics: an lse, or those of its own kind.
+
+        Scores that are rounded differently would give a row with one key a weight next to 1 instead of 1.
+        """
+        return self.sum is None or self.is_compiled == compiled
 
 
 class LoopMeasure(Protocol):
@@ -129,12 +142,49 @@ def run_block_loop(
         return problem.engine.differentiate(problem, measures, bands), known
     parts = []
     with problem.engine.suppress_warnings(), problem.engine.no_grad():
+        compiled, stats = _run_compiled(problem, measures, known)
+        known = known or stats
+        rest = [measure for i, measure in enumerate(measures) if i not in compiled]
+        if known is not None and not rest:
+            return [compiled[i] for i in range(len(measures))], known
+        usable = known if known is not None and known.fits(compiled=False) else None
         for pairs in sizes.split_pairs(problem.shape):
-            stats = None if known is None else known.select(pairs)
-            parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats, sizes))
+            stats = None if usable is None else usable.select(pairs)
+            parts.append(_run_pairs(problem.select_pairs(pairs), rest, stats, sizes))
     concat = problem.engine.xp.concat
-    results = [_concat_results([part[0][i] for part in parts], concat) for i in range(len(measures))]
+    in_loop = iter([_concat_results([part[0][i] for part in parts], concat) for i in range(len(rest))])
+    results = [compiled[i] if i in compiled else next(in_loop) for i in range(len(measures))]
     return results, known or SoftmaxStats(*(concat([part[1][i] for part in parts]) for i in range(2)))
+
+
+def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> dict[int, Accumulator]:
+    """Return what a compiled pass would accumulate, by the number of the measure; empty without a compiled pass."""
+    if not problem.engine.compiled_pass(problem):
+        return {}
+    found = ((i, find_accumulator(measure, problem)) for i, measure in enumerate(measures))
+    return {i: accumulator for i, accumulator in found if accumulator is not None}
+
+
+def _run_compiled(
+    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
+) -> tuple[dict[int, Any], SoftmaxStats | None]:
+    """Compute what a compiled pass can: results by the number of the measure, and the statistics that it computed."""
+    accumulators = find_compiled(problem, measures)
+    if not accumulators and (measures or not problem.engine.compiled_pass(problem)):
+        return {}, None
+    bound: dict[int, Any] = {
+        i: measure.bind(problem) if hasattr(measure, "bind") else measure
+        for i, measure in enumerate(measures)
+        if i in accumulators
+    }
+    usable = known if known is not None and known.fits(compiled=True) else None
+    largest, total = (None, None) if usable is None else usable[:2]
+    accumulated, largest, total = problem.engine.accumulate(
+        problem, list(accumulators.values()), largest, total
+    )
+    states = zip(bound.items(), accumulated, strict=True)
+    results = {i: measure.finish(measure.restore_state(state)) for (i, measure), state in states}
+    return results, usable or SoftmaxStats(largest, total, is_compiled=True)
 
 
 def _run_pairs(

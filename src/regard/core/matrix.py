@@ -272,11 +272,12 @@ class AttentionMatrix:
             **named: Measures, as in `measure`.
 
         Returns:
-            One line for each product and each run of the block loop: the kernel, why it was chosen, the results.
+            One line for each product, compiled pass and run of the block loop: the kernel, why it was chosen, the
+            results.
 
         >>> from regard import Entropy, Received, attention
         >>> print(attention([[0.0]], [[1.0], [2.0]]).plan(Entropy(), Received()))
-        numpy: block loop, tiles of 512 × 512, two passes (lse, then weights): entropy, received
+        numpy: ..., two passes (lse, then weights): entropy, received
         """
         problem = self._problem
         products, rest = split_products(problem, name_measures(measures, named))
@@ -284,8 +285,8 @@ class AttentionMatrix:
         if rest and problem.engine.requires_grad(problem):
             lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
         elif rest or not lines:
-            known = self._get_stats() is not None
-            lines.append(self._make_plan(rest, known).describe(problem, known))
+            stats = self._get_stats()
+            lines.append(self._make_plan(rest, stats is not None).describe(problem, stats))
         return "\n".join(lines)
 
     def entropy(self) -> Array:

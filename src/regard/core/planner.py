@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core.block_loop import SoftmaxStats, run_block_loop
+from regard.core.block_loop import SoftmaxStats, find_compiled, run_block_loop
 from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
@@ -21,6 +21,8 @@ from regard.types import Array, IntArray, Namespace
 
 # Extra value columns that cost a fused call less than a pass over the tiles.
 MAX_EXTRA_COLUMNS = 16
+
+TWO_PASSES = "two passes (lse, then weights)"
 
 
 class Plan(NamedTuple):
@@ -36,12 +38,12 @@ class Plan(NamedTuple):
     from_product: Mapping[str, Measure]
     from_loop: Mapping[str, Measure]
 
-    def describe(self, problem: Problem, known: bool) -> str:
-        """Describe what runs and why, one line for the product and one for the block loop.
+    def describe(self, problem: Problem, stats: SoftmaxStats | None) -> str:
+        """Describe what runs and why, one line for the product, the compiled pass and the block loop each.
 
         Args:
             problem: The matrix.
-            known: Whether the lse is cached.
+            stats: Cached softmax statistics of each row.
         """
         lines = []
         if self.has_product:
@@ -50,17 +52,30 @@ class Plan(NamedTuple):
             columns = f"; {', '.join(extra)} from extra value columns" if extra else ""
             lines.append(f"{problem.kernel}, one product: {results}{columns}")
         if self.from_loop:
-            kernel = f"{problem.engine.name}: block loop"
-            passes = "one pass with the cached lse"
-            if self.has_product:
-                passes = "one pass with the lse of the product"
-            elif not known:
-                passes = "two passes (lse, then weights)"
-                exact = "scores too large for the lse of a fused kernel"
-                kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
-            tiles = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
-            lines.append(f"{kernel}, {tiles}, {passes}: {', '.join(self.from_loop)}")
+            names, measures = list(self.from_loop), list(self.from_loop.values())
+            compiled = [names[i] for i in find_compiled(problem, measures)]
+            rest = [name for name in names if name not in compiled]
+            if compiled:
+                kernel = f"{problem.engine.name}: {problem.engine.compiled_pass(problem)}"
+                lines.append(
+                    f"{kernel}, {self._describe_passes(stats, compiled=True)}: {', '.join(compiled)}"
+                )
+            if rest:
+                kernel, passes = (
+                    f"{problem.engine.name}: block loop",
+                    self._describe_passes(stats, compiled=False),
+                )
+                if passes == TWO_PASSES:
+                    exact = "scores too large for the lse of a fused kernel"
+                    kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
+                tiles = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
+                lines.append(f"{kernel}, {tiles}, {passes}: {', '.join(rest)}")
         return "\n".join(lines) or "nothing to compute"
+
+    def _describe_passes(self, stats: SoftmaxStats | None, *, compiled: bool) -> str:
+        if self.has_product:
+            return "one pass with the lse of the product"
+        return "one pass with the cached lse" if stats and stats.fits(compiled=compiled) else TWO_PASSES
 
 
 def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, can_fuse: bool) -> Plan:

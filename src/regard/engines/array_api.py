@@ -16,6 +16,7 @@ from regard.validation import as_array
 if TYPE_CHECKING:
     from regard.core.block_loop import LoopMeasure
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
     from regard.masks import Mask
 
 
@@ -120,6 +121,22 @@ class ArrayEngine:
     def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager in which NaN and inf raise no warning."""
         return lambda: np.errstate(all="ignore")  # a library may compute with NumPy inside
+
+    # The compiled pass: none
+
+    def compiled_pass(self, problem: Problem) -> str:
+        """Return an empty name: there is no compiled pass, unless a subclass has one."""
+        return ""
+
+    def accumulate(
+        self,
+        problem: Problem,
+        accumulators: Sequence[Accumulator],
+        known_max: Array | None,
+        known_sum: Array | None,
+    ) -> tuple[list[Any], Array, Array | None]:
+        """Raise a TypeError: there is no compiled pass."""
+        raise TypeError(f"{self.name} has no compiled pass")
 
     # Fused kernels: none
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from regard.engines import native
 from regard.engines.array_api import ArrayEngine
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
 
 
 class NumpyEngine(ArrayEngine):
@@ -66,6 +72,21 @@ class NumpyEngine(ArrayEngine):
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
+
+    def compiled_pass(self, problem: Problem) -> str:
+        return native.describe_pass(problem) if problem.dtype in (np.float32, np.float64) else ""
+
+    def accumulate(
+        self,
+        problem: Problem,
+        accumulators: Sequence[Accumulator],
+        known_max: Array | None,
+        known_sum: Array | None,
+    ) -> tuple[list[Any], Array, Array | None]:
+        query, key = (self.cast(array, problem.dtype) for array in (problem.query, problem.key))
+        return native.accumulate(
+            problem, query, key, accumulators, known_max, known_sum, native.count_processors()
+        )
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)

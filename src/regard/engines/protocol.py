@@ -11,6 +11,7 @@ from regard.types import Array, IntArray, Namespace
 if TYPE_CHECKING:
     from regard.core.block_loop import LoopMeasure
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
     from regard.masks import Mask
 
 
@@ -157,6 +158,34 @@ class Engine(Protocol):
     @property
     def suppress_warnings(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager in which NaN and inf raise no warning and no dtype is lowered (autocast)."""
+
+    # The compiled pass
+
+    def compiled_pass(self, problem: Problem) -> str:
+        """Return the name of the compiled pass for built-in measures; empty if the block loop must compute them.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def accumulate(
+        self,
+        problem: Problem,
+        accumulators: Sequence[Accumulator],
+        known_max: Array | None,
+        known_sum: Array | None,
+    ) -> tuple[list[Any], Array, Array | None]:
+        """Run the compiled pass; called only if `compiled_pass` returns a name.
+
+        Args:
+            problem: Matrix in canonical form.
+            accumulators: What to accumulate; if empty, only the statistics are computed.
+            known_max: Largest score of each row, or its lse if `known_sum` is None: (g, r). None if unknown.
+            known_sum: Σ exp(score − max) of each row: (g, r).
+
+        Returns:
+            The array, or the pair of arrays, of each accumulator, and the largest score and the sum of each row.
+        """
 
     # Fused kernels
 

@@ -12,6 +12,7 @@ import array_api_compat.torch as array_api
 import numpy as np
 import torch
 
+from regard.engines import native
 from regard.engines import torch_fused as fused
 from regard.engines.torch_precision import use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
@@ -22,6 +23,7 @@ from regard.validation import as_array
 if TYPE_CHECKING:
     from regard.core.block_loop import LoopMeasure
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
     from regard.masks import Mask
 
 Tensor = Any  # torch's types are not checked
@@ -195,6 +197,33 @@ class TorchEngine:
         # Autocast and reduced-precision products would round the scores to 8 bits.
         return lambda: use_full_precision(self.device_type)
 
+    # The compiled pass
+
+    def compiled_pass(self, problem: Problem) -> str:
+        arrays = (problem.query, problem.key)
+        is_plain = all(type(array) in (torch.Tensor, torch.nn.Parameter) for array in arrays)
+        if self.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
+            return ""
+        return native.describe_pass(problem) if problem.dtype in (torch.float32, torch.float64) else ""
+
+    def accumulate(
+        self,
+        problem: Problem,
+        accumulators: Sequence[Accumulator],
+        known_max: Array | None,
+        known_sum: Array | None,
+    ) -> tuple[list[Any], Array, Array | None]:
+        def read(array: Array | None, dtype: Any) -> Any:
+            return None if array is None else array.to(dtype).numpy(force=True)
+
+        query, key, largest = (
+            read(array, problem.dtype) for array in (problem.query, problem.key, known_max)
+        )
+        total = read(known_sum, torch.float64)
+        threads = torch.get_num_threads()
+        results = native.accumulate(problem, query, key, accumulators, largest, total, threads)
+        return tuple(map(_to_tensors, results))
+
     # Fused kernels
 
     def can_fuse(self, problem: Problem) -> bool:
@@ -241,6 +270,13 @@ class TorchEngine:
     def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
         return context
+
+
+def _to_tensors(result: Any) -> Any:
+    """Convert arrays, in lists and tuples too, to tensors that share their memory."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(_to_tensors, result))
+    return None if result is None else torch.from_numpy(result)
 
 
 def _has_ties(weights: Tensor, values: Tensor, k: int) -> Tensor:

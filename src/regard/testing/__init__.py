@@ -8,7 +8,7 @@ Imports `regard.core` and the packages below it, and `regard.reference`; the com
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.testing.cases.engine_check import ENGINES, check_case
+from regard.testing.cases.engine_check import ENGINES, check_case, list_compiled_engines
 from regard.testing.cases.factors import FACTORS, Case
 from regard.testing.cases.generate import draw_cases, find_uncovered_pairs, format_counts
 from regard.testing.cases.inputs import CaseInputs, build_inputs
@@ -41,6 +41,7 @@ __all__ = [
     "find_uncovered_pairs",
     "format_counts",
     "generate_tests",
+    "list_compiled_engines",
 ]
 
 set_public_module(globals())

@@ -11,6 +11,7 @@ import pytest
 
 import regard
 from regard import causal, first, padding, reference
+from regard.engines.native import use_instruction_set
 from regard.engines.numpy import NumpyEngine
 from regard.testing.cases.inputs import numpy_dtype
 from regard.tiling import use_tile_sizes
@@ -42,8 +43,8 @@ def tiles() -> Iterator[None]:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Record the shape of every tile of scores that is computed."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Record the shape of every tile of scores that is computed, all by the block loop."""
     shapes: list[tuple[int, ...]] = []
     compute = NumpyEngine.compute_scores
 
@@ -53,7 +54,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return tile
 
     monkeypatch.setattr(NumpyEngine, "compute_scores", scores)
-    return shapes
+    with use_instruction_set(None):
+        yield shapes
 
 
 # Shapes

@@ -30,6 +30,7 @@ from regard import (  # noqa: E402
     softcap,
 )
 from regard.engines import torch_kernels as _torch_kernels  # noqa: E402
+from regard.engines.native import find_instruction_set, use_instruction_set  # noqa: E402
 from regard.measures import MaxWeight, Sum  # noqa: E402
 from regard.tiling import use_tile_sizes  # noqa: E402
 
@@ -202,6 +203,7 @@ def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: 
         torch.testing.assert_close(ours.double(), streamed.double(), rtol=limit, atol=limit)
 
 
+@use_instruction_set(None)
 def test_measure_runs_what_the_plan_says(calls: list[Any]) -> None:
     query, key, value = tensors()
     A = attention(query, key, mask=causal())
@@ -220,6 +222,46 @@ def test_measure_runs_what_the_plan_says(calls: list[Any]) -> None:
     capped = attention(query, key, score_mod=softcap(5.0))
     assert "two passes" in capped.plan(Entropy(), Output(value)) and "product" not in capped.plan(Entropy())
     assert attention(query, key).plan() == "torch: flash on CPU, one product: lse"
+
+
+class Own(Measure):
+    """The sum of each row: a measure without a description for a compiled pass."""
+
+    def init(self, shape: Any, xp: Any) -> Any:
+        return xp.zeros(shape[:2])
+
+    def step(self, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+        state[:, q_idx] += xp.sum(weights, axis=-1)
+        return state
+
+
+@pytest.mark.skipif(find_instruction_set() is None, reason="the compiled library is not built")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_plan_names_the_compiled_pass_and_what_it_cannot_do(library: str) -> None:
+    name = f"{library}: compiled pass ({find_instruction_set()})"
+    query, key, value = (x if library == "torch" else x.numpy() for x in tensors())
+    A = attention(20 * query, key)  # scores too large for the lse of a fused kernel
+    kernel = f"{library}: block loop"
+    if library == "torch":
+        kernel += " (scores too large for the lse of a fused kernel)"
+    two_passes = "two passes (lse, then weights)"
+    assert A.plan(Entropy(), Own(), Received()).splitlines() == [
+        f"{name}, {two_passes}: entropy, received",
+        f"{kernel}, tiles of 512 × 512, {two_passes}: own",
+    ]
+    found = A.measure(Entropy(), Own(), Received())
+    assert A.plan(Entropy()) == f"{name}, one pass with the cached lse: entropy"
+    assert A.plan(Own()).endswith(f"{two_passes}: own"), "the compiled pass rounds scores differently"
+    with use_instruction_set(None):
+        expected = attention(20 * query, key).measure(Entropy(), Own(), Received())
+        assert "compiled" not in A.plan(Entropy(), Own())
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
+    capped = attention(query, key, score_mod=softcap(5.0))
+    assert "compiled" not in capped.plan(Entropy()), "a score modification runs in the block loop"
+    B = attention(query, key, mask=causal())
+    _ = B @ value
+    assert B.plan(Entropy(), Received()).startswith(name)
 
 
 VALUES: dict[str, Any] = {
@@ -288,6 +330,7 @@ def test_an_output_keeps_its_gradient_beside_measures() -> None:
     torch.testing.assert_close(value.grad.sum((-1, -2)), torch.full((2, 4), 200.0, dtype=torch.float64))
 
 
+@use_instruction_set(None)
 def test_numpy_computes_output_and_measures_together() -> None:
     query, key, value = (x.numpy() for x in tensors())
     A = attention(query, key, mask=causal())

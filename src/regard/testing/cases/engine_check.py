@@ -10,15 +10,29 @@ import numpy as np
 
 from regard import reference
 from regard.core.attention import attention
-from regard.engines import find_engine, get_engine
+from regard.core.matrix import AttentionMatrix
+from regard.engines import find_engine, get_engine, native
 from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, Received
 from regard.testing.cases.factors import Case
 from regard.testing.cases.inputs import CaseInputs, visible_keys
 from regard.testing.tolerance import ErrorBound, epsilon
 
-# The engines that `check_case` can compare with the definition. The last two need torch.
+# The engines that `check_case` can compare with the definition, all without the compiled pass. The last two need torch.
 ENGINES = ("numpy", "torch fused", "torch block loop")
+COMPILED = "compiled "  # the engines of `list_compiled_engines` begin with it
+
+
+def list_compiled_engines() -> tuple[str, ...]:
+    """List the instruction sets of the compiled pass as engines for `check_case`; empty if it is not built.
+
+    They compute measures and lse only: of NumPy arrays in two passes, or of tensors with the lse of a fused kernel, as
+    the seed of the case decides.
+
+    >>> set(list_compiled_engines()) <= {"compiled baseline", "compiled AVX2", "compiled AVX-512"}
+    True
+    """
+    return tuple(f"{COMPILED}{name}" for name in native.list_instruction_sets())
 
 
 def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[:1]) -> list[str]:
@@ -27,7 +41,8 @@ def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[
     Args:
         case: The case.
         inputs: Its inputs, from `build_inputs`.
-        engines: Names from `ENGINES`, or of engines passed to `regard.engines.register`. Default: NumPy.
+        engines: Names from `ENGINES` or `list_compiled_engines()`, or of engines passed to
+            `regard.engines.register`. Default: NumPy.
 
     Returns:
         One message for each engine that breaks the error rule or raises; empty if none does.
@@ -41,7 +56,10 @@ def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[
     failures = []
     for engine in engines:
         try:
-            _check_engine(inputs, bounds, engine)
+            if engine.startswith(COMPILED):
+                _check_compiled(inputs, bounds, engine, "torch fused" if case.seed % 2 else "numpy")
+            else:
+                _check_engine(inputs, bounds, engine)
         except Exception as error:
             failures.append(f"{engine}: {case}\n    {type(error).__name__}: {error}")
     return failures
@@ -201,7 +219,7 @@ def compute_results(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> Iter
         Each error bound, and the result as a NumPy array.
     """
     query, key, value = (to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
-    with disable_fused_kernel(engine):
+    with disable_fused_kernel(engine), native.use_instruction_set(None):
         matrix = attention(query, key, **inputs.arguments)
         output = matrix @ value
         if engine == "torch fused" and "block loop" not in matrix.kernel:
@@ -209,10 +227,28 @@ def compute_results(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> Iter
         yield bounds.output, from_engine(output)
         yield bounds.lse, from_engine(matrix.lse)
         yield bounds.weights, from_engine(matrix.to_dense())
-        measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
-        measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
-        for name, result in matrix.measure(*measures)._asdict().items():
-            yield bounds.measures[name], from_engine(result)
+        yield from _compute_measures_of(matrix, bounds)
+
+
+def _compute_measures_of(matrix: AttentionMatrix, bounds: CaseBounds) -> Iterator[tuple[ErrorBound, Any]]:
+    measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
+    measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
+    for name, result in matrix.measure(*measures)._asdict().items():
+        yield bounds.measures[name], from_engine(result)
+
+
+def _check_compiled(inputs: CaseInputs, bounds: CaseBounds, engine: str, arrays: str) -> None:
+    query, key, value = (to_engine(array, arrays) for array in (inputs.query, inputs.key, inputs.value))
+    with native.use_instruction_set(engine.removeprefix(COMPILED)):
+        matrix = attention(query, key, **inputs.arguments)
+        if "score_mod" in inputs.arguments:
+            return  # runs in the block loop, which the other engines test
+        if arrays == "torch fused":
+            _ = matrix @ value
+        assert "compiled pass" in matrix.plan(Received()), matrix.plan(Received())
+        for bound, result in _compute_measures_of(matrix, bounds):
+            bound.check(result)
+        bounds.lse.check(from_engine(matrix.lse))
 
 
 def from_engine(array: Any) -> Any:

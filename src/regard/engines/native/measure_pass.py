@@ -1,0 +1,278 @@
+"""Run the compiled pass over a matrix: split it into jobs, run them in threads, and add up their parts in order.
+
+How a matrix is split depends on its shape only, each job writes rows of its own, and sums over rows are added in the
+order of the jobs, so that results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.engines.native.library import (
+    BLOCK_KEYS,
+    BLOCK_ROWS,
+    INSTRUCTION_SETS,
+    Grid,
+    Job,
+    find_instruction_set,
+    load_library,
+)
+from regard.masks.segments import PairSegments, build_segments
+from regard.types import Array
+
+if TYPE_CHECKING:
+    from regard.core.problem import Problem
+
+# Jobs that a matrix is split into at least, if it has that many blocks of rows.
+MIN_JOBS = 32
+# Multiply-adds that are worth a thread of their own.
+MIN_WORK_OF_THREAD = 1 << 22
+
+
+def describe_pass(problem: Problem) -> str:
+    """Return the name of the compiled pass for a matrix of float32 or float64; empty if there is none.
+
+    Args:
+        problem: Matrix in canonical form.
+    """
+    name = find_instruction_set()
+    if name is None or problem.score_mods or not problem.is_softmax:
+        return ""
+    return f"compiled pass ({name})"
+
+
+def count_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def accumulate(
+    problem: Problem,
+    query: Array,
+    key: Array,
+    accumulators: Sequence[Accumulator],
+    known_max: Array | None,
+    known_sum: Array | None,
+    num_threads: int,
+) -> tuple[list[Any], Array, Array | None]:
+    """Run the compiled pass.
+
+    Args:
+        problem: Matrix in canonical form, without score modifications.
+        query: Its query as a NumPy array of float32 or float64: (own pairs, rows, head_dim).
+        key: Its key, of the same dtype: (own pairs, kv_len, head_dim).
+        accumulators: What to accumulate.
+        known_max: Largest score of each row, or the lse if `known_sum` is None: (pairs, rows). None if unknown.
+        known_sum: Σ exp(score − max) of each row: (pairs, rows).
+        num_threads: Most threads to use.
+
+    Returns:
+        As NumPy arrays: the array, or the pair of arrays, of each accumulator; the largest score of each row, or the
+        lse that was given; and Σ exp(score − max) of each row, None if an lse was given.
+    """
+    library, name = load_library(), find_instruction_set()
+    assert name is not None, "describe_pass says that there is none"
+    segments = build_segments(
+        problem.mask, problem.frame, problem.positions, BLOCK_ROWS, BLOCK_KEYS, pack="rows", xp=problem.engine.xp,
+        to_numpy=problem.engine.to_numpy,
+    )  # fmt: skip
+    matrix_pass = _MatrixPass(problem, query, key, accumulators, segments, known_max, known_sum)
+    jobs = matrix_pass.make_jobs()
+    _run_jobs(library, INSTRUCTION_SETS.index(name), query.dtype == np.float64, jobs, num_threads)
+    return matrix_pass.finish(jobs)
+
+
+@dataclass
+class _PairJob:
+    """A job, the arrays of its own, and whatever else its pointers must keep alive."""
+
+    job: Job
+    pair: int
+    columns: Array | None
+    cells: list[tuple[int, Array]]  # first row of cells, and the cells, of each grid
+    kept: list[Any] = field(default_factory=list)
+
+
+class _MatrixPass:
+    """The arrays of one pass over a matrix."""
+
+    def __init__(
+        self, problem: Problem, query: Array, key: Array, accumulators: Sequence[Accumulator],
+        segments: PairSegments, known_max: Array | None, known_sum: Array | None,
+    ) -> None:  # fmt: skip
+        pairs, rows, kv_len = self.shape = problem.shape
+        self.problem, self.accumulators, self.segments = problem, accumulators, segments
+        self.query, self.key = (_make_rows_contiguous(array) for array in (query, key))
+        self.positions = np.ascontiguousarray(problem.positions, np.int64)
+        self.is_known, self.is_lse = known_max is not None, known_max is not None and known_sum is None
+        if known_max is None:
+            self.max: Array = np.full((pairs, rows), -np.inf, query.dtype)
+            self.sum: Array | None = np.zeros((pairs, rows))
+        else:
+            self.max = np.ascontiguousarray(known_max, query.dtype)
+            self.sum = None if known_sum is None else np.ascontiguousarray(known_sum, np.float64)
+        wanted = set(accumulators)
+        self.row_sums = {
+            accumulator: np.zeros((pairs, rows))
+            for accumulator in dict.fromkeys(accumulators)
+            if isinstance(accumulator, RowSum | RowMaxScore)
+        }
+        self.has_columns = ColumnSum() in wanted
+        self.columns = np.zeros((pairs, kv_len)) if self.has_columns else None
+        grids = [item for item in dict.fromkeys(accumulators) if isinstance(item, CellReduction)]
+        self.grids = {grid: np.zeros((pairs, *grid.cells)) for grid in grids}
+        # The k largest begin with the fewer largest that another accumulator needs.
+        self.top_k = max((item.k for item in accumulators if isinstance(item, RowTopK)), default=0)
+        self.top = (np.zeros((pairs, rows, self.top_k)), np.zeros((pairs, rows, self.top_k), np.int64))
+
+    def make_jobs(self) -> list[_PairJob]:
+        """Split the matrix into jobs, the last rows first: under a causal mask they take longest."""
+        pairs, rows, _ = self.shape
+        blocks = -(-rows // BLOCK_ROWS)
+        if not (pairs and rows):
+            return []
+        parts = min(blocks, -(-MIN_JOBS // pairs))
+        edges = [blocks * i // parts for i in range(parts + 1)]
+        ranges = list(itertools.pairwise(edges))[::-1]
+        return [self._make_job(pair, *block_range) for block_range in ranges for pair in range(pairs)]
+
+    def _make_job(self, pair: int, first_block: int, last_block: int) -> _PairJob:
+        problem, (_, rows, kv_len) = self.problem, self.shape
+        query, key = self.query[problem.query_index[pair]], self.key[problem.key_index[pair]]
+        segments = self.segments.distinct[self.segments.pair_index[pair]]
+        itemsize = query.itemsize
+        job = Job(
+            query=query.ctypes.data, key=key.ctypes.data, query_stride=query.strides[0] // itemsize,
+            key_stride=key.strides[0] // itemsize, rows=rows, kv_len=kv_len, dim=query.shape[1],
+            scale=problem.scale, positions=self.positions.ctypes.data, offsets=segments.offsets.ctypes.data,
+            segments=segments.segments.ctypes.data, tiles=segments.tiles.ctypes.data, first_block=first_block,
+            last_block=last_block, is_known=self.is_known, is_lse=self.is_lse, max=self.max[pair].ctypes.data,
+            sum=None if self.sum is None else self.sum[pair].ctypes.data, has_measures=bool(self.accumulators),
+        )  # fmt: skip
+        if problem.sink is not None:
+            sink = problem.engine.to_numpy(problem.frame.per_head(problem.sink, "sink"))
+            job.has_sink, job.sink = True, float(sink[pair if len(sink) > 1 else 0])
+        made = _PairJob(job, pair, None, [], [query, key])
+        self._set_row_outputs(made)
+        if self.columns is not None:
+            whole = first_block == 0 and last_block * BLOCK_ROWS >= rows
+            made.columns = self.columns[pair] if whole else np.zeros(kv_len)
+            job.columns = made.columns.ctypes.data
+        grids = []
+        for grid in self.grids:
+            first, last = (
+                row * grid.cells[0] // rows
+                for row in (first_block * BLOCK_ROWS, min(last_block * BLOCK_ROWS, rows) - 1)
+            )
+            cells = np.zeros((last + 1 - first, grid.cells[1]))
+            made.cells.append((first, cells))
+            grids.append(Grid(*grid.cells, first, grid.reduce == "max", cells.ctypes.data))
+        job.num_grids, job.grids = len(grids), (Grid * max(len(grids), 1))(*grids)
+        if self.top_k:
+            job.top_k = self.top_k
+            job.top_values, job.top_indices = (array[made.pair].ctypes.data for array in self.top)
+        return made
+
+    def _set_row_outputs(self, made: _PairJob) -> None:
+        """Point the row sums of a job to the arrays of its pair."""
+        job = made.job
+        distances: list[tuple[int, int]] = []
+        shares: list[tuple[tuple[tuple[int, int], ...], int]] = []
+        for accumulator, array in self.row_sums.items():
+            pointer = array[made.pair].ctypes.data
+            match accumulator:
+                case RowSum("distance", offset):
+                    distances.append((offset, pointer))
+                case RowSum("one", _, intervals) if intervals is not None:
+                    shares.append((intervals, pointer))
+                case RowSum(factor):
+                    setattr(job, factor, pointer)
+                case _:
+                    job.max_score = pointer
+        offsets = np.array([offset for offset, _ in distances], np.int64)
+        starts = np.cumsum([0, *(len(intervals) for intervals, _ in shares)], dtype=np.int64)
+        edges = np.array([edge for intervals, _ in shares for edge in intervals], np.int64)
+        made.kept += [offsets, starts, edges]
+        job.num_distances, job.distance_offsets = len(distances), offsets.ctypes.data
+        job.distances = (ctypes.c_void_p * max(len(distances), 1))(*(pointer for _, pointer in distances))
+        job.num_shares, job.share_starts, job.intervals = len(shares), starts.ctypes.data, edges.ctypes.data
+        job.shares = (ctypes.c_void_p * max(len(shares), 1))(*(pointer for _, pointer in shares))
+
+    def finish(self, jobs: list[_PairJob]) -> tuple[list[Any], Array, Array | None]:
+        """Add up the parts of the jobs, and return the result of each accumulator."""
+        for made in reversed(jobs):
+            if self.columns is not None and made.columns is not None:
+                own = self.columns[made.pair]
+                if made.columns.ctypes.data != own.ctypes.data:
+                    own += made.columns
+            for (grid, cells), (first, part) in zip(self.grids.items(), made.cells, strict=True):
+                own = cells[made.pair, first : first + len(part)]
+                own[...] = np.maximum(own, part) if grid.reduce == "max" else own + part
+        return [self._read(item) for item in self.accumulators], self.max, self.sum
+
+    def _read(self, accumulator: Accumulator) -> Any:
+        match accumulator:
+            case ColumnSum():
+                return self.columns
+            case CellReduction():
+                return self.grids[accumulator]
+            case RowTopK(k):
+                return tuple(array[..., :k].copy() for array in self.top)
+            case RowSum() | RowMaxScore():
+                return self.row_sums[accumulator]
+        raise TypeError(accumulator)
+
+
+def _make_rows_contiguous(array: Array) -> Array:
+    """Return the array, or a copy if the numbers of a row are not adjacent, or not aligned."""
+    itemsize = array.itemsize
+    is_plain = (array.shape[-1] < 2 or array.strides[-1] == itemsize) and array.flags.aligned
+    return array if is_plain and array.strides[-2] % itemsize == 0 else np.ascontiguousarray(array)
+
+
+def _run_jobs(
+    library: Any, instruction_set: int, is_double: bool, jobs: list[_PairJob], num_threads: int
+) -> None:
+    """Run jobs in this thread and others; the library is called without the interpreter's lock."""
+    remaining = iter(jobs)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    made = next(remaining, None)
+                if made is None or failures:
+                    return
+                if library.regard_run(instruction_set, is_double, ctypes.byref(made.job)):
+                    raise MemoryError("no memory for a block of rows of the compiled pass")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(_count_helpers(jobs, num_threads))]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _count_helpers(jobs: list[_PairJob], num_threads: int) -> int:
+    """Return how many threads are worth starting beside this one."""
+    if not jobs:
+        return 0
+    blocks = sum(made.job.last_block - made.job.first_block for made in jobs)
+    work = blocks * BLOCK_ROWS * jobs[0].job.kv_len * max(jobs[0].job.dim, 1)
+    return max(0, min(num_threads, len(jobs), int(work // MIN_WORK_OF_THREAD)) - 1)

@@ -1,0 +1,546 @@
+/* One compiled pass; measures.c includes this file once for each instruction set and number type.
+
+   Set before: REAL and its integer UINT of the same size, LANES of a vector, and TILE_VECTORS × TILE_KEYS, the
+   accumulators that the score product keeps in registers.
+
+   Lanes are rows: a strip of scores is (keys, rows), so sums over the keys of a row need no horizontal operation, the
+   queries are packed once per block of rows, and the keys are read where they are. */
+
+typedef REAL NAME(Vec) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias));
+typedef REAL NAME(LooseVec) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias, aligned(sizeof(REAL))));
+typedef SINT NAME(Bits) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias));
+#define Vec NAME(Vec)
+#define Bits NAME(Bits)
+#define VECTORS (SUB_ROWS / LANES)
+
+static ALWAYS_INLINE Vec NAME(load)(const REAL *from) { return *(const NAME(LooseVec) *)from; }
+static ALWAYS_INLINE void NAME(store)(REAL *to, Vec v) { *(NAME(LooseVec) *)to = v; }
+static ALWAYS_INLINE Vec NAME(splat)(REAL x) { return x - (Vec){}; }
+
+static ALWAYS_INLINE Vec NAME(select)(Bits mask, Vec a, Vec b) {
+    return (Vec)((mask & (Bits)a) | (~mask & (Bits)b));
+}
+
+/* Compilers turn these loops into one instruction. If a is NaN it stays; b is never NaN. */
+static ALWAYS_INLINE Vec NAME(at_least)(Vec a, Vec b) {
+    Vec r;
+    for (int i = 0; i < LANES; i++) r[i] = a[i] < b[i] ? b[i] : a[i];
+    return r;
+}
+static ALWAYS_INLINE Vec NAME(at_most)(Vec a, Vec b) {
+    Vec r;
+    for (int i = 0; i < LANES; i++) r[i] = a[i] > b[i] ? b[i] : a[i];
+    return r;
+}
+
+/* exp(x) for x between LOWEST and 0; NaN stays NaN. x = n ln 2 + r; the power of two is applied in two steps, so that
+   results below the smallest normal number are rounded as they should be. */
+static ALWAYS_INLINE Vec NAME(exponential)(Vec x) {
+    Vec shifted = x * REAL_LOG2E + ROUNDER;
+    Vec n = shifted - ROUNDER;
+    Vec r = x - n * LN2_HIGH;
+    r = r - n * LN2_LOW;
+    Vec p = NAME(splat)(exp_coefficients[EXP_TERMS - 1]);
+    for (int i = EXP_TERMS - 2; i >= 0; i--) p = p * r + exp_coefficients[i];
+    p = (r * r) * p + r;
+    p = p + (REAL)1;
+    Vec power = (Vec)((((Bits)shifted) << MANTISSA) + POWER_BIAS);
+    return (p * power) * POWER_REST;
+}
+
+static NOINLINE void NAME(exponentials)(const REAL *x, REAL *y, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        REAL part[LANES] = {0};
+        int64_t m = n - i < LANES ? n - i : LANES;
+        for (int64_t j = 0; j < m; j++) part[j] = x[i + j];
+        NAME(store)(part, NAME(exponential)(NAME(at_least)(NAME(load)(part), NAME(splat)(LOWEST))));
+        for (int64_t j = 0; j < m; j++) y[i + j] = part[j];
+    }
+}
+
+/* Lanes of a vector that a word of row bits allows. */
+static ALWAYS_INLINE Bits NAME(lane_mask)(uint64_t word, int vector) {
+    Bits lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = (SINT)1 << i;
+    SINT part = (SINT)((word >> (vector * LANES)) & ((((uint64_t)1 << (LANES - 1)) << 1) - 1));
+    return ((part - (Bits){}) & lanes) != 0;
+}
+
+/* scores[key][row] = scale · query · key for SUB_ROWS rows and STRIP_KEYS keys. Not inlined: the product with the scale is
+   rounded here, in both passes alike, and never contracted with a later subtraction. */
+static NOINLINE void NAME(score_strip)(
+    const REAL *query, const REAL *const *keys, int64_t dim, REAL scale, REAL *scores) {
+    for (int row = 0; row < SUB_ROWS; row += TILE_VECTORS * LANES)
+        for (int key = 0; key < STRIP_KEYS; key += TILE_KEYS) {
+            Vec sums[TILE_KEYS][TILE_VECTORS] = {};
+            const REAL *const *own = keys + key;
+            for (int64_t d = 0; d < dim; d++) {
+                Vec q[TILE_VECTORS];
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++)
+                    q[v] = NAME(load)(query + d * SUB_ROWS + row + v * LANES);
+                UNROLL for (int k = 0; k < TILE_KEYS; k++) {
+                    REAL factor = own[k][d];
+                    UNROLL for (int v = 0; v < TILE_VECTORS; v++) sums[k][v] += q[v] * factor;
+                }
+            }
+            UNROLL for (int k = 0; k < TILE_KEYS; k++)
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++)
+                    NAME(store)(scores + (key + k) * SUB_ROWS + row + v * LANES, sums[k][v] * scale);
+        }
+}
+
+/* The state of one block of rows. */
+typedef struct {
+    REAL *query;                /* sub-blocks of (dim, SUB_ROWS) */
+    REAL *scores;               /* (STRIP_KEYS, SUB_ROWS), replaced by the weights */
+    REAL *shift, *factor, *log; /* weight = exp(score − shift) · factor, ln weight = score − shift − log */
+    REAL *largest, *threshold;
+    double *total, *one, *surprisal, *position, *distances, *shares, *cells;
+    int64_t *cell_rows, *cell_columns;
+    const Job *job;
+    int64_t first_row, rows;
+} NAME(Block);
+#define Block NAME(Block)
+
+/* One strip of keys for one sub-block. */
+typedef struct {
+    int sub, count, is_masked;
+    int64_t first_key;
+    const uint64_t *words; /* for each key, the rows of the sub-block that may attend to it */
+} NAME(Strip);
+#define Strip NAME(Strip)
+
+/* Softmax statistics: the largest score and Σ exp(score − largest) of each row, strip by strip. */
+static ALWAYS_INLINE void NAME(add_statistics)(Block *block, const Strip *strip, const int is_masked) {
+    REAL sums[SUB_ROWS], rescale[SUB_ROWS];
+    double *total = block->total + strip->sub * SUB_ROWS;
+    for (int v = 0; v < VECTORS; v++) {
+        REAL *own_largest = block->largest + strip->sub * SUB_ROWS + v * LANES;
+        const REAL *scores = block->scores + v * LANES;
+        Vec before = NAME(load)(own_largest), largest = before, sum = {};
+        for (int j = 0; j < strip->count; j++) {
+            Vec score = NAME(load)(scores + j * SUB_ROWS);
+            Bits larger = score > largest;
+            if (is_masked) larger &= NAME(lane_mask)(strip->words[j], v);
+            largest = NAME(select)(larger, score, largest);
+        }
+        Vec shift = (Vec)(~(largest == -(REAL)INFINITY) & (Bits)largest); /* (−inf) − (−inf) would be NaN */
+        for (int j = 0; j < strip->count; j++) {
+            Vec x = NAME(load)(scores + j * SUB_ROWS) - shift;
+            Vec e = NAME(exponential)(NAME(at_least)(x, NAME(splat)(LOWEST)));
+            if (is_masked) e = (Vec)((Bits)e & NAME(lane_mask)(strip->words[j], v));
+            sum += e;
+        }
+        NAME(store)(own_largest, largest);
+        NAME(store)(sums + v * LANES, sum);
+        NAME(store)(rescale + v * LANES,
+                    NAME(exponential)(NAME(at_least)(before - shift, NAME(splat)(LOWEST))));
+    }
+    for (int r = 0; r < SUB_ROWS; r++) total[r] = total[r] * rescale[r] + sums[r];
+}
+
+/* Replace the scores of a strip by weights; add up each row and its surprisal. */
+static ALWAYS_INLINE void NAME(weigh)(
+    Block *block, const Strip *strip, const int is_masked, const int is_exact, REAL *sums, REAL *surprisals) {
+    int first = strip->sub * SUB_ROWS;
+    for (int v = 0; v < VECTORS; v++) {
+        REAL *scores = block->scores + v * LANES;
+        int row = first + v * LANES;
+        Vec shift = NAME(load)(block->shift + row), sum = {}, surprisal = {};
+        Vec factor = NAME(load)(block->factor + row), log = NAME(load)(block->log + row);
+        for (int j = 0; j < strip->count; j++) {
+            Vec score = NAME(load)(scores + j * SUB_ROWS), x = score - shift;
+            /* A rounded weight must not exceed 1, and 0 · (−inf) is NaN. */
+            x = NAME(at_least)(NAME(at_most)(x, (Vec){}), NAME(splat)(LOWEST));
+            Vec weight = NAME(exponential)(x);
+            if (is_exact) {
+                /* A score of −inf has weight 0 in a NaN row, too. */
+                Bits live = score != -(REAL)INFINITY;
+                weight = (Vec)((Bits)(weight * factor) & live);
+                x = (Vec)((Bits)(x - log) & live);
+            }
+            if (is_masked) {
+                Bits mask = NAME(lane_mask)(strip->words[j], v);
+                weight = (Vec)((Bits)weight & mask);
+                x = (Vec)((Bits)x & mask);
+            }
+            NAME(store)(scores + j * SUB_ROWS, weight);
+            sum += weight;
+            surprisal -= weight * x;
+        }
+        NAME(store)(sums + v * LANES, sum);
+        NAME(store)(surprisals + v * LANES, surprisal);
+    }
+}
+
+static NOINLINE void NAME(weigh_strip)(Block *block, const Strip *strip, REAL *sums, REAL *surprisals) {
+    if (block->job->is_lse) {
+        if (strip->is_masked)
+            NAME(weigh)(block, strip, 1, 0, sums, surprisals);
+        else
+            NAME(weigh)(block, strip, 0, 0, sums, surprisals);
+    } else if (strip->is_masked)
+        NAME(weigh)(block, strip, 1, 1, sums, surprisals);
+    else
+        NAME(weigh)(block, strip, 0, 1, sums, surprisals);
+}
+
+static NOINLINE void NAME(find_largest_scores)(Block *block, const Strip *strip) {
+    for (int v = 0; v < VECTORS; v++) {
+        REAL *own = block->largest + strip->sub * SUB_ROWS + v * LANES;
+        Vec largest = NAME(load)(own);
+        for (int j = 0; j < strip->count; j++) {
+            Vec score = NAME(load)(block->scores + j * SUB_ROWS + v * LANES);
+            Bits larger = (score > largest) | (score != score); /* NaN stays */
+            if (strip->is_masked) larger &= NAME(lane_mask)(strip->words[j], v);
+            largest = NAME(select)(larger, score, largest);
+        }
+        NAME(store)(own, largest);
+    }
+}
+
+static NOINLINE void NAME(add_distance)(
+    const REAL *weights, const int64_t *positions, int64_t offset, int rows, const Strip *strip, double *sums) {
+    REAL ahead[SUB_ROWS], part[SUB_ROWS];
+    for (int r = 0; r < SUB_ROWS; r++)
+        ahead[r] = r < rows ? (REAL)(positions[r] + offset - strip->first_key) : 0;
+    for (int v = 0; v < VECTORS; v++) {
+        Vec from = NAME(load)(ahead + v * LANES), sum = {};
+        for (int j = 0; j < strip->count; j++) {
+            Vec steps = from - (REAL)j;
+            steps = (Vec)((Bits)steps & SIGN_OFF);
+            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * steps;
+        }
+        NAME(store)(part + v * LANES, sum);
+    }
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
+}
+
+static NOINLINE void NAME(add_position)(
+    const REAL *weights, const REAL *row_sums, const Strip *strip, double *sums) {
+    REAL part[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        Vec sum = {};
+        for (int j = 1; j < strip->count; j++)
+            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * (REAL)j;
+        NAME(store)(part + v * LANES, sum);
+    }
+    double first = (double)strip->first_key;
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += first * row_sums[r] + part[r];
+}
+
+/* Sum the weights of some keys of a strip, row by row. */
+static NOINLINE void NAME(add_keys)(const REAL *weights, int start, int stop, double *sums) {
+    REAL part[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        Vec sum = {};
+        for (int j = start; j < stop; j++) sum += NAME(load)(weights + j * SUB_ROWS + v * LANES);
+        NAME(store)(part + v * LANES, sum);
+    }
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
+}
+
+static NOINLINE void NAME(find_largest_weights)(const REAL *weights, int start, int stop, double *largest) {
+    for (int v = 0; v < VECTORS; v++) {
+        Vec most = {};
+        for (int j = start; j < stop; j++) {
+            Vec weight = NAME(load)(weights + j * SUB_ROWS + v * LANES);
+            most = NAME(select)((weight > most) | (weight != weight), weight, most); /* NaN stays */
+        }
+        for (int i = 0; i < LANES; i++) {
+            double *own = largest + v * LANES + i;
+            if (most[i] > *own || most[i] != most[i]) *own = most[i];
+        }
+    }
+}
+
+/* Add the sums of the columns of a strip. A step of the tree adds neighbouring lanes of two vectors. */
+static NOINLINE void NAME(add_columns)(const REAL *weights, const Strip *strip, double *columns) {
+    for (int first = 0; first < strip->count; first += LANES) {
+        Vec sums[LANES];
+        for (int j = 0; j < LANES; j++) {
+            Vec sum = {};
+            if (first + j < strip->count)
+                for (int v = 0; v < VECTORS; v++)
+                    sum += NAME(load)(weights + (first + j) * SUB_ROWS + v * LANES);
+            sums[j] = sum;
+        }
+        UNROLL for (int width = LANES; width > 1; width /= 2)
+            UNROLL for (int j = 0; j < width / 2; j++)
+                sums[j] = EVEN_LANES(sums[2 * j], sums[2 * j + 1]) + ODD_LANES(sums[2 * j], sums[2 * j + 1]);
+        for (int j = 0; j < LANES && first + j < strip->count; j++)
+            columns[strip->first_key + first + j] += sums[0][j];
+    }
+}
+
+/* Insert the weights of a strip that are larger than the k-th of their row; of equal weights the first stays ahead. */
+static NOINLINE void NAME(insert_largest)(Block *block, const Strip *strip, int rows) {
+    const Job *job = block->job;
+    int64_t k = job->top_k;
+    for (int v = 0; v < VECTORS; v++) {
+        REAL *threshold = block->threshold + strip->sub * SUB_ROWS + v * LANES;
+        Vec least = NAME(load)(threshold);
+        Bits hit = {};
+        for (int j = 0; j < strip->count; j++)
+            hit |= ~(NAME(load)(block->scores + j * SUB_ROWS + v * LANES) <= least); /* larger, or NaN */
+        uint64_t words[sizeof(Bits) / 8], any = 0;
+        __builtin_memcpy(words, &hit, sizeof(Bits));
+        UNROLL for (unsigned i = 0; i < sizeof(Bits) / 8; i++) any |= words[i];
+        if (!any) continue;
+        for (int i = 0; i < LANES && v * LANES + i < rows; i++) {
+            if (!hit[i]) continue;
+            int64_t row = block->first_row + strip->sub * SUB_ROWS + v * LANES + i;
+            double *values = job->top_values + row * k;
+            int64_t *indices = job->top_indices + row * k;
+            REAL limit = threshold[i];
+            for (int j = 0; j < strip->count; j++) {
+                REAL weight = block->scores[j * SUB_ROWS + v * LANES + i];
+                if (weight <= limit || limit != limit) continue; /* a NaN limit: k NaNs were found before */
+                int64_t at = k - 1;
+                for (; at > 0 && (values[at - 1] < weight || (weight != weight && values[at - 1] == values[at - 1])); at--) {
+                    values[at] = values[at - 1];
+                    indices[at] = indices[at - 1];
+                }
+                values[at] = weight;
+                indices[at] = strip->first_key + j;
+                limit = (REAL)values[k - 1];
+            }
+            threshold[i] = limit;
+        }
+    }
+}
+
+/* Add what the cells of one column of the grid collected for a sub-block to the grid. */
+static NOINLINE void NAME(flush_cells)(Block *block, int grid_number, int sub) {
+    const Grid *grid = block->job->grids + grid_number;
+    int64_t column = block->cell_columns[grid_number * SUBS + sub];
+    if (column < 0) return;
+    double *collected = block->cells + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
+    const int64_t *cell_rows = block->cell_rows + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
+    int64_t rows = block->rows - sub * SUB_ROWS < SUB_ROWS ? block->rows - sub * SUB_ROWS : SUB_ROWS;
+    for (int64_t r = 0; r < rows;) {
+        double *cell = grid->cells + (cell_rows[r] - grid->first_row) * grid->columns + column;
+        int64_t owner = cell_rows[r];
+        if (grid->is_max) {
+            for (; r < rows && cell_rows[r] == owner; r++)
+                if (collected[r] > *cell || collected[r] != collected[r]) *cell = collected[r];
+        } else if (r == 0 && rows == SUB_ROWS && cell_rows[SUB_ROWS - 1] == owner) {
+            double sums[8] = {0};
+            for (; r < SUB_ROWS; r += 8)
+                for (int i = 0; i < 8; i++) sums[i] += collected[r + i];
+            *cell += ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        } else
+            for (; r < rows && cell_rows[r] == owner; r++) *cell += collected[r];
+    }
+    for (int r = 0; r < SUB_ROWS; r++) collected[r] = 0;
+}
+
+static NOINLINE void NAME(add_cells)(Block *block, const Strip *strip, const REAL *row_sums) {
+    const Job *job = block->job;
+    for (int g = 0; g < job->num_grids; g++) {
+        const Grid *grid = job->grids + g;
+        double *collected = block->cells + g * BLOCK_ROWS + strip->sub * SUB_ROWS;
+        int64_t *column = block->cell_columns + g * SUBS + strip->sub;
+        for (int start = 0; start < strip->count;) {
+            int64_t cell = (strip->first_key + start) * grid->columns / job->kv_len;
+            int64_t edge = ((cell + 1) * job->kv_len + grid->columns - 1) / grid->columns - strip->first_key;
+            int stop = edge < strip->count ? (int)edge : strip->count;
+            if (*column != cell) {
+                NAME(flush_cells)(block, g, strip->sub);
+                *column = cell;
+            }
+            if (grid->is_max)
+                NAME(find_largest_weights)(block->scores, start, stop, collected);
+            else if (start == 0 && stop == strip->count)
+                for (int r = 0; r < SUB_ROWS; r++) collected[r] += row_sums[r];
+            else
+                NAME(add_keys)(block->scores, start, stop, collected);
+            start = stop;
+        }
+    }
+}
+
+static NOINLINE void NAME(measure_strip)(Block *block, const Strip *strip) {
+    const Job *job = block->job;
+    REAL sums[SUB_ROWS], surprisals[SUB_ROWS];
+    int first = strip->sub * SUB_ROWS;
+    int rows = block->rows - first < SUB_ROWS ? (int)(block->rows - first) : SUB_ROWS;
+    if (job->max_score) NAME(find_largest_scores)(block, strip);
+    NAME(weigh_strip)(block, strip, sums, surprisals);
+    const REAL *weights = block->scores;
+    if (job->one)
+        for (int r = 0; r < SUB_ROWS; r++) block->one[first + r] += sums[r];
+    if (job->surprisal)
+        for (int r = 0; r < SUB_ROWS; r++) block->surprisal[first + r] += surprisals[r];
+    if (job->position) NAME(add_position)(weights, sums, strip, block->position + first);
+    for (int i = 0; i < job->num_distances; i++)
+        NAME(add_distance)(weights, job->positions + block->first_row + first, job->distance_offsets[i], rows, strip,
+                           block->distances + i * BLOCK_ROWS + first);
+    for (int i = 0; i < job->num_shares; i++)
+        for (int64_t s = job->share_starts[i]; s < job->share_starts[i + 1]; s++) {
+            int64_t start = job->intervals[2 * s] - strip->first_key, stop = job->intervals[2 * s + 1] - strip->first_key;
+            start = start > 0 ? start : 0;
+            stop = stop < strip->count ? stop : strip->count;
+            if (start < stop) NAME(add_keys)(weights, (int)start, (int)stop, block->shares + i * BLOCK_ROWS + first);
+        }
+    if (job->columns) NAME(add_columns)(weights, strip, job->columns);
+    if (job->num_grids) NAME(add_cells)(block, strip, sums);
+    if (job->top_k) NAME(insert_largest)(block, strip, rows);
+}
+
+static NOINLINE void NAME(statistics_strip)(Block *block, const Strip *strip) {
+    if (strip->is_masked)
+        NAME(add_statistics)(block, strip, 1);
+    else
+        NAME(add_statistics)(block, strip, 0);
+}
+
+/* Visit every strip of the live segments of a block of rows. */
+static void NAME(visit)(Block *block, int64_t number, void (*visit_strip)(Block *, const Strip *)) {
+    const Job *job = block->job;
+    const REAL *key = job->key;
+    int subs = (int)((block->rows + SUB_ROWS - 1) / SUB_ROWS);
+    for (int64_t s = job->offsets[number]; s < job->offsets[number + 1]; s++) {
+        const int64_t *segment = job->segments + 3 * s;
+        const uint64_t *tile = segment[2] < 0 ? 0 : job->tiles + segment[2] * BLOCK_KEYS * SUBS;
+        for (int64_t chunk = segment[0]; chunk < segment[1]; chunk += CHUNK_KEYS) {
+            int64_t stop = segment[1] - chunk < CHUNK_KEYS ? segment[1] : chunk + CHUNK_KEYS;
+            for (int sub = 0; sub < subs; sub++) {
+                int64_t rows = block->rows - sub * SUB_ROWS;
+                uint64_t valid = rows < SUB_ROWS ? ((uint64_t)1 << rows) - 1 : ~(uint64_t)0;
+                for (int64_t first = chunk; first < stop; first += STRIP_KEYS) {
+                    uint64_t words[STRIP_KEYS], any = 0, all = ~(uint64_t)0;
+                    const REAL *keys[STRIP_KEYS];
+                    int count = stop - first < STRIP_KEYS ? (int)(stop - first) : STRIP_KEYS;
+                    for (int j = 0; j < STRIP_KEYS; j++) {
+                        int64_t own = first + (j < count ? j : count - 1);
+                        keys[j] = key + own * job->key_stride;
+                        words[j] = tile ? tile[(own - segment[0]) * SUBS + sub] : valid;
+                        any |= words[j];
+                        all &= words[j];
+                    }
+                    if (!any) continue;
+                    NAME(score_strip)(block->query + sub * SUB_ROWS * job->dim, keys, job->dim, (REAL)job->scale, block->scores);
+                    Strip strip = {sub, count, all != ~(uint64_t)0, first, words};
+                    visit_strip(block, &strip);
+                }
+            }
+        }
+    }
+}
+
+static void NAME(pack_queries)(Block *block) {
+    const Job *job = block->job;
+    const REAL *query = (const REAL *)job->query + block->first_row * job->query_stride;
+    for (int64_t sub = 0; sub * SUB_ROWS < block->rows; sub++)
+        for (int64_t r = 0; r < SUB_ROWS; r++) {
+            int64_t row = sub * SUB_ROWS + r;
+            REAL *to = block->query + sub * SUB_ROWS * job->dim + r;
+            for (int64_t d = 0; d < job->dim; d++)
+                to[d * SUB_ROWS] = row < block->rows ? query[row * job->query_stride + d] : 0;
+        }
+}
+
+static void NAME(compute_statistics)(Block *block, int64_t number) {
+    const Job *job = block->job;
+    REAL *max = (REAL *)job->max + block->first_row;
+    for (int r = 0; r < BLOCK_ROWS; r++) {
+        block->largest[r] = job->has_sink ? (REAL)job->sink : -(REAL)INFINITY;
+        block->total[r] = block->largest[r] == -(REAL)INFINITY ? 0 : 1;
+    }
+    NAME(visit)(block, number, NAME(statistics_strip));
+    for (int64_t r = 0; r < block->rows; r++) {
+        max[r] = block->total[r] != block->total[r] ? (REAL)NAN : block->largest[r];
+        job->sum[block->first_row + r] = block->total[r];
+    }
+}
+
+static void NAME(load_statistics)(Block *block) {
+    const Job *job = block->job;
+    const REAL *max = (const REAL *)job->max + block->first_row;
+    for (int64_t r = 0; r < BLOCK_ROWS; r++) {
+        int is_valid = r < block->rows;
+        double sum = is_valid && !job->is_lse ? job->sum[block->first_row + r] : 1;
+        sum = sum == 0 ? 1 : sum;
+        block->shift[r] = is_valid && max[r] != -(REAL)INFINITY ? max[r] : 0;
+        block->factor[r] = (REAL)(1 / sum);
+        block->log[r] = (REAL)log(sum);
+    }
+}
+
+static void NAME(copy_rows)(double *to, const double *from, const Block *block) {
+    for (int64_t r = 0; r < block->rows; r++) to[block->first_row + r] = from[r];
+}
+
+static void NAME(measure_block)(Block *block, int64_t number) {
+    const Job *job = block->job;
+    for (int r = 0; r < BLOCK_ROWS; r++) {
+        block->one[r] = block->surprisal[r] = block->position[r] = 0;
+        block->largest[r] = -(REAL)INFINITY;
+        block->threshold[r] = 0;
+    }
+    for (int64_t r = 0; r < job->num_distances * BLOCK_ROWS; r++) block->distances[r] = 0;
+    for (int64_t r = 0; r < job->num_shares * BLOCK_ROWS; r++) block->shares[r] = 0;
+    for (int64_t g = 0; g < job->num_grids; g++) {
+        for (int sub = 0; sub < SUBS; sub++) block->cell_columns[g * SUBS + sub] = -1;
+        for (int r = 0; r < BLOCK_ROWS; r++) {
+            block->cells[g * BLOCK_ROWS + r] = 0;
+            block->cell_rows[g * BLOCK_ROWS + r] = (block->first_row + r) * job->grids[g].rows / job->rows;
+        }
+    }
+    NAME(visit)(block, number, NAME(measure_strip));
+    for (int g = 0; g < job->num_grids; g++)
+        for (int sub = 0; sub < SUBS; sub++) NAME(flush_cells)(block, g, sub);
+    if (job->one) NAME(copy_rows)(job->one, block->one, block);
+    if (job->surprisal) NAME(copy_rows)(job->surprisal, block->surprisal, block);
+    if (job->position) NAME(copy_rows)(job->position, block->position, block);
+    for (int i = 0; i < job->num_distances; i++)
+        NAME(copy_rows)(job->distances[i], block->distances + i * BLOCK_ROWS, block);
+    for (int i = 0; i < job->num_shares; i++)
+        NAME(copy_rows)(job->shares[i], block->shares + i * BLOCK_ROWS, block);
+    if (job->max_score)
+        for (int64_t r = 0; r < block->rows; r++) job->max_score[block->first_row + r] = block->largest[r];
+}
+
+static int NAME(run)(const Job *job) {
+    int64_t reals = BLOCK_ROWS * (job->dim + 5) + STRIP_KEYS * SUB_ROWS;
+    int64_t doubles = BLOCK_ROWS * (4 + job->num_distances + job->num_shares + job->num_grids);
+    int64_t integers = (BLOCK_ROWS + SUBS) * job->num_grids;
+    char *memory = malloc(reals * sizeof(REAL) + (doubles + integers) * 8 + 64);
+    if (!memory) return 1;
+    Block block = {.job = job};
+    block.query = (REAL *)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
+    block.scores = block.query + BLOCK_ROWS * job->dim;
+    block.shift = block.scores + STRIP_KEYS * SUB_ROWS;
+    block.factor = block.shift + BLOCK_ROWS;
+    block.log = block.factor + BLOCK_ROWS;
+    block.largest = block.log + BLOCK_ROWS;
+    block.threshold = block.largest + BLOCK_ROWS;
+    block.total = (double *)(block.threshold + BLOCK_ROWS);
+    block.one = block.total + BLOCK_ROWS;
+    block.surprisal = block.one + BLOCK_ROWS;
+    block.position = block.surprisal + BLOCK_ROWS;
+    block.distances = block.position + BLOCK_ROWS;
+    block.shares = block.distances + BLOCK_ROWS * job->num_distances;
+    block.cells = block.shares + BLOCK_ROWS * job->num_shares;
+    block.cell_rows = (int64_t *)(block.cells + BLOCK_ROWS * job->num_grids);
+    block.cell_columns = block.cell_rows + BLOCK_ROWS * job->num_grids;
+    for (int64_t number = job->first_block; number < job->last_block; number++) {
+        block.first_row = number * BLOCK_ROWS;
+        block.rows = job->rows - block.first_row < BLOCK_ROWS ? job->rows - block.first_row : BLOCK_ROWS;
+        NAME(pack_queries)(&block);
+        if (!job->is_known) NAME(compute_statistics)(&block, number);
+        if (job->has_measures) {
+            NAME(load_statistics)(&block);
+            NAME(measure_block)(&block, number);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+#undef Vec
+#undef Bits
+#undef Block
+#undef Strip
+#undef VECTORS

@@ -1,0 +1,212 @@
+"""The compiled measure pass: every accumulator, mask, dtype and instruction set against the dense definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regard import attention, causal, dense, document, first, padding, sliding_window
+from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.engines.native import accumulate, use_instruction_set
+from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
+from tests.helpers.dense_accumulators import accumulate_dense
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="the compiled library is not built")
+LR = "lower_right"
+RNG = np.random.default_rng(7)
+SHAPES = [
+    (1, 1),
+    (5, 3),
+    (63, 64),
+    (64, 65),
+    (65, 63),
+    (255, 15),
+    (256, 16),
+    (257, 17),
+    (300, 513),
+    (513, 70),
+]
+
+
+def list_accumulators(rows: int, kv_len: int) -> list[Any]:
+    few, many = min(rows, kv_len, 7), (rows, kv_len)
+    return [
+        RowSum("one"), RowSum("surprisal"), RowSum("distance"), RowSum("distance", offset=kv_len - rows),
+        RowSum("position"), RowSum("one", intervals=((0, 1),)), RowSum("one", intervals=()),
+        RowSum("one", intervals=((0, kv_len // 3), (kv_len // 2, kv_len))), ColumnSum(),
+        CellReduction((few, few), "sum"), CellReduction((1, kv_len), "sum"), CellReduction((rows, 1), "max"),
+        CellReduction(many if rows * kv_len < 5000 else (1, 2), "max"), RowTopK(1),
+        RowTopK(min(8, kv_len)), RowMaxScore(),
+    ]  # fmt: skip
+
+
+def check(A: Any, *, known: str = "", threads: int = 1, rtol: float, atol: float) -> None:
+    """Compare the compiled pass over a matrix of NumPy arrays with the dense definition."""
+    problem = A._problem
+    with use_instruction_set(None):
+        weights, scores = (np.asarray(x).reshape(problem.shape) for x in (A.to_dense(), A.scores[...]))
+        stats = A._require_stats()
+        with np.errstate(divide="ignore"):
+            lse = stats.lse(np)
+    given = {"": (None, None), "lse": (lse, None), "max and sum": tuple(stats[:2])}[known]
+    accumulators = list_accumulators(*problem.shape[1:])
+    query, key = (np.asarray(x, problem.dtype) for x in (problem.query, problem.key))
+    found = accumulate(problem, query, key, accumulators, *given, threads)
+    accumulated, largest, total = found
+    with np.errstate(divide="ignore"):
+        found_lse = largest if total is None else largest + np.log(total)
+    np.testing.assert_allclose(found_lse, lse, rtol=rtol, atol=atol)
+    for accumulator, result in zip(accumulators, accumulated, strict=True):
+        expected = accumulate_dense(accumulator, weights, scores, problem.positions)
+        if isinstance(accumulator, RowTopK):
+            np.testing.assert_allclose(result[0], expected[0], rtol=rtol, atol=atol)
+            at = np.take_along_axis(weights, result[1], -1)
+            np.testing.assert_allclose(np.where(result[0] == 0, 0, at), result[0], rtol=rtol, atol=atol)
+            continue
+        size = np.max(np.abs(np.where(np.isfinite(expected), expected, 0)), initial=1)
+        np.testing.assert_allclose(result, expected, rtol=rtol, atol=atol * size, err_msg=str(accumulator))
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Any:
+    if request.param not in list_instruction_sets():
+        pytest.skip(f"this processor or build has no {request.param}")
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+def draw(rows: int, kv_len: int, dim: int, dtype: Any, heads: int = 2) -> Any:
+    rng = np.random.default_rng(rows * 1000 + kv_len)
+    return (rng.normal(size=(heads, n, dim)).astype(dtype) for n in (rows, kv_len))
+
+
+TOLERANCE: dict[Any, Any] = {
+    np.float32: {"rtol": 3e-5, "atol": 2e-6},
+    np.float64: {"rtol": 1e-12, "atol": 1e-13},
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows, kv_len", SHAPES)
+def test_every_accumulator_equals_its_definition(
+    instruction_set: str, rows: int, kv_len: int, dtype: Any
+) -> None:
+    query, key = draw(rows, kv_len, 1 + rows % 9, dtype)
+    for mask, known in ((None, ""), (causal(LR), "lse"), (sliding_window(20, align=LR), "max and sum")):
+        check(attention(query, key, mask=mask), known=known, **TOLERANCE[dtype])
+
+
+MASKS: dict[str, Any] = {
+    "nothing": first(0),
+    "padding": padding([130, 300]),
+    "documents": document(np.arange(300) // 37) & causal(),
+    "window and first": causal() & (sliding_window(70) | first(3)),
+    "random": dense(RNG.random((300, 300)) < 0.5),
+    "random by head": dense(RNG.random((2, 2, 300, 300)) < 0.5),
+    "some rows empty": dense((np.arange(300) % 3 > 0)[:, None]),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_mask(instruction_set: str, mask: str, dtype: Any) -> None:
+    query, key = (x.reshape(2, 2, 300, 8) for x in draw(300, 300, 8, dtype, heads=4))
+    for sink in (None, np.array([0.5, -np.inf])):
+        check(attention(query, key, mask=MASKS[mask], sink=sink), **TOLERANCE[dtype])
+
+
+def test_rows_out_of_order_grouped_heads_and_layouts(instruction_set: str) -> None:
+    query, key = draw(300, 300, 8, np.float32, heads=4)
+    A = attention(query[None], key[None, :2, ::-1], mask=causal(), enable_gqa=True)
+    check(A, **TOLERANCE[np.float32])
+    check(A.lazy[0, 1:3, [270, 3, 200, 77, 299], :], **TOLERANCE[np.float32])
+    check(
+        attention(query.transpose(0, 2, 1)[:, :, :200], key.transpose(0, 2, 1)[:, :, 100:]),
+        **TOLERANCE[np.float32],
+    )
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_results_do_not_depend_on_the_number_of_threads(instruction_set: str, threads: int) -> None:
+    query, key = draw(2000, 700, 16, np.float32)
+    problem = attention(query, key, mask=sliding_window(left=400, right=100, align="upper_left"))._problem
+    accumulators = list_accumulators(2000, 700)
+    first_result, again = (
+        accumulate(problem, query, key, accumulators, None, None, count) for count in (1, threads)
+    )
+    for x, y in zip(first_result[0], again[0], strict=True):
+        for a, b in zip(x, y, strict=True) if isinstance(x, tuple) else [(x, y)]:
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(first_result[2], again[2])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_masked_numbers_do_not_matter_and_live_ones_reach_their_rows(
+    instruction_set: str, value: float
+) -> None:
+    query, key = draw(100, 130, 4, np.float32)
+    mask = ~first(1) & (causal(LR) & sliding_window(90, align=LR))
+    clean = attention(query, key, mask=mask)
+    key[:, 0] = value
+    poisoned = attention(query, key, mask=mask)
+    accumulators = list_accumulators(100, 130)
+    clean_result, result = (
+        accumulate(A._problem, query, A._problem.key, accumulators, None, None, 1) for A in (clean, poisoned)
+    )
+    for x, y in zip(clean_result[0], result[0], strict=True):
+        for a, b in zip(x, y, strict=True) if isinstance(x, tuple) else [(x, y)]:
+            np.testing.assert_array_equal(a, b)
+    key[:, 60] = np.nan
+    result = accumulate(poisoned._problem, query, key, accumulators, None, None, 1)
+    sees = mask.to_dense(100, 130)[:, 60]
+    for accumulator, found in zip(accumulators, result[0], strict=True):
+        if accumulator in (RowSum("one"), RowSum("surprisal"), RowSum("position"), RowMaxScore()):
+            np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(sees, (2, 100)))
+        if isinstance(accumulator, RowTopK):
+            np.testing.assert_array_equal(np.isnan(found[0][..., 0]), np.broadcast_to(sees, (2, 100)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_exponentials_are_within_two_ulps(instruction_set: str, dtype: Any) -> None:
+    lowest = -104.5 if dtype == np.float32 else -746.0
+    near = -np.logspace(-30, 0, 20_001)
+    x = np.concatenate([np.linspace(lowest, 0, 400_001), near, [0.0, -0.0, lowest, -1e30, -np.inf]]).astype(
+        dtype
+    )
+    y = np.empty_like(x)
+    library = load_library()
+    number = INSTRUCTION_SETS.index(instruction_set)
+    assert library.regard_exp(number, dtype == np.float64, x.ctypes.data, y.ctypes.data, len(x)) == 0
+    exact = np.exp(x.astype(np.longdouble))
+    ulp = np.spacing(np.maximum(exact.astype(dtype), np.finfo(dtype).smallest_subnormal))
+    errors = np.abs(y - exact) / ulp
+    print(f"{instruction_set} {np.dtype(dtype).name}: {errors.max():.3f} ulp")
+    assert errors.max() <= 2
+    assert (y[-5:] == [1, 1, 0, 0, 0]).all() and (y <= 1).all()
+    nan = np.full(3, np.nan, dtype)
+    library.regard_exp(number, dtype == np.float64, nan.ctypes.data, nan.ctypes.data, 3)
+    assert np.isnan(nan).all()
+
+
+def test_ties_go_to_the_lowest_index(instruction_set: str) -> None:
+    query, key = np.zeros((1, 70, 2), np.float32), np.zeros((1, 150, 2), np.float32)
+    problem = attention(query, key, mask=~first(3))._problem
+    found = accumulate(problem, query, key, [RowTopK(5)], None, None, 1)
+    np.testing.assert_array_equal(found[0][0][1], np.broadcast_to(np.arange(3, 8), (1, 70, 5)))
+
+
+def test_an_instruction_set_that_is_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no instruction set 'AVX-1024'"), use_instruction_set("AVX-1024"):
+        pass
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
+def test_an_empty_axis(shape: tuple[int, int, int]) -> None:
+    pairs, rows, kv_len = shape
+    query, key = np.zeros((pairs, rows, 4)), np.zeros((pairs, kv_len, 4))
+    problem = attention(query, key)._problem
+    accumulated, largest, total = accumulate(problem, query, key, [RowSum("one"), ColumnSum()], None, None, 2)
+    assert [x.shape for x in accumulated] == [(pairs, rows), (pairs, kv_len)]
+    assert (largest == -np.inf).all() and (total == 0).all()
