@@ -21,6 +21,7 @@ from regard import (
     reference,
 )
 from regard.core.problem import Problem
+from regard.engines.native import use_instruction_set
 from regard.masks import Mask, causal, dense, first, padding, sliding_window
 from regard.measures import MaxWeight, Sum, TopKResult
 from regard.score_mods import alibi, bias, softcap
@@ -200,6 +201,7 @@ def test_products_with_the_transpose_and_with_a_row_vector(small_tiles):
 # 4. Measures
 
 
+@use_instruction_set(None)  # of the block loop
 def test_reductions_equal_those_of_the_dense_matrix(small_tiles):
     query, key, _ = draw(10, 2, 3, kv_len=N - 6)
     at = {"align": "lower_right"}
@@ -228,6 +230,7 @@ def test_reductions_equal_those_of_the_dense_matrix(small_tiles):
         assert np.allclose(A.coarsen(6, reduce=how), np.moveaxis(cells, (0, 1), (-2, -1)))
 
 
+@use_instruction_set(None)  # of the block loop
 def test_measures_share_one_pass_and_come_named(small_tiles, computed):
     query, key, _ = draw(11, 2)
     alone = attention(query, key).measure(Entropy())
@@ -287,6 +290,7 @@ MEASURES = [
 
 @pytest.mark.parametrize("measure", MEASURES, ids=repr)
 @pytest.mark.parametrize("order", ["in order", "swapped", "tree"])
+@use_instruction_set(None)  # of the block loop
 def test_states_of_tiles_merge_in_any_grouping(measure, order, small_tiles):
     for seed, mask in (
         (12, None),
@@ -356,6 +360,7 @@ class RecordingMask(Mask):
         return (kv_idx[None, :] <= q_idx[:, None])[None]
 
 
+@use_instruction_set(None)  # of the block loop
 def test_a_mask_is_never_evaluated_as_a_whole(small_tiles):
     query, key, value = draw(17)
     mask = RecordingMask()

@@ -10,6 +10,7 @@ import pytest
 import regard
 from regard import attention
 from regard.core.problem import Problem
+from regard.engines.native import use_instruction_set
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
 from regard.tiling import use_tile_sizes
 
@@ -97,6 +98,7 @@ def test_a_block_is_empty_full_or_partial(mask, state):
 
 
 @use_tile_sizes(rows=8, columns=16)
+@use_instruction_set(None)  # of the block loop
 def test_empty_blocks_are_skipped(monkeypatch):
     rows, n = 8, 256
     computed, scores = [], Problem.scores

@@ -67,7 +67,9 @@ def test_12_the_largest_half_precision_inputs_do_not_overflow(dtype):
         assert np.allclose(A.sum(-1), 1)
         allowed = True if mask is None else mask.to_dense(*A.shape)
         defined = reference.attention(query, key, value, mask=allowed)
-        assert np.array_equal(A.argmax(-1), defined.weights.argmax(-1))
+        # Two keys may have the same exact score; rounded in float32, either may be the larger.
+        found = np.take_along_axis(defined.scores, A.argmax(-1)[:, None], -1)[:, 0]
+        assert np.array_equal(found, defined.scores.max(-1))
         agree(query, key, value, {"mask": mask}, {"mask": allowed}, dtype)
 
 

@@ -159,7 +159,7 @@ def run_block_loop(
 
 def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> dict[int, Accumulator]:
     """Return what a compiled pass would accumulate, by the number of the measure; empty without a compiled pass."""
-    if not problem.engine.compiled_pass(problem):
+    if not problem.engine.name_compiled_pass(problem):
         return {}
     found = ((i, find_accumulator(measure, problem)) for i, measure in enumerate(measures))
     return {i: accumulator for i, accumulator in found if accumulator is not None}
@@ -170,7 +170,7 @@ def _run_compiled(
 ) -> tuple[dict[int, Any], SoftmaxStats | None]:
     """Compute what a compiled pass can: results by the number of the measure, and the statistics that it computed."""
     accumulators = find_compiled(problem, measures)
-    if not accumulators and (measures or not problem.engine.compiled_pass(problem)):
+    if not accumulators and (measures or not problem.engine.name_compiled_pass(problem)):
         return {}, None
     bound: dict[int, Any] = {
         i: measure.bind(problem) if hasattr(measure, "bind") else measure

@@ -648,7 +648,11 @@ class AttentionMatrix:
 
     def _require_stats(self) -> SoftmaxStats:
         """Return the softmax statistics of each row, computing them if they are not cached."""
-        if self._get_stats() is None:
+        stats = self._get_stats()
+        compiled = bool(self._problem.engine.name_compiled_pass(self._problem))
+        if stats is None or not stats.fits(compiled=compiled):
+            # The compiled pass rounds scores differently from a product; the lse must not depend on earlier calls.
+            self._stats = None
             self._run_measures({})
         assert self._stats is not None
         return self._stats

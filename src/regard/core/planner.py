@@ -56,7 +56,7 @@ class Plan(NamedTuple):
             compiled = [names[i] for i in find_compiled(problem, measures)]
             rest = [name for name in names if name not in compiled]
             if compiled:
-                kernel = f"{problem.engine.name}: {problem.engine.compiled_pass(problem)}"
+                kernel = f"{problem.engine.name}: {problem.engine.name_compiled_pass(problem)}"
                 lines.append(
                     f"{kernel}, {self._describe_passes(stats, compiled=True)}: {', '.join(compiled)}"
                 )

@@ -124,7 +124,7 @@ class ArrayEngine:
 
     # The compiled pass: none
 
-    def compiled_pass(self, problem: Problem) -> str:
+    def name_compiled_pass(self, problem: Problem) -> str:
         """Return an empty name: there is no compiled pass, unless a subclass has one."""
         return ""
 

@@ -73,7 +73,7 @@ class NumpyEngine(ArrayEngine):
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
 
-    def compiled_pass(self, problem: Problem) -> str:
+    def name_compiled_pass(self, problem: Problem) -> str:
         return native.describe_pass(problem) if problem.dtype in (np.float32, np.float64) else ""
 
     def accumulate(

@@ -161,7 +161,7 @@ class Engine(Protocol):
 
     # The compiled pass
 
-    def compiled_pass(self, problem: Problem) -> str:
+    def name_compiled_pass(self, problem: Problem) -> str:
         """Return the name of the compiled pass for built-in measures; empty if the block loop must compute them.
 
         Args:
@@ -175,7 +175,7 @@ class Engine(Protocol):
         known_max: Array | None,
         known_sum: Array | None,
     ) -> tuple[list[Any], Array, Array | None]:
-        """Run the compiled pass; called only if `compiled_pass` returns a name.
+        """Run the compiled pass; called only if `name_compiled_pass` returns a name.
 
         Args:
             problem: Matrix in canonical form.

@@ -199,7 +199,7 @@ class TorchEngine:
 
     # The compiled pass
 
-    def compiled_pass(self, problem: Problem) -> str:
+    def name_compiled_pass(self, problem: Problem) -> str:
         arrays = (problem.query, problem.key)
         is_plain = all(type(array) in (torch.Tensor, torch.nn.Parameter) for array in arrays)
         if self.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+import regard
 from regard import attention, causal, dense, document, first, padding, sliding_window
 from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.engines.native import accumulate, use_instruction_set
+from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
 from tests.helpers.dense_accumulators import accumulate_dense
 
@@ -210,3 +214,60 @@ def test_an_empty_axis(shape: tuple[int, int, int]) -> None:
     accumulated, largest, total = accumulate(problem, query, key, [RowSum("one"), ColumnSum()], None, None, 2)
     assert [x.shape for x in accumulated] == [(pairs, rows), (pairs, kv_len)]
     assert (largest == -np.inf).all() and (total == 0).all()
+
+
+def test_no_thread_count_changes_while_the_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 1500, 32, generator=generator)
+    before = torch.get_num_threads()
+    setters = [(torch, "set_num_threads"), (torch, "set_num_interop_threads")]
+    for module, name in setters:
+        monkeypatch.setattr(module, name, lambda count: pytest.fail("a thread count was changed"))
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def observe() -> None:
+        while not stop.is_set():
+            seen.add(torch.get_num_threads())
+
+    observer = threading.Thread(target=observe)
+    observer.start()
+    environment = dict(os.environ)
+    try:
+        for _ in range(3):
+            A = attention(query, key)
+            assert "compiled pass" in A.plan(regard.Received())
+            A.measure(regard.Received(), regard.TopK(8))
+    finally:
+        stop.set()
+        observer.join()
+    assert seen == {before} and torch.get_num_threads() == before
+    assert dict(os.environ) == environment
+
+
+def test_the_pass_runs_in_threads_of_its_own_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = draw(3000, 600, 8, np.float32)
+    problem = attention(query, key)._problem
+    started: list[Any] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
+    accumulate(problem, query, key, [ColumnSum()], None, None, 3)
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)
+    accumulate(problem, query, key, [ColumnSum()], None, None, 1)
+    assert len(started) == 2
+
+
+def test_a_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = draw(3000, 600, 8, np.float32)
+    library = load_library()
+    monkeypatch.setattr(library, "regard_run", lambda *_: 1)
+    with pytest.raises(MemoryError, match="no memory for a block of rows"):
+        accumulate(attention(query, key)._problem, query, key, [ColumnSum()], None, None, 3)
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "hash_sources", lambda: "another")
+    assert library_module.load_library.__wrapped__() is None
+    monkeypatch.setattr(library_module, "LIBRARY_FILE", library_module.SOURCE_FOLDER / "measures.c")
+    assert library_module.load_library.__wrapped__() is None, "not a library at all"

@@ -48,7 +48,7 @@ def compile_library(folder: Path) -> Path | None:
     """
     compiler = find_compiler()
     if compiler is None:
-        print("regard: no C compiler found; measures will run in the block loop", file=sys.stderr)
+        _report("no C compiler found")
         return None
     library = folder / LIBRARY_NAME
     part = (
@@ -62,19 +62,17 @@ def compile_library(folder: Path) -> Path | None:
     try:
         done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True)
     except OSError as error:
-        print(
-            f"regard: {compiler[0]} does not run ({error}); measures will run in the block loop",
-            file=sys.stderr,
-        )
+        _report(f"{compiler[0]} does not run ({error})")
         return None
     if done.returncode:
-        print(
-            f"{done.stderr}\nregard: {compiler[0]} cannot compile measures.c; measures will run in the block loop",
-            file=sys.stderr,
-        )
+        _report(f"{compiler[0]} cannot compile measures.c:\n{done.stderr}")
         return None
     os.replace(part, library)
     return library
+
+
+def _report(problem: str) -> None:
+    print(f"regard: measures will run in the block loop: {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":
