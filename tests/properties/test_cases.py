@@ -41,7 +41,9 @@ def small_tiles(case: Case) -> dict[str, int]:
 def list_engines(case: Case) -> list[str]:
     """The engines of a case: all without the compiled pass, and one instruction set of it."""
     compiled = list_compiled_engines()
-    return [*ENGINES_HERE, *compiled[case.seed // 2 % 3 % len(compiled) :][:1]] if compiled else [*ENGINES_HERE]
+    return (
+        [*ENGINES_HERE, *compiled[case.seed // 2 % 3 % len(compiled) :][:1]] if compiled else [*ENGINES_HERE]
+    )
 
 
 def run_chunk(cases: list[Case]) -> list[str]:
