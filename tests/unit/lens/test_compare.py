@@ -399,6 +399,39 @@ def test_layers_with_their_own_softmax_are_compared_by_their_weights():
     assert (comparison.kind, comparison.first.layer) == ("weights", 0)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_masks_and_score_mods_of_flex_attention_are_compared():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    class Flex(torch.nn.Module):
+        """One layer of flex_attention."""
+
+        def __init__(self, mask_mod, score_mod=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.project, self.score_mod = torch.nn.Linear(32, 96), score_mod
+            self.block_mask = flex.create_block_mask(mask_mod, None, None, 24, 24, device="cpu")
+
+        def forward(self, x):
+            q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            return flex.flex_attention(q, k, v, self.score_mod, self.block_mask)
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def strided(b, h, q, k):
+        return (q >= k) & ((q - k) % 3 == 0)
+
+    def double(score, b, h, q, k):
+        return score * 2
+
+    x = torch.linspace(-1, 1, 24 * 32).sin().reshape(1, 24, 32)
+    runs = [record(Flex(*args).eval(), x) for args in ((causal,), (strided,), (strided,), (causal, double))]
+    assert regard.compare(runs[0], runs[1]).kind == "mask"
+    assert regard.compare(runs[1], runs[2]).kind == "no difference"
+    assert regard.compare(runs[0], runs[3]).kind == "bias"
+
+
 def test_values_are_compared_if_both_runs_have_them():
     assert compare_gpt("values projected like keys").first.layer == 0
     comparison = compare_gpt("values projected like keys", values=False)

@@ -12,6 +12,7 @@ import torch
 from regard.lens.analysis.difference_causes import (
     build_output_difference,
     build_scale_difference,
+    build_score_difference,
     explain_relations,
 )
 from regard.lens.analysis.setting_differences import Difference, find_setting_differences
@@ -158,8 +159,12 @@ def compare_calls(
         equivalent = _describe_equivalence(relations, a, b)
         relations = {name: r for name, r in relations.items() if name not in ("query", "key")}
     causes += explain_relations(a, b, relations, layer)
-    if not causes and sizes["output"] > _output_limit(a, tensors_a, limit):
-        causes.append(build_output_difference(sizes["output"]))
+    if not causes and same_shape:
+        output_limit = _output_limit(a, tensors_a, limit)
+        if sizes["weights"] > output_limit:
+            causes.append(build_score_difference(sizes["weights"]))
+        elif sizes["output"] > output_limit:
+            causes.append(build_output_difference(sizes["output"]))
     return CallComparison(tuple(causes), sizes, relations, equivalent, limit)
 
 

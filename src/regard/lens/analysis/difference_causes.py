@@ -216,6 +216,14 @@ def build_output_difference(size: float) -> Difference:
     )  # fmt: skip
 
 
+def build_score_difference(size: float) -> Difference:
+    """Build the difference of weights whose query, key, scale and mask agree: a modification of the scores."""
+    return Difference(
+        "bias", "Query, key, scale and mask agree, and the weights differ: a score modification does.",
+        evidence={"weights": size}, hint="Compare the score_mod, the position bias and the soft cap.",
+    )  # fmt: skip
+
+
 def build_scale_difference(a: Call, ratio: float, names: str) -> Difference:
     """Describe scores that are a multiple of the other run's, with the mistake that gives this factor."""
     width, heads = a.query.shape[-1], a.query.shape[-3] if a.query.ndim > 2 else 1
