@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.lens.analysis.checked_layer import CheckedLayer
@@ -283,7 +285,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         self_attn      0     0     0    1.386  0.250     0.250     1.250     0.625  0.250
         self_attn      0     0     1    1.386  0.250     0.250     1.250     0.625  0.250
         """
-        return build_head_table(self._layer_calls(), tokens, windows)
+        with torch.no_grad():
+            return build_head_table(self._layer_calls(), tokens, windows)
 
     def find(
         self, query: Any, key: Any, tokens: Any = None, *, key_tokens: Any = None, batch: int = 0
@@ -317,7 +320,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         self_attn      0     0     0      2    1   0.333
         self_attn      0     0     1      2    1   0.333
         """
-        return find_heads(self._layer_calls(), query, key, tokens, key_tokens, batch)
+        with torch.no_grad():
+            return find_heads(self._layer_calls(), query, key, tokens, key_tokens, batch)
 
     def rollout(
         self, token: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None
@@ -348,7 +352,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         >>> recording.rollout(-1)
         array([0.125, 0.125, 0.125, 0.625])
         """
-        return compute_rollout(self._layer_calls(), token, tokens, batch, layers)
+        with torch.no_grad():
+            return compute_rollout(self._layer_calls(), token, tokens, batch, layers)
 
     def diagnose(
         self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
@@ -381,16 +386,17 @@ class Recording(Mapping[str, AttentionMatrix]):
         >>> recording.diagnose()
         Nothing found in 1 layer, 2 heads.
         """
-        return run_checks(
-            self._layer_calls(),
-            self._joined_calls,
-            self._module_hints,
-            self._uncaptured,
-            self._cache_faults,
-            tokens=tokens,
-            attention_mask=attention_mask,
-            causal=causal,
-        )
+        with torch.no_grad():
+            return run_checks(
+                self._layer_calls(),
+                self._joined_calls,
+                self._module_hints,
+                self._uncaptured,
+                self._cache_faults,
+                tokens=tokens,
+                attention_mask=attention_mask,
+                causal=causal,
+            )
 
     def _checked_layers(self, causal: bool | None = None) -> list[CheckedLayer]:
         """List the layers as `diagnose` checks them."""
@@ -445,17 +451,18 @@ class Recording(Mapping[str, AttentionMatrix]):
         """
         from regard.lens.page_data import build_page
 
-        return build_page(
-            self._layer_calls(),
-            self.diagnose(tokens) if findings is None else findings,
-            tokens=tokens,
-            key_tokens=key_tokens,
-            batch=batch,
-            layers=layers,
-            heads=heads,
-            title=title,
-            max_bytes=max_bytes,
-        )
+        with torch.no_grad():
+            return build_page(
+                self._layer_calls(),
+                self.diagnose(tokens) if findings is None else findings,
+                tokens=tokens,
+                key_tokens=key_tokens,
+                batch=batch,
+                layers=layers,
+                heads=heads,
+                title=title,
+                max_bytes=max_bytes,
+            )
 
     def save(self, path: str | Path) -> None:
         """Write the recording to a safetensors file, with the rest as JSON in its header; nothing is pickled.

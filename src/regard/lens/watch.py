@@ -70,6 +70,7 @@ def watch(
     copy: bool = False,
     values: bool = False,
     max_dense_bytes: int = MAX_DENSE_BYTES,
+    grad: bool = False,
 ) -> Watch:
     """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
@@ -92,13 +93,17 @@ def watch(
         values: Record value and output, too.
         max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. If
             those of all calls take more bytes than this, the rest is reported as not captured. Default: 1 GiB.
+        grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
+            a loss may contain the entropy of a head. By default, recorded tensors are detached. Analyses such as
+            `Recording.heads`, and files, have no gradients.
 
     Returns:
         A context manager whose value is the `Recording`.
 
     Raises:
         ArgumentTypeError: If `model` or `measures` has the wrong type.
-        ArgumentError: If the model is compiled or scripted, or `layers` names no module of it.
+        ArgumentError: If the model is compiled or scripted, `layers` names no module of it, or `grad` is combined with
+            `measures`. With `grad`, also if a layer runs where gradients are disabled.
         NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
             and what to do.
 
@@ -121,7 +126,15 @@ def watch(
         values=values,
         measures=_resolve_measures(measures),
         max_dense_bytes=max_dense_bytes,
+        grad=grad,
     )
+    if grad and measures is not None:
+        raise ArgumentError(
+            "watch",
+            received="grad=True and measures",
+            expected="one of them: measures are computed during the run, without gradients",
+            hint="Omit measures, and compute them from the recording: recording[name].measure(…) has gradients.",
+        )
     return Watch(model, _select_modules(model, layers), options)
 
 
@@ -221,6 +234,13 @@ class Watch:
 
     def record(self, module: nn.Module, name: str, args: wrappers.CapturedArgs) -> None:
         """Record a call; the wrappers call it."""
+        if self.keeps_grad and not torch.is_grad_enabled():
+            raise ArgumentError(
+                "watch",
+                received=f"grad=True, and a call of {name!r} where gradients are disabled",
+                expected="a run without torch.no_grad, torch.inference_mode and generate(), which disable them",
+                hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
+            )
         mode = self._speculative_modes.get(threading.get_ident(), "")
         settings = (
             args.row_settings if self._options.is_default and not mode and not module.training else None
@@ -233,6 +253,11 @@ class Watch:
             self._recording._add(call, settings)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
+
+    @property
+    def keeps_grad(self) -> bool:
+        """Whether calls are recorded with their graph."""
+        return self._options.grad
 
     def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
         """Report a call that cannot be recorded; the wrappers call it."""

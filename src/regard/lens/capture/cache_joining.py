@@ -418,6 +418,8 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
         if not torch.equal(a[..., ::stride, :], b[..., ::stride, :]):
             return False
         a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
+    if a.requires_grad or b.requires_grad:
+        a, b = a.detach(), b.detach()
     if a.is_cpu and a.dtype in NUMPY_DTYPES:
         # NumPy compares several numbers at once, torch.equal one by one.
         return bool((a.numpy() == b.numpy()).all())

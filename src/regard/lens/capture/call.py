@@ -122,13 +122,27 @@ class Call:
         held = sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
         return held + self.compact_mask.nbytes
 
-    @cached_property
+    @property
     def matrix(self) -> AttentionMatrix:
-        """The attention matrix, lazy.
+        """The attention matrix, lazy. With `watch(grad=True)`, gradients flow through it wherever they are enabled.
 
         Raises:
             ArgumentError: If the call was recorded with `measures`, or the model has overwritten its tensors.
         """
+        has_graph = self.query is not None and (self.query.requires_grad or self.key.requires_grad)
+        return self._graph_matrix if has_graph and torch.is_grad_enabled() else self._matrix
+
+    @cached_property
+    def _graph_matrix(self) -> AttentionMatrix:
+        return self._build_matrix()
+
+    @cached_property
+    def _matrix(self) -> AttentionMatrix:
+        # A matrix keeps results of its query and key, so one that was used without gradients has none afterwards.
+        with torch.no_grad():
+            return self._build_matrix()
+
+    def _build_matrix(self) -> AttentionMatrix:
         if self.measures is not None:
             raise ArgumentError(
                 f"recording[{self.name!r}]",

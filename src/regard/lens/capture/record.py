@@ -44,6 +44,7 @@ class CaptureOptions:
         values: Record value and output, too.
         measures: Record the results of these measures, or of this function, instead of query and key.
         max_dense_bytes: Record at most this many bytes of weights of layers that compute their own softmax.
+        grad: Record the tensors with their graph.
     """
 
     device: Any
@@ -52,11 +53,18 @@ class CaptureOptions:
     values: bool
     measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
     max_dense_bytes: int = MAX_DENSE_BYTES
+    grad: bool = False
 
     @property
     def is_default(self) -> bool:
         """Whether query and key are recorded as they are, and nothing else."""
-        return not (self.copy or self.values) and self.device is self.dtype is self.measures is None
+        return (
+            not (self.copy or self.values or self.grad) and self.device is self.dtype is self.measures is None
+        )
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without its graph, unless the graph is recorded."""
+        return tensor if self.grad else tensor.detach()
 
     def __post_init__(self) -> None:
         # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
@@ -88,8 +96,10 @@ def build_call(
         The call, or why it cannot be recorded.
     """
     if args.query is None:
+        if options.grad:
+            return Uncaptured("it computes its own softmax, which is recorded without gradients", _LOAD_HINT)
         return _finish(_build_dense(module, name, args), args, options)
-    query, key = args.query.detach(), args.key.detach()
+    query, key = options.detach(args.query), options.detach(args.key)
     if query.is_nested or key.is_nested:
         return Uncaptured(
             "it was called with nested tensors",
@@ -113,7 +123,7 @@ def build_call(
             verified = _verify(verified, args, module)
     if verified is not None:
         return _finish(verified, args, options)
-    if args.dense is not None:
+    if args.dense is not None and not options.grad:
         return _finish(_build_dense(module, name, args), args, options)
     return Uncaptured(reason, _LOAD_HINT)
 
@@ -196,11 +206,14 @@ def _recognise(
     if mask is None and isinstance(args.attn_mask, BlockMask):
         compact = _recognise_flex_cached(args.attn_mask, q_len, kv_len, options)
         if args.position_bias is not None:
-            compact = replace(compact, bias=bias(args.position_bias.detach()[..., :kv_len]))
+            compact = replace(compact, bias=bias(options.detach(args.position_bias)[..., :kv_len]))
     else:
         compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
     if args.score_mod is not None:
         compact = replace(compact, bias=FlexScoreMod(args.score_mod))
+    if options.grad and mask is not None and mask.requires_grad:
+        compact = recognise_mask(None, is_causal=False, q_len=q_len, kv_len=kv_len, lead=lead)
+        compact = replace(compact, bias=bias(mask))  # learnt, so its numbers are not recognised
     if biases and compact.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
         # A static cache: the bias is recognised from the keys in use.
         used = count_used_keys(mask)
@@ -215,9 +228,9 @@ def _recognise(
         compact_mask=compact,
         scale=1.0 / math.sqrt(query.shape[-1]) if args.scale is None else float(args.scale),
         kernel=args.kernel,
-        lse=None if args.lse is None else args.lse.detach(),
+        lse=None if args.lse is None or options.grad else args.lse.detach(),
         softcap=None if args.softcap is None else softcap(args.softcap),
-        sink=None if args.sink is None else args.sink.detach().reshape(-1),
+        sink=None if args.sink is None else options.detach(args.sink).reshape(-1),
         dropout_p=float(args.dropout_p),
         is_causal=bool(args.is_causal),
         is_broadcast=_is_broadcast(args),
@@ -345,8 +358,8 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         call.value = call.cached
         call.output = None if args.dense.output is None else store(args.dense.output)
     elif options.values:
-        call.value = store(drop_repeated_heads(args.value.detach(), query))
-        call.output = None if args.output is None else store(args.output.detach())
+        call.value = store(drop_repeated_heads(options.detach(args.value), query))
+        call.output = None if args.output is None else store(options.detach(args.output))
     return call
 
 

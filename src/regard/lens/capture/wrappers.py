@@ -106,6 +106,10 @@ def read_number(tensor: Tensor, row: int) -> float:
 class Watcher(Protocol):
     """What is notified of the calls of a module."""
 
+    @property
+    def keeps_grad(self) -> bool:
+        """Whether calls are recorded with their graph."""
+
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call."""
 
@@ -404,11 +408,12 @@ def _move_heads_first(output: Any, query: Tensor) -> Tensor | None:
     return output if output.shape[-3:-1] == (heads, q_len) else None
 
 
-def _probe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
+def _probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
     """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
     _thread.probing, _thread.probe = True, None
+    keeps_grad = any(watcher.keeps_grad for watcher, name in watchers.get(id(module), ()) if name is not None)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(keeps_grad and torch.is_grad_enabled()):
             function(*args, **kwargs)
     finally:
         _thread.probing = False
@@ -434,7 +439,7 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
                 report_uncaptured(module, *obstacle)
                 return output, weights
             arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
-            captured = _probe(original, **arguments)
+            captured = _probe(module, original, **arguments)
             if captured is not None:
                 captured = captured._replace(weights=weights, kernel="torch: softmax (need_weights)")
                 notify(module, captured._replace(dense=held[-1] if held else None))
@@ -497,7 +502,8 @@ def _notify_fast_path(
         attn_mask = attn_mask.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
     sequence_first = x.transpose(0, 1)
     captured = _probe(
-        unwrap_original(F.multi_head_attention_forward), sequence_first, sequence_first, sequence_first, width, heads,
+        module, unwrap_original(F.multi_head_attention_forward), sequence_first, sequence_first, sequence_first, width,
+        heads,
         in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=False,
         key_padding_mask=key_padding_mask, need_weights=False, attn_mask=attn_mask,
     )  # fmt: skip
