@@ -117,7 +117,7 @@ TINY = {
         hf.Gemma2ForCausalLM,
         hf.Gemma2Config(
             **_sizes(**_GROUPED), query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=20.0,
-            attn_implementation="eager",  # before 5.15 the default is SDPA, which drops the soft cap
+            attn_implementation="eager",  # in 5.0 and 5.10 the default is SDPA, which drops the soft cap
         ),
     ),
     "GPT-OSS": TinyModel(

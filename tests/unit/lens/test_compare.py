@@ -182,8 +182,18 @@ def test_rounding_may_grow_with_depth_and_a_fault_stands_out():
 def test_eager_and_sdpa_agree(name, side):
     tiny = TINY[name]
     inputs = tiny.inputs(side)
-    comparison = regard.compare(record(tiny.build("eager"), **inputs), record(tiny.build("sdpa"), **inputs))
-    assert comparison.kind in ("no difference", "rounding"), comparison
+    if not tiny.model_class._supports_sdpa:
+        pytest.skip("this release of transformers has no SDPA for it")
+    eager = tiny.build("eager")
+    comparison = regard.compare(record(eager, **inputs), record(tiny.build("sdpa"), **inputs))
+    equal = ("no difference", "rounding")
+    if (name, side) == ("GPT-2", "left"):
+        weights = eager(**inputs, output_attentions=True).attentions[0]
+        if not weights[
+            1, 0, 0, 1:
+        ].any():  # transformers 5.0: padded queries stay causal in eager attention only
+            equal = ("mask",)
+    assert comparison.kind in equal, comparison
 
 
 class Ported(torch.nn.Module):

@@ -236,7 +236,7 @@ def gemma2():
         num_key_value_heads=1,
         head_dim=8,
         sliding_window=4,
-        attn_implementation="eager",  # before 5.15 the default is SDPA, which drops the soft cap
+        attn_implementation="eager",  # in 5.0 and 5.10 the default is SDPA, which drops the soft cap
     )
     return transformers.Gemma2Model(config).eval()
 

@@ -101,8 +101,9 @@ class ModuleHints:
     def _record_images(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in ("token_type_ids", "mm_token_type_ids"):
             types = kwargs.get(name)
-            # A model passes the same tensor on to its parts.
-            if isinstance(types, torch.Tensor) and types.ndim == 2 and types is not self._last_types:
+            # A model passes the same tensor on to its parts. A step of generate() may pass the type of its one token.
+            is_pass = isinstance(types, torch.Tensor) and types.ndim == 2 and types.shape[1] > 1
+            if is_pass and types is not self._last_types:
                 self.image_runs.append(find_image_runs(types))
                 self._last_types = types
 
