@@ -167,6 +167,17 @@ HEALTHY: dict[str, Build] = {
     "StarCoder 2": _text("Starcoder2ForCausalLM", "Starcoder2Config", **GROUPED),
     "SmolLM 3": _text("SmolLM3ForCausalLM", "SmolLM3Config", **GROUPED),
     "ModernBERT": _text("ModernBertModel", "ModernBertConfig", local_attention=8, num_hidden_layers=4),
+    "GPT-J": _text("GPTJForCausalLM", "GPTJConfig", n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "BLOOM": _text("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4),
+    "Jamba": _text(
+        "JambaForCausalLM",
+        "JambaConfig",
+        **GROUPED,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        num_experts=2,
+        use_mamba_kernels=False,
+    ),
     "DINOv2": _vision("Dinov2Model", "Dinov2Config"),
     "CLIP": _clip,
     # Models that read images and text

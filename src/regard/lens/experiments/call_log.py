@@ -39,6 +39,7 @@ class LoggedCall:
         value: The value that was passed, with every head.
         is_configured: The module is one of transformers, whose configuration decides on scale and window.
         layer: Number of the layer, from 0, in the order in which layers first ran.
+        around: Name of the module whose linear layers are logged: the call's, or one around it.
         before: Linear layers of the same module that ran before it.
         after: Linear layers of the same module that ran after it.
     """
@@ -48,6 +49,7 @@ class LoggedCall:
     value: Tensor
     is_configured: bool = False
     layer: int = 0
+    around: str = ""
     before: list[LinearEvent] = field(default_factory=list)
     after: list[LinearEvent] = field(default_factory=list)
 
@@ -62,23 +64,30 @@ class CallLog(Watch):
 
     Args:
         model: The model.
-        linears: Log linear layers, too.
     """
 
-    def __init__(self, model: nn.Module, linears: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, options)
-        self._linears = linears
-        self._events: list[LinearEvent | LoggedCall] = []
+        self._calls: list[LoggedCall] = []
+        self._since_call: list[LinearEvent] = []
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Log a call and record it."""
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call) and call.weights is None:  # of its own softmax, there is no query and key
             is_configured = type(module).__module__.startswith("transformers.")
-            key, value = args.key.detach(), args.value.detach()
-            self._events.append(LoggedCall(replace(call), key, value, is_configured))
+            logged = LoggedCall(replace(call), args.key.detach(), args.value.detach(), is_configured)
+            logged.around, logged.before = _select_linears(name, self._since_call)
+            self._add_last_linears()
+            self._calls.append(logged)
         super().record(module, name, args)
+
+    def _add_last_linears(self) -> None:
+        """Give the last call the linear layers of its module that ran since; the others are not kept."""
+        if self._calls:
+            self._calls[-1].after += _select_inside(self._calls[-1].around, self._since_call)
+        self._since_call.clear()
 
     def log_linears(self) -> Iterator[Any]:
         """Register hooks on linear layers; yield their handles."""
@@ -98,7 +107,7 @@ class CallLog(Watch):
     def _make_linear_hook(self, name: str) -> Any:
         def log_linear(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                self._events.append(LinearEvent(name, args[0].detach(), output.detach()))
+                self._since_call.append(LinearEvent(name, args[0].detach(), output.detach()))
 
         return log_linear
 
@@ -110,37 +119,32 @@ class CallLog(Watch):
     @property
     def calls(self) -> list[LoggedCall]:
         """The calls in order, with the linear layers of their modules."""
-        calls = [event for event in self._events if isinstance(event, LoggedCall)]
-        layers = {name: number for number, name in enumerate(dict.fromkeys(call.module for call in calls))}
-        last_end = 0
-        for logged in calls:
+        self._add_last_linears()
+        layers = {
+            name: number for number, name in enumerate(dict.fromkeys(call.module for call in self._calls))
+        }
+        for logged in self._calls:
             logged.layer = layers[logged.module]
-            position = next(i for i, event in enumerate(self._events) if event is logged)
-            before, after = self._events[last_end:position], self._events[position + 1 :]
-            logged.before, logged.after = self._select_linears(logged.module, before, after)
-            last_end = position + 1
-        return calls
+        return self._calls
 
-    def _select_linears(
-        self, module: str, before: list[Any], after: list[Any]
-    ) -> tuple[list[LinearEvent], list[LinearEvent]]:
-        """Select the linear layers inside a module; if it has none, inside the module around it."""
-        until_next = []
-        for event in after:
-            if isinstance(event, LoggedCall):
-                break
-            until_next.append(event)
-        linears = [
-            [event for event in events if isinstance(event, LinearEvent)] for events in (before, until_next)
-        ]
-        if not module:
-            return linears[0], linears[1]
-        while module:
-            inside = [[event for event in part if event.name.startswith(f"{module}.")] for part in linears]
-            if inside[0]:
-                return inside[0], inside[1]
-            module = module.rpartition(".")[0]
-        return [], []
+
+def _select_linears(module: str, events: list[LinearEvent]) -> tuple[str, list[LinearEvent]]:
+    """Select the linear layers inside a module; if it has none, inside the module around it.
+
+    Returns:
+        The name of that module, and its linear layers.
+    """
+    around = module
+    while around:
+        inside = _select_inside(around, events)
+        if inside:
+            return around, inside
+        around = around.rpartition(".")[0]
+    return module, [] if module else list(events)
+
+
+def _select_inside(module: str, events: list[LinearEvent]) -> list[LinearEvent]:
+    return [event for event in events if not module or event.name.startswith(f"{module}.")]
 
 
 @contextmanager
@@ -154,7 +158,7 @@ def log_calls(model: nn.Module, linears: bool = True) -> Iterator[CallLog]:
     Yields:
         The log.
     """
-    log = CallLog(model, linears)
+    log = CallLog(model)
     handles: list[Any] = []
     try:
         with log:

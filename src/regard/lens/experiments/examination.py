@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentTypeError, NotCapturedError, RegardError, describe_argument
-from regard.lens.analysis.finding import Finding, Findings
+from regard.lens.analysis.finding import Finding, Findings, Severity
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.experiments import behaviour
 from regard.lens.experiments.cached_run import check_cached_calls, choose_sizes
@@ -331,7 +331,8 @@ class Examination:
         evidence = {"first token": token, "largest relative difference": float(difference.amax())}
         evidence["prefill"] = sizes[0]
         hint = "Compare positions, masks and cached keys of the first step that differs."
-        return [Finding("cached steps differ", "error", message, "", -1, evidence=evidence, hint=hint)]
+        severity: Severity = "error" if max(sizes[1:]) == 1 else "warning"
+        return [Finding("cached steps differ", severity, message, "", -1, evidence=evidence, hint=hint)]
 
     def _explain_cached(self, log: CallLog, whole: list[LoggedCall], sizes: tuple[int, ...]) -> list[Finding]:
         """Find out what is wrong with a cached run, by its calls and by the checks of its recording."""
