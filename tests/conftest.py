@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from regard.engines.native import library
 from regard.tiling import use_tile_sizes
 
 
@@ -23,8 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-gradients", action="store_true", help="check every derivative, not random directions"
     )
+    parser.addoption(
+        "--block-loop", action="store_true", help="run as if the compiled measure pass were not built"
+    )
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--block-loop"):
+        library.LIBRARY_FILE = Path("not built")
 
 
 @pytest.fixture

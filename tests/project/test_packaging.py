@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import regard
+from regard.engines.native.build import find_compiler
 
 PACKAGE = Path(regard.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,46 @@ def test_what_users_install_has_lower_bounds_and_no_caps():
     users = [Requirement(line) for name in extras if name not in ("dev", "docs") for line in extras[name]]
     assert [r.name for r in users if not r.specifier and r.name != "regard"] == []
     assert find_caps({"torch": ["torch>=2.9,<2.16", "numpy"]}) == ["torch>=2.9,<2.16"]
+
+
+# -- The compiled measure pass ------------------------------------------------------------------------------
+
+USE = """
+import numpy as np, regard
+from regard.engines import native
+A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
+print("compiled" if "compiled pass" in A.plan(regard.Received()) else "block loop", A.sum(-1).round(9).tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(folder.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["installed", "missing", "too old"])
+def test_an_installation_from_the_sdist_uses_the_compiler_if_there_is_one(compiler, sdist, tmp_path):
+    if compiler == "installed" and find_compiler() is None:
+        pytest.skip("no C compiler here")
+    old = tmp_path / "cc"
+    old.write_text("#!/bin/sh\necho 'cc: unknown option' >&2\nexit 1\n")
+    old.chmod(0o755)
+    command = {"installed": None, "missing": str(tmp_path / "none"), "too old": str(old)}[compiler]
+    env = {**os.environ, **({} if command is None else {"CC": command})}
+    run = partial(subprocess.run, check=True, capture_output=True, text=True, env=env)
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-compile"]
+    run([*pip, "--target", tmp_path / "site", sdist])
+    wheel = next((tmp_path / "site").glob("regard-*.dist-info/WHEEL")).read_text()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}){USE}"
+    found = run([sys.executable, "-I", "-c", code], cwd=tmp_path).stdout
+    is_compiled = compiler == "installed"
+    assert found == f"{'compiled' if is_compiled else 'block loop'} [1.0, 1.0, 1.0]\n"
+    assert ("Tag: py3-none-any" in wheel) != is_compiled
+    assert ("Root-Is-Purelib: true" in wheel) != is_compiled
 
 
 # -- What an import loads, and what it costs --------------------------------------------------------------

@@ -85,7 +85,8 @@ def locked() -> dict[str, Pin]:
 def test_the_lists_agree_with_pyproject():
     hint = "run scripts/lock"
     assert disagreements(asked(PYPROJECT), locked()) == [], hint
-    assert disagreements(asked(PYPROJECT, group="release"), pins("release")) == [], hint
+    for group in ("release", "wheels"):
+        assert disagreements(asked(PYPROJECT, group=group), pins(group)) == [], hint
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_the_lists_agree_with_each_other():
 def test_every_file_is_named_by_its_hash_and_no_registry_is():
     names = {path.stem for path in (ROOT / "requirements").iterdir()} - {"licences"}  # a list of licences
     engines = {"lowest", "newest", "numpy-tests"}
-    assert {"ci", "run", "release", "torch", "torch-cpu", "weights"} | engines == names
+    assert {"ci", "run", "release", "torch", "torch-cpu", "weights", "wheels"} | engines == names
     for name in names:
         assert pins(name)
         assert {package for package, pin in pins(name).items() if not pin.hashes} == set()
@@ -383,7 +384,7 @@ def test_jobs_may_do_what_they_must_and_no_more():
     }
     publish = dict(jobs())["release.yml, publish"]
     assert publish["environment"] == "pypi"
-    assert set(publish["needs"]) == {"ci", "build"}
+    assert set(publish["needs"]) == {"ci", "build", "wheels"}
     assert publish["steps"][-1]["with"]["attestations"] is True
 
 
@@ -403,7 +404,7 @@ def test_workflows_name_what_is_there():
     assert not any("${{" in command for command in commands)  # values come in by the environment
     named = re.findall(r"(?:scripts|requirements|\.ci)/[\w./-]+", " ".join(commands))
     scripts = {"scripts/compat", "scripts/release", "scripts/sbom"}
-    assert {".ci/run", "requirements/release.txt"} | scripts == set(named)
+    assert {".ci/run", "requirements/release.txt", "requirements/wheels.txt"} | scripts == set(named)
     assert all((ROOT / name).is_file() for name in named)
 
 

@@ -57,6 +57,8 @@ def compile_library(folder: Path) -> Path | None:
     command = [*compiler, *FLAGS, f'-DSOURCE_HASH="{hash_sources()}"', "-o", str(part), "measures.c"]
     if sys.platform != "win32":
         command += ["-fPIC", "-lm"]
+    if sys.platform == "darwin":
+        command += os.environ.get("ARCHFLAGS", "").split()  # as Python's own builds do
     if sys.platform == "linux":
         command += ["-Wl,--build-id=none", "-s"]  # the same bytes from every folder
     try:
