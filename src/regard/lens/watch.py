@@ -49,9 +49,6 @@ _NATIVE_LAYERS = (
     nn.TransformerDecoderLayer,
 )
 
-# Attributes that every module has.
-_MODULE_FIELDS = frozenset(vars(nn.Module()))
-
 _OWN_SOFTMAX_HINT = (
     "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
     "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
@@ -296,7 +293,9 @@ class Watch:
             if id(module) not in native and (is_attention or module is self._model):
                 before, after = exclude_from_compile(self._before_forward), self._make_after_forward(name)
                 self._hooks.append(module.register_forward_pre_hook(before))
-                self._hooks.append(module.register_forward_hook(exclude_from_compile(after)))
+                self._hooks.append(
+                    module.register_forward_hook(exclude_from_compile(after), with_kwargs=True)
+                )
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         thread = threading.get_ident()
@@ -305,13 +304,15 @@ class Watch:
             self._speculative_modes[thread] = wrappers.speculative_mode()
 
     def _make_after_forward(self, name: str) -> Callable[..., None]:
-        def after_forward(module: nn.Module, *_: Any) -> None:
+        def after_forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             before = self._captures_before.pop((threading.get_ident(), id(module)), None)
             if module is self._model:
                 close_traces()  # outputs must not have the class of followed tensors
             if before != wrappers.count_captures():
                 return
             class_name, is_model = type(module).__name__, module is self._model
+            if any(output is argument for argument in (*args, *kwargs.values())):
+                return  # it had nothing to attend to
             if is_model and len(self._selected) < len(list(self._model.modules())):
                 return  # modules that are not selected may have run
             reason = f"{class_name} computes its weights without calling a watched function"
@@ -445,10 +446,10 @@ def _find_patch_targets(
                     yield namespace, name, by_function[id(original)]
                 elif wrappers.is_compiled_flex_attention(original):
                     yield namespace, name, wrappers.wrap_flex_attention
-    for namespace, name, value in find_held_functions(_find_functions(model)):
-        original = _unwrap_function(value)
-        if id(original) in by_function:
-            yield namespace, name, by_function[id(original)]
+    for namespace, name, original in find_held_functions(
+        model, _find_namespaces(model), frozenset(by_function)
+    ):
+        yield namespace, name, by_function[id(original)]
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
@@ -484,18 +485,6 @@ def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
         if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
             yield vars(sys.modules[name])
-
-
-def _find_functions(model: nn.Module) -> Iterator[Any]:
-    """Yield the methods of the model's classes, its attributes, and the globals of the files that define it."""
-    for namespace in _find_namespaces(model):
-        if not str(namespace.get("__name__")).startswith("regard"):
-            yield from (value for name, value in namespace.items() if not name.startswith("__"))
-    for base in {base for module in model.modules() for base in type(module).__mro__}:
-        if not base.__module__.startswith(("torch.", "builtins")):
-            yield from vars(base).values()
-    for part in model.modules():
-        yield from (value for name, value in vars(part).items() if name not in _MODULE_FIELDS)
 
 
 def _unwrap_function(value: Any) -> Any:
