@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import sys
 import threading
 import types
@@ -48,6 +49,9 @@ _NATIVE_LAYERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
+
+# Classes that are named attention, and have no weights by design.
+_WITHOUT_WEIGHTS = re.compile("linear|delta|lightning|recurrent", re.IGNORECASE)
 
 _OWN_SOFTMAX_HINT = (
     "If it is a transformers model, load it with attn_implementation='sdpa' if it supports that; "
@@ -268,7 +272,7 @@ class Watch:
     def _report_missed_layers(self) -> None:
         """Report softmaxes of the shape of attention, and modules named attention, of which nothing was captured."""
         for name, (class_name, trace) in self._softmaxes.items():
-            if name not in self._recording and not trace.is_read:
+            if name not in self._recording and not trace.is_read and not _WITHOUT_WEIGHTS.search(class_name):
                 reason = f"{class_name} computes a softmax of shape {trace.shape} that {trace.fault}"
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         for name, reason in self._without_capture.items():
@@ -289,6 +293,7 @@ class Watch:
         for name, module in self._model.named_modules():
             class_name = type(module).__name__.lower()
             is_attention = "attention" in class_name or "attn" in class_name
+            is_attention = is_attention and not _WITHOUT_WEIGHTS.search(class_name)
             is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
             if id(module) not in native and (is_attention or module is self._model):
                 before, after = exclude_from_compile(self._before_forward), self._make_after_forward(name)
