@@ -5,6 +5,7 @@ Only the newest keys are held, and the keys that a rolling cache evicted; each c
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import recognise_mask
-from regard.lens.capture.wrappers import NUMPY_DTYPES, CapturedArgs, RowSettings, read_number
+from regard.lens.capture.wrappers import NUMPY_DTYPES, CapturedArgs, RowSettings
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
@@ -91,6 +92,8 @@ class JoinedCalls:
         self.is_cross_attention = False  # every call attends to the same keys
         self._joined: Call | None = None
         self._row_settings: RowSettings | None = None
+        self._old_key: Any = None  # of the last call, for the next row
+        self._last_number: tuple[int, ...] = ()
         if call.measures is None:
             call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
             self._add_rows(call)
@@ -185,17 +188,25 @@ class JoinedCalls:
         """
         last, query, key, value = self.last, args.query, args.key, args.value
         length = key.shape[-2]
-        if settings != self._row_settings or length != last.key.shape[-2] + 1 or value.shape[-2] != length:
+        if (
+            settings != self._row_settings
+            or length != self._old_key.shape[-2] + 1
+            or value.shape[-2] != length
+        ):
             return False
         if key.is_inference() or key._version or query._version:
             return False  # they may be overwritten, so they are copied
-        query, key = (x.detach() if x.requires_grad else x for x in (query, key))
-        if not read_number(value, length - 1) or not _are_equal(key[..., :-1, :], last.key):
+        if key.requires_grad or query.requires_grad or value.requires_grad:
+            query, key, value = query.detach(), key.detach(), value.detach()
+        # NumPy slices, reads and compares in a fraction of torch's time.
+        new_key = key.numpy()
+        if not value.numpy()[self._last_number] or not _have_equal_keys(new_key[..., :-1, :], self._old_key):
             return False
         mask = recognise_mask(None, is_causal=False, q_len=1, kv_len=length, lead=())
         last.query, last.key, last.compact_mask, last.query_offset = query, key, mask, length - 1
         last.versions, last.source_key = ((query, 0), (key, 0)), (weakref.ref(args.key), 0)
         last.lse = None if args.lse is None else args.lse.detach()
+        self._old_key = new_key
         self._add_rows(last)
         return True
 
@@ -213,10 +224,14 @@ class JoinedCalls:
             and last.query_offset + 1 == self.num_rows
             and len(last.versions) == 2  # neither query nor key was copied
             and last.compact_mask.visible_keys is None
+            and last.key.is_cpu
+            and last.key.dtype in NUMPY_DTYPES
             and last.key.shape[:-2]
             == (settings.key_lead if settings else None)  # no repeated heads were dropped
         )
         self._row_settings = settings if is_plain else None
+        if is_plain:
+            self._old_key, self._last_number = last.key.numpy(), (-1,) * last.key.ndim
 
     def _append(self, call: Call, old: Tensor, new: Tensor) -> bool:
         """Append a call with the keys `new` if they extend the keys `old` of the last call."""
@@ -413,17 +428,21 @@ def _count_evicted(old: Tensor, new: Tensor, past: int) -> int | None:
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Compare keys: all of them if they are few, else a sample and the newest."""
-    if a.numel() > MAX_COMPARED:
-        stride = max(1, a.shape[-2] // SAMPLES)
-        if not torch.equal(a[..., ::stride, :], b[..., ::stride, :]):
-            return False
-        a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
     if a.requires_grad or b.requires_grad:
         a, b = a.detach(), b.detach()
     if a.is_cpu and a.dtype in NUMPY_DTYPES:
-        # NumPy compares several numbers at once, torch.equal one by one.
-        return bool((a.numpy() == b.numpy()).all())
-    return bool(torch.equal(a, b))
+        return _have_equal_keys(a.numpy(), b.numpy())
+    return _have_equal_keys(a, b)
+
+
+def _have_equal_keys(a: Any, b: Any) -> bool:
+    """Compare keys as `_are_equal` does, of NumPy, which compares several numbers at once, or of torch."""
+    if math.prod(a.shape) > MAX_COMPARED:
+        stride = max(1, a.shape[-2] // SAMPLES)
+        if not bool((a[..., ::stride, :] == b[..., ::stride, :]).all()):
+            return False
+        a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
+    return bool((a == b).all())
 
 
 def _agree(a: Any, b: Any, past: int) -> bool:
