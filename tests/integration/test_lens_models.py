@@ -11,7 +11,14 @@ hf = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from tests.helpers.tiny_models import TINY, TinyModel, eager_weights, list_functions, output_tensors  # noqa: E402
+from tests.helpers.tiny_models import (  # noqa: E402
+    TINY,
+    TinyModel,
+    eager_weights,
+    list_functions,
+    needs_t5_attention,
+    output_tensors,
+)
 
 SIDES = [
     (name, side)
@@ -97,6 +104,7 @@ def test_masks_are_recognised(name, side):
     assert call.nbytes == call.query.nbytes + call.key.nbytes + lse
 
 
+@needs_t5_attention
 def test_the_bias_of_t5_is_recognised_by_its_table():
     model, inputs = TINY["T5"].build(), TINY["T5"].inputs("left")
     with regard.watch(model) as recording:

@@ -145,7 +145,7 @@ def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
         bias=bias is not None,
         out_bias=out_bias is not None,
         dropout=float(dropout.p if isinstance(dropout, nn.Module) else dropout),
-        scale=_first_attribute(inner, "scaling", "inv_norm_factor", "softmax_scale"),
+        scale=_read_scale(inner, head_dim),
         rope=_read_rope(inner, head_dim) if spec.is_rotary else None,
         sink=None if sinks is None else "learned",
         qk_norm=None if norm is None else lambda width: nn.RMSNorm(width, norm.variance_epsilon),
@@ -208,4 +208,24 @@ def _check_supported(module: Any) -> None:
 
 def _first_attribute(module: Any, *names: str) -> Any:
     """Return the first of these attributes that the module has."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ArgumentError(
+        "from_transformers",
+        received=f"a {type(module).__name__} without {', '.join(names)}",
+        expected="a module that has one of them",
+        hint="Use another release of transformers; docs/compatibility.md lists those that are tested.",
+    )
+
+
+def _read_scale(module: Any, head_dim: int) -> float:
+    """Read the scale of the scores. In older releases GPT-2 has settings instead of a scale, and T5 has no scale."""
+    if hasattr(module, "scaling"):
+        return float(module.scaling)
+    if hasattr(module, "scale_attn_weights"):
+        scale = head_dim**-0.5 if module.scale_attn_weights else 1.0
+        return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
+    if hasattr(module, "has_relative_attention_bias"):
+        return 1.0
+    return float(_first_attribute(module, "scaling", "inv_norm_factor", "softmax_scale"))

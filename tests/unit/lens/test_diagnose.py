@@ -17,7 +17,7 @@ import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS  # noqa: E402
 from tests.helpers.model_folders import build_gemma3_vlm  # noqa: E402
-from tests.helpers.tiny_models import TINY  # noqa: E402
+from tests.helpers.tiny_models import TINY, needs_t5_attention  # noqa: E402
 from tests.helpers.torch_capabilities import runs_fused  # noqa: E402
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -401,6 +401,7 @@ def test_a_scale_of_1_is_not_reported_in_t5():
     assert [finding for finding in found if finding.kind == "scale"] == []
 
 
+@needs_t5_attention
 @pytest.mark.parametrize("layers", [1, 4])
 def test_another_scale_is_reported_in_t5(layers):
     model = t5(layers)

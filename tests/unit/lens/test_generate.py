@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,7 +10,7 @@ hf = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from tests.helpers.tiny_models import TINY, list_functions  # noqa: E402
+from tests.helpers.tiny_models import TINY, list_functions, needs_t5_attention  # noqa: E402
 
 NEW = 9
 GENERATES = [name for name, tiny in TINY.items() if tiny.generates]
@@ -88,9 +86,11 @@ def test_steps_are_rows_of_one_matrix(name, side):
             assert recording[layer].mask == one[layer].mask
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [*itertools.product(("Llama", "Mistral", "T5", "Gemma 2"), ("none", "left"))]
-)
+T5 = pytest.param("T5", marks=needs_t5_attention)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", T5, "Gemma 2"])
 def test_static_caches(name, side):
     check(name, side, cache_implementation="static")
 
