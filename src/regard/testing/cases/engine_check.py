@@ -1,10 +1,11 @@
-"""Check one case: output, lse, weights and measures of the matrix are compared with the definition."""
+"""Check one case: output, lse, weights, single entries and measures of the matrix are compared with the definition."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from regard.testing.tolerance import ErrorBound, epsilon
 
 # The engines that `check_case` can compare with the definition, all without the compiled pass. The last two need torch.
 ENGINES = ("numpy", "torch fused", "torch block loop")
+# The largest weight of a row, above which single entries may not err more than the dense matrix.
+SATURATED = 0.999
 COMPILED = "compiled "  # the engines of `list_compiled_engines` begin with it
 
 
@@ -229,7 +232,13 @@ def compute_results(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> Iter
             assert "flash" in matrix.kernel or "scaled_dot_product" in matrix.kernel, matrix.kernel
         yield bounds.output, from_engine(output)
         yield bounds.lse, from_engine(matrix.lse)
-        yield bounds.weights, from_engine(matrix.to_dense())
+        dense = from_engine(matrix.to_dense())
+        yield bounds.weights, dense
+        if dense.size:
+            # Half of the cases read a matrix that has no lse of a product yet.
+            is_fresh = int(np.nan_to_num(dense).argmax()) % 2
+            read = attention(query, key, **inputs.arguments) if is_fresh else matrix
+            yield from _read_entries(read, dense, bounds.weights)
         yield from _compute_measures_of(matrix, bounds)
 
 
@@ -252,6 +261,29 @@ def _check_compiled(inputs: CaseInputs, bounds: CaseBounds, engine: str, arrays:
         for bound, result in _compute_measures_of(matrix, bounds):
             bound.check(result)
         bounds.lse.check(from_engine(matrix.lse))
+
+
+def _read_entries(matrix: AttentionMatrix, dense: Any, bound: ErrorBound) -> Iterator[tuple[ErrorBound, Any]]:
+    """Read a row and single entries by their index, the largest weight among them.
+
+    Each result is the dense matrix with these entries in place of its own, under the rule of the dense matrix. In a
+    saturated row, where the rounding of a score cancels in the softmax, they may not differ more than the dense matrix.
+    """
+    exact = np.nan_to_num(np.asarray(bound.definition, np.float64))
+    largest = np.unravel_index(int(exact.argmax()), exact.shape)
+    middle = np.unravel_index(exact.size // 2, exact.shape)
+    with np.errstate(all="ignore"):
+        dense_error = np.nan_to_num(np.abs(dense - exact), nan=0, posinf=0).max()
+        rounding = 8 * epsilon(dense.dtype) * exact + np.finfo(dense.dtype).tiny
+        tight = 2 * (bound.naive_error + dense_error) + rounding
+    is_saturated = exact.max(-1, keepdims=True) > SATURATED
+    limit = np.where(is_saturated, np.minimum(tight, bound.limit), bound.limit)
+    for what, indices in {"a row": [largest[:-1]], "entries": [largest, middle]}.items():
+        read = np.array(dense)
+        for index in indices:
+            position = tuple(int(i) for i in index)
+            read[position] = from_engine(matrix[position])
+        yield replace(bound, limit=limit, what=f"weights, {what} read by index"), read
 
 
 def from_engine(array: Any) -> Any:
