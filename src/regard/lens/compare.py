@@ -184,7 +184,7 @@ class _Comparer:
             found = self._limit_to_common_rows(layer, a, b, found)
         elif found.differences and not self.parted and layer == 0 and _may_be_positions(found):
             found = self._check_positions(found)
-        self._add(layer, index, name_a, name_b, found)
+        self._add(layer, index, name_a, name_b, found, whole=a.shape == b.shape)
         # Later tokens change the first rows of the next layer if this one is not causal.
         if self.rows and not is_causal(a, b, self.rows):
             self.is_causal = False
@@ -257,13 +257,15 @@ class _Comparer:
             return Difference("cache", message, hint=hint, evidence={"steps": max(steps)})
         return None
 
-    def _add(self, layer: int, index: int, name_a: str, name_b: str, found: CallComparison) -> None:
-        """Add the row of a call, and its differences."""
+    def _add(
+        self, layer: int, index: int, name_a: str, name_b: str, found: CallComparison, whole: bool = False
+    ) -> None:
+        """Add the row of a call, and its differences; `whole` states that all rows were compared."""
         differences = found.differences
         vectors = [found.relations[name] for name in found.relations]
         if differences:
             kind = differences[0].kind
-        elif self.parted and any(not relation.agrees for relation in vectors):
+        elif self.parted and (not whole or any(not relation.agrees for relation in vectors)):
             kind = "inherited"
         elif self.rows is not None and not vectors:
             kind = "other tokens"

@@ -105,6 +105,7 @@ def test_a_mask_that_one_layer_lost_is_found_there():
     ("fault", "text"),
     [
         ("rope twice", "applied twice"),
+        ("rope positions in bfloat16", "rounded"),
         ("rope on the query only", "once less"),
         ("rope backwards on the key", "the other way"),
         ("rope on the axis of the heads", "number of the head"),
@@ -130,6 +131,29 @@ def test_a_factor_is_explained(fault, ratio, text):
     comparison = compare_gpt(fault, values=False)
     assert comparison.kind == "scale" and text in comparison.first.hint
     assert math.isclose(comparison.first.evidence["ratio"], ratio, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("causal mask inverted", "The mask is inverted"),
+        ("padding mask inverted", "The padding mask is inverted"),
+        ("padding mask of another batch entry", "padding mask of another one"),
+        ("padding mask too weak", "-4 is too weak"),
+        ("own key masked", "masks the own key"),
+        ("causal aligned to the first key", "is_causal aligns to the first key"),
+        ("rope on the query only", "both query and key"),
+        ("position 0 in every cached step", "continue after the cached tokens"),
+    ],
+)
+def test_the_hint_names_the_mistake(name, text):
+    assert text in compare_bug(name)[1].first.hint
+
+
+def test_only_the_first_layer_of_a_broken_cache_is_reported():
+    comparison = compare_bug("cache overwrites its last key")[1]
+    assert [finding.kind for finding in comparison.findings] == ["cache"]
+    assert comparison.layers.column("kind") == ["cache", "inherited", "inherited"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

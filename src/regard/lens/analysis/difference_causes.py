@@ -153,7 +153,9 @@ def _turned(
         hint = "Apply RoPE once, to query and key, before the cache is updated."
     elif "number of the head" in details:
         hint = "Apply RoPE after the transpose to (batch, heads, n, head_dim), or broadcast over axis 1."
-    elif "shifted" in details or "every position" in details:
+    elif "once less" in details and min(next(iter(concerned.values())).rows, default=0) <= 1:
+        hint = "Apply RoPE to both query and key, in every layer."
+    elif "shifted" in details or "positions were" in details or "every position" in details:
         hint = "Pass position_ids that continue after the cached tokens and do not count padding."
     elif "layout" in details:
         hint = "Weights and RoPE must agree: (i, i + width/2) is half, (2i, 2i + 1) is interleaved."

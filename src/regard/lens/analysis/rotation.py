@@ -97,10 +97,11 @@ def _describe_common_turn(turn: Tensor, rows: Tensor, entries: Tensor, tolerance
     if all(by_entry[int(e)] == s for e, s in zip(entries, shifts, strict=True)):
         texts = [f"{s:+d} in batch entry {e}" for e, s in by_entry.items()]
         return f"is turned as if its positions were shifted by {', '.join(texts[:4])}"
-    places = {int(r) + s for r, s in zip(rows, shifts, strict=True)}
-    if len(places) == 1:
-        return f"is turned as if every position were {places.pop()}"
-    return "is turned as by other positions"
+    places = [int(row) + shift for row, shift in zip(rows, shifts, strict=True)]
+    if len(set(places)) == 1:
+        return f"is turned as if every position were {places[0]}"
+    shown = ", ".join(map(str, places[:8])) + (", …" if len(places) > 8 else "")
+    return f"is turned as if its positions were {shown}"
 
 
 def _describe_rate(angles: Tensor, tolerance: float) -> str:

@@ -190,25 +190,35 @@ def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor,
         return f"The additive mask of {lowest:.3g} is too weak. Pass booleans, or torch.finfo(dtype).min."
     if torch.equal(visible_a, ~visible_b):
         return "The mask is inverted: True = attend in F.scaled_dot_product_attention, ignore in nn.MultiheadAttention."
-    if len(visible_a) > 1:
-        for shift in range(1, len(visible_a)):
-            if torch.equal(visible_a.roll(shift, 0), visible_b):
-                return (
-                    "Each batch entry has the padding mask of another one: reorder the mask with the batch."
-                )
-        keys_a, keys_b = visible_a.any(-2).any(1), visible_b.any(-2).any(1)
-        padded = ~keys_a.all(-1)  # batch entries
-        if bool(padded.any()) and not bool((keys_b & keys_a)[padded].any()):
-            return "The padding mask is inverted: True = attend in F.scaled_dot_product_attention."
+    keys_a, keys_b = _find_shared_keys(visible_a), _find_shared_keys(visible_b)
+    padded = ~keys_a.all(-1)  # batch entries
+    is_rolled = any(torch.equal(keys_a.roll(n, 0), keys_b) for n in range(1, len(keys_a)))
+    if is_rolled and not torch.equal(keys_a, keys_b):
+        return "Each batch entry has the padding mask of another one: reorder the mask with the batch."
+    if bool(padded.any()) and not bool((keys_b & keys_a)[padded].any()):
+        return "The padding mask is inverted: True = attend in F.scaled_dot_product_attention."
+    if not bool((changed & visible_b).any()) and torch.equal(changed, visible_a & _own_keys(changed)):
+        return "B masks the own key of each token: use tril() to attend, or triu(diagonal=1) to mask."
     if not bool((changed.any(-1) & visible_b.any(-1)).any()):
         return "These rows of B attend to no key. If they are padding, the difference has no effect on the tokens."
     if bool(visible_b.all()):
-        return "B masks nothing: pass is_causal=True or the mask to the attention function."
+        return "B masks nothing: pass the mask to the attention function, or is_causal=True."
     if b.is_causal and (b.steps > 1 or b.shape[-1] != b.shape[-2]) and not bool((changed & visible_b).any()):
         return "is_causal aligns to the first key; use torch.nn.attention.bias.causal_lower_right(q_len, kv_len)."
     if not bool((changed & visible_a).any()):
         return "B attends to keys that A masks: padding, the future, another document, or keys outside the window."
     return "Compare how the masks are built: causality, padding, window and documents."
+
+
+def _own_keys(visible: Tensor) -> Tensor:
+    """Return the diagonal of (…, rows, keys) as booleans; none if the matrix is not square."""
+    rows, keys = visible.shape[-2:]
+    return torch.eye(rows, keys, dtype=torch.bool) & (rows == keys)
+
+
+def _find_shared_keys(visible: Tensor) -> Tensor:
+    """Return which keys some other row of the batch entry attends to, (batch, keys)."""
+    return (visible & ~_own_keys(visible)).any(-2).any(1)
 
 
 def _compare_sinks(a: Call, b: Call) -> Difference | None:

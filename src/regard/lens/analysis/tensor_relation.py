@@ -87,10 +87,10 @@ def relate(
         broken &= tokens
     if broken.any():
         rows, batch = list_rows(broken)
-        names = [name for name, finite in (("A", finite_a), ("B", finite_b)) if not finite.all()]
-        return Relation(
-            "not finite", float("inf"), f"has NaN or inf in {' and '.join(names)}", rows=rows, batch=batch
-        )
+        detail = "has NaN or inf" + (" in other places than A" if not finite_a.all() else "")
+        if finite_b.all():
+            detail = "is finite, and that of A is not"
+        return Relation("not finite", float("inf"), detail, rows=rows, batch=batch)
     size = float(differences.max())
     if size <= limit:
         return Relation("equal" if size == 0 else "rounding", size)
@@ -204,11 +204,11 @@ def _norms_agree(a: Tensor, b: Tensor, within: float) -> bool:
 
 # Views and transposes that produce wrong heads, as the function that takes B back to A.
 LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "has the axes of heads and tokens swapped": lambda t, heads, n: t.transpose(1, 2),
+    "has the axes of batch and tokens swapped": lambda t, heads, n: t.transpose(0, 2),
     "was viewed as (batch, heads, n, width) without a transpose": lambda t, heads, n: t.reshape(
         -1, n, heads, t.shape[-1]
     ).transpose(1, 2),
-    "has the axes of heads and tokens swapped": lambda t, heads, n: t.transpose(1, 2),
-    "has the axes of batch and tokens swapped": lambda t, heads, n: t.transpose(0, 2),
     "was split as (width, heads) instead of (heads, width)": lambda t, heads, n: (
         t.permute(0, 2, 3, 1).reshape(-1, n, heads, t.shape[-1]).transpose(1, 2)
     ),
