@@ -26,6 +26,7 @@ def _print_report(printer: Printer, report: InstallationReport) -> None:
     rows = [["python", report.platform["python"]]]
     rows += [[name, version or "not installed"] for name, version in report.versions.items()]
     rows += [["platform", " ".join(report.platform[name] for name in ("system", "machine", "libc"))]]
+    rows += [["compiled pass", report.platform["compiled_pass"]]]
     rows += [[name.replace("_", " "), str(value)] for name, value in report.precision.items()]
     printer.table(["", "installed"], rows)
     printer.print()

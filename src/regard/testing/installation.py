@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
+from regard.engines.native.library import find_instruction_set
 from regard.testing.cases.engine_check import ENGINES, compute_bounds, compute_results
 from regard.testing.cases.factors import FACTORS, Case
 from regard.testing.cases.generate import draw_cases
@@ -44,7 +45,7 @@ class InstallationReport:
         ok: Whether nothing is wrong.
         problems: What is wrong, one sentence each.
         versions: Versions of regard and the packages it can use; None if not installed.
-        platform: Python, operating system and processor architecture.
+        platform: Python, operating system, processor architecture, and the instruction set of the compiled pass.
         precision: The settings of torch that change results or speed; empty without torch.
         kernels: The fused kernels of torch, in order of preference: name, device, whether the results were right, and
             the cause if not.
@@ -125,6 +126,7 @@ def _describe_platform() -> dict[str, str]:
         "system": platform.system(),
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()).strip(),
+        "compiled_pass": find_instruction_set() or "none",
     }
 
 
