@@ -21,9 +21,9 @@ from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
+from regard.lens.capture.captured_args import CapturedArgs, RowSettings
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
-from regard.lens.capture.wrappers import CapturedArgs, RowSettings
 from regard.lens.serialization import read_calls, write_calls
 from regard.lens.table import Table
 from regard.types import Array

@@ -20,6 +20,8 @@ from regard.core.attention import attention, layer_matrix
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.flex_wrappers import is_compiled_flex_attention, wrap_compile, wrap_flex_attention
 from regard.lens.capture.followed_tensor import SoftmaxTrace, close_traces
 from regard.lens.capture.held_functions import find_held_functions
 from regard.lens.capture.imported_names import find_imported
@@ -233,7 +235,7 @@ class Watch:
         self._captures_before.clear()
         self._speculative_modes.clear()
 
-    def record(self, module: nn.Module, name: str, args: wrappers.CapturedArgs) -> None:
+    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call; the wrappers call it."""
         if self.keeps_grad and not torch.is_grad_enabled():
             raise ArgumentError(
@@ -434,23 +436,23 @@ def _find_patch_targets(
         yield vars(torch), name, make_wrapper
     yield vars(torch.special), "softmax", wrap_softmax
     flex_attention = unwrap_original(flex.flex_attention)
-    yield vars(flex), "flex_attention", wrappers.wrap_flex_attention
-    yield vars(torch), "compile", wrappers.wrap_compile
+    yield vars(flex), "flex_attention", wrap_flex_attention
+    yield vars(torch), "compile", wrap_compile
     model_files = [id(namespace) for namespace in _find_namespaces(model)]
     by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
     by_function |= {
         id(unwrap_original(getattr(torch, name))): make_wrapper for name, make_wrapper in own_softmax.items()
     }
-    by_function[id(flex_attention)] = wrappers.wrap_flex_attention
-    imported = list(find_imported(frozenset(by_function), wrappers.is_compiled_flex_attention))
+    by_function[id(flex_attention)] = wrap_flex_attention
+    imported = list(find_imported(frozenset(by_function), is_compiled_flex_attention))
     for namespace in imported + [vars(part) for part in model.modules()]:
         if id(namespace) not in model_files:
             for name, value in tuple(namespace.items()):
                 original = _unwrap_function(value)
                 if id(original) in by_function:
                     yield namespace, name, by_function[id(original)]
-                elif wrappers.is_compiled_flex_attention(original):
-                    yield namespace, name, wrappers.wrap_flex_attention
+                elif is_compiled_flex_attention(original):
+                    yield namespace, name, wrap_flex_attention
     for namespace, name, original in find_held_functions(
         model, _find_namespaces(model), frozenset(by_function)
     ):
@@ -467,8 +469,8 @@ def _find_patch_targets(
             original = unwrap_original(value)
             if id(original) in by_function:
                 yield namespace, name, by_function[id(original)]
-            elif wrappers.is_compiled_flex_attention(original):
-                yield namespace, name, wrappers.wrap_flex_attention
+            elif is_compiled_flex_attention(original):
+                yield namespace, name, wrap_flex_attention
             elif original is attention or original is layer_matrix:
                 yield namespace, name, wrap_regard_attention
             elif _is_attention_function(original):

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import NUMPY_DTYPES, CapturedArgs, RowSettings
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import recognise_mask
-from regard.lens.capture.wrappers import NUMPY_DTYPES, CapturedArgs, RowSettings
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed

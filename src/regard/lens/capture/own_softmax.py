@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from regard.lens.capture import wrappers
+from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.dense_attention import arrange_heads, find_holder
 from regard.lens.capture.followed_tensor import SoftmaxTrace, WeightProduct, follow
 
@@ -107,7 +108,7 @@ def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduc
     if held is not None:
         held.append(dense)
     elif wrappers.is_selected(module):
-        wrappers.notify(module, wrappers.CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
+        wrappers.notify(module, CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
 
 
 def _may_be_attention(weights: Tensor, dim: Any) -> bool:

@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from regard.errors import RegardError
 from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs, read_number
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.dense_record import build_dense_call
 from regard.lens.capture.flex import FlexScoreMod, recognise_block_mask
 from regard.lens.capture.mask_recognition import count_used_keys, recognise_mask
-from regard.lens.capture.wrappers import CapturedArgs, read_number
 from regard.measures import Measure
 from regard.score_mods import ScoreMod, bias, softcap
 

@@ -10,6 +10,7 @@ import torch
 
 from regard.core.matrix import AttentionMatrix
 from regard.lens.capture import wrappers
+from regard.lens.capture.captured_args import CapturedArgs
 from regard.masks import causal
 from regard.score_mods import SoftcapMod
 
@@ -36,7 +37,7 @@ def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[
         mask: Any = options.get("mask")
         is_square = query.shape[-2] == key.shape[-2]
         is_simple = mask is None or (is_square and mask == causal())
-        args = wrappers.CapturedArgs(
+        args = CapturedArgs(
             query,
             key,
             value[0] if value else key,

@@ -9,98 +9,24 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import types
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional as F
-from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
 from regard.engines import torch_kernels as kernels
-from regard.lens.capture.dense_attention import DenseAttention, hold_products
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.dense_attention import hold_products
 from regard.lens.capture.followed_tensor import SoftmaxTrace
 from regard.lens.capture.patching import unwrap_original
 
 Tensor = Any  # the types of torch are not followed
-
-
-class CapturedArgs(NamedTuple):
-    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`.
-
-    A layer that computes its own softmax has no query and key (None), and its weights in `dense`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-    # Arguments and results of other attention functions.
-    softcap: float | None = None
-    sink: Tensor | None = None
-    position_bias: Tensor | None = None
-    score_mod: Callable[..., Tensor] | None = None
-    lse: Tensor | None = None
-    output: Tensor | None = None
-    weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
-    kernel: str = ""
-    dense: DenseAttention | None = (
-        None  # read from the function's own softmax, in case its arguments do not explain it
-    )
-
-    @property
-    def row_settings(self) -> RowSettings | None:
-        """What the steps of one cache share; None unless this is a call of SDPA for one unmasked row."""
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self[:8]
-        if self.lse is None or attn_mask is not None or is_causal or query.shape[-2] != 1:
-            return None
-        key_lead, value_lead = key.shape[:-2], value.shape[:-2]
-        return RowSettings(
-            query.shape, query.dtype, key_lead, value_lead, dropout_p, scale, enable_gqa, self.kernel
-        )
-
-    @property
-    def sdpa_args(self) -> tuple[Any, ...]:
-        """The arguments of `F.scaled_dot_product_attention`."""
-        return self[:8]
-
-
-# Dtypes that NumPy has, too: for single numbers and comparisons, its functions take a fraction of the time.
-NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
-
-
-class RowSettings(NamedTuple):
-    """What the steps of one cache share if each is one unmasked row."""
-
-    query_shape: tuple[int, ...]
-    dtype: Any
-    key_lead: tuple[int, ...]
-    value_lead: tuple[int, ...]
-    dropout_p: float
-    scale: float | None
-    enable_gqa: bool
-    kernel: str
-
-
-def read_number(tensor: Tensor, row: int) -> float:
-    """Read one number of a row: the last of the last head.
-
-    Args:
-        tensor: (…, length, dim), not empty.
-        row: The row, from 0.
-    """
-    if tensor.is_cpu and tensor.dtype in NUMPY_DTYPES and not tensor.requires_grad:
-        return float(tensor.numpy()[(-1,) * (tensor.ndim - 2) + (row, -1)])
-    return float(tensor.detach()[(-1,) * (tensor.ndim - 2) + (row, -1)])
 
 
 class Watcher(Protocol):
@@ -253,61 +179,6 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return output
 
     return sdpa
-
-
-def wrap_flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `flex_attention`, or a function that `torch.compile` made of it."""
-    kernel = "torch: flex_attention" + (", compiled" if is_compiled_flex_attention(original) else "")
-
-    @wraps(unwrap_original(flex.flex_attention))
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        module = find_running_module()
-        if module is None:
-            return original(*args, **kwargs)
-        before = count_captures()
-        with hold_products():  # without compilation, it computes a softmax
-            result = original(*args, **kwargs)
-        if count_captures() != before:
-            return result
-        arguments = _signature(unwrap_original(flex.flex_attention)).bind(*args, **kwargs).arguments
-        captured = CapturedArgs(
-            arguments["query"],
-            arguments["key"],
-            arguments["value"],
-            attn_mask=arguments.get("block_mask"),
-            scale=arguments.get("scale"),
-            enable_gqa=arguments.get("enable_gqa", False),
-            score_mod=arguments.get("score_mod"),
-            output=result[0] if isinstance(result, tuple) else result,
-            kernel=kernel,
-        )
-        notify(module, captured)
-        return result
-
-    return attend
-
-
-def wrap_compile(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `torch.compile`: `flex_attention` is compiled without its wrapper, and the result is wrapped.
-
-    Layers compile it at their first call and keep the result, which must not become slower after the watch.
-    """
-
-    @wraps(original)
-    def compile_function(*args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is flex.flex_attention:
-            return wrap_flex_attention(original(unwrap_original(args[0]), *args[1:], **kwargs))
-        return original(*args, **kwargs)
-
-    return compile_function
-
-
-def is_compiled_flex_attention(function: Any) -> bool:
-    """Return whether a function is `torch.compile(flex_attention)`."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    original = vars(function).get("_torchdynamo_orig_callable")
-    return original is not None and unwrap_original(original) is unwrap_original(flex.flex_attention)
 
 
 def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:

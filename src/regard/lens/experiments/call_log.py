@@ -12,8 +12,8 @@ from torch import nn
 
 from regard.errors import NotCapturedError
 from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.record import CaptureOptions, build_call
-from regard.lens.capture.wrappers import CapturedArgs
 from regard.lens.recording import Recording
 from regard.lens.watch import Watch
 

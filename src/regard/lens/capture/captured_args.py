@@ -1,0 +1,85 @@
+"""The arguments of one attention call, as the wrappers pass them to the watchers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from regard.lens.capture.dense_attention import DenseAttention
+
+Tensor = Any  # the types of torch are not followed
+
+
+class CapturedArgs(NamedTuple):
+    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`.
+
+    A layer that computes its own softmax has no query and key (None), and its weights in `dense`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    # Arguments and results of other attention functions.
+    softcap: float | None = None
+    sink: Tensor | None = None
+    position_bias: Tensor | None = None
+    score_mod: Callable[..., Tensor] | None = None
+    lse: Tensor | None = None
+    output: Tensor | None = None
+    weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
+    kernel: str = ""
+    dense: DenseAttention | None = (
+        None  # read from the function's own softmax, in case its arguments do not explain it
+    )
+
+    @property
+    def row_settings(self) -> RowSettings | None:
+        """What the steps of one cache share; None unless this is a call of SDPA for one unmasked row."""
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self[:8]
+        if self.lse is None or attn_mask is not None or is_causal or query.shape[-2] != 1:
+            return None
+        key_lead, value_lead = key.shape[:-2], value.shape[:-2]
+        return RowSettings(
+            query.shape, query.dtype, key_lead, value_lead, dropout_p, scale, enable_gqa, self.kernel
+        )
+
+    @property
+    def sdpa_args(self) -> tuple[Any, ...]:
+        """The arguments of `F.scaled_dot_product_attention`."""
+        return self[:8]
+
+
+# Dtypes that NumPy has, too: for single numbers and comparisons, its functions take a fraction of the time.
+NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
+
+
+class RowSettings(NamedTuple):
+    """What the steps of one cache share if each is one unmasked row."""
+
+    query_shape: tuple[int, ...]
+    dtype: Any
+    key_lead: tuple[int, ...]
+    value_lead: tuple[int, ...]
+    dropout_p: float
+    scale: float | None
+    enable_gqa: bool
+    kernel: str
+
+
+def read_number(tensor: Tensor, row: int) -> float:
+    """Read one number of a row: the last of the last head.
+
+    Args:
+        tensor: (…, length, dim), not empty.
+        row: The row, from 0.
+    """
+    if tensor.is_cpu and tensor.dtype in NUMPY_DTYPES and not tensor.requires_grad:
+        return float(tensor.numpy()[(-1,) * (tensor.ndim - 2) + (row, -1)])
+    return float(tensor.detach()[(-1,) * (tensor.ndim - 2) + (row, -1)])
