@@ -153,6 +153,8 @@ def _turned(
         hint = "Apply RoPE once, to query and key, before the cache is updated."
     elif "number of the head" in details:
         hint = "Apply RoPE after the transpose to (batch, heads, n, head_dim), or broadcast over axis 1."
+    elif "multiplied" in details:
+        hint = "Compare rope_scaling: linear interpolation divides the positions by a factor."
     elif "once less" in details and min(next(iter(concerned.values())).rows, default=0) <= 1:
         hint = "Apply RoPE to both query and key, in every layer."
     elif "shifted" in details or "positions were" in details or "every position" in details:
