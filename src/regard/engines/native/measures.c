@@ -8,6 +8,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#define X86 1
+#include <immintrin.h> /* to turn a vector of booleans into bits, and for nothing else */
+#endif
+
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
 #else
@@ -86,7 +91,7 @@ static const double exp_coefficients_f64[] = {
 #define EVEN_16(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD_16(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
 
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(X86)
 #define SET avx512
 #define VECTOR_BYTES 64
 #define TILE_VECTORS 4
@@ -145,7 +150,7 @@ enum { SET_BASELINE, SET_AVX2, SET_AVX512, NUM_SETS };
 
 /* Whether this processor, and this build, has an instruction set. */
 EXPORT int regard_has_set(int set) {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(X86)
     __builtin_cpu_init();
     if (set == SET_AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -163,7 +168,7 @@ EXPORT int regard_job_bytes(void) { return (int)sizeof(Job); }
 /* Run a job; 0 if it is done, 1 if there is no memory, 2 if the instruction set is missing. */
 EXPORT int regard_run(int set, int is_double, const Job *job) {
     if (!regard_has_set(set)) return 2;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(X86)
     if (set == SET_AVX512) return is_double ? run_avx512_f64(job) : run_avx512_f32(job);
     if (set == SET_AVX2) return is_double ? run_avx2_f64(job) : run_avx2_f32(job);
 #endif
@@ -173,7 +178,7 @@ EXPORT int regard_run(int set, int is_double, const Job *job) {
 /* exp of n numbers ≤ 0, for tests. */
 EXPORT int regard_exp(int set, int is_double, const void *x, void *y, int64_t n) {
     if (!regard_has_set(set)) return 2;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(X86)
     if (set == SET_AVX512) {
         is_double ? exponentials_avx512_f64(x, y, n) : exponentials_avx512_f32(x, y, n);
         return 0;

@@ -66,6 +66,15 @@ static ALWAYS_INLINE Bits NAME(lane_mask)(uint64_t word, int vector) {
     return ((part - (Bits){}) & lanes) != 0;
 }
 
+#if !defined(X86)
+/* The highest bit of each lane, as one number. */
+static ALWAYS_INLINE unsigned NAME(lane_bits)(Bits bits) {
+    unsigned found = 0;
+    for (int i = 0; i < LANES; i++) found |= (bits[i] < 0 ? 1u : 0u) << i;
+    return found;
+}
+#endif
+
 /* scores[key][row] = scale · query · key for SUB_ROWS rows and STRIP_KEYS keys. Not inlined: the product with the scale is
    rounded here, in both passes alike, and never contracted with a later subtraction. */
 static NOINLINE void NAME(score_strip)(
@@ -273,39 +282,38 @@ static NOINLINE void NAME(add_columns)(const REAL *weights, const Strip *strip, 
     }
 }
 
+static ALWAYS_INLINE void NAME(insert)(double *values, int64_t *indices, int64_t k, REAL weight, int64_t index) {
+    int64_t at = k - 1;
+    for (; at > 0 && (values[at - 1] < weight || (weight != weight && values[at - 1] == values[at - 1])); at--) {
+        values[at] = values[at - 1];
+        indices[at] = indices[at - 1];
+    }
+    values[at] = weight;
+    indices[at] = index;
+}
+
 /* Insert the weights of a strip that are larger than the k-th of their row; of equal weights the first stays ahead. */
 static NOINLINE void NAME(insert_largest)(Block *block, const Strip *strip, int rows) {
     const Job *job = block->job;
     int64_t k = job->top_k;
-    for (int v = 0; v < VECTORS; v++) {
+    for (int v = 0; v < VECTORS && v * LANES < rows; v++) {
         REAL *threshold = block->threshold + strip->sub * SUB_ROWS + v * LANES;
+        const REAL *weights = block->scores + v * LANES;
+        int64_t row = block->first_row + strip->sub * SUB_ROWS + v * LANES;
         Vec least = NAME(load)(threshold);
         Bits hit = {};
         for (int j = 0; j < strip->count; j++)
-            hit |= ~(NAME(load)(block->scores + j * SUB_ROWS + v * LANES) <= least); /* larger, or NaN */
-        uint64_t words[sizeof(Bits) / 8], any = 0;
-        __builtin_memcpy(words, &hit, sizeof(Bits));
-        UNROLL for (unsigned i = 0; i < sizeof(Bits) / 8; i++) any |= words[i];
-        if (!any) continue;
-        for (int i = 0; i < LANES && v * LANES + i < rows; i++) {
-            if (!hit[i]) continue;
-            int64_t row = block->first_row + strip->sub * SUB_ROWS + v * LANES + i;
-            double *values = job->top_values + row * k;
-            int64_t *indices = job->top_indices + row * k;
-            REAL limit = threshold[i];
-            for (int j = 0; j < strip->count; j++) {
-                REAL weight = block->scores[j * SUB_ROWS + v * LANES + i];
-                if (weight <= limit || limit != limit) continue; /* a NaN limit: k NaNs were found before */
-                int64_t at = k - 1;
-                for (; at > 0 && (values[at - 1] < weight || (weight != weight && values[at - 1] == values[at - 1])); at--) {
-                    values[at] = values[at - 1];
-                    indices[at] = indices[at - 1];
-                }
-                values[at] = weight;
-                indices[at] = strip->first_key + j;
-                limit = (REAL)values[k - 1];
+            hit |= ~(NAME(load)(weights + j * SUB_ROWS) <= least); /* larger, or NaN */
+        if (!LANE_BITS(hit)) continue;
+        for (int j = 0; j < strip->count; j++) {
+            unsigned lanes = LANE_BITS(~(NAME(load)(weights + j * SUB_ROWS) <= NAME(load)(threshold)));
+            for (; lanes; lanes &= lanes - 1) {
+                int i = __builtin_ctz(lanes);
+                if (v * LANES + i >= rows || threshold[i] != threshold[i]) continue; /* k NaNs were found before */
+                double *values = job->top_values + (row + i) * k;
+                NAME(insert)(values, job->top_indices + (row + i) * k, k, weights[j * SUB_ROWS + i], strip->first_key + j);
+                threshold[i] = (REAL)values[k - 1];
             }
-            threshold[i] = limit;
         }
     }
 }

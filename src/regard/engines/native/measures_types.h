@@ -25,7 +25,17 @@
 #define EVEN_LANES EVEN_4
 #define ODD_LANES ODD_4
 #endif
+#if VECTOR_BYTES == 64
+#define LANE_BITS(bits) ((unsigned)_mm512_movepi32_mask((__m512i)(bits)))
+#elif VECTOR_BYTES == 32
+#define LANE_BITS(bits) ((unsigned)_mm256_movemask_ps((__m256)(bits)))
+#elif defined(X86)
+#define LANE_BITS(bits) ((unsigned)_mm_movemask_ps((__m128)(bits)))
+#else
+#define LANE_BITS(bits) NAME(lane_bits)(bits)
+#endif
 #include "measures_pass.h"
+#undef LANE_BITS
 #undef TYPE
 #undef REAL
 #undef SINT
@@ -69,7 +79,17 @@
 #define EVEN_LANES EVEN_2
 #define ODD_LANES ODD_2
 #endif
+#if VECTOR_BYTES == 64
+#define LANE_BITS(bits) ((unsigned)_mm512_movepi64_mask((__m512i)(bits)))
+#elif VECTOR_BYTES == 32
+#define LANE_BITS(bits) ((unsigned)_mm256_movemask_pd((__m256d)(bits)))
+#elif defined(X86)
+#define LANE_BITS(bits) ((unsigned)_mm_movemask_pd((__m128d)(bits)))
+#else
+#define LANE_BITS(bits) NAME(lane_bits)(bits)
+#endif
 #include "measures_pass.h"
+#undef LANE_BITS
 #undef TYPE
 #undef REAL
 #undef SINT
