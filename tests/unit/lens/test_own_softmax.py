@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: E402
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
 from regard.lens.capture import followed_tensor, patching, wrappers  # noqa: E402
+from regard.lens.capture.dense_record import find_mask  # noqa: E402
 
 # DeBERTa uses torch.jit.script when its file is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -238,6 +239,20 @@ def test_every_way_to_write_it_is_read(layer):
     torch.testing.assert_close(call.matrix @ call.value, call.output)
     by_hand = model["first"].proj(call.output.transpose(1, 2).flatten(2))
     torch.testing.assert_close(by_hand, expected)
+
+
+def test_masks_are_found_from_the_weights():
+    model = nn.Sequential(Unfused())
+    with regard.watch(model) as recording:
+        model(torch.ones(2, 7, 32))
+    assert torch.equal(recording["0"].to_dense(), torch.full((2, 4, 7, 7), 1 / 7))
+    assert recording.calls("0")[0].mask is None
+    scores = torch.zeros(2, 4, 7, 7).masked_fill(torch.ones(7, 7).tril() == 0, torch.finfo().min)
+    scores[1, ..., :3] = torch.finfo().min  # padded on the left: the first rows get equal weights
+    mask = find_mask(scores.softmax(-1))
+    assert mask.uniform_keys.tolist() == [[[0] * 7], [[7] * 3 + [0] * 4]]
+    assert mask.stop.tolist() == [[[1, 2, 3, 4, 5, 6, 7]], [[0, 0, 0, 4, 5, 6, 7]]]
+    assert mask.start.tolist() == [[[0] * 7], [[0, 0, 0, 3, 3, 3, 3]]]
 
 
 def test_weights_are_recorded_without_dropout():

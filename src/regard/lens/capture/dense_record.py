@@ -51,7 +51,7 @@ def find_mask(weights: Tensor) -> CompactMask:
     """Find the keys that each row attends to in any head: an interval that contains every weight above 0.
 
     Masks that add the lowest number give equal weights to all keys of a row that is masked altogether. Such rows are
-    marked if they attend to later tokens and no other row does.
+    marked if they attend to later tokens, and the other rows do not.
 
     Args:
         weights: (…, heads, q_len, kv_len).
@@ -72,7 +72,8 @@ def find_mask(weights: Tensor) -> CompactMask:
         return CompactMask(start, stop)
     largest, smallest = weights.amax(-1), weights.amin(-1)
     uniform = (largest == smallest).all(-2, keepdim=True).cpu().numpy() & ahead
-    if not uniform.any() or (ahead & ~uniform).any() or uniform.all():
+    is_causal = not (ahead & ~uniform).any() and not ahead[..., :-1].all()
+    if not uniform.any() or not is_causal:
         return CompactMask(start, stop)
     return CompactMask(
         np.where(uniform, 0, start), np.where(uniform, 0, stop), uniform_keys=np.where(uniform, kv_len, 0)
