@@ -77,10 +77,17 @@ def measure_turn(vectors: Tensor) -> Turn:
         lengths = pairs.abs()
         rest = torch.cat([vectors[..., :start], vectors[..., start + 2 * pairs.shape[-1] :]], -1)
         rest_turns = rest.numel() and float((rest - rest[:, :1]).abs().amax()) >= tolerance
-        if not rest_turns and float((lengths - lengths[:, :1]).abs().amax()) < LENGTH_TOLERANCE:
-            fits.append(_compare_turns(layout, start, pairs))
-    # Among the layouts that fit, prefer one whose turns are even, then the fewest pairs.
-    return min(fits, key=lambda turn: (turn.kind, len(turn.angles)), default=Turn("unknown"))
+        change = float((lengths - lengths[:, :1]).abs().amax())
+        if not rest_turns and change < LENGTH_TOLERANCE:
+            fits.append((change, _compare_turns(layout, start, pairs)))
+    # Pairs that are short fit any layout, so the lengths that change least decide; then the fewest pairs that turn.
+    least = min((change for change, _ in fits), default=0.0)
+    best = [
+        turn
+        for change, turn in fits
+        if change <= 2 * least + 1e-5 and float(turn.angles.abs().amax()) > SMALL_TURN
+    ]
+    return min(best, key=lambda turn: (turn.kind, len(turn.angles)), default=Turn("unknown"))
 
 
 def _find_pairs(vectors: Tensor) -> Iterator[tuple[str, int, Tensor]]:
@@ -178,8 +185,6 @@ def _check_equal(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
             message = "Queries and keys turn different pairs of numbers."
         elif not _have_equal_angles(query.angles, key.angles):
             message = "Queries and keys turn by different angles."
-    elif {query.kind, key.kind} == {"even", "unknown"} and logged.layer == 0:
-        message = "Only one of query and key turns evenly with its position."
     if not message:
         return None
     evidence = {"query": _describe(query), "key": _describe(key)}
