@@ -124,7 +124,7 @@ def test_undefined_values_are_null_and_left_out_of_means(tmp_path):
 
 
 def test_frames_have_the_same_rows(survey):
-    import polars
+    polars = pytest.importorskip("polars")
 
     pandas, frame = survey.to_pandas(), survey.to_polars(["document", "entropy"])
     assert isinstance(frame, polars.DataFrame) and frame.columns == ["document", "entropy"]
