@@ -21,6 +21,7 @@ from regard import (
     reference,
     sliding_window,
 )
+from regard.engines.native import use_instruction_set
 from regard.tiling import use_tile_sizes
 
 UL, LR = "upper_left", "lower_right"
@@ -322,6 +323,7 @@ def test_a_custom_mask_needs_only_allows() -> None:
         np.testing.assert_allclose(A.to_dense(), expected.weights, atol=1e-13)
 
 
+@use_instruction_set(None)  # the tiles of the block loop are counted
 @use_tile_sizes(rows=4, columns=4)
 def test_empty_and_full_blocks_are_not_evaluated() -> None:
     narrow = Odd()
