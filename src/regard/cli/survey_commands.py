@@ -118,14 +118,21 @@ def _show_progress(printer: Printer, model: str, notes: list[str]) -> Iterator[C
     """Show a progress line in a terminal, with notes above it; yield the callback, which also collects the notes."""
     console = build_console(stderr=True)
     visible = console.is_terminal and printer.as_text
+
+    def collect(progress: Progress) -> None:
+        if progress.note:
+            notes.append(progress.note)
+            console.print(style_text((f"warning: {progress.note}", "yellow")), soft_wrap=True)
+
+    if not visible:  # a disabled bar of rich 13 prints an empty line
+        yield collect
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=10))
-    with ProgressBar(*columns, console=console, transient=True, disable=not visible) as bar:
+    with ProgressBar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(escape_unprintable(f"Loading {Path(model).name}"), total=None)
 
         def update(progress: Progress) -> None:
-            if progress.note:
-                notes.append(progress.note)
-                bar.console.print(style_text((f"warning: {progress.note}", "yellow")), soft_wrap=True)
+            collect(progress)
             description = format_progress(progress)
             bar.update(task, description=description, completed=progress.shards, total=progress.total_shards)
 
