@@ -75,7 +75,9 @@ class AttentionMatrix:
     @cached_property
     def _problem(self) -> Problem:
         """The matrix in canonical form, resolved on first use; a plain product does not need it."""
-        return self._spec.to_problem()
+        # The views are kept: made under `torch.no_grad()`, they would cut gradients off later uses of the matrix.
+        with self._spec.engine.enable_grad():
+            return self._spec.to_problem()
 
     @property
     def problem(self) -> Problem:

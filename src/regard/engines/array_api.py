@@ -190,3 +190,8 @@ class ArrayEngine:
     def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager that does nothing: there are no gradients."""
         return nullcontext
+
+    @property
+    def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager that does nothing: there are no gradients."""
+        return nullcontext

@@ -277,3 +277,7 @@ class Engine(Protocol):
     @property
     def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager without gradients: the block loop writes into its states."""
+
+    @property
+    def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context manager with gradients, for views that are kept and used again."""

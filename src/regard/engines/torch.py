@@ -271,6 +271,11 @@ class TorchEngine:
         context: Callable[[], AbstractContextManager[Any]] = torch.no_grad
         return context
 
+    @property
+    def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
+        context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
+        return context
+
 
 def _to_tensors(result: Any) -> Any:
     """Convert arrays, in lists and tuples too, to tensors that share their memory."""

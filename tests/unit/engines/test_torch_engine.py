@@ -475,3 +475,15 @@ def test_a_matrix_that_requires_grad_converts_and_explains():
     A = attention(query, key)
     assert np.asarray(A).shape == (5, 5)
     assert "output" in str(A.explain(1, value=value))
+
+
+def test_a_matrix_used_without_gradients_still_has_them():
+    query, key = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    query.requires_grad_()
+    matrix = regard.attention(query, key)
+    with torch.no_grad():
+        matrix.entropy()
+    used, fresh = (
+        torch.autograd.grad(A.entropy().sum(), query)[0] for A in (matrix, regard.attention(query, key))
+    )
+    assert fresh.abs().max() > 0 and torch.equal(used, fresh)
