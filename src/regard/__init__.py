@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from regard._public import set_public_module
 from regard.core.attention import attention, linear_attention
-from regard.core.explanation import Explanation
 from regard.core.matrix import AttentionMatrix
 from regard.core.products import merge
 from regard.errors import (
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from regard import survey as survey
     from regard import testing as testing
     from regard import tiling as tiling
+    from regard.core.explanation import Explanation
     from regard.lens.compare import compare
     from regard.lens.recording import load_recording
     from regard.lens.watch import watch
@@ -133,7 +133,8 @@ _LAZY_PACKAGES = (
     "survey",
     "testing",
 )
-_LAZY_FUNCTIONS = {
+_LAZY_NAMES = {
+    "Explanation": "regard.core.explanation",
     "compare": "regard.lens.compare",
     "load_recording": "regard.lens.recording",
     "watch": "regard.lens.watch",
@@ -144,11 +145,11 @@ def __getattr__(name: str) -> Any:
     """Import an optional subpackage or function on first access; `__version__` is read from the metadata."""
     if name in _LAZY_PACKAGES:
         return importlib.import_module(f"regard.{name}")
-    if name in _LAZY_FUNCTIONS:
-        function = getattr(importlib.import_module(_LAZY_FUNCTIONS[name]), name)
-        function.__module__ = __name__
-        globals()[name] = function
-        return function
+    if name in _LAZY_NAMES:
+        lazy_object = getattr(importlib.import_module(_LAZY_NAMES[name]), name)
+        lazy_object.__module__ = __name__
+        globals()[name] = lazy_object
+        return lazy_object
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("regard")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

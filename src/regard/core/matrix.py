@@ -24,7 +24,6 @@ from regard.core.arguments import (
     resolve_row,
 )
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
-from regard.core.explanation import Explanation, explain_row
 from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import Plan, execute, make_plan, split_products, upcast
 from regard.core.problem import Problem, Spec
@@ -37,6 +36,7 @@ from regard.render import text
 from regard.types import Align, Array, IntArray
 
 if TYPE_CHECKING:
+    from regard.core.explanation import Explanation
     from regard.pages.html import Page
 
 __all__ = ["AttentionMatrix"]
@@ -457,6 +457,8 @@ class AttentionMatrix:
            b  0.3679  0.2689  ██████████
         """
         check_one_head(self.shape, "explain", f"A[{{}}].explain({q_idx})")
+        from regard.core.explanation import explain_row
+
         return explain_row(self._problem, resolve_row(self.shape, "explain", q_idx), value, tokens)
 
     def page(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.engines import native
 from regard.engines.array_api import ArrayEngine
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
@@ -74,6 +73,8 @@ class NumpyEngine(ArrayEngine):
         return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
 
     def name_compiled_pass(self, problem: Problem) -> str:
+        from regard.engines import native  # on first use: `import regard` would take longer by a third
+
         return native.describe_pass(problem) if problem.dtype in (np.float32, np.float64) else ""
 
     def accumulate(
@@ -83,6 +84,8 @@ class NumpyEngine(ArrayEngine):
         known_max: Array | None,
         known_sum: Array | None,
     ) -> tuple[list[Any], Array, Array | None]:
+        from regard.engines import native
+
         query, key = (self.cast(array, problem.dtype) for array in (problem.query, problem.key))
         return native.accumulate(
             problem, query, key, accumulators, known_max, known_sum, native.count_processors()

@@ -185,6 +185,11 @@ def find_accumulator(measure: object, problem: Problem) -> Accumulator | None:
     Args:
         measure: A measure.
         problem: Matrix in canonical form.
+
+    >>> import regard
+    >>> from regard.measures import Received, find_accumulator
+    >>> find_accumulator(Received(), regard.attention([[1.0]], [[1.0]]).problem)
+    ColumnSum()
     """
     classes = type(measure).__mro__
     if Measure not in classes:

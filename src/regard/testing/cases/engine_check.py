@@ -276,7 +276,9 @@ def _read_entries(matrix: AttentionMatrix, dense: Any, bound: ErrorBound) -> Ite
         dense_error = np.nan_to_num(np.abs(dense - exact), nan=0, posinf=0).max()
         rounding = 8 * epsilon(dense.dtype) * exact + np.finfo(dense.dtype).tiny
         tight = 2 * (bound.naive_error + dense_error) + rounding
-    is_saturated = exact.max(-1, keepdims=True) > SATURATED
+    # The definition is float64: of float64 weights it measures no error, so only the rule of the dense matrix applies.
+    has_measured_error = epsilon(dense.dtype) > epsilon(exact.dtype)
+    is_saturated = has_measured_error & (exact.max(-1, keepdims=True) > SATURATED)
     limit = np.where(is_saturated, np.minimum(tight, bound.limit), bound.limit)
     for what, indices in {"a row": [largest[:-1]], "entries": [largest, middle]}.items():
         read = np.array(dense)
