@@ -79,6 +79,14 @@ class AttentionMatrix:
         with self._spec.engine.enable_grad():
             return self._spec.to_problem()
 
+    @cached_property
+    def _fast_product(self) -> Any:
+        """The product in one call of the fused kernel, or None."""
+        spec = self._spec
+        if spec.query is None or spec.sink is not None or spec.score_mods:
+            return None
+        return spec.engine.prepare_fast_product(spec.query, spec.key, spec.mask, spec.scale)
+
     @property
     def problem(self) -> Problem:
         """The matrix in canonical form, with one axis of (batch, head) pairs, as engines, plots and pages read it."""
@@ -205,9 +213,8 @@ class AttentionMatrix:
             ArgumentError: If the shape of the value does not fit the matrix.
             ArgumentTypeError: If the value does not hold real numbers.
         """
-        spec = self._spec
-        if spec.query is not None and spec.sink is None and not spec.score_mods:
-            fused = spec.engine.try_fast_product(spec.query, spec.key, value, spec.mask, spec.scale)
+        if self._fast_product is not None:
+            fused = self._fast_product(value, self._stats is None and self._fused_lse is None)
             if fused is not None:
                 return self._store_fused(*fused)
         return self._product(value, "A @ value", transposed=False)

@@ -154,11 +154,8 @@ class ArrayEngine:
         """Return None, so that the block loop computes the product."""
         return None
 
-    def try_fast_product(
-        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array | None, str] | None:
+    def prepare_fast_product(self, query: Array, key: Array, mask: Mask | None, scale: float) -> None:
         """Return None: there is no faster way."""
-        return None
 
     def needs_exact_rows(self, problem: Problem) -> bool:
         """Return whether |query| · |key| · scale is too large for weights from the lse of another computation."""

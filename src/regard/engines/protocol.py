@@ -218,21 +218,21 @@ class Engine(Protocol):
             compute the product. The lse is None if the kernel computed it with reduced precision.
         """
 
-    def try_fast_product(
-        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array | None, str] | None:
-        """Compute `A @ value` directly from the caller's arrays if they are what the fused kernel takes.
+    def prepare_fast_product(
+        self, query: Array, key: Array, mask: Mask | None, scale: float
+    ) -> Callable[[Any, bool], tuple[Array, Array | None, str] | None] | None:
+        """Check once whether `A @ value` can run directly on the caller's arrays, in one call of the fused kernel.
 
         Args:
             query: (…, heads, q_len, head_dim).
             key: (…, kv_heads, kv_len, head_dim).
-            value: Argument of `A @ value`, not validated.
             mask: Mask of the matrix.
             scale: Factor of the products.
 
         Returns:
-            Output, lse and the name of the kernel; None if the arguments need validation or conversion first. The lse
-            is None if the kernel computed it with reduced precision.
+            None if the arguments need conversion first. Otherwise a function of the value, not validated, and of
+            whether the lse is used. It returns output, lse and the name of the kernel, or None if the value needs
+            validation or conversion. The lse is None if it is not used, or was computed with reduced precision.
         """
 
     def needs_exact_rows(self, problem: Problem) -> bool:

@@ -238,10 +238,10 @@ class TorchEngine:
     ) -> tuple[Array, Array | None, str] | None:
         return fused.run_fused_product(problem, value, value_index)
 
-    def try_fast_product(
-        self, query: Array, key: Array, value: object, mask: Mask | None, scale: float
-    ) -> tuple[Array, Array | None, str] | None:
-        return fused.try_fast_product(query, key, value, mask, scale, self.device_type)
+    def prepare_fast_product(
+        self, query: Array, key: Array, mask: Mask | None, scale: float
+    ) -> fused.FastProduct | None:
+        return fused.prepare_fast_product(query, key, mask, scale, self.device_type)
 
     def needs_exact_rows(self, problem: Problem) -> bool:
         return fused.needs_exact_rows(problem)

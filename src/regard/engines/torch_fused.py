@@ -7,6 +7,7 @@ inf could reach a row that must not depend on it, the block loop takes over.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from regard.engines import torch_kernels as kernels
 from regard.engines import torch_lowering as lowering
+from regard.engines.native.library import load_library
 from regard.engines.torch_kernels import Kernel
 from regard.engines.torch_lowering import KernelBlock, LoweredBand, TileBuilder
 from regard.engines.torch_precision import has_ieee_products
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 Tensor = Any  # torch's types are not checked
 
 _UPCAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+# Outputs of at most so many entries, of these dtypes, are scanned for NaN and inf on one core.
+MAX_SCANNED, _SCANNED = 4096, (torch.float32, torch.float64)
 # With fewer keys the kernel returns zeros for a row whose scores are all NaN.
 FEW_KEYS = 64
 
@@ -113,32 +117,84 @@ def run_fused_product(
     return output, lses[0] if len(lses) == 1 else torch.cat(lses), name
 
 
-def try_fast_product(
-    query: Tensor, key: Tensor, value: Any, mask: Mask | None, scale: float, device_type: str
-) -> tuple[Tensor, Tensor | None, str] | None:
-    """Compute `A @ value` in one kernel call if the arrays are what the kernel takes; return None otherwise.
+class FastProduct(NamedTuple):
+    """`A @ value` in one kernel call: query and key are checked once, so that a call checks only its value.
+
+    Attributes:
+        kernel: The kernel that runs.
+        query: (batch, heads, q_len, head_dim).
+        key: (batch, kv_heads, kv_len, head_dim).
+        is_causal: Whether the kernel masks the future.
+        scale: Factor of the products.
+        device_type: Device type of query and key. Asking a tensor for it costs microseconds.
+        shape: Shape that the value must have.
+        dtype: Dtype that the value must have.
+        name: Name of the kernel for `A.kernel`.
+        num_outputs: Number of entries of the output.
+        scan: Compiled check that a small output is finite, or None. An operator of torch costs 30 µs instead of 10
+            after the kernel has read so many keys that the processor's caches hold nothing else.
+    """
+
+    kernel: Kernel
+    query: Tensor
+    key: Tensor
+    is_causal: bool
+    scale: float
+    device_type: str
+    shape: tuple[int, ...]
+    dtype: Any
+    name: str
+    num_outputs: int
+    scan: Callable[[bool, int, int], int] | None
+
+    def __call__(self, value: Any, needs_lse: bool) -> tuple[Tensor, Tensor | None, str] | None:
+        """Return output, lse and the name of the kernel; None if the value or the result is not what the kernel takes.
+
+        Args:
+            value: Argument of `A @ value`, not validated.
+            needs_lse: Whether the lse is used. It is None otherwise, and if torch computed it with reduced precision.
+        """
+        if type(value) is not torch.Tensor or value.shape != self.shape or value.dtype is not self.dtype:
+            return None
+        if value.stride()[3] != 1:
+            return None
+        if self.shape[2] < FEW_KEYS and not _all_finite(self.query, self.key):
+            return None
+        output, lse = self.kernel.forward(self.query, self.key, value, self.is_causal, None, self.scale)
+        # NaN or inf anywhere in the kernel's input shows in its output; then the block loop decides which rows get it.
+        if self.scan is not None and output.is_contiguous():
+            is_finite = self.scan(self.dtype is torch.float64, output.data_ptr(), self.num_outputs)
+        else:
+            checked = output.detach() if output.requires_grad else output
+            total = checked.sum(dtype=torch.float32) if self.dtype in _UPCAST else checked.sum()
+            is_finite = math.isfinite(total.item())
+        if not is_finite:
+            return None
+        if not needs_lse or (self.dtype is torch.float32 and not has_ieee_products(self.device_type)):
+            return output, None, self.name
+        return output, lse, self.name
+
+
+def prepare_fast_product(
+    query: Tensor, key: Tensor, mask: Mask | None, scale: float, device_type: str
+) -> FastProduct | None:
+    """Return the product in one kernel call if query, key and mask are what the kernel takes; None otherwise.
 
     Args:
         query: (batch, heads, q_len, head_dim).
         key: (batch, kv_heads, kv_len, head_dim).
-        value: Argument of `A @ value`, not validated.
         mask: Mask of the matrix.
         scale: Factor of the products.
-        device_type: Device type of query and key. Asking a tensor for it costs microseconds.
-
-    Returns:
-        Output, lse and the name of the kernel, or None. The lse is None if torch computed it with reduced precision.
+        device_type: Device type of query and key.
     """
-    if type(value) is not torch.Tensor or not query.ndim == key.ndim == 4:
+    if not query.ndim == key.ndim == 4:
         return None
     (batch, heads, q_len, head_dim), k_shape = query.shape, key.shape
     k_batch, kv_heads, kv_len, _ = k_shape
-    if value.shape != k_shape or batch != k_batch or not (batch and heads and q_len and head_dim and kv_len):
+    if batch != k_batch or not (batch and heads and q_len and head_dim and kv_len):
         return None
     dtype = query.dtype
-    if not (dtype is key.dtype is value.dtype and scale > 0):
-        return None
-    if not query.stride()[3] == key.stride()[3] == value.stride()[3] == 1:
+    if not (dtype is key.dtype and scale > 0 and query.stride()[3] == key.stride()[3] == 1):
         return None
     is_causal = False
     if mask is not None:
@@ -147,18 +203,16 @@ def try_fast_product(
             return None
         is_causal = diagonal == 0 and kv_len > 1
     kernel = kernels.get_kernel(device_type)
-    if kernel is None or (kv_len < FEW_KEYS and not _all_finite(query, key)):
-        return None
-    if heads != kv_heads and not kernel.takes_groups:
-        return None
-    output, lse = kernel.forward(query, key, value, is_causal, None, scale)
-    # NaN or inf anywhere in the kernel's input shows in its output; then the block loop decides which rows get it.
-    checked = output.detach() if output.requires_grad else output
-    total = checked.sum(dtype=torch.float32) if dtype in _UPCAST else checked.sum()
-    if not math.isfinite(total.item()):
+    if kernel is None or (heads != kv_heads and not kernel.takes_groups):
         return None
     name = kernel.causal_name if is_causal else kernel.unmasked_name
-    return output, lse if _has_exact_lse(dtype, device_type) else None, name
+    num_outputs = query.numel()
+    is_small = device_type == "cpu" and dtype in _SCANNED and num_outputs <= MAX_SCANNED
+    library = load_library() if is_small else None
+    scan = None if library is None else library.regard_all_finite
+    return FastProduct(
+        kernel, query, key, is_causal, scale, device_type, k_shape, dtype, name, num_outputs, scan
+    )
 
 
 def _has_exact_lse(dtype: Any, device_type: str) -> bool:

@@ -271,3 +271,32 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert library_module.load_library.__wrapped__() is None
     monkeypatch.setattr(library_module, "LIBRARY_FILE", library_module.SOURCE_FOLDER / "measures.c")
     assert library_module.load_library.__wrapped__() is None, "not a library at all"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_scan_for_nan_and_inf_finds_one_at_any_place(dtype):
+    scan = load_library().regard_all_finite
+    largest = np.finfo(dtype).max
+    for count in (0, 1, 7, 512):
+        numbers = np.full(count, largest, dtype)
+        assert scan(dtype is np.float64, numbers.ctypes.data, count)
+        for place in range(count):
+            for poison in (np.nan, np.inf, -np.inf):
+                numbers[place] = poison
+                assert not scan(dtype is np.float64, numbers.ctypes.data, count)
+            numbers[place] = -largest
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_one_query_gets_a_nan_only_in_the_column_of_its_value(poison):
+    torch = pytest.importorskip("torch")
+    query, key, value = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    A = attention(query, key)
+    clean = A @ value
+    assert A.kernel == "torch: flash on CPU, no mask"
+    value[0, 1, 50, 3] = poison
+    found = A @ value
+    assert "block loop" in A.kernel
+    assert not found[0, 1, 0, 3].isfinite()
+    found[0, 1, 0, 3] = clean[0, 1, 0, 3]
+    torch.testing.assert_close(found, clean)

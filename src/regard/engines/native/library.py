@@ -60,6 +60,7 @@ def load_library() -> Any:
         library.regard_source_hash.restype = c_char_p
         is_current = library.regard_source_hash().decode() == hash_sources()
         library.regard_run.argtypes = [c_int, c_int, POINTER(Job)]
+        library.regard_all_finite.argtypes = [c_int, c_void_p, c_int64]
         library.regard_exp.argtypes = [c_int, c_int, c_void_p, c_void_p, c_int64]
     except (OSError, AttributeError):
         return None

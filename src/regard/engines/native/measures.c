@@ -175,6 +175,18 @@ EXPORT int regard_run(int set, int is_double, const Job *job) {
     return is_double ? run_baseline_f64(job) : run_baseline_f32(job);
 }
 
+/* Whether n numbers are finite: no exponent is all ones. */
+EXPORT int regard_all_finite(int is_double, const void *x, int64_t n) {
+    const uint32_t *floats = x;
+    const uint64_t *doubles = x;
+    int found = 0;
+    if (is_double)
+        for (int64_t i = 0; i < n; i++) found |= (doubles[i] & 0x7ff0000000000000) == 0x7ff0000000000000;
+    else
+        for (int64_t i = 0; i < n; i++) found |= (floats[i] & 0x7f800000) == 0x7f800000;
+    return !found;
+}
+
 /* exp of n numbers ≤ 0, for tests. */
 EXPORT int regard_exp(int set, int is_double, const void *x, void *y, int64_t n) {
     if (!regard_has_set(set)) return 2;
