@@ -1,7 +1,7 @@
 """Scaled dot-product attention that can be inspected.
 
 `attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
-functions that need them (`watch`, `compare`, `load_recording`) are imported on first access, so `import regard` loads
+functions that need them (`watch`, `intervene`, `compare`, …) are imported on first access, so `import regard` loads
 NumPy only.
 """
 
@@ -22,7 +22,7 @@ from regard.errors import (
     RegardError,
     TooLargeError,
 )
-from regard.masks import Mask, causal, dense, document, first, padding, prefix, sliding_window
+from regard.masks import Mask, between, causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import (
     Coarse,
     Distance,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from regard import engines as engines
     from regard import explore as explore
     from regard import feature_maps as feature_maps
+    from regard import interventions as interventions
     from regard import learn as learn
     from regard import lens as lens
     from regard import masks as masks
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from regard import testing as testing
     from regard import tiling as tiling
     from regard.core.explanation import Explanation
+    from regard.interventions.intervene import intervene
     from regard.lens.compare import compare
     from regard.lens.recording import load_recording
     from regard.lens.watch import watch
@@ -88,6 +90,7 @@ __all__ = [
     "TopK",
     "alibi",
     "attention",
+    "between",
     "bias",
     "causal",
     "compare",
@@ -97,6 +100,8 @@ __all__ = [
     "explore",
     "feature_maps",
     "first",
+    "intervene",
+    "interventions",
     "learn",
     "lens",
     "linear_attention",
@@ -125,6 +130,7 @@ __all__ = [
 _LAZY_PACKAGES = (
     "explore",
     "feature_maps",
+    "interventions",
     "learn",
     "lens",
     "models",
@@ -136,6 +142,7 @@ _LAZY_PACKAGES = (
 _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",
     "compare": "regard.lens.compare",
+    "intervene": "regard.interventions.intervene",
     "load_recording": "regard.lens.recording",
     "watch": "regard.lens.watch",
 }

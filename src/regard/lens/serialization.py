@@ -122,6 +122,13 @@ class RecordingWriter:
 def _store_tiled_mask(call: Call) -> CompactMask:
     """Return the mask of a call; one that is evaluated in tiles becomes an array."""
     mask, tiled = call.compact_mask, call.compact_mask.tiled_mask
+    if call.edits is not None and call.weights is None and call.query is not None:
+        added = call.edits.edit_score_mods(())
+        if added:
+            raise _cannot_write(
+                f"the edit of the scores by {added[0]!r}", "Record measures, or save before it."
+            )
+        tiled = call.mask
     if tiled is None:
         return mask
     entries = math.prod(call.shape)

@@ -121,7 +121,7 @@ def watch(
     >>> recording.calls("self_attn")[0].measures["entropy"].shape
     torch.Size([1, 2, 3])
     """
-    _check_model(model)
+    check_model(model, "watch")
     options = CaptureOptions(
         device=device,
         dtype=dtype,
@@ -237,7 +237,7 @@ class Watch:
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call; the wrappers call it."""
-        if self.keeps_grad and not torch.is_grad_enabled():
+        if self._options.grad and not torch.is_grad_enabled():
             raise ArgumentError(
                 "watch",
                 received=f"grad=True, and a call of {name!r} where gradients are disabled",
@@ -256,6 +256,10 @@ class Watch:
             self._recording._add(call, settings)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
+
+    def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
+        """Return the arguments of a call; a watch changes nothing."""
+        return args
 
     @property
     def keeps_grad(self) -> bool:
@@ -343,10 +347,20 @@ def _resolve_measures(measures: Any) -> Any:
     )
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any, operation: str) -> None:
+    """Refuse a model whose attention functions cannot be patched.
+
+    Args:
+        model: The model.
+        operation: Name of the calling function, for error messages.
+
+    Raises:
+        ArgumentTypeError: If it is not a module.
+        ArgumentError: If it is compiled, scripted or split.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
-            "watch",
+            operation,
             received=describe_argument(model),
             expected="a torch.nn.Module",
             hint="Pass the model itself; a pipeline has it as pipeline.model.",
@@ -358,7 +372,7 @@ def _check_model(model: Any) -> None:
             if not hasattr(module, "_orig_mod"):
                 hint = "Watch before model.compile(), or build the model again and load_state_dict(model.state_dict())."
             raise ArgumentError(
-                "watch",
+                operation,
                 received=f"a model that torch.compile has compiled{where}",
                 expected="a model that runs in Python",
                 hint=hint,
@@ -367,7 +381,7 @@ def _check_model(model: Any) -> None:
             isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
         ):
             raise ArgumentError(
-                "watch",
+                operation,
                 received=f"a {type(module).__name__}{where}",
                 expected="a model that runs in Python, in one piece",
                 hint="Watch the original model (for DataParallel, model.module).",

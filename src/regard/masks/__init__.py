@@ -16,11 +16,13 @@ from regard._public import set_public_module
 from regard.masks.base import Mask
 from regard.masks.dense_mask import dense
 from regard.masks.documents import document
+from regard.masks.edges import between
 from regard.masks.keys import first, padding, prefix
 from regard.masks.window import causal, sliding_window
 
 __all__ = [
     "Mask",
+    "between",
     "causal",
     "dense",
     "document",

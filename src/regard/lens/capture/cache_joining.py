@@ -98,6 +98,7 @@ class JoinedCalls:
             call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
             self._add_rows(call)
         self._query_offset = call.query_offset
+        self._first_edits = call.edits
 
     def _add_rows(self, call: Call) -> None:
         self.last, self._joined = call, None
@@ -339,6 +340,7 @@ class JoinedCalls:
             is_causal=any(step.is_causal for step in steps),
             steps=len(steps),
             query_offset=self._query_offset,
+            edits=None if last.edits is None else last.edits.join(self._first_edits, self.shape),
         )
 
     def _join_weights(self) -> Tensor:
@@ -377,7 +379,9 @@ def _have_same_settings(a: Call, b: Call) -> bool:
         return False
     if any(mask.nbytes or mask.tiled_mask is not None for mask in (a.compact_mask, b.compact_mask)):
         return False
-    if (a.weights is None) != (b.weights is None):
+    if (a.weights is None) != (b.weights is None) or (a.edits is None) != (b.edits is None):
+        return False
+    if a.edits is not None and not a.edits.extends(b.edits):
         return False
     same_sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,25 @@ from regard.masks import Mask
 from regard.score_mods import ScoreMod
 
 Tensor = Any  # the types of torch are not followed
+
+
+class CallEdits(Protocol):
+    """What `regard.intervene` changed about a call; `regard.interventions` defines it."""
+
+    def edit_mask(self, mask: Mask | None) -> Mask | None:
+        """Return the mask after the edits."""
+
+    def edit_score_mods(self, score_mods: tuple[ScoreMod, ...]) -> tuple[ScoreMod, ...]:
+        """Return the score modifications after the edits."""
+
+    def edit_call(self, call: Call) -> Call:
+        """Return the record of a call whose weights are replaced."""
+
+    def extends(self, other: Any) -> bool:
+        """Return whether calls with these and with other edits may be joined."""
+
+    def join(self, first: Any, shape: tuple[int, ...]) -> CallEdits:
+        """Return the edits of a matrix that joins several calls."""
 
 
 @dataclass
@@ -55,6 +74,8 @@ class Call:
         num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
         source_key: Weak reference to the key that was passed, and its version.
         cached: The value of a layer with its own softmax: later calls extend it if they share a cache.
+        edits: What `regard.intervene` changed: mask, score modifications and matrix are those after the edits. None if
+            nothing was.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -91,6 +112,7 @@ class Call:
     num_missing_values: int = 0
     source_key: Any = field(default=None, repr=False)
     cached: Tensor | None = field(default=None, repr=False)
+    edits: CallEdits | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,13 +129,15 @@ class Call:
     @cached_property
     def mask(self) -> Mask | None:
         """The mask by its name; None if nothing is masked."""
-        return self.compact_mask.mask(self.query.shape[-2], self.key.shape[-2])
+        mask = self.compact_mask.mask(self.query.shape[-2], self.key.shape[-2])
+        return mask if self.edits is None else self.edits.edit_mask(mask)
 
     @property
     def score_mods(self) -> tuple[ScoreMod, ...]:
         """The modifications of the scaled scores, in order."""
         softcap = () if self.softcap is None else (self.softcap,)
-        return softcap + self.compact_mask.score_mods()
+        score_mods = softcap + self.compact_mask.score_mods()
+        return score_mods if self.edits is None else self.edits.edit_score_mods(score_mods)
 
     @property
     def nbytes(self) -> int:

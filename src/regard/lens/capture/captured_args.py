@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from regard.lens.capture.dense_attention import DenseAttention
+
+if TYPE_CHECKING:
+    from regard.lens.capture.call import CallEdits
 
 Tensor = Any  # the types of torch are not followed
 
@@ -38,12 +41,18 @@ class CapturedArgs(NamedTuple):
     dense: DenseAttention | None = (
         None  # read from the function's own softmax, in case its arguments do not explain it
     )
+    # What an intervention changed; `output` and `weights` stay those of the function.
+    edits: CallEdits | None = None
+    edited_output: Tensor | None = None
+    edited_weights: Tensor | None = None
 
     @property
     def row_settings(self) -> RowSettings | None:
         """What the steps of one cache share; None unless this is a call of SDPA for one unmasked row."""
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self[:8]
-        if self.lse is None or attn_mask is not None or is_causal or query.shape[-2] != 1:
+        if self.edits is not None or self.lse is None or attn_mask is not None or is_causal:
+            return None
+        if query.shape[-2] != 1:
             return None
         key_lead, value_lead = key.shape[:-2], value.shape[:-2]
         return RowSettings(

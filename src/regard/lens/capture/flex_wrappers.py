@@ -42,8 +42,10 @@ def wrap_flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             output=result[0] if isinstance(result, tuple) else result,
             kernel=kernel,
         )
-        notify(module, captured)
-        return result
+        edited = notify(module, captured).edited_output
+        if edited is None:
+            return result
+        return (edited, *result[1:]) if isinstance(result, tuple) else edited
 
     return attend
 

@@ -55,14 +55,15 @@ class SoftmaxTrace:
         is_normalised: False for an exponential, whose rows the model still has to divide by their sums.
 
     Attributes:
-        on_product: Called with the product; with None if `fault` says why it cannot be read.
+        on_product: Called with the product; with None if `fault` says why it cannot be read. Returns the output if an
+            intervention changes it.
         fault: Why the softmax is not the weights of a product.
         is_read: Whether the product was found and recorded.
         is_multiplied: Whether an exponential was multiplied by a value before its rows were divided by their sums.
         is_summed: Whether the rows of an exponential were summed.
     """
 
-    on_product: Callable[[WeightProduct | None], None]
+    on_product: Callable[[WeightProduct | None], Tensor | None]
 
     def __init__(self, shape: tuple[int, ...], dim: int, is_normalised: bool) -> None:
         self.shape, self.dim, self.is_normalised = shape, dim % len(shape), is_normalised
@@ -124,7 +125,8 @@ class FollowedTensor(torch.Tensor):  # type: ignore[misc]
             copy = _copy_before_dropout(name, args, kwargs)
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor):
-                _follow(func, name, args, kwargs, result, copy)
+                edited = _follow(func, name, args, kwargs, result, copy)
+                return result if edited is None else edited
         return result
 
 
@@ -172,27 +174,31 @@ def _copy_before_dropout(name: str, args: Any, kwargs: Any) -> Tensor | None:
     return args[0].detach().clone() if is_inplace and _get_dropout(args, kwargs) else None
 
 
-def _follow(func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: Tensor | None) -> None:
-    """Find the product, or mark the result of an operation that keeps the weights."""
+def _follow(
+    func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: Tensor | None
+) -> Tensor | None:
+    """Find the product, or mark the result of an operation that keeps the weights.
+
+    Returns:
+        The result of the product, if an intervention changes it; else None.
+    """
     source = _find_followed(args)
     if source is None or not result.is_floating_point():
-        return
+        return None
     state: FollowedState = source._regard_state
     if name == "sum":
         state.trace.is_summed = True
         state.trace.check_division()
     axes = find_product_axes(name, args, source)
-    if (
-        axes is not None
-        and state.axis in (axes.key, axes.query)
-        and _end_at_product(axes, source, state, result)
-    ):
-        return
+    if axes is not None and state.axis in (axes.key, axes.query):
+        is_read, edited = _end_at_product(axes, source, state, result)
+        if is_read:
+            return edited
     if result is source and copy is None and state.undropped is None:
-        return
+        return None
     axis = _locate_key_axis(func, name, args, kwargs, source, state.axis, result)
     if axis is None:
-        return
+        return None
     undropped, dropout_p = state.undropped, state.dropout_p
     if name in _DROPOUTS:
         if _get_dropout(args, kwargs):
@@ -207,6 +213,7 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: 
         split = None
     is_expanded = state.is_expanded or name == "unsqueeze"
     _mark(result, FollowedState(state.trace, axis, split, is_expanded, undropped, dropout_p))
+    return None
 
 
 def _find_followed(args: Any) -> Tensor | None:
@@ -249,21 +256,28 @@ def _locate_key_axis(
     return axis if is_slice else None  # the column of a sink is dropped after the softmax
 
 
-def _end_at_product(axes: ProductAxes, source: Tensor, state: FollowedState, result: Tensor) -> bool:
-    """Pass on the product and stop following, if it is one of attention; return whether it is."""
+def _end_at_product(
+    axes: ProductAxes, source: Tensor, state: FollowedState, result: Tensor
+) -> tuple[bool, Tensor | None]:
+    """Pass on the product and stop following, if it is one of attention.
+
+    Returns:
+        Whether it is, and the result if an intervention changes it.
+    """
     trace, other = state.trace, axes.other
     if type(other) is FollowedTensor:
-        return False
+        return False, None
     if any(isinstance(tensor, nn.Parameter) for tensor in (other, other._base)):
-        return False  # such as the embeddings of a vocabulary
+        return False, None  # such as the embeddings of a vocabulary
     if axes.query is None:
-        return False  # a mixture, such as that of the outputs of experts
+        return False, None  # a mixture, such as that of the outputs of experts
     if source.shape[axes.query] == 1 and (state.is_expanded or trace.shape[trace.dim - 1] != 1):
-        return False
-    weights = source.detach() if state.undropped is None else state.undropped
+        return False, None
+    # With gradients, so that an intervention may change the weights.
+    weights = source if state.undropped is None else state.undropped
     weights = weights.permute(*axes.batch, axes.query, axes.key)
     over_queries = axes.key != state.axis  # weights only if the model divided the rows by their sums
-    if not _are_weights(weights, trace.is_normalised and not over_queries):
+    if not _are_weights(weights.detach(), trace.is_normalised and not over_queries):
         if (
             over_queries
             and trace.is_normalised
@@ -274,12 +288,15 @@ def _end_at_product(axes: ProductAxes, source: Tensor, state: FollowedState, res
             trace.on_product(None)
         trace.is_multiplied = not bool((weights < 0).any())
         trace.check_division()
-        return False
-    value = None if axes.value_axes is None else other.detach().permute(axes.value_axes)
-    output = None if axes.output_axes is None else result.detach().permute(axes.output_axes)
+        return False, None
+    value = None if axes.value_axes is None else other.permute(axes.value_axes)
+    output = None if axes.output_axes is None else result.permute(axes.output_axes)
     trace.close()
-    trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p))
-    return True
+    edited = trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p))
+    if edited is None:
+        return True, None
+    assert axes.output_axes is not None
+    return True, edited.permute([axes.output_axes.index(i) for i in range(edited.ndim)])
 
 
 def _are_weights(weights: Tensor, is_normalised: bool) -> bool:

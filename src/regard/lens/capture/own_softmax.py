@@ -89,17 +89,20 @@ def _notice(module: nn.Module, trace: SoftmaxTrace) -> None:
             watcher.notice_softmax(name, module, trace)
 
 
-def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduct | None) -> None:
+def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduct | None) -> Tensor | None:
     """Pass a product to the watchers of the innermost module that runs both softmax and product.
 
     Args:
         trace: The softmax.
         modules: The modules that ran at the softmax, the innermost first.
         product: The product, or None if the softmax cannot be read.
+
+    Returns:
+        The output of the product, if an intervention changes it; else None.
     """
     if product is None:
         _notice(modules[0], trace)
-        return
+        return None
     running = _list_running_modules()
     module = next((module for module in running if any(module is other for other in modules)), modules[0])
     trace.is_read = True
@@ -108,7 +111,14 @@ def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduc
     if held is not None:
         held.append(dense)
     elif wrappers.is_selected(module):
-        wrappers.notify(module, CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
+        captured = wrappers.notify(module, CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
+        if captured.edited_output is not None and product.output is not None:
+            output = product.output.clone()
+            arranged = arrange_heads(product._replace(output=output), module).output
+            assert arranged is not None
+            arranged.copy_(captured.edited_output)
+            return output
+    return None
 
 
 def _may_be_attention(weights: Tensor, dim: Any) -> bool:

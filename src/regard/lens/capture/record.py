@@ -98,7 +98,7 @@ def build_call(
     if args.query is None:
         if options.grad:
             return Uncaptured("it computes its own softmax, which is recorded without gradients", _LOAD_HINT)
-        return _finish(_build_dense(module, name, args), args, options)
+        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
     query, key = options.detach(args.query), options.detach(args.key)
     if query.is_nested or key.is_nested:
         return Uncaptured(
@@ -122,18 +122,30 @@ def build_call(
         with torch.no_grad():
             verified = _verify(verified, args, module)
     if verified is not None:
-        return _finish(verified, args, options)
+        return _finish(_attach_edits(verified, args), args, options)
     if args.dense is not None and not options.grad:
-        return _finish(_build_dense(module, name, args), args, options)
+        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
     return Uncaptured(reason, _LOAD_HINT)
 
 
 def _build_dense(module: nn.Module, name: str, args: CapturedArgs) -> Call:
     assert args.dense is not None
-    weights, value = args.dense.weights, args.dense.value
+    weights, value = args.dense.weights.detach(), args.dense.value
     if value is not None:
+        value = value.detach()
         value = drop_repeated_heads(value, weights)
-    return build_dense_call(module, name, args.dense._replace(value=value), args.kernel)
+    return build_dense_call(module, name, args.dense._replace(weights=weights, value=value), args.kernel)
+
+
+def _attach_edits(call: Call, args: CapturedArgs) -> Call:
+    """Return the record of a call after the edits of an intervention."""
+    if args.edits is None:
+        return call
+    lse = (
+        call.lse if args.edited_output is None else None
+    )  # the kernel's is that of the rows before the edits
+    with torch.no_grad():
+        return args.edits.edit_call(replace(call, edits=args.edits, lse=lse))
 
 
 def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | Uncaptured:
@@ -356,10 +368,12 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
     if options.values and call.weights is not None:
         assert args.dense is not None
         call.value = call.cached
-        call.output = None if args.dense.output is None else store(args.dense.output)
+        output = args.dense.output if args.edited_output is None else args.edited_output
+        call.output = None if output is None else store(output.detach())
     elif options.values:
         call.value = store(drop_repeated_heads(options.detach(args.value), query))
-        call.output = None if args.output is None else store(options.detach(args.output))
+        output = args.output if args.edited_output is None else args.edited_output
+        call.output = None if output is None else store(options.detach(output))
     return call
 
 

@@ -48,10 +48,36 @@ def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[
             sink=options.get("sink"),
             kernel="regard: attention",
         )
-        wrappers.notify(module, args)
+        edited = wrappers.notify(module, args)
+        if edited.edits is None:
+            return matrix
+        changed = {
+            "mask": edited.edits.edit_mask(mask),
+            "score_mod": edited.edits.edit_score_mods(tuple(mods)),
+        }
+        matrix = original(query, key, *value, **options | changed)
+        if edited.edited_output is not None and value:
+            return EditedMatrix(matrix, value[0], edited.edited_output)
         return matrix
 
     return attention
+
+
+class EditedMatrix(AttentionMatrix):
+    """A matrix whose product with one value is known: that of a layer that `regard.intervene` changed.
+
+    Args:
+        matrix: The matrix after the edits of mask and scores.
+        value: The value of the layer.
+        output: Its output after all edits.
+    """
+
+    def __init__(self, matrix: AttentionMatrix, value: Any, output: Any) -> None:
+        super().__init__(matrix._spec)
+        self._value, self._output = value, output
+
+    def __matmul__(self, value: Any) -> Any:
+        return self._output if value is self._value else super().__matmul__(value)
 
 
 def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:

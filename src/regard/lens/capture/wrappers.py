@@ -45,6 +45,9 @@ class Watcher(Protocol):
     def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
         """Notice a softmax that may be attention."""
 
+    def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
+        """Return the arguments of a call with what this watcher changes about it."""
+
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
 watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
@@ -114,26 +117,36 @@ def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
     return None
 
 
-def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> None:
+def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
     """Pass a call to the watchers of a module.
 
     Args:
         module: The module that ran.
         args: What it was called with.
         submodule: Name of the module inside it whose call was fused into this one.
+
+    Returns:
+        The arguments, with `edited_output` if an intervention changes the output.
     """
     obstacle = find_obstacle(*args[:4])
     if obstacle is not None:
         report_uncaptured(module, *obstacle, submodule)
-        return
-    _record(module, args, submodule)
+        return args
+    return _record(module, args, submodule)
 
 
-def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> None:
+def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
     _thread.captures = count_captures() + 1
-    for watcher, name in tuple(watchers.get(id(module), ())):
-        if name is not None:
-            watcher.record(module, _join_names(name, submodule), args)
+    entries = [
+        (watcher, _join_names(name, submodule))
+        for watcher, name in watchers.get(id(module), ())
+        if name is not None
+    ]
+    for watcher, name in entries:
+        args = watcher.edit(module, name, args)
+    for watcher, name in entries:
+        watcher.record(module, name, args)
+    return args
 
 
 def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:
@@ -175,8 +188,8 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             kernel = f"torch: {kernels.find_sdpa_backend(*captured.sdpa_args)}"
         else:
             (output, lse), kernel = result, "torch: flash on CPU"
-        _record(module, captured._replace(lse=lse, output=output, kernel=kernel))
-        return output
+        captured = _record(module, captured._replace(lse=lse, output=output, kernel=kernel))
+        return output if captured.edited_output is None else captured.edited_output
 
     return sdpa
 
@@ -229,7 +242,9 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                     arguments |= arguments.pop(parameter.name, {})
             name = getattr(original, "__name__", "a function")
             captured = _convert_arguments(module, arguments, result, name)
-            notify(module, captured._replace(dense=held[-1] if held else None))
+            captured = notify(module, captured._replace(dense=held[-1] if held else None))
+            if captured.edited_output is not None:
+                return _replace_result(result, captured)
         return result
 
     return attention_function
@@ -279,6 +294,26 @@ def _move_heads_first(output: Any, query: Tensor) -> Tensor | None:
     return output if output.shape[-3:-1] == (heads, q_len) else None
 
 
+def _replace_result(result: Any, captured: CapturedArgs) -> Any:
+    """Return the result of an attention function of transformers with an edited output, and edited weights if any."""
+    old, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
+    output = captured.edited_output
+    assert output is not None
+    heads, q_len = captured.query.shape[-3:-1]
+    if old.ndim == captured.query.ndim - 1:
+        output = output.transpose(-2, -3).flatten(-2)
+    elif old.shape[-3:-1] == (q_len, heads):
+        output = output.transpose(-2, -3).contiguous()
+    if rest is None:
+        return output
+    return (output, *((captured.edited_weights, *rest[1:]) if captured.edited_weights is not None else rest))
+
+
+def _project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply the output projection to (batch, heads, q_len, head_dim): (batch, q_len, width)."""
+    return F.linear(attended.transpose(1, 2).flatten(2).to(weight.dtype), weight, bias)
+
+
 def _probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
     """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
     _thread.probing, _thread.probe = True, None
@@ -313,7 +348,13 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
             captured = _probe(module, original, **arguments)
             if captured is not None:
                 captured = captured._replace(weights=weights, kernel="torch: softmax (need_weights)")
-                notify(module, captured._replace(dense=held[-1] if held else None))
+                captured = notify(module, captured._replace(dense=held[-1] if held else None))
+                if captured.edited_output is not None:
+                    projected = _project(
+                        captured.edited_output, arguments["out_proj_weight"], arguments["out_proj_bias"]
+                    )
+                    output = projected.transpose(0, 1).reshape(output.shape)
+                    weights = weights if captured.edited_weights is None else captured.edited_weights
         return output, weights
 
     return multi_head_attention_forward
@@ -328,7 +369,8 @@ def wrap_native_multi_head_attention(original: Callable[..., Any]) -> Callable[.
         module = find_running_module()
         if module is not None:
             x, mask, mask_type = args[0], args[9], args[12] if len(args) > 12 else None
-            _notify_fast_path(module, "", x, args[3:9], mask, mask_type)
+            edited = _notify_fast_path(module, "", x, args[3:9], mask, mask_type)
+            return result if edited is None else (_project(edited, *args[7:9]), *result[1:])
         return result
 
     return native_multi_head_attention
@@ -345,20 +387,44 @@ def wrap_encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
             x, mask, mask_type = args[0], args[18], args[19]
             if args[8] and not x.is_nested:  # norm_first
                 x = F.layer_norm(x, x.shape[-1:], args[10], args[11], args[9])
-            _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
+            edited = _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
+            return result if edited is None else _finish_encoder_layer(edited, args)
         return result
 
     return encoder_layer
 
 
+def _finish_encoder_layer(attended: Tensor, args: Any) -> Tensor:
+    """Compute a `nn.TransformerEncoderLayer` from the edited output of its attention and the fused call's arguments."""
+    x, out_weight, out_bias, use_gelu, norm_first, eps = (args[i] for i in (0, 5, 6, 7, 8, 9))
+    linear1, linear2 = args[14:16], args[16:18]
+
+    def normalise(x: Tensor, first: int) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], args[first], args[first + 1], eps)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        hidden = F.linear(x, *linear1)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), *linear2)
+
+    x = x + _project(attended, out_weight, out_bias)
+    if norm_first:
+        return x + feed_forward(normalise(x, 12))
+    x = normalise(x, 10)
+    return normalise(x + feed_forward(x), 12)
+
+
 def _notify_fast_path(
     module: nn.Module, submodule: str, x: Tensor, weights: Any, mask: Any, mask_type: Any
-) -> None:
-    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask."""
+) -> Tensor | None:
+    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask.
+
+    Returns:
+        The output of its attention, (batch, heads, q_len, head_dim), if an intervention changes it; else None.
+    """
     obstacle = find_obstacle(x)
     if obstacle is not None:
         report_uncaptured(module, *obstacle, submodule)
-        return
+        return None
     if x.is_nested:
         report_uncaptured(
             module,
@@ -366,7 +432,7 @@ def _notify_fast_path(
             "Build it with nn.TransformerEncoder(…, enable_nested_tensor=False).",
             submodule,
         )
-        return
+        return None
     width, heads, in_weight, in_bias, out_weight, out_bias = weights
     key_padding_mask, attn_mask = (mask, None) if mask_type == 1 else (None, mask)
     if attn_mask is not None and attn_mask.ndim == 4:
@@ -378,5 +444,7 @@ def _notify_fast_path(
         in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=False,
         key_padding_mask=key_padding_mask, need_weights=False, attn_mask=attn_mask,
     )  # fmt: skip
-    if captured is not None:
-        notify(module, captured._replace(kernel="torch: fused encoder layer (fast path)"), submodule)
+    if captured is None:
+        return None
+    captured = captured._replace(kernel="torch: fused encoder layer (fast path)")
+    return notify(module, captured, submodule).edited_output

@@ -1,0 +1,350 @@
+"""Edits: values that say which heads of which layers are changed, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, Literal
+
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.lens.recording import Recording
+from regard.masks import Mask
+from regard.score_mods import ScoreMod
+
+Layers = int | str | Sequence[int | str] | None
+Heads = int | Sequence[int] | slice | None
+Positions = int | str | slice | Sequence[int | str] | None
+
+WHAT = ("pattern", "output", "value")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Edit:
+    """A change of some heads of some layers; `knockout` and the other functions of the package return one.
+
+    Args:
+        layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`;
+            None for all.
+        heads: The query heads; None for all.
+        batch: The batch entries; None for all.
+    """
+
+    layers: Layers = None
+    heads: Heads = None
+    batch: Heads = None
+
+    @property
+    def name(self) -> str:
+        """Name of the function that returns such an edit."""
+        return type(self).__name__.removesuffix("Edit").lower()
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={_describe(getattr(self, field.name))}"
+            for field in fields(self)
+            if getattr(self, field.name) is not None
+        ]
+        return f"{self.name}({', '.join(given)})"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class KnockoutEdit(Edit):
+    """Edges that are masked."""
+
+    queries: Positions = None
+    keys: Positions = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class RestrictEdit(Edit):
+    """Heads that a mask restricts."""
+
+    mask: Mask
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class RescoreEdit(Edit):
+    """Heads whose scores are modified."""
+
+    score_mod: ScoreMod
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class AblateEdit(Edit):
+    """Heads whose output is replaced or scaled."""
+
+    to: Literal["zero", "mean"] | Recording | float = "zero"
+    queries: Positions = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class PatchEdit(Edit):
+    """Heads that take their pattern, output or value from another run."""
+
+    source: Recording
+    what: Literal["pattern", "output", "value"] = "pattern"
+    queries: Positions = None
+
+
+def knockout(
+    layers: Layers = None,
+    *,
+    heads: Heads = None,
+    queries: Positions = None,
+    keys: Positions = None,
+    batch: Heads = None,
+) -> Edit:
+    """Mask the edges between some queries and some keys; the other weights of these rows are renormalised.
+
+    Positions are those of the whole sequence, so that an edit continues over the cached steps of `generate()`. Negative
+    ones count from the end of what the model has read so far. A row that loses all its keys becomes zeros.
+
+    Args:
+        layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`.
+            Default: all.
+        heads: Query heads. Other heads that share their key and value are not changed. Default: all.
+        queries: Attending tokens: a position, a slice, a text that `intervene(tokens=…)` has, or a list of positions
+            and texts. Default: all.
+        keys: Tokens attended to, alike.
+        batch: Batch entries. Default: all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+
+    >>> knockout(3, heads=[1, 2], queries=-1, keys="cat")
+    knockout(layers=3, heads=[1, 2], queries=-1, keys='cat')
+    """
+    _check_selection("knockout", layers, heads, batch)
+    for parameter, positions in (("queries", queries), ("keys", keys)):
+        _check_positions("knockout", parameter, positions)
+    return KnockoutEdit(layers=layers, heads=heads, queries=queries, keys=keys, batch=batch)
+
+
+def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: Heads = None) -> Edit:
+    """Restrict heads to what a mask allows, in addition to the mask of the model.
+
+    Args:
+        layers: Layers, as in `knockout`.
+        mask: The mask, by positions of the whole sequence: `sliding_window(64)` needs no `align`, also in cached steps.
+        heads: Query heads. Default: all.
+        batch: Batch entries. Default: all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+
+    >>> import regard
+    >>> restrict("*.layers.0.*", heads=2, mask=regard.sliding_window(64))
+    restrict(layers='*.layers.0.*', heads=2, mask=sliding_window(64))
+    """
+    _check_selection("restrict", layers, heads, batch)
+    if not isinstance(mask, Mask):
+        raise ArgumentTypeError(
+            "restrict",
+            received=f"mask as {describe_argument(mask)}",
+            expected="a mask such as regard.sliding_window(64)",
+            hint="Wrap a boolean array, True = attend, as regard.dense(array).",
+        )
+    return RestrictEdit(layers=layers, heads=heads, mask=mask, batch=batch)
+
+
+def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, batch: Heads = None) -> Edit:
+    """Modify the scores of heads, after the modifications of the model itself.
+
+    Args:
+        layers: Layers, as in `knockout`.
+        score_mod: The modification, by positions of the whole sequence, such as `regard.alibi()`.
+        heads: Query heads. Default: all.
+        batch: Batch entries. Default: all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+
+    >>> import regard
+    >>> rescore(0, score_mod=regard.softcap(5.0))
+    rescore(layers=0, score_mod=softcap(5.0))
+    """
+    _check_selection("rescore", layers, heads, batch)
+    if not isinstance(score_mod, ScoreMod):
+        raise ArgumentTypeError(
+            "rescore",
+            received=f"score_mod as {describe_argument(score_mod)}",
+            expected="a score modification such as regard.softcap(5.0)",
+            hint="Wrap an array of numbers to add as regard.bias(array).",
+        )
+    return RescoreEdit(layers=layers, heads=heads, score_mod=score_mod, batch=batch)
+
+
+def ablate(
+    layers: Layers = None,
+    *,
+    heads: Heads = None,
+    to: Literal["zero", "mean"] | Recording | float = "zero",
+    queries: Positions = None,
+    batch: Heads = None,
+) -> Edit:
+    """Replace the output of heads before the output projection.
+
+    Args:
+        layers: Layers, as in `knockout`.
+        heads: Query heads. Default: all.
+        to: "zero"; "mean", the mean of the head's output over the tokens of this run, without padding; a recording made
+            with `watch(values=True)`, for the mean over its tokens; or a number that the output is multiplied by.
+        queries: Tokens at which the output is replaced, as in `knockout`. Default: all.
+        batch: Batch entries. Default: all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentError: If `to` is none of these.
+        ArgumentTypeError: If another argument has the wrong type.
+
+    >>> ablate(0, heads=1, to="mean"), ablate(to=0.5)
+    (ablate(layers=0, heads=1, to='mean'), ablate(to=0.5))
+    """
+    _check_selection("ablate", layers, heads, batch)
+    _check_positions("ablate", "queries", queries)
+    is_number = isinstance(to, Real) and not isinstance(to, bool)
+    if not (is_number or isinstance(to, Recording) or (isinstance(to, str) and to in ("zero", "mean"))):
+        raise ArgumentError(
+            "ablate",
+            received=f"to={to!r}" if isinstance(to, str) else f"to as {describe_argument(to)}",
+            expected='"zero", "mean", a recording, or a number to multiply by',
+            hint="For the output of another run at the same positions use patch(source=recording, what='output').",
+        )
+    return AblateEdit(layers=layers, heads=heads, to=to, queries=queries, batch=batch)
+
+
+def patch(
+    layers: Layers = None,
+    *,
+    source: Recording,
+    what: Literal["pattern", "output", "value"] = "pattern",
+    heads: Heads = None,
+    queries: Positions = None,
+    batch: Heads = None,
+) -> Edit:
+    """Take the pattern, the output or the value of heads from another run of the model.
+
+    Args:
+        layers: Layers, as in `knockout`.
+        source: Recording of the other run. For "output" and "value", one made with `watch(values=True)`.
+        what: "pattern" applies the weights of the other run to this run's values; it replaces other changes of these
+            weights. "output" takes the output before the output projection. "value" applies this run's weights to the
+            values of the other run.
+        heads: Query heads. Default: all.
+        queries: Tokens whose row is patched, as in `knockout`. Default: all that the other run has. A value is read by
+            every row.
+        batch: Batch entries. Default: all. A source with one batch entry serves them all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentError: If `what` is none of these, or `queries` is passed for a value.
+        ArgumentTypeError: If another argument has the wrong type.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as recording:
+    ...     _ = layer(torch.ones(1, 3, 8))
+    >>> patch(0, heads=1, source=recording)
+    patch(layers=0, heads=1, source=<recording of 1 layer>, what='pattern')
+    """
+    _check_selection("patch", layers, heads, batch)
+    _check_positions("patch", "queries", queries)
+    if not isinstance(source, Recording):
+        raise ArgumentTypeError(
+            "patch",
+            received=f"source as {describe_argument(source)}",
+            expected="a recording of another run",
+            hint="with regard.watch(model, values=True) as source: model(**other_inputs)",
+        )
+    if what not in WHAT:
+        raise ArgumentError(
+            "patch",
+            received=f"what={what!r}",
+            expected='"pattern", "output" or "value"',
+            hint="Check the name.",
+        )
+    if what == "value" and queries is not None:
+        raise ArgumentError(
+            "patch",
+            received="what='value' and queries",
+            expected="no queries: a value is read by every row that attends to it",
+            hint="Omit queries, or patch the output of these rows: what='output'.",
+        )
+    return PatchEdit(layers=layers, heads=heads, source=source, what=what, queries=queries, batch=batch)
+
+
+def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
+    """Return one or several edits as a tuple.
+
+    Raises:
+        ArgumentTypeError: If something else is passed.
+    """
+    listed = (edits,) if isinstance(edits, Edit) else edits
+    if isinstance(listed, str) or not hasattr(listed, "__iter__"):
+        listed = [edits]
+    listed = tuple(listed)
+    for edit in listed:
+        if not isinstance(edit, Edit):
+            raise ArgumentTypeError(
+                operation,
+                received=f"edits with {describe_argument(edit)}",
+                expected="an edit, or a list of edits",
+                hint="For example regard.interventions.ablate(0, heads=1).",
+            )
+    return listed
+
+
+def _check_selection(operation: str, layers: Any, heads: Any, batch: Any) -> None:
+    for entry in [layers] if isinstance(layers, str | int) or layers is None else layers:
+        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, str | int)):
+            raise ArgumentTypeError(
+                operation,
+                received=f"layers with {describe_argument(entry)}",
+                expected="numbers of layers, names of modules, or patterns with *",
+                hint="list(recording) lists the attention layers of a run in order.",
+            )
+    for parameter, chosen in (("heads", heads), ("batch", batch)):
+        entries = [] if chosen is None or isinstance(chosen, slice) else chosen
+        entries = [entries] if not hasattr(entries, "__iter__") or isinstance(entries, str) else list(entries)
+        if any(isinstance(entry, bool) or not hasattr(entry, "__index__") for entry in entries):
+            raise ArgumentTypeError(
+                operation,
+                received=f"{parameter} as {describe_argument(chosen)}",
+                expected="an integer, a list of integers, or a slice",
+                hint=f"Omit {parameter} for all.",
+            )
+
+
+def _check_positions(operation: str, parameter: str, positions: Any) -> None:
+    if positions is None or isinstance(positions, slice | str):
+        return
+    entries = list(positions) if hasattr(positions, "__iter__") else [positions]
+    for entry in entries:
+        is_position = hasattr(entry, "__index__") and not isinstance(entry, bool)
+        if not is_position and not isinstance(entry, str):
+            raise ArgumentTypeError(
+                operation,
+                received=f"{parameter} as {describe_argument(positions)}",
+                expected="positions: an integer, a slice, the text of a token, or a list of these",
+                hint=f"For example {parameter}=[0, 1], or {parameter}=slice(8, None).",
+            )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Recording):
+        return f"<recording of {len(value)} layer{'' if len(value) == 1 else 's'}>"
+    return repr(value)

@@ -1,0 +1,275 @@
+"""`effects`: how much a metric changes with each of many edits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.interventions.edits import Edit, Positions, ablate, as_edits, knockout, patch
+from regard.interventions.intervene import find_layers, intervene
+from regard.interventions.metrics import Metric
+from regard.interventions.placement import select_entries
+from regard.interventions.reused_blocks import BlockOutputs, find_block
+from regard.lens.recording import Recording
+from regard.lens.table import Table
+from regard.lens.watch import watch
+
+Tensor = Any  # the types of torch are not followed
+
+# Edits that run as one batch.
+BATCH_SIZE = 16
+
+
+def effects(
+    model: nn.Module,
+    inputs: Any,
+    metric: Metric,
+    edits: Literal["heads"] | Iterable[Edit | Sequence[Edit]] = "heads",
+    *,
+    to: Literal["zero", "mean"] | Recording | float = "zero",
+    queries: Positions = None,
+    keys: Positions = None,
+    layers: Any = None,
+    tokens: Any = None,
+    batch_size: int = BATCH_SIZE,
+    progress: Callable[[], None] | None = None,
+) -> Table:
+    """Measure how much a metric changes with each edit: a table with one row for each, in the order given.
+
+    By default each head is ablated by itself. The edits run in batches, and the layers before the edited one are not
+    computed again, so the heads of a model cost about half of as many forward passes.
+
+    Args:
+        model: The model, in eval mode.
+        inputs: What the model is called with: a tensor (batch, …), or a mapping of keyword arguments.
+        metric: Function from the model's output to one number for each batch entry, (batch,), such as
+            `logit_difference(…)`. One that returns a single number works, too: then the edits run one by one.
+        edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
+            once.
+        to: With "heads", what heads are ablated to, as in `ablate`. A recording, made with `watch(values=True)`,
+            resamples them: each head takes its output in that run, as `patch(what="output")` does.
+        queries: With "heads", the tokens at which heads are edited.
+        keys: With "heads", knock out these keys instead of ablating the heads.
+        layers: With "heads", the layers: numbers, names or patterns. Default: all.
+        tokens: Tokens in which texts are looked up, as in `intervene`.
+        batch_size: Number of edits that run at once. More need more memory.
+        progress: Called after each edit.
+
+    Returns:
+        A table. With "heads": `module`, `layer`, `head`, `metric` and `effect`, the metric minus that of the unchanged
+        model. With edits: `edit`, `metric` and `effect`. Means over the batch entries.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+        ArgumentError: If the metric returns something else, or there is no such layer.
+
+    >>> import regard, torch
+    >>> from regard.interventions import effects
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> table = effects(layer, torch.ones(1, 3, 8), lambda output: output[:, -1].norm(dim=-1))
+    >>> table.columns, len(table)
+    (['module', 'layer', 'head', 'metric', 'effect'], 2)
+    """
+    sweep = _Sweep(model, inputs, metric, tokens)
+    with torch.no_grad():
+        clean = sweep.run_clean()
+        if isinstance(edits, str):
+            if edits != "heads":
+                raise ArgumentError(
+                    "effects",
+                    received=f"edits={edits!r}",
+                    expected='"heads", or a list of edits',
+                    hint="For example [ablate(0, heads=1), ablate(1, heads=2)].",
+                )
+            chosen = find_layers(layers, sweep.layers, "effects")
+            rows: list[dict[str, Any]] = [
+                {"module": name, "layer": list(sweep.layers).index(name), "head": head}
+                for name in chosen
+                for head in range(sweep.layers[name])
+            ]
+            listed: list[tuple[Edit, ...]] = [(_edit_head(row, to, queries, keys),) for row in rows]
+        else:
+            listed = [as_edits(entry, "effects") for entry in _list_edits(edits)]
+            rows = [{"edit": repr(entry[0]) if len(entry) == 1 else repr(list(entry))} for entry in listed]
+        results = sweep.run_edits(listed, batch_size, progress)
+    return Table(
+        row | {"metric": result, "effect": result - clean} for row, result in zip(rows, results, strict=True)
+    )
+
+
+def _edit_head(row: dict[str, Any], to: Any, queries: Positions, keys: Positions) -> Edit:
+    layer, head = row["module"], row["head"]
+    if keys is not None:
+        return knockout(layer, heads=head, queries=queries, keys=keys)
+    if isinstance(to, Recording):
+        return patch(layer, heads=head, source=to, what="output", queries=queries)
+    return ablate(layer, heads=head, to=to, queries=queries)
+
+
+def _list_edits(edits: Any) -> list[Any]:
+    if isinstance(edits, Edit) or not hasattr(edits, "__iter__"):
+        raise ArgumentTypeError(
+            "effects",
+            received=f"edits as {describe_argument(edits)}",
+            expected='"heads", or a list of edits',
+            hint="For one edit pass a list of one: [edit].",
+        )
+    return list(edits)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Edits that run as one batch: their numbers, and the blocks that need not run."""
+
+    members: list[int]
+    reused: list[str]
+
+
+class _Sweep:
+    """Runs a model with many edits on the same inputs."""
+
+    def __init__(self, model: nn.Module, inputs: Any, metric: Metric, tokens: Any) -> None:
+        self._model, self._metric, self._tokens = model, metric, tokens
+        self._args, self._kwargs = _split_inputs(inputs)
+        parameters = inspect.signature(model.forward).parameters
+        if "use_cache" in parameters:
+            self._kwargs.setdefault("use_cache", False)
+        num_logits = getattr(metric, "num_logits", None)
+        if "logits_to_keep" in parameters and num_logits is not None:
+            self._kwargs.setdefault("logits_to_keep", num_logits)
+        tensors = [
+            value for value in (*self._args, *self._kwargs.values()) if isinstance(value, torch.Tensor)
+        ]
+        self._batch = int(tensors[0].shape[0])
+        self._can_batch = True
+        self.layers: dict[str, int] = {}  # number of heads by name, in the order in which they run
+
+    def run_clean(self) -> float:
+        """Run the model without edits; return the metric."""
+        with watch(self._model, measures=lambda call: {}) as recording:
+            first = self._model(*self._args, **self._kwargs)
+        self.layers = {name: recording.calls(name)[0].shape[-3] for name in recording}
+        values = self._check(self._metric(first))
+        self._can_batch = values.ndim == 1
+        blocks = [block for name in self.layers if (block := find_block(name)) is not None]
+        self._outputs = BlockOutputs(self._model, blocks, self._batch)
+        with self._outputs.record():
+            output = self._model(*self._args, **self._kwargs)
+        self._check_reuse(self._metric(output))
+        return float(values.double().mean())
+
+    def run_edits(
+        self, edits: Sequence[Sequence[Edit]], batch_size: int, progress: Callable[[], None] | None
+    ) -> list[float]:
+        """Run the model with each of several edits; return the metric of each."""
+        named = [[self._name_layers(edit) for edit in entry] for entry in edits]
+        results = [0.0] * len(named)
+        for group in self._group(named, batch_size if self._can_batch else 1):
+            copies = len(group.members)
+            placed = [
+                self._place_batch(edit, copy) for copy, i in enumerate(group.members) for edit in named[i]
+            ]
+            args, kwargs = self._repeat_inputs(copies)
+            with (
+                intervene(self._model, placed, tokens=self._repeat_tokens(copies)),
+                self._outputs.reuse(group.reused, copies),
+            ):
+                values = self._check(self._metric(self._model(*args, **kwargs)))
+            for i, value in zip(
+                group.members, values.double().reshape(copies, -1).mean(1).tolist(), strict=True
+            ):
+                results[i] = value
+                if progress is not None:
+                    progress()
+        return results
+
+    def _group(self, edits: Sequence[Sequence[Edit]], batch_size: int) -> list[_Group]:
+        """Group edits that can reuse the same blocks."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for i, entry in enumerate(edits):
+            names: list[Any] = [name for edit in entry for name in edit.layers or ()]  # type: ignore[union-attr]
+            blocks = [find_block(name) for name in names]
+            reused = self._outputs.list_before(blocks) if self._reuses else []
+            groups.setdefault(tuple(reused), []).append(i)
+        return [
+            _Group(members[start : start + batch_size], list(reused))
+            for reused, members in groups.items()
+            for start in range(0, len(members), batch_size)
+        ]
+
+    def _check_reuse(self, clean: Tensor) -> None:
+        """Reuse blocks only if a run that reuses as many as possible gives the same metric."""
+        blocks = [find_block(name) for name in self.layers]
+        reused = self._outputs.list_before(blocks[-1:])
+        copies = 2 if self._can_batch else 1
+        args, kwargs = self._repeat_inputs(copies)
+        try:
+            with self._outputs.reuse(reused, copies):
+                again = self._metric(self._model(*args, **kwargs))
+            expected = clean.repeat(copies) if clean.ndim else clean
+            self._reuses = again.shape == expected.shape and torch.allclose(
+                again, expected, rtol=1e-4, atol=1e-4
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            self._reuses = False  # the batch is not the first axis of what the blocks return
+
+    def _name_layers(self, edit: Edit) -> Edit:
+        """Return an edit with the names of its layers: numbers would count those that run."""
+        return replace(edit, layers=find_layers(edit.layers, self.layers, edit.name))
+
+    def _place_batch(self, edit: Edit, copy: int) -> Edit:
+        """Return an edit that applies to one copy of the batch."""
+        entries = select_entries(edit.batch, self._batch, "batch", edit.name)
+        return replace(edit, batch=[copy * self._batch + int(entry) for entry in entries])
+
+    def _repeat_inputs(self, copies: int) -> tuple[list[Any], dict[str, Any]]:
+        def repeat(value: Any) -> Any:
+            is_batched = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == self._batch
+            return value.repeat(copies, *(1,) * (value.ndim - 1)) if is_batched else value
+
+        return [repeat(value) for value in self._args], {
+            name: repeat(value) for name, value in self._kwargs.items()
+        }
+
+    def _repeat_tokens(self, copies: int) -> Any:
+        from regard.lens.analysis.token_rows import as_token_lists
+
+        if self._tokens is None:
+            return None
+        lists = as_token_lists(self._tokens, "effects")
+        return lists * copies if len(lists) > 1 else lists
+
+    def _check(self, values: Any) -> Tensor:
+        is_single = isinstance(values, torch.Tensor) and values.ndim == 0
+        is_batch = isinstance(values, torch.Tensor) and values.ndim == 1 and len(values) % self._batch == 0
+        if not is_single and not is_batch:
+            shape = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else None
+            raise ArgumentError(
+                "effects",
+                received=f"a metric that returns {shape or describe_argument(values)}",
+                expected="one number for each batch entry, (batch,), or a single number",
+                hint="For example metric=lambda output: output.logits[:, -1, answer].",
+            )
+        return values
+
+
+def _split_inputs(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments of a model."""
+    if isinstance(inputs, Mapping):
+        args, kwargs = [], dict(inputs)
+    else:
+        args, kwargs = list(inputs) if isinstance(inputs, tuple | list) else [inputs], {}
+    if not any(isinstance(value, torch.Tensor) and value.ndim for value in (*args, *kwargs.values())):
+        raise ArgumentTypeError(
+            "effects",
+            received=f"inputs as {describe_argument(inputs)}",
+            expected="a tensor (batch, …), or a mapping of keyword arguments with one",
+            hint="For example tokenizer(text, return_tensors='pt').",
+        )
+    return args, kwargs

@@ -1,0 +1,341 @@
+"""`intervene`: change the attention of a model while it runs, through the wrappers with which `watch` records."""
+
+from __future__ import annotations
+
+import fnmatch
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from regard.errors import ArgumentError, NotCapturedError
+from regard.interventions.edge_correction import compute_rows
+from regard.interventions.edits import AblateEdit, Edit, PatchEdit, as_edits
+from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
+from regard.interventions.sequence_positions import SequencePositions
+from regard.lens.analysis.token_rows import as_token_lists
+from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.record import CaptureOptions, build_call
+from regard.lens.recording import Recording
+from regard.lens.table import Table
+from regard.lens.watch import Watch, check_model
+
+__all__ = ["intervene"]
+
+Tensor = Any  # the types of torch are not followed
+
+_HINT = (
+    "Name other layers in the edit, or load the model with attn_implementation='sdpa' if it supports that."
+)
+
+
+def intervene(
+    model: nn.Module,
+    edits: Edit | Iterable[Edit],
+    *,
+    tokens: Any = None,
+    key_tokens: Any = None,
+    record: bool = False,
+    values: bool = False,
+) -> Intervention:
+    """Change the attention of a model: `with regard.intervene(model, edits): model(**inputs)`.
+
+    The model keeps its kernels. Only the heads and rows that an edit touches are computed differently, and everything
+    else is bit-identical. Edits apply in `forward` and `generate()`, by positions of the whole sequence, and gradients
+    flow through them. Interventions may be nested, with each other and with `regard.watch`, which then records what the
+    edits leave.
+
+    Within a layer, masks and score modifications come first, then patterns and values of other runs, then outputs.
+
+    Args:
+        model: The model, as in `regard.watch`.
+        edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
+        tokens: Tokens of the sequence, (n,) or (batch, n), in which texts are looked up. For cross-attention, those of
+            the queries.
+        key_tokens: Tokens of the keys of cross-attention.
+        record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
+        values: Record value and output, too.
+
+    Returns:
+        A context manager; `with` binds the `Intervention`.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+        ArgumentError: If the model is compiled or scripted, or a pattern of an edit matches no module of it. In the
+            run, if an edit cannot be applied: dropout is active, or a source lacks what is patched.
+        IndexOutOfRangeError: If a layer has no such head or batch entry, in the run.
+        NotCapturedError: If an edited layer computes its attention in a way that cannot be changed. The message says
+            why.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> x = torch.randn(1, 3, 8)
+    >>> with regard.intervene(layer, regard.interventions.ablate(heads=[0, 1])) as run:
+    ...     without = layer(x)
+    >>> torch.equal(without, layer(x))
+    False
+    >>> run.applied
+    module     edit                   calls  path
+    self_attn  ablate(heads=[0, 1], to='zero')  1  output replaced
+    """
+    check_model(model, "intervene")
+    listed = as_edits(edits, "intervene")
+    bound = tuple(
+        BoundEdit(
+            edit,
+            None if tokens is None else as_token_lists(tokens, "intervene"),
+            None if key_tokens is None else as_token_lists(key_tokens, "intervene"),
+        )
+        for edit in listed
+    )
+    _check_names(model, listed)
+    options = CaptureOptions(device=None, dtype=None, copy=False, values=values, measures=None)
+    return Intervention(model, bound, options if record or values else None)
+
+
+class Intervention(Watch):
+    """The context manager that `regard.intervene` returns; `with` binds the intervention itself.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.intervene(layer, regard.interventions.ablate(heads=0), record=True) as run:
+    ...     output = layer(torch.ones(1, 3, 8))
+    >>> run.recording
+    Recording(1 layer, 192 bytes held)
+      self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
+    """
+
+    def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
+        plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
+        super().__init__(model, {name for name, _ in model.named_modules()}, options or plain)
+        self._is_recording = options is not None
+        self._bound = bound
+        self._numbers: dict[str, int] = {}
+        self._positions = SequencePositions()
+        self._plain_options = plain
+        self._grad_options = replace(plain, grad=True)
+        self._paths: dict[tuple[str, int], dict[str, int]] = {}
+
+    def __enter__(self) -> Intervention:  # type: ignore[override]
+        """Patch the attention functions; edits apply from now on."""
+        super().__enter__()
+        self._positions = SequencePositions()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Restore everything that was patched.
+
+        Raises:
+            NotCapturedError: If the block raised nothing, and an edited layer ran whose attention was not captured.
+        """
+        try:
+            super().__exit__(error_type, error, traceback)
+        except NotCapturedError:
+            missed = {
+                name: fault for name, fault in self._recording._uncaptured.items() if self._may_edit(name)
+            }
+            if missed:
+                name, fault = next(iter(missed.items()))
+                raise _refuse(name, fault.reason, fault.hint) from None
+
+    @property
+    def recording(self) -> Recording:
+        """The attention after the edits, of the layers that ran.
+
+        Raises:
+            ArgumentError: If nothing was recorded.
+        """
+        if not self._is_recording:
+            raise ArgumentError(
+                "intervention.recording",
+                received="an intervention without a recording",
+                expected="one that records",
+                hint="Pass record=True: regard.intervene(model, edits, record=True).",
+            )
+        return self._recording
+
+    @property
+    def applied(self) -> Table:
+        """Which edits were applied to which layers, in how many calls, and how the output was computed."""
+        return Table(
+            {
+                "module": module,
+                "edit": repr(self._bound[i].edit),
+                "calls": sum(paths.values()),
+                "path": "; ".join(paths),
+            }
+            for (module, i), paths in self._paths.items()
+        )
+
+    @property
+    def keeps_grad(self) -> bool:
+        """Whether calls are passed on with their graph: always, since edits change what gradients flow through."""
+        return True
+
+    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
+        """Record a call after the edits; the wrappers call it."""
+        if self._is_recording:
+            super().record(module, name, args)
+
+    def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
+        """Raise an error if an edit selects a layer that cannot be captured; the wrappers call it."""
+        if self._watched_ids and self._may_edit(name):
+            raise _refuse(name, reason, hint)
+        super().report_uncaptured(name, reason, hint)
+
+    def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
+        """Apply the edits to a call; the wrappers call it."""
+        number = self._numbers.setdefault(name, len(self._numbers))
+        chosen = [i for i, entry in enumerate(self._bound) if _selects(entry.edit, name, number)]
+        if not chosen:
+            return args
+        tensors = (args.query, args.key, args.value) if args.query is not None else ()
+        tracks = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        options = self._grad_options if tracks else self._plain_options
+        call = build_call(module, name, args._replace(edits=None, edited_output=None), options, self._biases)
+        if not isinstance(call, Call) and tracks and args.dense is not None:
+            unedited = args._replace(edits=None, edited_output=None)
+            call = build_call(module, name, unedited, self._plain_options, self._biases)
+        if not isinstance(call, Call):
+            raise _refuse(name, call.reason, call.hint)
+        bound = tuple(self._bound[i] for i in chosen)
+        _check_dropout(call, module, bound)
+        placement = self._positions.locate(call)
+        outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
+        edits = LayerEdits(name, (*outer, *bound), placement)
+        output, path = edits.apply(call, args, _find_output(call, args))
+        for i in chosen:
+            paths = self._paths.setdefault((name, i), {})
+            label = path or ("output replaced" if output is not None else "nothing to change")
+            paths[label] = paths.get(label, 0) + 1
+        weights = None
+        if output is not None and args.weights is not None:
+            weights = _compute_weights(call, edits, args.weights)
+        kernel = f"{args.kernel}; {path}" if path else args.kernel
+        return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
+
+    def _may_edit(self, name: str) -> bool:
+        """Return whether an edit selects a layer by name, or by a number that it might have."""
+        number = self._numbers.get(name)
+        return any(
+            _selects(entry.edit, name, number) or (number is None and _has_numbers(entry.edit))
+            for entry in self._bound
+        )
+
+
+def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
+    """Return the names of the layers that numbers, names or patterns select, in the order in which they run.
+
+    Args:
+        layers: Numbers, names or patterns; None for all.
+        names: Names of all attention layers in order.
+        operation: Name of the calling function, for error messages.
+
+    Raises:
+        ArgumentError: If nothing is selected.
+    """
+    ordered = list(names)
+    chosen = [name for i, name in enumerate(ordered) if _selects(Edit(layers=layers), name, i)]
+    if not chosen:
+        raise ArgumentError(
+            operation,
+            received=f"layers={layers!r}, which selects none of {len(ordered)} attention layers",
+            expected=f"numbers from 0 to {len(ordered) - 1}, or names such as {ordered[0]!r}"
+            if ordered
+            else "a model with attention",
+            hint="list(recording) lists the attention layers of a run in order.",
+        )
+    return chosen
+
+
+def _selects(edit: Edit, name: str, number: int | None) -> bool:
+    """Return whether an edit selects a layer."""
+    layers: Any = edit.layers
+    if layers is None:
+        return True
+    entries = [layers] if isinstance(layers, str | int) else layers
+    return any(entry == number if isinstance(entry, int) else _matches(name, entry) for entry in entries)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a module or one that contains it has a name or matches a pattern."""
+    parts = name.split(".")
+    names = [".".join(parts[: i + 1]) for i in range(len(parts))] or [name]
+    return any(fnmatch.fnmatchcase(candidate, pattern) for candidate in (*names, name))
+
+
+def _has_numbers(edit: Edit) -> bool:
+    layers: Any = edit.layers
+    entries = [layers] if isinstance(layers, str | int) or layers is None else layers
+    return any(isinstance(entry, int) for entry in entries)
+
+
+def _check_names(model: nn.Module, edits: Sequence[Edit]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for edit in edits:
+        layers: Any = edit.layers
+        for pattern in [layers] if isinstance(layers, str | int) or layers is None else layers:
+            if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ArgumentError(
+                    edit.name,
+                    received=f"layers with {pattern!r}",
+                    expected="names of modules of the model, patterns that match some, or numbers of layers",
+                    hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
+                )
+
+
+def _check_dropout(call: Call, module: nn.Module, bound: Sequence[BoundEdit]) -> None:
+    """Refuse to edit weights that dropout has changed."""
+    changes_weights = any(
+        not isinstance(entry.edit, AblateEdit)
+        and not (isinstance(entry.edit, PatchEdit) and entry.edit.what == "output")
+        for entry in bound
+    )
+    if changes_weights and call.dropout_p and module.training:
+        raise ArgumentError(
+            "intervene",
+            received=f"{call.name!r} with dropout {call.dropout_p} in training mode",
+            expected="weights without dropout",
+            hint="Call model.eval(), or set the dropout of the attention to 0.",
+        )
+
+
+def _find_output(call: Call, args: CapturedArgs) -> Tensor:
+    """Return the output of the function that ran, (…, heads, q_len, value_dim), computed again if it is not known."""
+    output = args.dense.output if call.weights is not None and args.dense is not None else args.output
+    if output is not None:
+        return output
+    value = flatten_value(args, call)
+    problem = call.matrix.problem
+    computed = compute_rows(problem, np.arange(len(problem.pair_ids)), None, value)
+    return computed.reshape(*call.shape[:-1], computed.shape[-1])
+
+
+def _compute_weights(call: Call, edits: LayerEdits, weights: Tensor) -> Tensor | None:
+    """Return the weights after the edits in the form in which the function returned them; None if it has another."""
+    edited = edits.edit_call(replace(call, edits=edits, lse=None)).matrix.to_dense()
+    if edited.ndim == weights.ndim + 1 or (
+        edited.ndim == weights.ndim and weights.shape[0] != edited.shape[0]
+    ):
+        edited = edited.mean(-3)
+    edited = edited.to(weights.dtype)
+    return edited.reshape(weights.shape) if edited.numel() == weights.numel() else None
+
+
+def _refuse(name: str, reason: str, hint: str) -> NotCapturedError:
+    return NotCapturedError(
+        "intervene",
+        received=f"an edit of {name!r}, which cannot be changed: {reason}",
+        expected="a layer that calls F.scaled_dot_product_attention, or an attention function of transformers",
+        hint=hint if hint else _HINT,
+    )
