@@ -219,6 +219,7 @@ class Subject:
         """
         if self.user_forward is not None:
             return self._call_forward(tokens, mask)
+        self._reset_positions()
         arguments = self._text_arguments(tokens)
         if mask is not None:
             arguments[self.mask_name] = mask
@@ -272,6 +273,7 @@ class Subject:
         if self.user_cached is not None:
             self.num_passes += len(sizes)
             return extract_output(self.user_cached(tokens, sizes), len(tokens))
+        self._reset_positions()  # once: later pieces continue from the first
         cache, outputs = None, []
         for piece in tokens.split(list(sizes), 1):
             arguments = self._text_arguments(piece) | {"use_cache": True, "past_key_values": cache}
@@ -281,14 +283,17 @@ class Subject:
             outputs.append(extract_output(output, len(tokens)))
         return torch.cat(outputs, 1)
 
+    def _reset_positions(self) -> None:
+        """Forget the offset of positions that Qwen2-VL keeps from its last prompt."""
+        for module in self.model.modules():
+            if hasattr(module, "rope_deltas"):
+                module.rope_deltas = None
+
     def _text_arguments(self, tokens: Tensor) -> dict[str, Any]:
         """Return the arguments of the model for other tokens: the encoder's from the user, without images.
 
         With `keeps_inputs`, all arguments that are not about tokens are the user's.
         """
-        for module in self.model.modules():
-            if hasattr(module, "rope_deltas"):  # Qwen2-VL keeps that of the last image
-                module.rope_deltas = None
         assert self.tokens_name is not None
         arguments: dict[str, Any] = {self.tokens_name: tokens}
         for name, value in self.inputs.items():
