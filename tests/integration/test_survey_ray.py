@@ -17,8 +17,12 @@ from regard.survey.executors import start_ray
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
 from tests.helpers.survey_faults import WRITES, FaultyCorpus, interrupt, run_driver
 
-# Ray Data warns about its own settings.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+pytestmark = [
+    # Ray Data warns about its own settings.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
+    # Ray 2.40 leaves its processes and files to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 def pytest_generate_tests(metafunc):

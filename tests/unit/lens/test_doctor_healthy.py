@@ -12,6 +12,9 @@ pytest.importorskip("transformers")
 from regard.lens import doctor  # noqa: E402
 from tests.helpers.healthy_models import HEALTHY, VISION_LANGUAGE  # noqa: E402
 
+# ModernBERT of transformers 5.0 compiles functions when its file is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
 # CLIP returns one vector for each text, so there are no outputs of tokens to compare.
 SKIPS = {"CLIP": ["outputs of tokens"]}
 # Models that read no tokens have fewer experiments.
@@ -23,6 +26,15 @@ def test_there_are_thirty_healthy_models_and_four_that_read_images_and_text():
     assert set(VISION_LANGUAGE) < set(HEALTHY)
 
 
+def runs_in_chunks(model, ids):
+    """Return whether a model runs on several tokens after a cache; StableLM of transformers 5.0 does not."""
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    try:
+        return model(ids[:, 4:7], past_key_values=cache).logits.shape[1] == 3
+    except RuntimeError:
+        return False
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_model_has_no_errors(name):
     model, inputs = HEALTHY[name]()
@@ -30,7 +42,10 @@ def test_a_healthy_model_has_no_errors(name):
     findings = doctor(model, inputs)
     assert findings.by_severity("error") == [], findings
     skipped = [finding.evidence for finding in findings if finding.kind == "experiments skipped"]
-    assert [experiment for evidence in skipped for experiment in evidence] == SKIPS.get(name, [])
+    expected = SKIPS.get(name, [])
+    if name == "StableLM" and not runs_in_chunks(model, inputs["input_ids"]):
+        expected = ["cache, pieces of 3"]
+    assert [experiment for evidence in skipped for experiment in evidence] == expected
     passes = int(re.search(r"by (\d+) forward passes", findings.scope)[1])
     assert passes >= (4 if name in FEW_PASSES else 12)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

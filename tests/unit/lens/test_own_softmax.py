@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -288,7 +290,11 @@ def test_steps_of_generate_are_joined(family, cache):
     model = build(family)
     settings = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
-    expected = model.generate(TOKENS[:1], **settings)
+    try:
+        expected = model.generate(TOKENS[:1], **settings)
+    except ValueError:
+        assert (family, cache) == ("xglm", "static")
+        pytest.skip("XGLM of this release does not run with a static cache")
     with regard.watch(model, values=True) as recording:
         tokens = model.generate(TOKENS[:1], **settings)
     assert torch.equal(tokens, expected)
@@ -432,7 +438,10 @@ def test_routers_of_a_mixture_of_experts_are_no_layers():
         assert len(recording) == 2 and all(
             "attention" in name.lower() or "attn" in name for name in recording
         )
-        assert not any(recording.calls(name)[0].weights is not None for name in recording)
+        # In transformers 5.0 and 5.10 Switch Transformers computes its own softmax.
+        is_own = not hasattr(sys.modules[type(model).__module__], "eager_attention_forward")
+        assert [recording.calls(name)[0].weights is not None for name in recording] == [is_own] * 2
+        assert model is switch or not is_own
 
 
 def test_no_layer_is_read_twice():
