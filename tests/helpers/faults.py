@@ -428,9 +428,11 @@ def _(_combine_masks: Function) -> Function:
     return lambda first, *others: first
 
 
-@fault("layer-scale-is-the-default", "guarantee 1", "regard.core.attention:layer_matrix")
-def _(layer_matrix: Function) -> Function:
-    return lambda query, key, value, **options: layer_matrix(query, key, value, **{**options, "scale": None})
+@fault("layer-scale-is-the-default", "guarantee 1", "regard.core.attention:layer_attention")
+def _(layer_attention: Function) -> Function:
+    return lambda query, key, value, **options: layer_attention(
+        query, key, value, **{**options, "scale": None}
+    )
 
 
 # -- The course -------------------------------------------------------------------------------------------

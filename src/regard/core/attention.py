@@ -153,9 +153,20 @@ def linear_attention(
     return AttentionMatrix(spec)
 
 
-def layer_matrix(query: Array, key: Array, value: Array, **options: Any) -> AttentionMatrix:
-    """Return `attention(query, key, **options)`; layers call it with their value so that `regard.watch` captures it."""
-    return attention(query, key, **options)
+def layer_attention(
+    query: Array, key: Array, value: Array, *, multiply: bool = True, **options: Any
+) -> tuple[Array | None, AttentionMatrix]:
+    """Return `A @ value` and the matrix A; layers call it so that `regard.watch` captures value and output, too.
+
+    Args:
+        query: (…, heads, q_len, head_dim).
+        key: (…, kv_heads, kv_len, head_dim).
+        value: (…, kv_heads, kv_len, value_dim).
+        multiply: Compute the product; otherwise it is None, for a layer that drops weights first.
+        **options: Those of `attention`.
+    """
+    matrix = attention(query, key, **options)
+    return (matrix @ value if multiply else None), matrix
 
 
 def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[ScoreMod, ...]:

@@ -7,13 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.lens.analysis.checked_layer import CheckedLayer
+from regard.lens.analysis.contribution import compute_value_norms
 from regard.lens.analysis.diagnose import list_layers, run_checks
 from regard.lens.analysis.find import find_heads
 from regard.lens.analysis.finding import Findings
@@ -23,6 +24,7 @@ from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.captured_args import CapturedArgs, RowSettings
 from regard.lens.capture.module_hints import ModuleHints
+from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.capture.record import Uncaptured
 from regard.lens.serialization import read_calls, write_calls
 from regard.lens.table import Table
@@ -60,6 +62,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._cache_faults: dict[str, list[CacheFault]] = {}
         self._num_calls: Counter[str] = Counter()
         self._module_hints = ModuleHints()
+        self._projections = OutputProjections()
         self._lock = threading.Lock()
 
     def _try_add_row(self, name: str, args: CapturedArgs, settings: RowSettings) -> bool:
@@ -288,13 +291,52 @@ class Recording(Mapping[str, AttentionMatrix]):
         with torch.no_grad():
             return build_head_table(self._layer_calls(), tokens, windows)
 
+    def value_norms(self, name: str) -> Array:
+        """Compute how large each value is after the output projection: ‖v_j W_O‖ for each head.
+
+        Times a weight, it is the length of what a key adds to the output of a query (Kobayashi et al., 2004.10102);
+        `regard.measures.Contribution` finds the largest of a whole matrix.
+
+        Args:
+            name: Name of the module; recorded with `watch(values=True)`.
+
+        Returns:
+            (…, heads, kv_len), a float64 tensor.
+
+        Raises:
+            NotCapturedError: If no layer of this name was captured.
+            ArgumentError: If the layer has several calls that cannot be joined, its value was not recorded, or no
+                linear layer reads its output.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer, values=True) as recording:
+        ...     _ = layer(torch.ones(1, 3, 8))
+        >>> recording.value_norms("self_attn").shape
+        torch.Size([1, 2, 3])
+        """
+        self[name]  # raises if the calls are not one
+        with torch.no_grad():
+            return compute_value_norms(self.calls(name)[0], self._projections, "recording.value_norms")
+
     def find(
-        self, query: Any, key: Any, tokens: Any = None, *, key_tokens: Any = None, batch: int = 0
+        self,
+        query: Any,
+        key: Any,
+        tokens: Any = None,
+        *,
+        key_tokens: Any = None,
+        batch: int = 0,
+        by: Literal["weight", "contribution"] = "weight",
     ) -> Table:
         """Find the heads that attend from one token to another: a table sorted by `weight`, largest first.
 
         It has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
         `weight`. If a text occurs several times, a head's row is the pair of occurrences with the largest weight.
+
+        With `by="contribution"`, the table has a column `contribution` and is sorted by it: ‖w v W_O‖, the length of
+        what the key adds to the output of the query (Kobayashi et al., 2004.10102). Contributions of different layers
+        are on the scale of the stream that each layer adds to.
 
         Args:
             query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
@@ -303,12 +345,14 @@ class Recording(Mapping[str, AttentionMatrix]):
             tokens: Tokens of the sequence, (n,) or (batch, n); for cross-attention, those of the queries.
             key_tokens: Tokens of the keys, for cross-attention.
             batch: The batch entry.
+            by: "weight", or "contribution", which needs a recording with `watch(values=True)`.
 
         Returns:
             The table.
 
         Raises:
-            ArgumentError: If there is no such token, no tokens to look up a text in, or the tokens fit no layer.
+            ArgumentError: If there is no such token, no tokens to look up a text in, the tokens fit no layer, or a
+                layer lacks what its contributions are computed from.
             IndexOutOfRangeError: If there is no such position or batch entry.
 
         >>> import regard, torch
@@ -321,7 +365,9 @@ class Recording(Mapping[str, AttentionMatrix]):
         self_attn      0     0     1      2    1   0.333
         """
         with torch.no_grad():
-            return find_heads(self._layer_calls(), query, key, tokens, key_tokens, batch)
+            return find_heads(
+                self._layer_calls(), query, key, tokens, key_tokens, batch, by, self._projections
+            )
 
     def rollout(
         self, token: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
-from regard.core.attention import attention, layer_matrix
+from regard.core.attention import attention, layer_attention
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
@@ -93,7 +93,8 @@ def watch(
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
-        values: Record value and output, too.
+        values: Record value and output, too, and find the output projection of each layer, which
+            `Recording.value_norms` and `find(by="contribution")` need.
         max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. If
             those of all calls take more bytes than this, the rest is reported as not captured. Default: 1 GiB.
         grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
@@ -188,6 +189,9 @@ class Watch:
                 self._watched_ids.append(id(module))
             self._register_hooks()
             self._hooks.extend(self._recording._module_hints.attach(self._model))
+            if self._options.values:
+                native = _find_native_parts(self._model)
+                self._hooks.extend(self._recording._projections.attach(self._model, native))
             for namespace, name, make_wrapper in _find_patch_targets(self._model):
                 self._patches.append(patch(namespace, name, make_wrapper))
         except BaseException:
@@ -234,6 +238,7 @@ class Watch:
         self._watched_ids.clear()
         self._captures_before.clear()
         self._speculative_modes.clear()
+        self._recording._projections.close()
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call; the wrappers call it."""
@@ -254,6 +259,9 @@ class Watch:
         if isinstance(call, Call):
             call.speculative_mode = mode
             self._recording._add(call, settings)
+            if self._options.values:
+                output = getattr(args.dense, "output", None) if args.output is None else args.output
+                self._recording._projections.expect(module, name, call.shape[-3], output)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
 
@@ -290,12 +298,7 @@ class Watch:
 
     def _register_hooks(self) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
-        native = {
-            id(part)
-            for module in self._model.modules()
-            if isinstance(module, _NATIVE_LAYERS)
-            for part in module.modules()
-        }
+        native = _find_native_parts(self._model)
         for name, module in self._model.named_modules():
             class_name = type(module).__name__.lower()
             is_attention = "attention" in class_name or "attn" in class_name
@@ -332,6 +335,16 @@ class Watch:
             self._without_capture.setdefault(name, reason)
 
         return after_forward
+
+
+def _find_native_parts(model: nn.Module) -> set[int]:
+    """Return the ids of torch's own attention layers and of the modules inside them."""
+    return {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, _NATIVE_LAYERS)
+        for part in module.modules()
+    }
 
 
 def _resolve_measures(measures: Any) -> Any:
@@ -485,7 +498,7 @@ def _find_patch_targets(
                 yield namespace, name, by_function[id(original)]
             elif is_compiled_flex_attention(original):
                 yield namespace, name, wrap_flex_attention
-            elif original is attention or original is layer_matrix:
+            elif original is attention or original is layer_attention:
                 yield namespace, name, wrap_regard_attention
             elif _is_attention_function(original):
                 yield namespace, name, wrappers.wrap_attention_function

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from regard._public import set_public_module
 from regard.measures.base import Measure, as_slice, find_accumulator, get_result_name
+from regard.measures.contribution import Contribution
 from regard.measures.distance import Distance, Position, Spread
 from regard.measures.sums import Coarse, Entropy, Mass, Output, Received, Sum
 from regard.measures.topk import MaxScore, MaxWeight, TopK, TopKResult
 
 __all__ = [
     "Coarse",
+    "Contribution",
     "Distance",
     "Entropy",
     "Mass",

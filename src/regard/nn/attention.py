@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.core.attention import as_score_mods, check_mask_and_score_mods, layer_matrix
+from regard.core.attention import as_score_mods, check_mask_and_score_mods, layer_attention
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument, format_shape
 from regard.masks import Mask, dense
@@ -222,15 +222,16 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         if token_positions is not None:
             mask = token_positions.restrict_mask(mask)
             score_mods = tuple(map(token_positions.restrict_score_mod, score_mods))
-        options = {"scale": self.scale, "sink": self.sink, "enable_gqa": self.grouped}
+        drops = bool(self.training and self.dropout)
+        options = {"scale": self.scale, "sink": self.sink, "enable_gqa": self.grouped, "multiply": not drops}
         try:
-            matrix = layer_matrix(q, k, v, mask=mask, score_mod=score_mods, **options)
+            output, matrix = layer_attention(q, k, v, mask=mask, score_mod=score_mods, **options)
         except RegardError:
             if cache is not None and is_self:
                 cache.crop(lengths_before)  # so that the call can be repeated
             raise
-        if not (self.training and self.dropout):
-            return matrix @ v, matrix
+        if not drops:
+            return output, matrix
         weights = F.dropout(matrix.to_dense(), self.dropout).to(v.dtype)
         return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, 1), matrix
 

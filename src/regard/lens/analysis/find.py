@@ -12,8 +12,10 @@ import numpy as np
 
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
+from regard.lens.analysis.contribution import compute_value_norms
 from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.capture.call import Call, LayerCall
+from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.table import Table
 from regard.types import IntArray
 
@@ -22,7 +24,14 @@ _WORD_MARKS = ("Ġ", "▁", " ")
 
 
 def find_heads(
-    layer_calls: Sequence[LayerCall], query: Any, key: Any, tokens: Any, key_tokens: Any, batch: int
+    layer_calls: Sequence[LayerCall],
+    query: Any,
+    key: Any,
+    tokens: Any,
+    key_tokens: Any,
+    batch: int,
+    by: str,
+    projections: OutputProjections,
 ) -> Table:
     """Build the table of `Recording.find`.
 
@@ -33,11 +42,20 @@ def find_heads(
         tokens: Tokens of the sequence; for cross-attention, those of the queries.
         key_tokens: Tokens of the keys, for cross-attention.
         batch: The batch entry.
+        by: "weight" or "contribution".
+        projections: The output projections of the recording, for contributions.
 
     Returns:
-        One row for each call and head, sorted by weight.
+        One row for each call and head, sorted by weight or contribution.
     """
     operation = "recording.find"
+    if by not in ("weight", "contribution"):
+        raise ArgumentError(
+            operation,
+            received=f"by={by!r}",
+            expected='"weight" or "contribution"',
+            hint='By "contribution", a weight counts as much as the value that it carries.',
+        )
     table = Table()
     lengths: set[int] = set()
     out_of_range: IndexOutOfRangeError | None = None
@@ -68,19 +86,23 @@ def find_heads(
             continue
         matrix = select_batch_entry(call, batch, operation).lazy[..., rows, :]
         weights = as_numpy(matrix[..., columns]).reshape(-1, len(rows), len(columns))
-        for head, pairs in enumerate(weights):
+        ranked = weights
+        if by == "contribution":
+            norms = compute_value_norms(call, projections, operation)
+            norms = np.broadcast_to(as_numpy(norms), (*lead, kv_len)).reshape(batch_size, -1, 1, kv_len)
+            ranked = weights * norms[batch][..., columns]
+        for head, pairs in enumerate(ranked):
             row, column = np.unravel_index(np.nanargmax(np.nan_to_num(pairs, nan=-1.0)), pairs.shape)
-            table.append(
-                {
-                    "module": module,
-                    "layer": layer,
-                    "call": index,
-                    "head": head,
-                    "query": int(rows[row]) + offset,
-                    "key": int(columns[column]),
-                    "weight": float(pairs[row, column]),
-                }
-            )
+            found = {
+                "module": module,
+                "layer": layer,
+                "call": index,
+                "head": head,
+                "query": int(rows[row]) + offset,
+                "key": int(columns[column]),
+                "weight": float(weights[head, row, column]),
+            }
+            table.append(found if by == "weight" else found | {by: float(pairs[row, column])})
     if not table and layer_calls:
         if out_of_range is not None:
             raise out_of_range
@@ -92,7 +114,7 @@ def find_heads(
             expected="tokens of the sequence that a layer reads",
             hint="For cross-attention pass both: tokens= of the decoder, key_tokens= of the encoder.",
         )
-    return table.sort("weight")
+    return table.sort(by)
 
 
 def entry_tokens(

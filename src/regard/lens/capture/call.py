@@ -164,7 +164,10 @@ class Call:
     def _matrix(self) -> AttentionMatrix:
         # A matrix keeps results of its query and key, so one that was used without gradients has none afterwards.
         with torch.no_grad():
-            return self._build_matrix()
+            matrix = self._build_matrix()
+            if self.lse is not None and self.lse.dtype == self.key.dtype:  # it has no gradient
+                matrix._fused_lse = self._correct_lse(self.lse)
+            return matrix
 
     def _build_matrix(self) -> AttentionMatrix:
         if self.measures is not None:
@@ -180,7 +183,7 @@ class Call:
             return attention_from_weights(
                 self.weights, self.query, self.key, mask=self.mask, enable_gqa=self.groups > 1
             )
-        matrix = attention(
+        return attention(
             self.query,
             self.key,
             mask=self.mask,
@@ -189,9 +192,6 @@ class Call:
             sink=self.sink,
             enable_gqa=self.groups > 1,
         )
-        if self.lse is not None and self.lse.dtype == self.key.dtype:
-            matrix._fused_lse = self._correct_lse(self.lse)
-        return matrix
 
     def _correct_lse(self, lse: Tensor) -> Tensor:
         """Correct the kernel's lse in fully masked rows, which it sets to 0 or absorbs into the lowest number."""

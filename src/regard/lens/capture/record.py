@@ -240,7 +240,7 @@ def _recognise(
         compact_mask=compact,
         scale=1.0 / math.sqrt(query.shape[-1]) if args.scale is None else float(args.scale),
         kernel=args.kernel,
-        lse=None if args.lse is None or options.grad else args.lse.detach(),
+        lse=None if args.lse is None else args.lse.detach(),
         softcap=None if args.softcap is None else softcap(args.softcap),
         sink=None if args.sink is None else options.detach(args.sink).reshape(-1),
         dropout_p=float(args.dropout_p),
@@ -373,7 +373,10 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
     elif options.values:
         call.value = store(drop_repeated_heads(options.detach(args.value), query))
         output = args.output if args.edited_output is None else args.edited_output
-        call.output = None if output is None else store(options.detach(output))
+        if output is not None:
+            # A copy of the output would not be a part of the graph, so its gradient would be None.
+            is_kept = options.grad and not options.copy and options.device is None and options.dtype is None
+            call.output = output if is_kept else store(options.detach(output))
     return call
 
 

@@ -15,25 +15,26 @@ from regard.masks import causal
 from regard.score_mods import SoftcapMod
 
 
-def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[..., AttentionMatrix]:
-    """Wrap `attention`, or `layer_matrix`, which is also passed the value."""
+def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `attention`, or `layer_attention`, which is passed the value and returns the output, too."""
 
     @wraps(original)
-    def attention(query: Any, key: Any, *value: Any, **options: Any) -> AttentionMatrix:
-        matrix = original(query, key, *value, **options)
+    def attention(query: Any, key: Any, *value: Any, **options: Any) -> Any:
+        result = original(query, key, *value, **options)
+        output, matrix = result if value else (None, result)
         module = wrappers.find_running_module()
         if module is None:
-            return matrix
+            return result
         obstacle = wrappers.find_obstacle(query, key)
         if obstacle is not None:
             wrappers.report_uncaptured(module, *obstacle)
-            return matrix
+            return result
         mods = [mod for mod in options.get("score_mod") or () if mod is not None]
         if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
             wrappers.report_uncaptured(
                 module, f"its scores are modified by {mods}", "Use the layer's own matrix: need_matrix=True."
             )
-            return matrix
+            return result
         mask: Any = options.get("mask")
         is_square = query.shape[-2] == key.shape[-2]
         is_simple = mask is None or (is_square and mask == causal())
@@ -46,38 +47,24 @@ def wrap_regard_attention(original: Callable[..., AttentionMatrix]) -> Callable[
             scale=matrix.scale,
             softcap=mods[0].cap if mods else None,
             sink=options.get("sink"),
+            output=output,
             kernel="regard: attention",
         )
         edited = wrappers.notify(module, args)
         if edited.edits is None:
-            return matrix
+            return result
         changed = {
             "mask": edited.edits.edit_mask(mask),
             "score_mod": edited.edits.edit_score_mods(tuple(mods)),
         }
-        matrix = original(query, key, *value, **options | changed)
-        if edited.edited_output is not None and value:
-            return EditedMatrix(matrix, value[0], edited.edited_output)
-        return matrix
+        if not value:
+            return original(query, key, **options | changed)
+        _, matrix = original(query, key, *value, **options | changed | {"multiply": False})
+        if not options.get("multiply", True):
+            return None, matrix
+        return (matrix @ value[0] if edited.edited_output is None else edited.edited_output), matrix
 
     return attention
-
-
-class EditedMatrix(AttentionMatrix):
-    """A matrix whose product with one value is known: that of a layer that `regard.intervene` changed.
-
-    Args:
-        matrix: The matrix after the edits of mask and scores.
-        value: The value of the layer.
-        output: Its output after all edits.
-    """
-
-    def __init__(self, matrix: AttentionMatrix, value: Any, output: Any) -> None:
-        super().__init__(matrix._spec)
-        self._value, self._output = value, output
-
-    def __matmul__(self, value: Any) -> Any:
-        return self._output if value is self._value else super().__matmul__(value)
 
 
 def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:

@@ -245,6 +245,8 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
             captured = notify(module, captured._replace(dense=held[-1] if held else None))
             if captured.edited_output is not None:
                 return _replace_result(result, captured)
+            if captured.output is not None and _keeps_grad(module):
+                return _return_through(captured.output, result)
         return result
 
     return attention_function
@@ -314,12 +316,31 @@ def _project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(attended.transpose(1, 2).flatten(2).to(weight.dtype), weight, bias)
 
 
+def _return_through(moved: Tensor, result: Any) -> Any:
+    """Return a function's result with an output that is a view of the recorded one, which has gradients then.
+
+    Args:
+        moved: What `_move_heads_first` returned for the output.
+        result: The output, or a tuple that begins with it.
+    """
+    output = result[0] if isinstance(result, tuple) else result
+    if moved is output:
+        return result
+    through = moved.transpose(-2, -3).view(output.shape)
+    return (through, *result[1:]) if isinstance(result, tuple) else through
+
+
+def _keeps_grad(module: nn.Module) -> bool:
+    """Return whether a watcher of a module records its calls with their graph."""
+    watching = (watcher for watcher, name in watchers.get(id(module), ()) if name is not None)
+    return torch.is_grad_enabled() and any(watcher.keeps_grad for watcher in watching)
+
+
 def _probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
     """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
     _thread.probing, _thread.probe = True, None
-    keeps_grad = any(watcher.keeps_grad for watcher, name in watchers.get(id(module), ()) if name is not None)
     try:
-        with torch.set_grad_enabled(keeps_grad and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(_keeps_grad(module)):
             function(*args, **kwargs)
     finally:
         _thread.probing = False
