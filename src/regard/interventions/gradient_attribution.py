@@ -1,0 +1,329 @@
+"""Attribute a metric to heads and edges by one backward pass: `attribution`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
+from regard.interventions.model_inputs import run_model
+from regard.lens.analysis.head_table import as_numpy_per_head
+from regard.lens.capture.call import Call, LayerCall
+from regard.lens.recording import Recording
+from regard.lens.table import Table
+from regard.lens.watch import watch
+from regard.validation import check_count
+
+Tensor = Any  # the types of torch are not followed
+OPERATION = "attribution"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """How much each head and each edge adds to a metric, to first order; `attribution` returns it.
+
+    Attributes:
+        metric: The value of the metric.
+        heads: One row for each layer and head, those with the largest |output| first: `module`, `layer`, `call`,
+            `head`, `output`, the sum of gradient · output, and `attention`, the sum of |gradient · weight| over all
+            edges.
+        edges: The edges of each head with the largest |gradient · weight|, largest first: `module`, `layer`, `call`,
+            `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
+        gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
+        recording: The recording of the run, with values, outputs and graph.
+
+    >>> import torch
+    >>> from regard.interventions import attribution
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> found = attribution(layer, torch.ones(1, 3, 8), lambda output: output[0, -1, 0])
+    >>> len(found.heads), found.edges.columns[3:6]
+    (2, ['head', 'query', 'key'])
+    """
+
+    metric: float
+    heads: Table
+    edges: Table
+    gradients: dict[str, Tensor] = field(repr=False)
+    recording: Recording = field(repr=False)
+    _received: dict[str, Tensor] = field(repr=False)
+
+    def weight_gradients(self, name: str, rows: Any = slice(None)) -> Tensor:
+        """Compute dL/dA of some rows: the gradient of the output times the values.
+
+        Args:
+            name: Name of the module, called once.
+            rows: Rows as a slice, an integer or a list. Default: all, which takes q_len × kv_len numbers for each head.
+
+        Returns:
+            (…, heads, rows, kv_len); an integer drops the axis of rows.
+        """
+        gradient, value = self.gradients[name], self._find_call(name).value.detach()
+        value = value.repeat_interleave(gradient.shape[-3] // value.shape[-3], -3)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        picked = gradient[..., [rows] if isinstance(rows, int) else rows, :].to(wide)
+        result = picked @ value.to(wide).mT
+        return result[..., 0, :] if isinstance(rows, int) else result
+
+    def by_query(self, name: str) -> Tensor:
+        """Return the sum of gradient · weight of each query, which is gradient · output: (…, heads, q_len).
+
+        Args:
+            name: Name of the module, called once.
+        """
+        output = self._find_call(name).output.detach()
+        return (self.gradients[name].double() * output.double()).sum(-1)
+
+    def by_key(self, name: str) -> Tensor:
+        """Return the sum of gradient · weight of each key: (…, heads, kv_len).
+
+        Args:
+            name: Name of the module, called once.
+        """
+        self._find_call(name)
+        return self._received[name]
+
+    def _find_call(self, name: str) -> Call:
+        calls = self.recording.calls(name)
+        if len(calls) > 1:
+            raise ArgumentError(
+                OPERATION,
+                received=f"{name!r}, which was called {len(calls)} times",
+                expected="a layer that was called once",
+                hint="The rows of `heads` and `edges` have the number of the call.",
+            )
+        return calls[0]
+
+    def __str__(self) -> str:
+        return f"metric {self.metric:.4g}\n\n{self.heads}"
+
+
+def attribution(
+    model: nn.Module,
+    inputs: Any,
+    metric: Callable[[Any], Tensor],
+    *,
+    baseline: Literal["zero", "mean"] | Recording = "zero",
+    edges: int = 8,
+) -> Attribution:
+    """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
+
+    For each head it computes gradient · output, and for each edge gradient · weight. Both are estimates of first order.
+    The first estimates how much the metric falls if the head is ablated: attribution patching (Nanda 2023; Syed et al.,
+    2310.10348). `interventions.effects` measures it. The gradient of the weights, dL/dA = dL/dO · Vᵀ, is made in tiles,
+    so the memory is O(n). Summed over a row, gradient · weight is gradient · output, up to rounding.
+
+    Args:
+        model: The model, in eval mode. Its parameters and their gradients are left as they are.
+        inputs: Token ids, or any tensor that the model takes as its first argument; or a mapping with the keyword
+            arguments of the model.
+        metric: A function of the model's output that returns one number, such as
+            `lambda output: output.logits[0, -1, answer] - output.logits[0, -1, wrong]`.
+        baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens and
+            the batch; or a recording of another run with `watch(values=True)`, whose outputs are used. The column
+            `output` is the sum of gradient · (output − baseline).
+        edges: Number of edges of each head to list.
+
+    Returns:
+        The tables of heads and edges, and the gradients.
+
+    Raises:
+        ArgumentTypeError: If `inputs`, `metric` or `baseline` has the wrong type, or the metric is not a tensor.
+        ArgumentError: If the metric is not one number or does not depend on any attention layer, an output was not
+            captured, or the baseline has other shapes.
+        NotCapturedError: If a layer cannot be recorded with gradients; the message says why.
+
+    >>> import torch
+    >>> from regard.interventions import attribution
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> found = attribution(layer, torch.ones(1, 3, 8), lambda output: output[0, -1, 0])
+    >>> found.heads.columns
+    ['module', 'layer', 'call', 'head', 'output', 'attention']
+    """
+    if not callable(metric):
+        raise ArgumentTypeError(
+            OPERATION,
+            received=f"metric as {describe_argument(metric)}",
+            expected="a function of the model's output that returns one number",
+            hint="For example metric=lambda output: output.logits[0, -1, answer].",
+        )
+    check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
+    _check_baseline(baseline)
+    with require_input_gradients(model), torch.enable_grad():
+        with watch(model, grad=True, values=True) as recording:
+            value = metric(run_model(model, inputs, OPERATION, require_grad=True))
+        _check_metric(value)
+        layer_calls = recording._layer_calls()
+        gradients = _compute_gradients(value, layer_calls)
+    with torch.no_grad():
+        return _build(float(value), layer_calls, gradients, recording, baseline, edges)
+
+
+@contextmanager
+def require_input_gradients(model: nn.Module) -> Iterator[None]:
+    """Let only the embeddings of a model require gradients, so that activations have a graph and no weight has one.
+
+    In a model without embeddings all parameters do, unless its inputs do. Everything is restored afterwards.
+
+    Args:
+        model: The model.
+    """
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    chosen = {id(weight) for weight in embeddings} or {id(parameter) for parameter in before}
+    try:
+        for parameter in before:
+            parameter.requires_grad_(id(parameter) in chosen and parameter.is_floating_point())
+        yield
+    finally:
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)
+
+
+def _check_metric(value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentTypeError(
+            OPERATION,
+            received=f"a metric that returns {describe_argument(value)}",
+            expected="a tensor with one number, computed from the model's output",
+            hint="Do not call .item(), float() or .detach(): the gradient flows through the metric.",
+        )
+    if value.numel() != 1 or not value.requires_grad:
+        is_constant = value.numel() == 1
+        raise ArgumentError(
+            OPERATION,
+            received="a metric without a gradient"
+            if is_constant
+            else f"a metric of shape {tuple(value.shape)}",
+            expected="one number that depends on the model's output",
+            hint="Do not detach it, and do not run the model under torch.no_grad()."
+            if is_constant
+            else "Add it up or average it: .sum() or .mean().",
+        )
+
+
+def _check_baseline(baseline: Any) -> None:
+    if not isinstance(baseline, Recording) and baseline not in ("zero", "mean"):
+        raise ArgumentTypeError(
+            OPERATION,
+            received=f"baseline as {describe_argument(baseline)}",
+            expected='"zero", "mean" or a Recording',
+            hint="Record the other run with regard.watch(model, values=True).",
+        )
+
+
+def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tensor]:
+    """Compute dL/dO of every call; zeros where the metric does not depend on it."""
+    outputs = [entry.call.output for entry in layer_calls]
+    for entry, output in zip(layer_calls, outputs, strict=True):
+        if output is None or entry.call.steps > 1:
+            raise ArgumentError(
+                OPERATION,
+                received=f"a run of {entry.module!r} whose output was not captured"
+                if output is None
+                else f"{entry.call.steps} cached calls of {entry.module!r}",
+                expected="layers that call an attention function on the whole sequence",
+                hint="Pass need_weights=False to torch.nn.MultiheadAttention, and run a sequence without a cache.",
+            )
+    needed = [output for output in outputs if output.requires_grad]
+    found = iter(torch.autograd.grad(value.sum(), needed, allow_unused=True) if needed else ())
+    gradients = [next(found) if output.requires_grad else None for output in outputs]
+    if not any(gradient is not None for gradient in gradients):
+        raise ArgumentError(
+            OPERATION,
+            received="a metric that depends on no attention layer",
+            expected="a metric of the model's output",
+            hint="Compute it from the argument of the metric, not from another run.",
+        )
+    pairs = zip(gradients, outputs, strict=True)
+    return [torch.zeros_like(output) if gradient is None else gradient for gradient, output in pairs]
+
+
+def _build(
+    value: float,
+    layer_calls: list[LayerCall],
+    gradients: list[Tensor],
+    recording: Recording,
+    baseline: str | Recording,
+    num_edges: int,
+) -> Attribution:
+    heads, edges = Table(), Table()
+    received: dict[str, Tensor] = {}
+    for (layer, module, index, call), gradient in zip(layer_calls, gradients, strict=True):
+        place = {"module": module, "layer": layer, "call": index}
+        difference = call.output.detach().double() - _find_baseline(call, index, baseline)
+        by_head = as_numpy_per_head((gradient.double() * difference).sum((-2, -1)))
+        k = min(num_edges, math.prod(call.shape[-2:]))
+        sums: EdgeSums = call.matrix.measure(edges=EdgeGradients(call.value.detach(), gradient, k)).edges
+        sizes = as_numpy_per_head(sums.magnitude)
+        for head, (total, size) in enumerate(zip(_add_batch(by_head), _add_batch(sizes), strict=True)):
+            heads.append(place | {"head": head, "output": float(total), "attention": float(size)})
+        edges += _list_edges(place, sums, k, num_edges)
+        received[module] = sums.received
+    single = {name for name in recording if len(recording.calls(name)) == 1}
+    by_name = {
+        entry.module: gradient
+        for entry, gradient in zip(layer_calls, gradients, strict=True)
+        if entry.module in single
+    }
+    heads = Table(sorted(heads, key=lambda row: -abs(row["output"])))
+    edges = Table(sorted(edges, key=lambda row: -abs(row["product"])))
+    return Attribution(value, heads, edges, by_name, recording, received)
+
+
+def _add_batch(by_head: Any) -> Any:
+    """Add up the batch entries of a number for each head: (…, heads) to (heads,)."""
+    return by_head.reshape(-1, by_head.shape[-1]).sum(0)
+
+
+def _list_edges(place: Mapping[str, Any], sums: EdgeSums, k: int, count: int) -> list[dict[str, Any]]:
+    """List the largest edges of each head, over all batch entries."""
+    heads = sums.queries.shape[-2] if sums.queries.ndim > 1 else 1
+    columns = [array.reshape(-1, heads, k).tolist() for array in sums[2:]]
+    rows = []
+    for head in range(heads):
+        found = [
+            place
+            | {
+                "head": head,
+                "query": query,
+                "key": key,
+                "batch": batch,
+                "weight": weight,
+                "gradient": gradient,
+            }
+            | {"product": weight * gradient}
+            for batch, entry in enumerate(zip(*columns, strict=True))
+            for query, key, weight, gradient in zip(*(column[head] for column in entry), strict=True)
+            if query >= 0
+        ]
+        rows += sorted(found, key=lambda row: -abs(row["product"]))[:count]
+    return rows
+
+
+def _find_baseline(call: Call, index: int, baseline: str | Recording) -> Tensor:
+    """Return what an ablated head would return: broadcasts to (…, heads, q_len, value_dim)."""
+    output = call.output.detach().double()
+    if baseline == "zero":
+        return torch.zeros((), dtype=output.dtype, device=output.device)
+    if baseline == "mean":
+        axes = [axis for axis in range(output.ndim - 1) if axis != output.ndim - 3]
+        return output.mean(axes, keepdim=True)
+    assert isinstance(baseline, Recording)
+    others = baseline.calls(call.name)
+    other = others[index].output if index < len(others) else None
+    if other is None or other.shape != output.shape:
+        raise ArgumentError(
+            OPERATION,
+            received=f"a baseline whose {call.name!r} has "
+            + ("no output" if other is None else f"outputs of shape {tuple(other.shape)}"),
+            expected=f"outputs of shape {tuple(output.shape)}",
+            hint="Record a run on inputs of the same length: regard.watch(model, values=True).",
+        )
+    return other.detach().to(output)

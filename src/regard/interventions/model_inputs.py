@@ -1,0 +1,48 @@
+"""Run a model on the inputs of an intervention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.errors import ArgumentTypeError, describe_argument
+
+
+def run_model(model: nn.Module, inputs: Any, operation: str, *, require_grad: bool = False) -> Any:
+    """Run a model, without a cache if it has one.
+
+    Args:
+        model: The model.
+        inputs: A tensor, its first argument; or a mapping with its keyword arguments.
+        operation: Name of the calling function, for error messages.
+        require_grad: Let copies of floating-point inputs require gradients.
+
+    Returns:
+        The output of the model.
+
+    Raises:
+        ArgumentTypeError: If `inputs` has another type.
+    """
+    is_mapping = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if not is_mapping and not isinstance(inputs, torch.Tensor):
+        raise ArgumentTypeError(
+            operation,
+            received=f"inputs as {describe_argument(inputs)}",
+            expected="a tensor, or a mapping with the keyword arguments of the model",
+            hint='With a tokenizer: tokenizer(text, return_tensors="pt").',
+        )
+
+    def prepare(value: Any, name: str = "") -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and "mask" not in name
+        # A clone, since a model may not write into a leaf of the graph.
+        return value.detach().requires_grad_().clone() if require_grad and is_float else value
+
+    parameters = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in parameters else {}
+    if isinstance(inputs, torch.Tensor):
+        return model(prepare(inputs), **options)
+    return model(**options | {name: prepare(value, name) for name, value in inputs.items()})

@@ -1,0 +1,228 @@
+"""`interventions.attribution`: gradients of weights and outputs equal those of eager autograd, in O(n) memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+import regard  # noqa: E402
+from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E402
+from regard.interventions import attribution  # noqa: E402
+from regard.interventions.edge_gradients import EdgeGradients  # noqa: E402
+from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+# Grouped heads, a window, sinks, a soft cap, an encoder with padding, cross-attention, images, latent attention.
+FAMILIES = ["GPT-2", "BERT", "Llama", "Mistral", "Qwen3", "BART", "ViT", "DeepSeek-V3", "Gemma 2", "GPT-OSS"]
+
+
+def metric(output):
+    """A number that depends on every token: a fixed random direction of the logits or of the last states."""
+    tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
+    return (tensor * noise.to(tensor.dtype)).sum()
+
+
+def run_eager(family, inputs):
+    """Return the weights of eager attention and their gradients, by autograd."""
+    model = family.build("eager", torch.float64)
+    output = model(**inputs, output_attentions=True)
+    weights = eager_weights(output)
+    for array in weights:
+        array.retain_grad()
+    metric(output).backward()
+    return weights, [array.grad for array in weights]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_weights_equal_those_of_eager_autograd(name, small):
+    family = TINY[name]
+    inputs = family.inputs("right" if family.pads else "none")
+    found = attribution(family.build(), inputs, metric, edges=5)
+    doubled = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    weights, gradients = run_eager(family, doubled)
+    assert len(weights) == len(found.recording)
+    for layer, expected, gradient in zip(found.recording, weights, gradients, strict=True):
+        expected, gradient = expected.detach(), gradient.detach()
+        scale = float(gradient.abs().amax())
+        ours = found.weight_gradients(layer)
+        live = expected > 0
+        assert float(torch.where(live, ours - gradient, 0.0).abs().amax()) <= 1e-5 * scale
+        products = expected * gradient
+        size = float(products.abs().amax())
+        torch.testing.assert_close(found.by_key(layer), products.sum(-2), rtol=0, atol=3e-5 * size)
+        torch.testing.assert_close(found.by_query(layer), products.sum(-1), rtol=0, atol=3e-5 * size)
+        by_head = products.abs().sum((-2, -1)).reshape(-1, products.shape[1]).sum(0)
+        rows = sorted(found.heads.filter(module=layer), key=lambda row: row["head"])
+        torch.testing.assert_close(
+            torch.tensor([row["attention"] for row in rows]).double(), by_head, rtol=1e-4, atol=1e-5 * size
+        )
+        for head in range(products.shape[1]):
+            largest = products[:, head].abs().flatten().sort(descending=True).values[:5]
+            edges = found.edges.filter(module=layer, head=head)
+            ours = torch.tensor([abs(edge["product"]) for edge in edges]).double()
+            torch.testing.assert_close(ours, largest[: len(ours)], rtol=0, atol=3e-5 * size)
+            for edge in edges:
+                value = products[edge["batch"], head, edge["query"], edge["key"]]
+                assert edge["product"] == pytest.approx(float(value), abs=3e-5 * size)
+
+
+def test_rows_of_gradient_times_weight_add_up_to_gradient_times_output():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    found = attribution(model, inputs, metric)
+    for name in found.recording:
+        by_query, by_key = found.by_query(name), found.by_key(name)
+        torch.testing.assert_close(by_query.sum((0, -1)), by_key.sum((0, -1)), rtol=1e-4, atol=1e-5)
+        rows = sorted(found.heads.filter(module=name), key=lambda row: row["head"])
+        outputs = torch.tensor([row["output"] for row in rows]).double()
+        torch.testing.assert_close(outputs, by_query.sum((0, -1)), rtol=1e-5, atol=1e-6)
+        dense = found.weight_gradients(name, 3)
+        torch.testing.assert_close(dense, found.weight_gradients(name, [3])[..., 0, :])
+
+
+def ablate(model, layer, head, to):
+    """Return a handle that replaces the output of one head of a GPT-2 by hand."""
+
+    def replace(module, args):
+        heads = args[0].unflatten(-1, (4, -1)).clone()
+        heads[..., head, :] = to
+        return (heads.flatten(-2),)
+
+    return model.transformer.h[layer].attn.c_proj.register_forward_pre_hook(replace)
+
+
+@pytest.mark.parametrize("baseline", ["zero", "mean", "recording"])
+def test_the_estimate_is_the_derivative_of_the_ablation(baseline):
+    """Scaled towards the baseline by a small step, the metric falls by the estimate times that step."""
+    model, inputs = TINY["GPT-2"].build(dtype=torch.float64), TINY["GPT-2"].inputs("none")
+    other = inputs | {"input_ids": inputs["input_ids"].flip(1)}
+    with torch.no_grad(), regard.watch(model, values=True) as run:
+        model(**other)
+    with torch.no_grad(), regard.watch(model, values=True) as clean:
+        start = metric(model(**inputs))
+    found = attribution(model, inputs, metric, baseline=run if baseline == "recording" else baseline)
+    step = 1e-5
+    for row in found.heads:
+        name, head = row["module"], row["head"]
+        output = clean.calls(name)[0].output[:, head]
+        target = {
+            "zero": torch.zeros_like(output),
+            "mean": output.mean((0, 1)).expand_as(output),
+            "recording": run.calls(name)[0].output[:, head],
+        }[baseline]
+        handle = ablate(model, row["layer"], head, output + step * (target - output))
+        with torch.no_grad():
+            fall = float(start - metric(model(**inputs))) / step
+        handle.remove()
+        assert row["output"] == pytest.approx(fall, rel=1e-3, abs=1e-4)
+
+
+def test_edges_of_a_matrix_in_numpy():
+    rng = np.random.default_rng(0)
+    key, value = rng.normal(size=(2, 2, 2, 7, 3))
+    gradient = rng.normal(size=(2, 4, 7, 3))
+    A = regard.attention(rng.normal(size=(2, 4, 7, 3)), key, mask=regard.causal(), enable_gqa=True)
+    products = A.to_dense() * (gradient @ np.repeat(value, 2, 1).swapaxes(-1, -2))
+    with regard.tiling.use_tile_sizes(rows=2, columns=3, entries=12):
+        sums = A.measure(edges=EdgeGradients(value, gradient, 6)).edges
+    np.testing.assert_allclose(sums.magnitude, np.abs(products).sum((-2, -1)), rtol=1e-12)
+    np.testing.assert_allclose(sums.received, products.sum(-2), rtol=1e-12, atol=1e-14)
+    ranked = -np.sort(-np.abs(products).reshape(2, 4, -1), -1)[..., :6]
+    np.testing.assert_allclose(np.abs(sums.weights * sums.gradients), ranked, rtol=1e-12)
+    batch, head = np.ogrid[:2, :4]
+    at = products[batch[..., None], head[..., None], sums.queries, sums.keys]
+    np.testing.assert_allclose(sums.weights * sums.gradients, at, rtol=1e-12)
+
+
+def test_a_head_with_fewer_edges_than_asked_lists_those_it_has():
+    A = regard.attention(np.zeros((2, 1)), np.zeros((2, 1)), mask=regard.causal())
+    sums = A.measure(edges=EdgeGradients(np.ones((2, 1)), np.ones((2, 1)), 4)).edges
+    edges = sorted(zip(sums.queries.tolist(), sums.keys.tolist(), strict=True))
+    assert edges == [(-1, -1), (0, 0), (1, 0), (1, 1)]
+
+
+def test_parameters_and_hooks_are_left_as_they_were():
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    model.requires_grad_(False)
+    chosen = model.transformer.h[0].attn.c_attn.weight.requires_grad_(True)
+    hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+    with torch.no_grad():
+        found = attribution(model, inputs, metric)
+        assert not torch.is_grad_enabled()
+    assert len(found.heads) == 8 and found.metric == pytest.approx(metric(model(**inputs)).item(), rel=1e-5)
+    assert [p for p in model.parameters() if p.requires_grad] == [chosen]
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        attribution(model, inputs, lambda output: 1 / 0)
+    assert [p for p in model.parameters() if p.requires_grad] == [chosen]
+    assert hooks == sum(
+        len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
+    )
+
+
+def test_arguments_that_cannot_be_attributed_are_refused():
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    with pytest.raises(ArgumentTypeError, match="metric as int 3"):
+        attribution(model, inputs, 3)
+    with pytest.raises(ArgumentTypeError, match="inputs as"):
+        attribution(model, "text", metric)
+    with pytest.raises(ArgumentTypeError, match="metric that returns"):
+        attribution(model, inputs, lambda output: metric(output).item())
+    with pytest.raises(ArgumentError, match="metric of shape"):
+        attribution(model, inputs, lambda output: output.logits[0, -1])
+    with pytest.raises(ArgumentError, match="without a gradient"):
+        attribution(model, inputs, lambda output: metric(output).detach())
+    with pytest.raises(ArgumentTypeError, match="baseline as"):
+        attribution(model, inputs, metric, baseline="median")
+    with pytest.raises(ArgumentError, match="edges"):
+        attribution(model, inputs, metric, edges=0)
+    with torch.no_grad(), regard.watch(model, values=True) as shorter:
+        model(inputs["input_ids"][:, :5])
+    with pytest.raises(ArgumentError, match=r"outputs of shape \(2, 4, 5, 8\)"):
+        attribution(model, inputs, metric, baseline=shorter)
+
+    class OwnSoftmax(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+            return (q @ k.mT).softmax(-1) @ v
+
+    with pytest.raises(NotCapturedError, match="without gradients"):
+        attribution(OwnSoftmax(), torch.randn(1, 5, 8), lambda output: output.sum())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
+def test_memory_is_linear_in_the_length():
+    """One layer of two heads at 8,192 tokens: the weights of one head alone would take 256 MiB."""
+    code = """
+import resource, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from regard.interventions import attribution
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, max_position_embeddings=8192)
+model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+metric = lambda output: output.logits[0, -1, 3]
+attribution(model, torch.randint(32, (1, 256)), metric)
+before = peak()
+found = attribution(model, torch.randint(32, (1, 8192)), metric)
+assert len(found.edges) == 16
+print(peak() - before)
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 100  # MiB
