@@ -30,15 +30,21 @@ except ImportError as error:
 from regard._public import set_public_module
 from regard.interventions.edits import Edit, ablate, knockout, patch, rescore, restrict
 from regard.interventions.effect_sweep import effects
+from regard.interventions.gradient_attribution import Attribution, attribution
 from regard.interventions.intervene import Intervention
+from regard.interventions.logit_parts import LogitAttribution, logit_attribution
 from regard.interventions.metrics import logit_difference
 
 __all__ = [
+    "Attribution",
     "Edit",
     "Intervention",
+    "LogitAttribution",
     "ablate",
+    "attribution",
     "effects",
     "knockout",
+    "logit_attribution",
     "logit_difference",
     "patch",
     "rescore",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
+from regard.interventions.metrics import Metric
 from regard.interventions.model_inputs import run_model
 from regard.lens.analysis.head_table import as_numpy_per_head
 from regard.lens.capture.call import Call, LayerCall
@@ -30,10 +31,10 @@ class Attribution:
     """How much each head and each edge adds to a metric, to first order; `attribution` returns it.
 
     Attributes:
-        metric: The value of the metric.
-        heads: One row for each layer and head, those with the largest |output| first: `module`, `layer`, `call`,
-            `head`, `output`, the sum of gradient · output, and `attention`, the sum of |gradient · weight| over all
-            edges.
+        metric: The value of the metric, the mean over the batch.
+        heads: One row for each layer and head, those with the largest |effect| first: `module`, `layer`, `call`,
+            `head`; `effect`, the sum of gradient · (baseline − output), which estimates what `effects` measures;
+            `output`, the sum of gradient · output; and `attention`, the sum of |gradient · weight| over all edges.
         edges: The edges of each head with the largest |gradient · weight|, largest first: `module`, `layer`, `call`,
             `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
         gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
@@ -64,7 +65,9 @@ class Attribution:
         Returns:
             (…, heads, rows, kv_len); an integer drops the axis of rows.
         """
-        gradient, value = self.gradients[name], self._find_call(name).value.detach()
+        gradient, value = self.gradients[name], self._find_call(name).value
+        assert value is not None
+        value = value.detach()
         value = value.repeat_interleave(gradient.shape[-3] // value.shape[-3], -3)
         wide = torch.promote_types(gradient.dtype, torch.float32)
         picked = gradient[..., [rows] if isinstance(rows, int) else rows, :].to(wide)
@@ -77,8 +80,9 @@ class Attribution:
         Args:
             name: Name of the module, called once.
         """
-        output = self._find_call(name).output.detach()
-        return (self.gradients[name].double() * output.double()).sum(-1)
+        output = self._find_call(name).output
+        assert output is not None
+        return (self.gradients[name].double() * output.detach().double()).sum(-1)
 
     def by_key(self, name: str) -> Tensor:
         """Return the sum of gradient · weight of each key: (…, heads, kv_len).
@@ -107,7 +111,7 @@ class Attribution:
 def attribution(
     model: nn.Module,
     inputs: Any,
-    metric: Callable[[Any], Tensor],
+    metric: Metric,
     *,
     baseline: Literal["zero", "mean"] | Recording = "zero",
     edges: int = 8,
@@ -115,19 +119,18 @@ def attribution(
     """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
 
     For each head it computes gradient · output, and for each edge gradient · weight. Both are estimates of first order.
-    The first estimates how much the metric falls if the head is ablated: attribution patching (Nanda 2023; Syed et al.,
-    2310.10348). `interventions.effects` measures it. The gradient of the weights, dL/dA = dL/dO · Vᵀ, is made in tiles,
+    The first estimates how the metric changes if the head is ablated: attribution patching (Nanda 2023; Syed et al.,
+    2310.10348); `effects` measures it. The gradient of the weights, dL/dA = dL/dO · Vᵀ, is made in tiles,
     so the memory is O(n). Summed over a row, gradient · weight is gradient · output, up to rounding.
 
     Args:
         model: The model, in eval mode. Its parameters and their gradients are left as they are.
         inputs: Token ids, or any tensor that the model takes as its first argument; or a mapping with the keyword
             arguments of the model.
-        metric: A function of the model's output that returns one number, such as
-            `lambda output: output.logits[0, -1, answer] - output.logits[0, -1, wrong]`.
+        metric: A function from the model's output to one number for each batch entry, (batch,), or to a single number,
+            such as `logit_difference(…)`. Its mean over the batch is attributed.
         baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens and
-            the batch; or a recording of another run with `watch(values=True)`, whose outputs are used. The column
-            `output` is the sum of gradient · (output − baseline).
+            the batch; or a recording of another run with `watch(values=True)`, whose outputs are used.
         edges: Number of edges of each head to list.
 
     Returns:
@@ -135,7 +138,7 @@ def attribution(
 
     Raises:
         ArgumentTypeError: If `inputs`, `metric` or `baseline` has the wrong type, or the metric is not a tensor.
-        ArgumentError: If the metric is not one number or does not depend on any attention layer, an output was not
+        ArgumentError: If the metric has another shape or does not depend on any attention layer, an output was not
             captured, or the baseline has other shapes.
         NotCapturedError: If a layer cannot be recorded with gradients; the message says why.
 
@@ -144,25 +147,26 @@ def attribution(
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     >>> found = attribution(layer, torch.ones(1, 3, 8), lambda output: output[0, -1, 0])
     >>> found.heads.columns
-    ['module', 'layer', 'call', 'head', 'output', 'attention']
+    ['module', 'layer', 'call', 'head', 'effect', 'output', 'attention']
     """
     if not callable(metric):
         raise ArgumentTypeError(
             OPERATION,
             received=f"metric as {describe_argument(metric)}",
-            expected="a function of the model's output that returns one number",
-            hint="For example metric=lambda output: output.logits[0, -1, answer].",
+            expected="a function from the model's output to one number for each batch entry",
+            hint="For example metric=lambda output: output.logits[:, -1, answer].",
         )
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
     _check_baseline(baseline)
     with require_input_gradients(model), torch.enable_grad():
         with watch(model, grad=True, values=True) as recording:
-            value = metric(run_model(model, inputs, OPERATION, require_grad=True))
-        _check_metric(value)
+            num_logits = getattr(metric, "num_logits", None)
+            value = metric(run_model(model, inputs, OPERATION, num_logits=num_logits, require_grad=True))
+        value = _check_metric(value).mean()
         layer_calls = recording._layer_calls()
         gradients = _compute_gradients(value, layer_calls)
     with torch.no_grad():
-        return _build(float(value), layer_calls, gradients, recording, baseline, edges)
+        return _build(value.item(), layer_calls, gradients, recording, baseline, edges)
 
 
 @contextmanager
@@ -186,26 +190,27 @@ def require_input_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
-def _check_metric(value: Any) -> None:
+def _check_metric(value: Any) -> Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentTypeError(
             OPERATION,
             received=f"a metric that returns {describe_argument(value)}",
-            expected="a tensor with one number, computed from the model's output",
+            expected="a tensor (batch,) or a single number, computed from the model's output",
             hint="Do not call .item(), float() or .detach(): the gradient flows through the metric.",
         )
-    if value.numel() != 1 or not value.requires_grad:
-        is_constant = value.numel() == 1
+    if value.ndim > 1 or not value.requires_grad:
+        is_constant = value.ndim <= 1
         raise ArgumentError(
             OPERATION,
             received="a metric without a gradient"
             if is_constant
             else f"a metric of shape {tuple(value.shape)}",
-            expected="one number that depends on the model's output",
+            expected="one number for each batch entry, or one, that depends on the model's output",
             hint="Do not detach it, and do not run the model under torch.no_grad()."
             if is_constant
-            else "Add it up or average it: .sum() or .mean().",
+            else "Select a token, add up or average: output.logits[:, -1, answer].",
         )
+    return value
 
 
 def _check_baseline(baseline: Any) -> None:
@@ -220,7 +225,7 @@ def _check_baseline(baseline: Any) -> None:
 
 def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tensor]:
     """Compute dL/dO of every call; zeros where the metric does not depend on it."""
-    outputs = [entry.call.output for entry in layer_calls]
+    outputs: list[Any] = [entry.call.output for entry in layer_calls]
     for entry, output in zip(layer_calls, outputs, strict=True):
         if output is None or entry.call.steps > 1:
             raise ArgumentError(
@@ -232,7 +237,7 @@ def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tens
                 hint="Pass need_weights=False to torch.nn.MultiheadAttention, and run a sequence without a cache.",
             )
     needed = [output for output in outputs if output.requires_grad]
-    found = iter(torch.autograd.grad(value.sum(), needed, allow_unused=True) if needed else ())
+    found = iter(torch.autograd.grad(value, needed, allow_unused=True) if needed else ())
     gradients = [next(found) if output.requires_grad else None for output in outputs]
     if not any(gradient is not None for gradient in gradients):
         raise ArgumentError(
@@ -246,7 +251,7 @@ def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tens
 
 
 def _build(
-    value: float,
+    metric: float,
     layer_calls: list[LayerCall],
     gradients: list[Tensor],
     recording: Recording,
@@ -257,13 +262,23 @@ def _build(
     received: dict[str, Tensor] = {}
     for (layer, module, index, call), gradient in zip(layer_calls, gradients, strict=True):
         place = {"module": module, "layer": layer, "call": index}
-        difference = call.output.detach().double() - _find_baseline(call, index, baseline)
-        by_head = as_numpy_per_head((gradient.double() * difference).sum((-2, -1)))
+        value, output, wide = call.value, call.output, gradient.double()
+        assert value is not None and output is not None
+        output = output.detach().double()
+        change = _find_baseline(call.name, index, output, baseline) - output
+        effect, total = (
+            _add_batch(as_numpy_per_head((wide * part).sum((-2, -1)))) for part in (change, output)
+        )
         k = min(num_edges, math.prod(call.shape[-2:]))
-        sums: EdgeSums = call.matrix.measure(edges=EdgeGradients(call.value.detach(), gradient, k)).edges
-        sizes = as_numpy_per_head(sums.magnitude)
-        for head, (total, size) in enumerate(zip(_add_batch(by_head), _add_batch(sizes), strict=True)):
-            heads.append(place | {"head": head, "output": float(total), "attention": float(size)})
+        sums: EdgeSums = call.matrix.measure(edges=EdgeGradients(value.detach(), gradient, k)).edges
+        columns = {
+            "effect": effect,
+            "output": total,
+            "attention": _add_batch(as_numpy_per_head(sums.magnitude)),
+        }
+        for head in range(len(effect)):
+            numbers = {name: float(column[head]) for name, column in columns.items()}
+            heads.append(place | {"head": head} | numbers)
         edges += _list_edges(place, sums, k, num_edges)
         received[module] = sums.received
     single = {name for name in recording if len(recording.calls(name)) == 1}
@@ -272,9 +287,9 @@ def _build(
         for entry, gradient in zip(layer_calls, gradients, strict=True)
         if entry.module in single
     }
-    heads = Table(sorted(heads, key=lambda row: -abs(row["output"])))
+    heads = Table(sorted(heads, key=lambda row: -abs(row["effect"])))
     edges = Table(sorted(edges, key=lambda row: -abs(row["product"])))
-    return Attribution(value, heads, edges, by_name, recording, received)
+    return Attribution(metric, heads, edges, by_name, recording, received)
 
 
 def _add_batch(by_head: Any) -> Any:
@@ -282,7 +297,7 @@ def _add_batch(by_head: Any) -> Any:
     return by_head.reshape(-1, by_head.shape[-1]).sum(0)
 
 
-def _list_edges(place: Mapping[str, Any], sums: EdgeSums, k: int, count: int) -> list[dict[str, Any]]:
+def _list_edges(place: dict[str, Any], sums: EdgeSums, k: int, count: int) -> list[dict[str, Any]]:
     """List the largest edges of each head, over all batch entries."""
     heads = sums.queries.shape[-2] if sums.queries.ndim > 1 else 1
     columns = [array.reshape(-1, heads, k).tolist() for array in sums[2:]]
@@ -307,21 +322,20 @@ def _list_edges(place: Mapping[str, Any], sums: EdgeSums, k: int, count: int) ->
     return rows
 
 
-def _find_baseline(call: Call, index: int, baseline: str | Recording) -> Tensor:
+def _find_baseline(name: str, index: int, output: Tensor, baseline: str | Recording) -> Tensor:
     """Return what an ablated head would return: broadcasts to (…, heads, q_len, value_dim)."""
-    output = call.output.detach().double()
     if baseline == "zero":
         return torch.zeros((), dtype=output.dtype, device=output.device)
     if baseline == "mean":
         axes = [axis for axis in range(output.ndim - 1) if axis != output.ndim - 3]
         return output.mean(axes, keepdim=True)
     assert isinstance(baseline, Recording)
-    others = baseline.calls(call.name)
+    others = baseline.calls(name)
     other = others[index].output if index < len(others) else None
     if other is None or other.shape != output.shape:
         raise ArgumentError(
             OPERATION,
-            received=f"a baseline whose {call.name!r} has "
+            received=f"a baseline whose {name!r} has "
             + ("no output" if other is None else f"outputs of shape {tuple(other.shape)}"),
             expected=f"outputs of shape {tuple(output.shape)}",
             hint="Record a run on inputs of the same length: regard.watch(model, values=True).",

@@ -285,6 +285,7 @@ def _add_block(
 ) -> None:
     for attention in block.attentions:
         (call,) = recording.calls(attention.module)
+        assert call.output is not None
         output = call.output[:, :, position].double()  # (batch, heads, value_dim)
         weight, bias = attention.projection.weight.double(), attention.projection.bias
         by_head = project(attention.map(torch.einsum("bhd,hdw->hbw", output, weight)))

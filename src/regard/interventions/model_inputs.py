@@ -12,13 +12,21 @@ from torch import nn
 from regard.errors import ArgumentTypeError, describe_argument
 
 
-def run_model(model: nn.Module, inputs: Any, operation: str, *, require_grad: bool = False) -> Any:
+def run_model(
+    model: nn.Module,
+    inputs: Any,
+    operation: str,
+    *,
+    num_logits: int | None = None,
+    require_grad: bool = False,
+) -> Any:
     """Run a model, without a cache if it has one.
 
     Args:
         model: The model.
         inputs: A tensor, its first argument; or a mapping with its keyword arguments.
         operation: Name of the calling function, for error messages.
+        num_logits: How many of the last logits are needed, if the model can omit the others; None for all.
         require_grad: Let copies of floating-point inputs require gradients.
 
     Returns:
@@ -42,7 +50,8 @@ def run_model(model: nn.Module, inputs: Any, operation: str, *, require_grad: bo
         return value.detach().requires_grad_().clone() if require_grad and is_float else value
 
     parameters = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in parameters else {}
+    options: dict[str, Any] = {"use_cache": False, "logits_to_keep": num_logits}
+    options = {name: option for name, option in options.items() if name in parameters and option is not None}
     if isinstance(inputs, torch.Tensor):
         return model(prepare(inputs), **options)
     return model(**options | {name: prepare(value, name) for name, value in inputs.items()})

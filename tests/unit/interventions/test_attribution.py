@@ -103,7 +103,7 @@ def ablate(model, layer, head, to):
 
 @pytest.mark.parametrize("baseline", ["zero", "mean", "recording"])
 def test_the_estimate_is_the_derivative_of_the_ablation(baseline):
-    """Scaled towards the baseline by a small step, the metric falls by the estimate times that step."""
+    """Scaled towards the baseline by a small step, the metric changes by the estimate times that step."""
     model, inputs = TINY["GPT-2"].build(dtype=torch.float64), TINY["GPT-2"].inputs("none")
     other = inputs | {"input_ids": inputs["input_ids"].flip(1)}
     with torch.no_grad(), regard.watch(model, values=True) as run:
@@ -122,9 +122,9 @@ def test_the_estimate_is_the_derivative_of_the_ablation(baseline):
         }[baseline]
         handle = ablate(model, row["layer"], head, output + step * (target - output))
         with torch.no_grad():
-            fall = float(start - metric(model(**inputs))) / step
+            change = float(metric(model(**inputs)) - start) / step
         handle.remove()
-        assert row["output"] == pytest.approx(fall, rel=1e-3, abs=1e-4)
+        assert row["effect"] == pytest.approx(change, rel=1e-3, abs=1e-4)
 
 
 def test_edges_of_a_matrix_in_numpy():
@@ -179,7 +179,7 @@ def test_arguments_that_cannot_be_attributed_are_refused():
     with pytest.raises(ArgumentTypeError, match="metric that returns"):
         attribution(model, inputs, lambda output: metric(output).item())
     with pytest.raises(ArgumentError, match="metric of shape"):
-        attribution(model, inputs, lambda output: output.logits[0, -1])
+        attribution(model, inputs, lambda output: output.logits[:, -1])
     with pytest.raises(ArgumentError, match="without a gradient"):
         attribution(model, inputs, lambda output: metric(output).detach())
     with pytest.raises(ArgumentTypeError, match="baseline as"):
