@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.engines.accumulators import (
+    Accumulator,
+    BandSum,
+    CellReduction,
+    ColumnSum,
+    DiagonalSum,
+    RowMaxScore,
+    RowSum,
+    RowTopK,
+)
 
 
 def accumulate_dense(accumulator: Accumulator, weights: Any, scores: Any, q_idx: Any) -> Any:
@@ -34,6 +43,15 @@ def accumulate_dense(accumulator: Accumulator, weights: Any, scores: Any, q_idx:
             return (weights * np.abs(rows + offset - keys)).sum(-1)
         case RowSum("position"):
             return (weights * keys).sum(-1)
+        case BandSum(least, most, query_labels, key_labels):
+            counted = (keys - rows >= least) & (keys - rows <= most)
+            if query_labels is not None:
+                counted = counted & (query_labels[..., :, None] == key_labels[..., None, :])
+            return (weights * counted).sum(-1)
+        case DiagonalSum():
+            own = np.arange(weights.shape[1])[:, None]
+            at = weights.shape[1] - 1 + keys - own
+            return np.stack([np.bincount(at.ravel(), part.ravel(), sum(part.shape) - 1) for part in weights])
         case ColumnSum():
             return weights.sum(-2)
         case RowMaxScore():

@@ -157,7 +157,9 @@ def run_block_loop(
     return results, known or SoftmaxStats(*(concat([part[1][i] for part in parts]) for i in range(2)))
 
 
-def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> dict[int, Accumulator]:
+def find_compiled(
+    problem: Problem, measures: Sequence[LoopMeasure]
+) -> dict[int, Accumulator | tuple[Accumulator, ...]]:
     """Return what a compiled pass would accumulate, by the number of the measure; empty without a compiled pass."""
     if not problem.engine.name_compiled_pass(problem):
         return {}
@@ -179,11 +181,15 @@ def _run_compiled(
     }
     usable = known if known is not None and known.fits(compiled=True) else None
     largest, total = (None, None) if usable is None else usable[:2]
-    accumulated, largest, total = problem.engine.accumulate(
-        problem, list(accumulators.values()), largest, total
-    )
-    states = zip(bound.items(), accumulated, strict=True)
-    results = {i: measure.finish(measure.restore_state(state)) for (i, measure), state in states}
+    parts = {i: found if isinstance(found, tuple) else (found,) for i, found in accumulators.items()}
+    wanted = [part for found in parts.values() for part in found]
+    accumulated, largest, total = problem.engine.accumulate(problem, wanted, largest, total)
+    remaining, results = iter(accumulated), {}
+    for i, measure in bound.items():
+        own = [next(remaining) for _ in parts[i]]
+        is_stacked = isinstance(accumulators[i], tuple)
+        state = problem.engine.xp.stack(own, axis=-1) if is_stacked else own[0]
+        results[i] = measure.finish(measure.restore_state(state))
     return results, usable or SoftmaxStats(largest, total, is_compiled=True)
 
 

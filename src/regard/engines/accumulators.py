@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from regard.types import IntArray
+
 
 @dataclass(frozen=True)
 class RowSum:
@@ -25,6 +27,30 @@ class RowSum:
     factor: Literal["one", "surprisal", "distance", "position"]
     offset: int = 0
     intervals: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BandSum:
+    """The sum of the weights of each row at some distances: (pairs, rows), float64.
+
+    A key counts if `least` ≤ kv_idx − q_idx ≤ `most` and, with labels, if it has the label of the row.
+
+    Attributes:
+        least: Smallest distance.
+        most: Largest distance.
+        query_labels: Label of each row, (pairs, rows) or (1, rows); None for no labels.
+        key_labels: Label of each key, (pairs, kv_len) or (1, kv_len); None for no labels.
+    """
+
+    least: float
+    most: float
+    query_labels: IntArray | None = None
+    key_labels: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class DiagonalSum:
+    """The sum of each diagonal: (pairs, rows + kv_len − 1), float64; row i and key j are on rows − 1 + j − i."""
 
 
 @dataclass(frozen=True)
@@ -66,4 +92,4 @@ class RowMaxScore:
     """The largest score of each row, without the sink: (pairs, rows), float64; −inf for a row without live keys."""
 
 
-Accumulator = RowSum | ColumnSum | CellReduction | RowTopK | RowMaxScore
+Accumulator = RowSum | BandSum | ColumnSum | DiagonalSum | CellReduction | RowTopK | RowMaxScore

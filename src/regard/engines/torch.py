@@ -240,7 +240,7 @@ class TorchEngine:
 
     def prepare_fast_product(
         self, query: Array, key: Array, mask: Mask | None, scale: float
-    ) -> fused.FastProduct | None:
+    ) -> Callable[[Any, bool], tuple[Array, Array | None, str] | None] | None:
         return fused.prepare_fast_product(query, key, mask, scale, self.device_type)
 
     def needs_exact_rows(self, problem: Problem) -> bool:

@@ -83,7 +83,7 @@ class Measure:
         """
         return product[..., 0]
 
-    def accumulator(self, problem: Problem) -> Accumulator | None:
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
         """Describe the state as one of the values that a compiled pass can accumulate.
 
         The description replaces `init` and `step`, so it is not used if a subclass overrides one of these alone.
@@ -92,7 +92,8 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            What to accumulate; None if only `step` can compute the measure.
+            What to accumulate; several sums for an array that stacks them along a new last axis; None if only `step`
+            can compute the measure.
         """
         return None
 
@@ -179,7 +180,7 @@ def copy_with(measure: MeasureT, **state: Any) -> MeasureT:
     return bound
 
 
-def find_accumulator(measure: object, problem: Problem) -> Accumulator | None:
+def find_accumulator(measure: object, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
     """Return the description of a measure's state; None if the measure has none, or redefines how it is computed.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard.core.problem import Problem
+from regard.engines.accumulators import Accumulator, DiagonalSum
 from regard.lens.analysis.head_table import (
     as_numpy_per_head,
     build_copies_measure,
@@ -47,6 +48,9 @@ class Offsets(Measure):
             picked = problem.frame.take_pairs(rows, 1, "offsets")
             rows = problem.engine.xp.asarray(picked, dtype=problem.dtype)[..., None]
         return replace(self, rows=rows, lengths=(problem.shape[1], problem.shape[2]), buffers={})
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return DiagonalSum() if self.rows is None else None
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((shape[0], shape[1] + shape[2] - 1))

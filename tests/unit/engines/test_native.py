@@ -11,7 +11,15 @@ import pytest
 
 import regard
 from regard import attention, causal, dense, document, first, padding, sliding_window
-from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.engines.accumulators import (
+    BandSum,
+    CellReduction,
+    ColumnSum,
+    DiagonalSum,
+    RowMaxScore,
+    RowSum,
+    RowTopK,
+)
 from regard.engines.native import accumulate, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
@@ -34,15 +42,18 @@ SHAPES = [
 ]
 
 
-def list_accumulators(rows: int, kv_len: int) -> list[Any]:
+def list_accumulators(pairs: int, rows: int, kv_len: int) -> list[Any]:
     few, many = min(rows, kv_len, 7), (rows, kv_len)
+    rng = np.random.default_rng(rows)
+    labels = [(rng.integers(-2, 5, (n, rows)), rng.integers(-2, 5, (n, kv_len))) for n in (1, pairs)]
     return [
         RowSum("one"), RowSum("surprisal"), RowSum("distance"), RowSum("distance", offset=kv_len - rows),
         RowSum("position"), RowSum("one", intervals=((0, 1),)), RowSum("one", intervals=()),
         RowSum("one", intervals=((0, kv_len // 3), (kv_len // 2, kv_len))), ColumnSum(),
         CellReduction((few, few), "sum"), CellReduction((1, kv_len), "sum"), CellReduction((rows, 1), "max"),
         CellReduction(many if rows * kv_len < 5000 else (1, 2), "max"), RowTopK(1),
-        RowTopK(min(8, kv_len)), RowMaxScore(),
+        RowTopK(min(8, kv_len)), RowMaxScore(), DiagonalSum(), BandSum(-1, -1), BandSum(-20, 19), BandSum(1, np.inf),
+        BandSum(-np.inf, kv_len - rows), BandSum(5, 3), BandSum(-np.inf, -1, *labels[0]), BandSum(-30, 40, *labels[1]),
     ]  # fmt: skip
 
 
@@ -55,7 +66,7 @@ def check(A: Any, *, known: str = "", threads: int = 1, rtol: float, atol: float
         with np.errstate(divide="ignore"):
             lse = stats.lse(np)
     given = {"": (None, None), "lse": (lse, None), "max and sum": tuple(stats[:2])}[known]
-    accumulators = list_accumulators(*problem.shape[1:])
+    accumulators = list_accumulators(*problem.shape)
     query, key = (np.asarray(x, problem.dtype) for x in (problem.query, problem.key))
     found = accumulate(problem, query, key, accumulators, *given, threads)
     accumulated, largest, total = found
@@ -136,7 +147,7 @@ def test_rows_out_of_order_grouped_heads_and_layouts(instruction_set: str) -> No
 def test_results_do_not_depend_on_the_number_of_threads(instruction_set: str, threads: int) -> None:
     query, key = draw(2000, 700, 16, np.float32)
     problem = attention(query, key, mask=sliding_window(left=400, right=100, align="upper_left"))._problem
-    accumulators = list_accumulators(2000, 700)
+    accumulators = list_accumulators(2, 2000, 700)
     first_result, again = (
         accumulate(problem, query, key, accumulators, None, None, count) for count in (1, threads)
     )
@@ -155,7 +166,7 @@ def test_masked_numbers_do_not_matter_and_live_ones_reach_their_rows(
     clean = attention(query, key, mask=mask)
     key[:, 0] = value
     poisoned = attention(query, key, mask=mask)
-    accumulators = list_accumulators(100, 130)
+    accumulators = list_accumulators(2, 100, 130)
     clean_result, result = (
         accumulate(A._problem, query, A._problem.key, accumulators, None, None, 1) for A in (clean, poisoned)
     )

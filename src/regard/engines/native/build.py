@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).resolve().parent
-SOURCES = ("measures.c", "measures_types.h", "measures_pass.h")
+SOURCES = ("measures.c", "measures_types.h", "measures_pass.h", "measures_sums.h")
 LIBRARY_NAME = "measures" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 # -fwrapv: shifts of the bits of numbers wrap around. Nothing here depends on the machine that compiles.

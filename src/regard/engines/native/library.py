@@ -29,6 +29,14 @@ class Grid(Structure):
     ]  # fmt: skip
 
 
+class Band(Structure):
+    """`Band` of measures.c."""
+
+    _fields_ = [
+        ("least", c_int64), ("most", c_int64), ("row_labels", c_void_p), ("key_labels", c_void_p), ("sums", c_void_p),
+    ]  # fmt: skip
+
+
 class Job(Structure):
     """`Job` of measures.c, which documents the fields."""
 
@@ -44,7 +52,8 @@ class Job(Structure):
         ("one", c_void_p), ("surprisal", c_void_p), ("position", c_void_p), ("max_score", c_void_p),
         ("num_distances", c_int64), ("distance_offsets", c_void_p), ("distances", POINTER(c_void_p)),
         ("num_shares", c_int64), ("share_starts", c_void_p), ("intervals", c_void_p), ("shares", POINTER(c_void_p)),
-        ("columns", c_void_p),
+        ("num_bands", c_int64), ("bands", POINTER(Band)),
+        ("columns", c_void_p), ("diagonals", c_void_p),
         ("num_grids", c_int64), ("grids", POINTER(Grid)),
         ("top_k", c_int64), ("top_values", c_void_p), ("top_indices", c_void_p),
     ]  # fmt: skip

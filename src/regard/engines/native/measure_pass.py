@@ -16,11 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.engines.accumulators import (
+    Accumulator,
+    BandSum,
+    CellReduction,
+    ColumnSum,
+    DiagonalSum,
+    RowMaxScore,
+    RowSum,
+    RowTopK,
+)
 from regard.engines.native.library import (
     BLOCK_KEYS,
     BLOCK_ROWS,
     INSTRUCTION_SETS,
+    Band,
     Grid,
     Job,
     find_instruction_set,
@@ -36,6 +46,8 @@ if TYPE_CHECKING:
 MIN_JOBS = 32
 # Multiply-adds that are worth a thread of their own.
 MIN_WORK_OF_THREAD = 1 << 22
+# Larger than any distance between a query and a key.
+FAR = 1 << 40
 
 
 def describe_pass(problem: Problem) -> str:
@@ -98,6 +110,7 @@ class _PairJob:
     job: Job
     pair: int
     columns: Array | None
+    diagonals: Array | None
     cells: list[tuple[int, Array]]  # first row of cells, and the cells, of each grid
     kept: list[Any] = field(default_factory=list)
 
@@ -124,10 +137,11 @@ class _MatrixPass:
         self.row_sums = {
             accumulator: np.zeros((pairs, rows))
             for accumulator in dict.fromkeys(accumulators)
-            if isinstance(accumulator, RowSum | RowMaxScore)
+            if isinstance(accumulator, RowSum | BandSum | RowMaxScore)
         }
-        self.has_columns = ColumnSum() in wanted
-        self.columns = np.zeros((pairs, kv_len)) if self.has_columns else None
+        # Sums over rows: jobs of the same pair add to parts of their own.
+        self.columns = np.zeros((pairs, kv_len)) if ColumnSum() in wanted else None
+        self.diagonals = np.zeros((pairs, rows + kv_len - 1)) if DiagonalSum() in wanted else None
         grids = [item for item in dict.fromkeys(accumulators) if isinstance(item, CellReduction)]
         self.grids = {grid: np.zeros((pairs, *grid.cells)) for grid in grids}
         # The k largest begin with the fewer largest that another accumulator needs.
@@ -161,12 +175,16 @@ class _MatrixPass:
         if problem.sink is not None:
             sink = problem.engine.to_numpy(problem.frame.per_head(problem.sink, "sink"))
             job.has_sink, job.sink = True, float(sink[pair if len(sink) > 1 else 0])
-        made = _PairJob(job, pair, None, [], [query, key])
+        whole = first_block == 0 and last_block * BLOCK_ROWS >= rows
+        columns, diagonals = (
+            None if array is None else array[pair] if whole else np.zeros(array.shape[1])
+            for array in (self.columns, self.diagonals)
+        )
+        job.columns, job.diagonals = (
+            None if array is None else array.ctypes.data for array in (columns, diagonals)
+        )
+        made = _PairJob(job, pair, columns, diagonals, [], [query, key])
         self._set_row_outputs(made)
-        if self.columns is not None:
-            whole = first_block == 0 and last_block * BLOCK_ROWS >= rows
-            made.columns = self.columns[pair] if whole else np.zeros(kv_len)
-            job.columns = made.columns.ctypes.data
         grids = []
         for grid in self.grids:
             first, last = (
@@ -187,6 +205,7 @@ class _MatrixPass:
         job = made.job
         distances: list[tuple[int, int]] = []
         shares: list[tuple[tuple[tuple[int, int], ...], int]] = []
+        bands: list[Band] = []
         for accumulator, array in self.row_sums.items():
             pointer = array[made.pair].ctypes.data
             match accumulator:
@@ -194,6 +213,12 @@ class _MatrixPass:
                     distances.append((offset, pointer))
                 case RowSum("one", _, intervals) if intervals is not None:
                     shares.append((intervals, pointer))
+                case BandSum(least, most, query_labels, key_labels):
+                    label_arrays = [_take_labels(array, made.pair) for array in (query_labels, key_labels)]
+                    made.kept += label_arrays
+                    limits = (int(np.clip(limit, -FAR, FAR)) for limit in (least, most))
+                    pointers = (None if array is None else array.ctypes.data for array in label_arrays)
+                    bands.append(Band(*limits, *pointers, pointer))
                 case RowSum(factor):
                     setattr(job, factor, pointer)
                 case _:
@@ -205,15 +230,15 @@ class _MatrixPass:
         job.num_distances, job.distance_offsets = len(distances), offsets.ctypes.data
         job.distances = (ctypes.c_void_p * max(len(distances), 1))(*(pointer for _, pointer in distances))
         job.num_shares, job.share_starts, job.intervals = len(shares), starts.ctypes.data, edges.ctypes.data
+        job.num_bands, job.bands = len(bands), (Band * max(len(bands), 1))(*bands)
         job.shares = (ctypes.c_void_p * max(len(shares), 1))(*(pointer for _, pointer in shares))
 
     def finish(self, jobs: list[_PairJob]) -> tuple[list[Any], Array, Array | None]:
         """Add up the parts of the jobs, and return the result of each accumulator."""
         for made in reversed(jobs):
-            if self.columns is not None and made.columns is not None:
-                own = self.columns[made.pair]
-                if made.columns.ctypes.data != own.ctypes.data:
-                    own += made.columns
+            for array, part in ((self.columns, made.columns), (self.diagonals, made.diagonals)):
+                if array is not None and part is not None and part.base is not array:
+                    array[made.pair] += part
             for (grid, cells), (first, part) in zip(self.grids.items(), made.cells, strict=True):
                 own = cells[made.pair, first : first + len(part)]
                 own[...] = np.maximum(own, part) if grid.reduce == "max" else own + part
@@ -223,13 +248,22 @@ class _MatrixPass:
         match accumulator:
             case ColumnSum():
                 return self.columns
+            case DiagonalSum():
+                return self.diagonals
             case CellReduction():
                 return self.grids[accumulator]
             case RowTopK(k):
                 return tuple(array[..., :k].copy() for array in self.top)
-            case RowSum() | RowMaxScore():
+            case RowSum() | BandSum() | RowMaxScore():
                 return self.row_sums[accumulator]
         raise TypeError(accumulator)
+
+
+def _take_labels(labels: Array | None, pair: int) -> Array | None:
+    """Return the labels of a pair as the library takes them, or None."""
+    if labels is None:
+        return None
+    return np.ascontiguousarray(labels[pair if len(labels) > 1 else 0], np.int32)
 
 
 def _make_rows_contiguous(array: Array) -> Array:

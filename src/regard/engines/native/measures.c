@@ -40,7 +40,13 @@ typedef struct {
     double *cells;
 } Grid;
 
-/* `library.py` mirrors this structure. Arrays of rows cover all rows of the pair. NULL outputs are not wanted. */
+typedef struct {
+    int64_t least, most;                     /* kv_idx − q_idx of the keys that count */
+    const int32_t *row_labels, *key_labels;  /* NULL, or a key counts only for rows with its label */
+    double *sums;                            /* of each row */
+} Band;
+
+/* `library.py` mirrors these structures. Arrays of rows cover all rows of the pair. NULL outputs are not wanted. */
 typedef struct {
     const void *query, *key; /* rows of `dim` numbers, `query_stride` and `key_stride` numbers apart */
     int64_t query_stride, key_stride, rows, kv_len, dim;
@@ -61,7 +67,9 @@ typedef struct {
     int64_t num_shares;
     const int64_t *share_starts, *intervals;
     double *const *shares;
-    double *columns;
+    int64_t num_bands;
+    const Band *bands;
+    double *columns, *diagonals; /* (kv_len), (rows + kv_len − 1) */
     int64_t num_grids;
     const Grid *grids;
     int64_t top_k;

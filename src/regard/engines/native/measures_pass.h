@@ -9,12 +9,14 @@
 typedef REAL NAME(Vec) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias));
 typedef REAL NAME(LooseVec) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias, aligned(sizeof(REAL))));
 typedef SINT NAME(Bits) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias));
+typedef SINT NAME(LooseBits) __attribute__((vector_size(LANES * sizeof(REAL)), may_alias, aligned(sizeof(REAL))));
 #define Vec NAME(Vec)
 #define Bits NAME(Bits)
 #define VECTORS (SUB_ROWS / LANES)
 
 static ALWAYS_INLINE Vec NAME(load)(const REAL *from) { return *(const NAME(LooseVec) *)from; }
 static ALWAYS_INLINE void NAME(store)(REAL *to, Vec v) { *(NAME(LooseVec) *)to = v; }
+static ALWAYS_INLINE Bits NAME(load_bits)(const SINT *from) { return *(const NAME(LooseBits) *)from; }
 static ALWAYS_INLINE Vec NAME(splat)(REAL x) { return x - (Vec){}; }
 
 static ALWAYS_INLINE Vec NAME(select)(Bits mask, Vec a, Vec b) {
@@ -104,10 +106,11 @@ typedef struct {
     REAL *scores;               /* (STRIP_KEYS, SUB_ROWS), replaced by the weights */
     REAL *shift, *factor, *log; /* weight = exp(score − shift) · factor, ln weight = score − shift − log */
     REAL *largest, *threshold;
-    double *total, *one, *surprisal, *position, *distances, *shares, *cells;
+    double *total, *one, *surprisal, *position, *distances, *shares, *bands, *cells;
     int64_t *cell_rows, *cell_columns;
     const Job *job;
     int64_t first_row, rows;
+    int64_t lowest[SUBS], highest[SUBS]; /* positions of the rows of each sub-block */
 } NAME(Block);
 #define Block NAME(Block)
 
@@ -194,179 +197,7 @@ static NOINLINE void NAME(weigh_strip)(Block *block, const Strip *strip, REAL *s
         NAME(weigh)(block, strip, 0, 1, sums, surprisals);
 }
 
-static NOINLINE void NAME(find_largest_scores)(Block *block, const Strip *strip) {
-    for (int v = 0; v < VECTORS; v++) {
-        REAL *own = block->largest + strip->sub * SUB_ROWS + v * LANES;
-        Vec largest = NAME(load)(own);
-        for (int j = 0; j < strip->count; j++) {
-            Vec score = NAME(load)(block->scores + j * SUB_ROWS + v * LANES);
-            Bits larger = (score > largest) | (score != score); /* NaN stays */
-            if (strip->is_masked) larger &= NAME(lane_mask)(strip->words[j], v);
-            largest = NAME(select)(larger, score, largest);
-        }
-        NAME(store)(own, largest);
-    }
-}
-
-static NOINLINE void NAME(add_distance)(
-    const REAL *weights, const int64_t *positions, int64_t offset, int rows, const Strip *strip, double *sums) {
-    REAL ahead[SUB_ROWS], part[SUB_ROWS];
-    for (int r = 0; r < SUB_ROWS; r++)
-        ahead[r] = r < rows ? (REAL)(positions[r] + offset - strip->first_key) : 0;
-    for (int v = 0; v < VECTORS; v++) {
-        Vec from = NAME(load)(ahead + v * LANES), sum = {};
-        for (int j = 0; j < strip->count; j++) {
-            Vec steps = from - (REAL)j;
-            steps = (Vec)((Bits)steps & SIGN_OFF);
-            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * steps;
-        }
-        NAME(store)(part + v * LANES, sum);
-    }
-    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
-}
-
-static NOINLINE void NAME(add_position)(
-    const REAL *weights, const REAL *row_sums, const Strip *strip, double *sums) {
-    REAL part[SUB_ROWS];
-    for (int v = 0; v < VECTORS; v++) {
-        Vec sum = {};
-        for (int j = 1; j < strip->count; j++)
-            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * (REAL)j;
-        NAME(store)(part + v * LANES, sum);
-    }
-    double first = (double)strip->first_key;
-    for (int r = 0; r < SUB_ROWS; r++) sums[r] += first * row_sums[r] + part[r];
-}
-
-/* Sum the weights of some keys of a strip, row by row. */
-static NOINLINE void NAME(add_keys)(const REAL *weights, int start, int stop, double *sums) {
-    REAL part[SUB_ROWS];
-    for (int v = 0; v < VECTORS; v++) {
-        Vec sum = {};
-        for (int j = start; j < stop; j++) sum += NAME(load)(weights + j * SUB_ROWS + v * LANES);
-        NAME(store)(part + v * LANES, sum);
-    }
-    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
-}
-
-static NOINLINE void NAME(find_largest_weights)(const REAL *weights, int start, int stop, double *largest) {
-    for (int v = 0; v < VECTORS; v++) {
-        Vec most = {};
-        for (int j = start; j < stop; j++) {
-            Vec weight = NAME(load)(weights + j * SUB_ROWS + v * LANES);
-            most = NAME(select)((weight > most) | (weight != weight), weight, most); /* NaN stays */
-        }
-        for (int i = 0; i < LANES; i++) {
-            double *own = largest + v * LANES + i;
-            if (most[i] > *own || most[i] != most[i]) *own = most[i];
-        }
-    }
-}
-
-/* Add the sums of the columns of a strip. A step of the tree adds neighbouring lanes of two vectors. */
-static NOINLINE void NAME(add_columns)(const REAL *weights, const Strip *strip, double *columns) {
-    for (int first = 0; first < strip->count; first += LANES) {
-        Vec sums[LANES];
-        for (int j = 0; j < LANES; j++) {
-            Vec sum = {};
-            if (first + j < strip->count)
-                for (int v = 0; v < VECTORS; v++)
-                    sum += NAME(load)(weights + (first + j) * SUB_ROWS + v * LANES);
-            sums[j] = sum;
-        }
-        UNROLL for (int width = LANES; width > 1; width /= 2)
-            UNROLL for (int j = 0; j < width / 2; j++)
-                sums[j] = EVEN_LANES(sums[2 * j], sums[2 * j + 1]) + ODD_LANES(sums[2 * j], sums[2 * j + 1]);
-        for (int j = 0; j < LANES && first + j < strip->count; j++)
-            columns[strip->first_key + first + j] += sums[0][j];
-    }
-}
-
-static ALWAYS_INLINE void NAME(insert)(double *values, int64_t *indices, int64_t k, REAL weight, int64_t index) {
-    int64_t at = k - 1;
-    for (; at > 0 && (values[at - 1] < weight || (weight != weight && values[at - 1] == values[at - 1])); at--) {
-        values[at] = values[at - 1];
-        indices[at] = indices[at - 1];
-    }
-    values[at] = weight;
-    indices[at] = index;
-}
-
-/* Insert the weights of a strip that are larger than the k-th of their row; of equal weights the first stays ahead. */
-static NOINLINE void NAME(insert_largest)(Block *block, const Strip *strip, int rows) {
-    const Job *job = block->job;
-    int64_t k = job->top_k;
-    for (int v = 0; v < VECTORS && v * LANES < rows; v++) {
-        REAL *threshold = block->threshold + strip->sub * SUB_ROWS + v * LANES;
-        const REAL *weights = block->scores + v * LANES;
-        int64_t row = block->first_row + strip->sub * SUB_ROWS + v * LANES;
-        Vec least = NAME(load)(threshold);
-        Bits hit = {};
-        for (int j = 0; j < strip->count; j++)
-            hit |= ~(NAME(load)(weights + j * SUB_ROWS) <= least); /* larger, or NaN */
-        if (!LANE_BITS(hit)) continue;
-        for (int j = 0; j < strip->count; j++) {
-            unsigned lanes = LANE_BITS(~(NAME(load)(weights + j * SUB_ROWS) <= NAME(load)(threshold)));
-            for (; lanes; lanes &= lanes - 1) {
-                int i = __builtin_ctz(lanes);
-                if (v * LANES + i >= rows || threshold[i] != threshold[i]) continue; /* k NaNs were found before */
-                double *values = job->top_values + (row + i) * k;
-                NAME(insert)(values, job->top_indices + (row + i) * k, k, weights[j * SUB_ROWS + i], strip->first_key + j);
-                threshold[i] = (REAL)values[k - 1];
-            }
-        }
-    }
-}
-
-/* Add what the cells of one column of the grid collected for a sub-block to the grid. */
-static NOINLINE void NAME(flush_cells)(Block *block, int grid_number, int sub) {
-    const Grid *grid = block->job->grids + grid_number;
-    int64_t column = block->cell_columns[grid_number * SUBS + sub];
-    if (column < 0) return;
-    double *collected = block->cells + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
-    const int64_t *cell_rows = block->cell_rows + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
-    int64_t rows = block->rows - sub * SUB_ROWS < SUB_ROWS ? block->rows - sub * SUB_ROWS : SUB_ROWS;
-    for (int64_t r = 0; r < rows;) {
-        double *cell = grid->cells + (cell_rows[r] - grid->first_row) * grid->columns + column;
-        int64_t owner = cell_rows[r];
-        if (grid->is_max) {
-            for (; r < rows && cell_rows[r] == owner; r++)
-                if (collected[r] > *cell || collected[r] != collected[r]) *cell = collected[r];
-        } else if (r == 0 && rows == SUB_ROWS && cell_rows[SUB_ROWS - 1] == owner) {
-            double sums[8] = {0};
-            for (; r < SUB_ROWS; r += 8)
-                for (int i = 0; i < 8; i++) sums[i] += collected[r + i];
-            *cell += ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-        } else
-            for (; r < rows && cell_rows[r] == owner; r++) *cell += collected[r];
-    }
-    for (int r = 0; r < SUB_ROWS; r++) collected[r] = 0;
-}
-
-static NOINLINE void NAME(add_cells)(Block *block, const Strip *strip, const REAL *row_sums) {
-    const Job *job = block->job;
-    for (int g = 0; g < job->num_grids; g++) {
-        const Grid *grid = job->grids + g;
-        double *collected = block->cells + g * BLOCK_ROWS + strip->sub * SUB_ROWS;
-        int64_t *column = block->cell_columns + g * SUBS + strip->sub;
-        for (int start = 0; start < strip->count;) {
-            int64_t cell = (strip->first_key + start) * grid->columns / job->kv_len;
-            int64_t edge = ((cell + 1) * job->kv_len + grid->columns - 1) / grid->columns - strip->first_key;
-            int stop = edge < strip->count ? (int)edge : strip->count;
-            if (*column != cell) {
-                NAME(flush_cells)(block, g, strip->sub);
-                *column = cell;
-            }
-            if (grid->is_max)
-                NAME(find_largest_weights)(block->scores, start, stop, collected);
-            else if (start == 0 && stop == strip->count)
-                for (int r = 0; r < SUB_ROWS; r++) collected[r] += row_sums[r];
-            else
-                NAME(add_keys)(block->scores, start, stop, collected);
-            start = stop;
-        }
-    }
-}
+#include "measures_sums.h"
 
 static NOINLINE void NAME(measure_strip)(Block *block, const Strip *strip) {
     const Job *job = block->job;
@@ -391,6 +222,9 @@ static NOINLINE void NAME(measure_strip)(Block *block, const Strip *strip) {
             stop = stop < strip->count ? stop : strip->count;
             if (start < stop) NAME(add_keys)(weights, (int)start, (int)stop, block->shares + i * BLOCK_ROWS + first);
         }
+    for (int i = 0; i < job->num_bands; i++)
+        NAME(add_band)(block, strip, job->bands + i, sums, rows, block->bands + i * BLOCK_ROWS + first);
+    if (job->diagonals) NAME(add_diagonals)(block, strip, rows);
     if (job->columns) NAME(add_columns)(weights, strip, job->columns);
     if (job->num_grids) NAME(add_cells)(block, strip, sums);
     if (job->top_k) NAME(insert_largest)(block, strip, rows);
@@ -489,6 +323,12 @@ static void NAME(measure_block)(Block *block, int64_t number) {
     }
     for (int64_t r = 0; r < job->num_distances * BLOCK_ROWS; r++) block->distances[r] = 0;
     for (int64_t r = 0; r < job->num_shares * BLOCK_ROWS; r++) block->shares[r] = 0;
+    for (int64_t r = 0; r < job->num_bands * BLOCK_ROWS; r++) block->bands[r] = 0;
+    for (int64_t r = 0; r < block->rows; r++) {
+        int64_t position = job->positions[block->first_row + r], sub = r / SUB_ROWS;
+        if (r % SUB_ROWS == 0 || position < block->lowest[sub]) block->lowest[sub] = position;
+        if (r % SUB_ROWS == 0 || position > block->highest[sub]) block->highest[sub] = position;
+    }
     for (int64_t g = 0; g < job->num_grids; g++) {
         for (int sub = 0; sub < SUBS; sub++) block->cell_columns[g * SUBS + sub] = -1;
         for (int r = 0; r < BLOCK_ROWS; r++) {
@@ -506,13 +346,15 @@ static void NAME(measure_block)(Block *block, int64_t number) {
         NAME(copy_rows)(job->distances[i], block->distances + i * BLOCK_ROWS, block);
     for (int i = 0; i < job->num_shares; i++)
         NAME(copy_rows)(job->shares[i], block->shares + i * BLOCK_ROWS, block);
+    for (int i = 0; i < job->num_bands; i++)
+        NAME(copy_rows)(job->bands[i].sums, block->bands + i * BLOCK_ROWS, block);
     if (job->max_score)
         for (int64_t r = 0; r < block->rows; r++) job->max_score[block->first_row + r] = block->largest[r];
 }
 
 static int NAME(run)(const Job *job) {
     int64_t reals = BLOCK_ROWS * (job->dim + 5) + STRIP_KEYS * SUB_ROWS;
-    int64_t doubles = BLOCK_ROWS * (4 + job->num_distances + job->num_shares + job->num_grids);
+    int64_t doubles = BLOCK_ROWS * (4 + job->num_distances + job->num_shares + job->num_bands + job->num_grids);
     int64_t integers = (BLOCK_ROWS + SUBS) * job->num_grids;
     char *memory = malloc(reals * sizeof(REAL) + (doubles + integers) * 8 + 64);
     if (!memory) return 1;
@@ -530,7 +372,8 @@ static int NAME(run)(const Job *job) {
     block.position = block.surprisal + BLOCK_ROWS;
     block.distances = block.position + BLOCK_ROWS;
     block.shares = block.distances + BLOCK_ROWS * job->num_distances;
-    block.cells = block.shares + BLOCK_ROWS * job->num_shares;
+    block.bands = block.shares + BLOCK_ROWS * job->num_shares;
+    block.cells = block.bands + BLOCK_ROWS * job->num_bands;
     block.cell_rows = (int64_t *)(block.cells + BLOCK_ROWS * job->num_grids);
     block.cell_columns = block.cell_rows + BLOCK_ROWS * job->num_grids;
     for (int64_t number = job->first_block; number < job->last_block; number++) {

@@ -9,8 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard.core.problem import Problem
+from regard.engines.accumulators import Accumulator, BandSum, ColumnSum, RowSum
 from regard.measures import Measure, as_slice
 from regard.types import Array, IntArray
+
+# No row's token.
+NO_TOKEN = -3
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,12 @@ class WeightAt(Measure):
         live = keys[keys >= 0]
         bounds = (int(live.min()), int(live.max())) if live.size else (1, 0)
         return replace(self, keys=keys, bounds=bounds)
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        first = int(self.keys.flat[0]) if self.keys.size else -1
+        if first < 0 or (self.keys != first).any():
+            return None
+        return RowSum("one", intervals=((first, first + 1),))
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros(shape[:2])
@@ -76,6 +86,11 @@ class DistanceBands(Measure):
     query_offset: int = 0
     factors: dict[Any, Array] = field(default_factory=dict)
     reads_scores: ClassVar[bool] = False
+
+    def accumulator(self, problem: Problem) -> tuple[Accumulator, ...]:
+        offset = self.query_offset
+        bands = (BandSum(least + offset, most + offset) for least, most in self.bands)
+        return (RowSum("distance", offset=offset), *bands)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 1 + len(self.bands)))
@@ -165,6 +180,13 @@ class TokenCopies(Measure):
             self, query_ids=query_ids * kv_len, key_ids=key_ids, sorted_keys=sorted_keys, token_hashes=hashes
         )
 
+    def accumulator(self, problem: Problem) -> tuple[Accumulator, ...]:
+        rows, keys = (problem.frame.take_pairs(ids, 1, "copies") for ids in (self.query_ids, self.key_ids))
+        after = np.roll(keys, 1, -1)
+        after[:, 0] = NO_TOKEN
+        last = self.query_offset - 1
+        return BandSum(-np.inf, last, rows, keys), BandSum(-np.inf, last + 1, rows, after)
+
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))
 
@@ -240,6 +262,9 @@ class ReceivedFrom(Measure):
     def bind(self, problem: Problem) -> Measure:
         rows = problem.frame.take_pairs(self.rows, 1, "received from")
         return replace(self, rows=problem.engine.xp.asarray(rows, dtype=problem.dtype)[:, None, :])
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return ColumnSum() if (np.asarray(self.rows) == 1).all() else None
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((shape[0], shape[2]))

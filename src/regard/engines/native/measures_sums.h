@@ -1,0 +1,251 @@
+/* What one strip of weights adds to each accumulator; measures_pass.h includes this file. */
+
+static NOINLINE void NAME(find_largest_scores)(Block *block, const Strip *strip) {
+    for (int v = 0; v < VECTORS; v++) {
+        REAL *own = block->largest + strip->sub * SUB_ROWS + v * LANES;
+        Vec largest = NAME(load)(own);
+        for (int j = 0; j < strip->count; j++) {
+            Vec score = NAME(load)(block->scores + j * SUB_ROWS + v * LANES);
+            Bits larger = (score > largest) | (score != score); /* NaN stays */
+            if (strip->is_masked) larger &= NAME(lane_mask)(strip->words[j], v);
+            largest = NAME(select)(larger, score, largest);
+        }
+        NAME(store)(own, largest);
+    }
+}
+
+static NOINLINE void NAME(add_distance)(
+    const REAL *weights, const int64_t *positions, int64_t offset, int rows, const Strip *strip, double *sums) {
+    REAL ahead[SUB_ROWS], part[SUB_ROWS];
+    for (int r = 0; r < SUB_ROWS; r++)
+        ahead[r] = r < rows ? (REAL)(positions[r] + offset - strip->first_key) : 0;
+    for (int v = 0; v < VECTORS; v++) {
+        Vec from = NAME(load)(ahead + v * LANES), sum = {};
+        for (int j = 0; j < strip->count; j++) {
+            Vec steps = from - (REAL)j;
+            steps = (Vec)((Bits)steps & SIGN_OFF);
+            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * steps;
+        }
+        NAME(store)(part + v * LANES, sum);
+    }
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
+}
+
+static NOINLINE void NAME(add_position)(
+    const REAL *weights, const REAL *row_sums, const Strip *strip, double *sums) {
+    REAL part[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        Vec sum = {};
+        for (int j = 1; j < strip->count; j++)
+            sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * (REAL)j;
+        NAME(store)(part + v * LANES, sum);
+    }
+    double first = (double)strip->first_key;
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += first * row_sums[r] + part[r];
+}
+
+/* Sum the weights of some keys of a strip, row by row. */
+static NOINLINE void NAME(add_keys)(const REAL *weights, int start, int stop, double *sums) {
+    REAL part[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        Vec sum = {};
+        for (int j = start; j < stop; j++) sum += NAME(load)(weights + j * SUB_ROWS + v * LANES);
+        NAME(store)(part + v * LANES, sum);
+    }
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
+}
+
+/* Add the weights of some keys of a strip to each row: those from `from` to before `to`, if the row's edges are given, and
+   those with the label of the row, if labels are given. */
+static ALWAYS_INLINE void NAME(add_selected)(
+    const REAL *weights, const Strip *strip, const SINT *from, const SINT *to, const SINT *labels,
+    const int32_t *key_labels, double *sums) {
+    REAL part[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        Vec sum = {};
+        for (int j = 0; j < strip->count; j++) {
+            Bits selected = (Bits)NAME(load)(weights + j * SUB_ROWS + v * LANES);
+            if (from)
+                selected &= (NAME(load_bits)(from + v * LANES) <= (SINT)j) & (NAME(load_bits)(to + v * LANES) > (SINT)j);
+            if (labels) selected &= NAME(load_bits)(labels + v * LANES) == (SINT)key_labels[j];
+            sum += (Vec)selected;
+        }
+        NAME(store)(part + v * LANES, sum);
+    }
+    for (int r = 0; r < SUB_ROWS; r++) sums[r] += part[r];
+}
+
+static NOINLINE void NAME(add_band)(
+    Block *block, const Strip *strip, const Band *band, const REAL *row_sums, int rows, double *sums) {
+    int64_t lowest = strip->first_key - block->highest[strip->sub];
+    int64_t highest = strip->first_key + strip->count - 1 - block->lowest[strip->sub];
+    if (highest < band->least || lowest > band->most) return;
+    int is_inside = lowest >= band->least && highest <= band->most;
+    if (is_inside && !band->row_labels) {
+        for (int r = 0; r < SUB_ROWS; r++) sums[r] += row_sums[r];
+        return;
+    }
+    SINT from[SUB_ROWS] = {0}, to[SUB_ROWS] = {0}, labels[SUB_ROWS] = {0};
+    int64_t first = block->first_row + strip->sub * SUB_ROWS;
+    for (int r = 0; r < rows && !is_inside; r++) {
+        int64_t start = block->job->positions[first + r] + band->least - strip->first_key;
+        int64_t stop = block->job->positions[first + r] + band->most + 1 - strip->first_key;
+        from[r] = (SINT)(start < 0 ? 0 : start > STRIP_KEYS ? STRIP_KEYS : start);
+        to[r] = (SINT)(stop < 0 ? 0 : stop > STRIP_KEYS ? STRIP_KEYS : stop);
+    }
+    if (!band->row_labels) {
+        NAME(add_selected)(block->scores, strip, from, to, 0, 0, sums);
+        return;
+    }
+    const int32_t *key_labels = band->key_labels + strip->first_key;
+    for (int r = 0; r < rows; r++) labels[r] = band->row_labels[first + r];
+    if (is_inside)
+        NAME(add_selected)(block->scores, strip, 0, 0, labels, key_labels, sums);
+    else
+        NAME(add_selected)(block->scores, strip, from, to, labels, key_labels, sums);
+}
+
+/* Add the weights of a strip to the sums of the diagonals: key − row + (rows of the matrix) − 1. */
+static NOINLINE void NAME(add_diagonals)(Block *block, const Strip *strip, int rows) {
+    /* The weights at row − key = d of the strip; whole vectors of them lie inside the strip for all its keys. */
+    const REAL *weights = block->scores;
+    double *diagonals = block->job->diagonals + block->job->rows - 1 + strip->first_key -
+                        (block->first_row + strip->sub * SUB_ROWS);
+    int d = 0;
+    for (; d + LANES - 1 + strip->count - 1 < rows; d += LANES) {
+        REAL part[LANES];
+        Vec sum = {};
+        for (int j = 0; j < strip->count; j++) sum += NAME(load)(weights + j * SUB_ROWS + d + j);
+        NAME(store)(part, sum);
+        for (int i = 0; i < LANES; i++) diagonals[-(d + i)] += part[i];
+    }
+    for (; d < rows; d++) {
+        REAL sum = 0;
+        for (int j = 0; j < strip->count && d + j < rows; j++) sum += weights[j * SUB_ROWS + d + j];
+        diagonals[-d] += sum;
+    }
+    for (d = 1; d < strip->count; d++) {
+        REAL sum = 0;
+        for (int j = d; j < strip->count && j - d < rows; j++) sum += weights[j * SUB_ROWS + j - d];
+        diagonals[d] += sum;
+    }
+}
+
+static NOINLINE void NAME(find_largest_weights)(const REAL *weights, int start, int stop, double *largest) {
+    for (int v = 0; v < VECTORS; v++) {
+        Vec most = {};
+        for (int j = start; j < stop; j++) {
+            Vec weight = NAME(load)(weights + j * SUB_ROWS + v * LANES);
+            most = NAME(select)((weight > most) | (weight != weight), weight, most); /* NaN stays */
+        }
+        for (int i = 0; i < LANES; i++) {
+            double *own = largest + v * LANES + i;
+            if (most[i] > *own || most[i] != most[i]) *own = most[i];
+        }
+    }
+}
+
+/* Add the sums of the columns of a strip. A step of the tree adds neighbouring lanes of two vectors. */
+static NOINLINE void NAME(add_columns)(const REAL *weights, const Strip *strip, double *columns) {
+    for (int first = 0; first < strip->count; first += LANES) {
+        Vec sums[LANES];
+        for (int j = 0; j < LANES; j++) {
+            Vec sum = {};
+            if (first + j < strip->count)
+                for (int v = 0; v < VECTORS; v++)
+                    sum += NAME(load)(weights + (first + j) * SUB_ROWS + v * LANES);
+            sums[j] = sum;
+        }
+        UNROLL for (int width = LANES; width > 1; width /= 2)
+            UNROLL for (int j = 0; j < width / 2; j++)
+                sums[j] = EVEN_LANES(sums[2 * j], sums[2 * j + 1]) + ODD_LANES(sums[2 * j], sums[2 * j + 1]);
+        for (int j = 0; j < LANES && first + j < strip->count; j++)
+            columns[strip->first_key + first + j] += sums[0][j];
+    }
+}
+
+static ALWAYS_INLINE void NAME(insert)(double *values, int64_t *indices, int64_t k, REAL weight, int64_t index) {
+    int64_t at = k - 1;
+    for (; at > 0 && (values[at - 1] < weight || (weight != weight && values[at - 1] == values[at - 1])); at--) {
+        values[at] = values[at - 1];
+        indices[at] = indices[at - 1];
+    }
+    values[at] = weight;
+    indices[at] = index;
+}
+
+/* Insert the weights of a strip that are larger than the k-th of their row; of equal weights the first stays ahead. */
+static NOINLINE void NAME(insert_largest)(Block *block, const Strip *strip, int rows) {
+    const Job *job = block->job;
+    int64_t k = job->top_k;
+    for (int v = 0; v < VECTORS && v * LANES < rows; v++) {
+        REAL *threshold = block->threshold + strip->sub * SUB_ROWS + v * LANES;
+        const REAL *weights = block->scores + v * LANES;
+        int64_t row = block->first_row + strip->sub * SUB_ROWS + v * LANES;
+        Vec least = NAME(load)(threshold);
+        Bits hit = {};
+        for (int j = 0; j < strip->count; j++)
+            hit |= ~(NAME(load)(weights + j * SUB_ROWS) <= least); /* larger, or NaN */
+        if (!LANE_BITS(hit)) continue;
+        for (int j = 0; j < strip->count; j++) {
+            unsigned lanes = LANE_BITS(~(NAME(load)(weights + j * SUB_ROWS) <= NAME(load)(threshold)));
+            for (; lanes; lanes &= lanes - 1) {
+                int i = __builtin_ctz(lanes);
+                if (v * LANES + i >= rows || threshold[i] != threshold[i]) continue; /* k NaNs were found before */
+                double *values = job->top_values + (row + i) * k;
+                NAME(insert)(values, job->top_indices + (row + i) * k, k, weights[j * SUB_ROWS + i], strip->first_key + j);
+                threshold[i] = (REAL)values[k - 1];
+            }
+        }
+    }
+}
+
+/* Add what the cells of one column of the grid collected for a sub-block to the grid. */
+static NOINLINE void NAME(flush_cells)(Block *block, int grid_number, int sub) {
+    const Grid *grid = block->job->grids + grid_number;
+    int64_t column = block->cell_columns[grid_number * SUBS + sub];
+    if (column < 0) return;
+    double *collected = block->cells + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
+    const int64_t *cell_rows = block->cell_rows + grid_number * BLOCK_ROWS + sub * SUB_ROWS;
+    int64_t rows = block->rows - sub * SUB_ROWS < SUB_ROWS ? block->rows - sub * SUB_ROWS : SUB_ROWS;
+    for (int64_t r = 0; r < rows;) {
+        double *cell = grid->cells + (cell_rows[r] - grid->first_row) * grid->columns + column;
+        int64_t owner = cell_rows[r];
+        if (grid->is_max) {
+            for (; r < rows && cell_rows[r] == owner; r++)
+                if (collected[r] > *cell || collected[r] != collected[r]) *cell = collected[r];
+        } else if (r == 0 && rows == SUB_ROWS && cell_rows[SUB_ROWS - 1] == owner) {
+            double sums[8] = {0};
+            for (; r < SUB_ROWS; r += 8)
+                for (int i = 0; i < 8; i++) sums[i] += collected[r + i];
+            *cell += ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+        } else
+            for (; r < rows && cell_rows[r] == owner; r++) *cell += collected[r];
+    }
+    for (int r = 0; r < SUB_ROWS; r++) collected[r] = 0;
+}
+
+static NOINLINE void NAME(add_cells)(Block *block, const Strip *strip, const REAL *row_sums) {
+    const Job *job = block->job;
+    for (int g = 0; g < job->num_grids; g++) {
+        const Grid *grid = job->grids + g;
+        double *collected = block->cells + g * BLOCK_ROWS + strip->sub * SUB_ROWS;
+        int64_t *column = block->cell_columns + g * SUBS + strip->sub;
+        for (int start = 0; start < strip->count;) {
+            int64_t cell = (strip->first_key + start) * grid->columns / job->kv_len;
+            int64_t edge = ((cell + 1) * job->kv_len + grid->columns - 1) / grid->columns - strip->first_key;
+            int stop = edge < strip->count ? (int)edge : strip->count;
+            if (*column != cell) {
+                NAME(flush_cells)(block, g, strip->sub);
+                *column = cell;
+            }
+            if (grid->is_max)
+                NAME(find_largest_weights)(block->scores, start, stop, collected);
+            else if (start == 0 && stop == strip->count)
+                for (int r = 0; r < SUB_ROWS; r++) collected[r] += row_sums[r];
+            else
+                NAME(add_keys)(block->scores, start, stop, collected);
+            start = stop;
+        }
+    }
+}
