@@ -147,7 +147,7 @@ class FastProduct(NamedTuple):
     num_outputs: int
     scan: Callable[[bool, int, int], int] | None
 
-    def __call__(self, value: Any, needs_lse: bool) -> tuple[Tensor, Tensor | None, str] | None:
+    def run(self, value: Any, needs_lse: bool) -> tuple[Tensor, Tensor | None, str] | None:
         """Return output, lse and the name of the kernel; None if the value or the result is not what the kernel takes.
 
         Args:
@@ -177,8 +177,8 @@ class FastProduct(NamedTuple):
 
 def prepare_fast_product(
     query: Tensor, key: Tensor, mask: Mask | None, scale: float, device_type: str
-) -> FastProduct | None:
-    """Return the product in one kernel call if query, key and mask are what the kernel takes; None otherwise.
+) -> Callable[[Any, bool], tuple[Tensor, Tensor | None, str] | None] | None:
+    """Return `FastProduct.run` if query, key and mask are what the kernel takes; None otherwise.
 
     Args:
         query: (batch, heads, q_len, head_dim).
@@ -210,9 +210,10 @@ def prepare_fast_product(
     is_small = device_type == "cpu" and dtype in _SCANNED and num_outputs <= MAX_SCANNED
     library = load_library() if is_small else None
     scan = None if library is None else library.regard_all_finite
-    return FastProduct(
+    product = FastProduct(
         kernel, query, key, is_causal, scale, device_type, k_shape, dtype, name, num_outputs, scan
     )
+    return product.run
 
 
 def _has_exact_lse(dtype: Any, device_type: str) -> bool:
