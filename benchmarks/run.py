@@ -256,14 +256,7 @@ def main() -> None:
         )
         rows.append(row)
         print(f"{format_row(row)} {row['above_us']:>7.0f} µs  {row['limit']}", flush=True)
-    record = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "compiled": find_instruction_set(),
-        "rows": rows,
-    }
+    record = make_record(rows)
     with HISTORY.open("a") as file:
         file.write(json.dumps(record) + "\n")
     if options.draw:
@@ -272,8 +265,25 @@ def main() -> None:
         write_table(record)
 
 
-def write_table(record: dict[str, Any]) -> None:
-    """Write the table of docs/speed.md."""
+def make_record(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return rows with the date, the versions and the number of threads that they were measured with."""
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "compiled": find_instruction_set(),
+        "rows": rows,
+    }
+
+
+def write_table(record: dict[str, Any], mark: str = "table") -> None:
+    """Write a table of docs/speed.md.
+
+    Args:
+        record: Rows, date and versions.
+        mark: Name of the comment before the table.
+    """
     page = HISTORY.parents[1] / "docs" / "speed.md"
     lines = ["| | bare or dense | regard | ratio | middle half | above | aim |", "| --- " * 7 + "|"]
     for row in record["rows"]:
@@ -287,9 +297,10 @@ def write_table(record: dict[str, Any]) -> None:
         f"Measured on {record['when'][:10]}, torch {record['torch']}, {record['machine']}, "
         f"{record['threads']} threads."
     )
-    before, rest = page.read_text().split("<!-- table -->\n")
-    after = rest.split("<!-- end -->\n")[1]
-    page.write_text(f"{before}<!-- table -->\n{caption}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")
+    start = f"<!-- {mark} -->\n"
+    before, rest = page.read_text().split(start)
+    after = rest.split("<!-- end -->\n", 1)[1]
+    page.write_text(f"{before}{start}{caption}\n\n" + "\n".join(lines) + f"\n<!-- end -->\n{after}")
 
 
 def draw_history() -> None:
