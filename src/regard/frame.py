@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -139,7 +140,7 @@ class Frame:
                 if over == "batch"
                 else "Pass one entry for each head, or a single entry for all heads.",
             ) from None
-        return array.reshape((count, *rest))[which]
+        return array.reshape((count, *rest))[as_index(which)]
 
 
 def is_contiguous(positions: IntArray) -> bool:
@@ -149,6 +150,29 @@ def is_contiguous(positions: IntArray) -> bool:
     (True, False)
     """
     return len(positions) > 0 and bool(np.all(np.diff(positions) == 1))
+
+
+def as_index(positions: IntArray) -> IntArray | slice:
+    """Return contiguous positions as a slice, which gives a view and needs no copy to a device; others unchanged.
+
+    >>> as_index(np.array([3, 4, 5])), as_index(np.array([3, 5]))
+    (slice(3, 6, None), array([3, 5]))
+    """
+    return slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
+
+
+def take_range(positions: Array, start: int, stop: int) -> Array:
+    """Return positions[start:stop] of 0, 1, 2, …; a tensor carries the slice, so that its device need not be asked.
+
+    Args:
+        positions: 0, 1, 2, …, an array of any library.
+        start: First position.
+        stop: Position after the last.
+    """
+    taken = positions[start:stop]
+    with suppress(AttributeError):  # NumPy arrays take no attributes, and need none
+        taken.tile_slice = slice(start, stop)
+    return taken
 
 
 def take_block(array: Array, q_idx: IntArray, kv_idx: IntArray) -> Array:
@@ -161,8 +185,7 @@ def take_block(array: Array, q_idx: IntArray, kv_idx: IntArray) -> Array:
     for axis, positions in ((-2, q_idx), (-1, kv_idx)):
         if array.shape[axis] == 1:
             continue
-        contiguous = is_contiguous(positions)
-        taken = slice(int(positions[0]), int(positions[-1]) + 1) if contiguous else positions
+        taken = as_index(positions)
         array = array[..., taken, :] if axis == -2 else array[..., taken]
     return array
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -88,21 +89,31 @@ class TileSizes:
 
 
 _DEFAULT = TileSizes()
-_CURRENT: ContextVar[TileSizes] = ContextVar("tile_sizes", default=_DEFAULT)
+_ON_DEVICE = TileSizes(rows=1024, columns=2048, entries=1 << 24, cached_scores=1 << 26)
+_CHANGES: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("tile_sizes", default=())
 
 
-def tile_sizes() -> TileSizes:
+def tile_sizes(*, on_device: bool = False) -> TileSizes:
     """Return the tile sizes that are in effect for this thread or task.
 
-    >>> tile_sizes().columns
-    512
+    Args:
+        on_device: Whether a device such as a GPU computes: an operation of it takes microseconds to launch, so that
+            tiles are larger than the caches of a processor.
+
+    >>> tile_sizes().columns, tile_sizes(on_device=True).columns
+    (512, 2048)
     """
-    return _CURRENT.get()
+    return _change_sizes(on_device, _CHANGES.get())
+
+
+@lru_cache(maxsize=64)
+def _change_sizes(on_device: bool, changes: tuple[tuple[str, int], ...]) -> TileSizes:
+    return replace(_ON_DEVICE if on_device else _DEFAULT, **dict(changes))
 
 
 @contextmanager
 def use_tile_sizes(**changes: int) -> Iterator[TileSizes]:
-    """Change some tile sizes inside a `with` block, for this thread or task only.
+    """Change some tile sizes inside a `with` block, for this thread or task only, on every device.
 
     Args:
         **changes: Fields of `TileSizes` and their new values; the others stay as they are.
@@ -118,8 +129,10 @@ def use_tile_sizes(**changes: int) -> Iterator[TileSizes]:
     ...     tile_sizes().rows, tile_sizes().columns
     (128, 256)
     """
-    token = _CURRENT.set(replace(_CURRENT.get(), **changes))
+    merged = {**dict(_CHANGES.get()), **changes}
+    sizes = replace(_DEFAULT, **merged)  # raises for unknown names and wrong sizes
+    token = _CHANGES.set(tuple(sorted(merged.items())))
     try:
-        yield _CURRENT.get()
+        yield sizes
     finally:
-        _CURRENT.reset(token)
+        _CHANGES.reset(token)

@@ -14,13 +14,15 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
     """Convert an argument to a NumPy array.
 
     Args:
-        argument: An array, or nested lists of numbers.
+        argument: An array, a tensor on any device, or nested lists of numbers.
         operation: Name of the operation in errors.
         name: Name of the argument in errors.
 
     Raises:
         ArgumentError: If nested lists have different lengths.
     """
+    if hasattr(argument, "new_tensor"):  # a tensor, on any device; NumPy has no bfloat16
+        argument = argument.cpu().float() if str(argument.dtype) == "torch.bfloat16" else argument.cpu()
     try:
         return np.asarray(argument)
     except ValueError:

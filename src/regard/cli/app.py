@@ -346,6 +346,14 @@ def selfcheck(
     cases: Annotated[
         int, typer.Option("--cases", "-n", metavar="N", min=1, help="Number of generated cases.")
     ] = 100,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="Device to check as well, e.g. cuda or mps; takes about two minutes.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Compare the kernels and generated cases with the definition, in the installed versions.
@@ -355,7 +363,7 @@ def selfcheck(
     """
     from regard.cli.selfcheck_command import selfcheck
 
-    return selfcheck(Printer(as_json), cases)
+    return selfcheck(Printer(as_json), cases, device)
 
 
 SHORT_HELP = {

@@ -17,7 +17,8 @@ import numpy as np
 from regard.core.problem import Problem
 from regard.engines import Engine
 from regard.engines.accumulators import Accumulator
-from regard.frame import EXACT_ROWS_LIMIT
+from regard.engines.compensated import resolve_sums
+from regard.frame import EXACT_ROWS_LIMIT, as_index, take_range
 from regard.measures import find_accumulator
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
@@ -34,7 +35,7 @@ class SoftmaxStats(NamedTuple):
 
     Attributes:
         max: Largest score of each row, −inf for a row without live keys: (pairs, rows).
-        sum: Sum of exp(score − max) of each row, in float64: (pairs, rows).
+        sum: Sum of exp(score − max) of each row, in float64 if the device has it: (pairs, rows).
         is_compiled: Whether a compiled pass computed them, which rounds scores differently from the block loop.
     """
 
@@ -81,10 +82,10 @@ def init_online_softmax(problem: Problem, rows: int) -> SoftmaxStats:
     xp, pairs = problem.engine.xp, problem.shape[0]
     if problem.sink is None:
         largest = xp.full((pairs, rows), -xp.inf, dtype=problem.dtype)
-        return SoftmaxStats(largest, xp.zeros((pairs, rows), dtype=xp.float64))
+        return SoftmaxStats(largest, xp.zeros((pairs, rows)))
     sink = problem.engine.cast(problem.frame.per_head(problem.sink, "sink"), problem.dtype)
     largest = xp.broadcast_to(sink[:, None], (pairs, rows))
-    return SoftmaxStats(largest, xp.where(largest == -xp.inf, 0.0, 1.0))
+    return SoftmaxStats(largest, xp.zeros((pairs, rows)) + xp.where(largest == -xp.inf, 0.0, 1.0))
 
 
 def update_online_softmax(stats: SoftmaxStats, scores: Array, engine: Engine) -> SoftmaxStats:
@@ -110,7 +111,7 @@ def normalise(scores: Array, stats: SoftmaxStats, engine: Engine) -> Array:
         return weights
     total = xp.where(stats.sum == 0, 1.0, stats.sum)
     weights /= engine.cast(total, weights.dtype)[..., None]
-    if xp.any(xp.isnan(total)):
+    if engine.is_asynchronous or xp.any(xp.isnan(total)):
         # A NaN row is NaN at its live keys only; masked entries stay zero.
         weights = xp.where(scores == -xp.inf, 0.0, weights)
     return weights
@@ -135,7 +136,7 @@ def run_block_loop(
     """
     if not measures and known is not None:
         return [], known
-    sizes = tile_sizes()
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     arrays = [getattr(measure, "array", None) for measure in measures]
     if measures and problem.engine.requires_grad(problem, *arrays):
         bands = list(sizes.split_rows(problem.shape[1]))
@@ -149,7 +150,7 @@ def run_block_loop(
             return [compiled[i] for i in range(len(measures))], known
         usable = known if known is not None and known.fits(compiled=False) else None
         for pairs in sizes.split_pairs(problem.shape):
-            stats = None if usable is None else usable.select(pairs)
+            stats = None if usable is None else usable.select(as_index(pairs))
             parts.append(_run_pairs(problem.select_pairs(pairs), rest, stats, sizes))
     concat = problem.engine.xp.concat
     in_loop = iter([_concat_results([part[0][i] for part in parts], concat) for i in range(len(rest))])
@@ -219,13 +220,13 @@ def _run_pairs(
             stats, cached_scores = _run_first_pass(problem, band, blocks, sizes.cached_scores)
             computed.append(stats)
         else:
-            stats = known.select((slice(None), band))
-        q_idx = positions[band[0] : band[-1] + 1]
+            stats = known.select((slice(None), as_index(band)))
+        q_idx = take_range(positions, int(band[0]), int(band[-1]) + 1)
         if from_lse:
             lse = make_finite(stats.max, xp)[..., None]
             query = engine.take(problem.query, problem.query_index, band, problem.dtype) * problem.scale
         for (columns, full), scores in zip(blocks if bound else (), cached_scores, strict=False):
-            kv_idx, logs = positions[columns[0] : columns[-1] + 1], None
+            kv_idx, logs = take_range(positions, int(columns[0]), int(columns[-1]) + 1), None
             if from_lse:
                 allowed = None if full else problem.mask_tile(band, columns, mask_cache)
                 logs, weights = engine.compute_weights(
@@ -246,7 +247,7 @@ def _run_pairs(
     if known is None:
         computed = computed or [init_online_softmax(problem, 0)]
         known = SoftmaxStats(*(xp.concat([stats[i] for stats in computed], axis=1) for i in range(2)))
-    return [measure.finish(state) for measure, state in zip(bound, states, strict=True)], known
+    return [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)], known
 
 
 def _run_first_pass(
@@ -259,25 +260,26 @@ def _run_first_pass(
         scores = problem.scores(band, columns, full)
         stats = update_online_softmax(stats, scores, problem.engine)
         scores_of_blocks.append(scores if num_scores <= max_cached else None)
-    return stats, scores_of_blocks
+    return SoftmaxStats(stats.max, resolve_sums(stats.sum)), scores_of_blocks
 
 
 def compute_entries(problem: Problem, columns: IntArray, stats: SoftmaxStats | None) -> Array:
     """Compute the weights at some columns, (pairs, rows, len(columns)); the scores if `stats` is None."""
     engine, xp = problem.engine, problem.engine.xp
     pairs, rows, _ = problem.shape
-    sizes = tile_sizes()
+    sizes = tile_sizes(on_device=engine.is_asynchronous)
     result = xp.empty((pairs, rows, len(columns)), dtype=problem.dtype)
     with engine.suppress_warnings():
         for group in sizes.split_pairs((pairs, rows, len(columns))):
-            part = problem.select_pairs(group)
+            part, own_pairs = problem.select_pairs(group), as_index(group)
             for band in sizes.split_rows(rows):
                 for start in range(0, len(columns), sizes.columns):
                     block = columns[start : start + sizes.columns]
                     tile = part.scores(band, block)
                     if stats is not None:
-                        tile = normalise(tile, stats.select(group).select((slice(None), band)), engine)
-                    result[group[:, None], band, start : start + sizes.columns] = tile
+                        own_stats = stats.select(own_pairs).select((slice(None), as_index(band)))
+                        tile = normalise(tile, own_stats, engine)
+                    result[own_pairs, as_index(band), start : start + sizes.columns] = tile
     return result
 
 

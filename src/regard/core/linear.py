@@ -233,7 +233,8 @@ class LinearProblem(Problem):
         heads = max(leading_shape[-1] if leading_shape else 1, 1)
         varies = self.mask is not None and self.mask.varies_by_batch
         entry = self.frame.selected // heads if varies else np.zeros_like(self.frame.selected)
-        size = max(1, tile_sizes().entries // self._chunk_size**2)
+        entries = tile_sizes(on_device=self.engine.is_asynchronous).entries
+        size = max(1, entries // self._chunk_size**2)
         for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
             for start in range(0, len(pairs), size):
                 part = self.select_pairs(pairs[start : start + size])

@@ -602,8 +602,11 @@ class AttentionMatrix:
     def _store_fused(self, output: Array, lse: Array | None, kernel: str) -> Array:
         """Cache lse and name of a fused kernel, and return its output."""
         self._kernel_used = kernel
-        if self._stats is None and lse is not None and lse.dtype == self._spec.key.dtype:
-            # At half precision the kernel's lse is no better than that, and the block loop computes a better one.
+        if (
+            self._stats is None
+            and lse is not None
+            and lse.dtype.itemsize == max(4, self._spec.key.dtype.itemsize)
+        ):
             self._fused_lse = lse
         return output
 

@@ -68,7 +68,8 @@ class Plan(NamedTuple):
                 if passes == TWO_PASSES:
                     exact = "scores too large for the lse of a fused kernel"
                     kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
-                tiles = f"tiles of {tile_sizes().rows} × {tile_sizes().columns}"
+                sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+                tiles = f"tiles of {sizes.rows} × {sizes.columns}"
                 lines.append(f"{kernel}, {tiles}, {passes}: {', '.join(rest)}")
         return "\n".join(lines) or "nothing to compute"
 

@@ -129,7 +129,7 @@ class LogSumExp(Measure):
         live = weights > 0
         lse = xp.where(live, scores, 0.0) - xp.log(xp.where(live, weights, 1.0))
         sums = (xp.sum(xp.where(live, x, 0.0), axis=-1) for x in (weights * lse, weights))
-        state[:, q_idx] += xp.stack(list(sums), axis=-1)
+        state[:, as_slice(q_idx)] += xp.stack(list(sums), axis=-1)
         return state
 
     def finish(self, state: Array) -> Array:
@@ -179,7 +179,8 @@ class Product(Measure):
         assert self.problem is not None
         engine = self.problem.engine
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
-        part = engine.take(self.array, self.pair_index, engine.to_numpy(summed), self.dtype)
+        columns = as_slice(summed)
+        part = engine.take(self.array, self.pair_index, np.arange(columns.start, columns.stop), self.dtype)
         weights = engine.cast(weights, self.dtype)  # the array may have a wider dtype
         transpose = xp.matrix_transpose if self.transposed else lambda tile: tile
         if self.finite:

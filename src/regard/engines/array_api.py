@@ -38,6 +38,7 @@ class ArrayEngine:
 
     name: str = ""
     xp: Namespace = None
+    is_asynchronous: bool = False
 
     # Arrays
 

@@ -35,7 +35,15 @@ class Engine(Protocol):
 
     @property
     def xp(self) -> Namespace:
-        """Array API namespace that masks, score modifications and measures compute with."""
+        """Array API namespace that masks, score modifications and measures compute with.
+
+        `xp.zeros(shape)` without a dtype returns an accumulator: float64, or sums with compensated rounding errors if
+        the device has no float64, where `xp.float64` is float32.
+        """
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a device computes while Python goes on, so that reading a number of an array waits for it."""
 
     # Arrays
 

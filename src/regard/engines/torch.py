@@ -14,6 +14,7 @@ import torch
 
 from regard.engines import native
 from regard.engines import torch_fused as fused
+from regard.engines.compensated import CompensatedSum
 from regard.engines.torch_precision import use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
@@ -30,10 +31,15 @@ Tensor = Any  # torch's types are not checked
 
 
 class TorchNamespace:
-    """The array API on torch: new arrays are on one device, and float64 by default, as accumulators should be."""
+    """The array API on torch: new arrays are on one device, and float64 by default, as accumulators should be.
+
+    If the device has no float64, `float64` is float32, and `zeros` without a dtype returns a `CompensatedSum`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_float64 = has_float64(device)
+        self.float64 = torch.float64 if self._has_float64 else torch.float32
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(array_api, name)
@@ -41,18 +47,32 @@ class TorchNamespace:
         return function
 
     def asarray(self, array: Any, dtype: Any = None) -> Array:
+        if self._device.type == "cpu":
+            array = array if isinstance(array, torch.Tensor) else torch.tensor(np.asarray(array))
+            return array.to(device=self._device, dtype=dtype)
         if not isinstance(array, torch.Tensor):
-            array = torch.tensor(np.asarray(array))
-        return array.to(device=self._device, dtype=dtype)
+            array = np.asarray(array)
+            if array.ndim == 1 and array.dtype == np.int64 and is_contiguous(array):
+                # Made on the device: a copy to it may wait for what it computes.
+                array = torch.arange(int(array[0]), int(array[-1]) + 1, device=self._device)
+            else:
+                array = torch.tensor(array)
+        if dtype is None and array.dtype == torch.float64:
+            dtype = self.float64
+        # Converted before it is moved: the device may lack the dtype.
+        return (array if dtype is None else array.to(dtype)).to(self._device, non_blocking=True)
 
-    def zeros(self, shape: Any, dtype: Any = torch.float64) -> Array:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+    def zeros(self, shape: Any, dtype: Any = None) -> Any:
+        if dtype is None and not self._has_float64:
+            high, low = (torch.zeros(shape, dtype=torch.float32, device=self._device) for _ in range(2))
+            return CompensatedSum(high, low, self)
+        return torch.zeros(shape, dtype=dtype or torch.float64, device=self._device)
 
-    def empty(self, shape: Any, dtype: Any = torch.float64) -> Array:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+    def empty(self, shape: Any, dtype: Any = None) -> Array:
+        return torch.empty(shape, dtype=dtype or self.float64, device=self._device)
 
-    def full(self, shape: Any, value: Any, dtype: Any = torch.float64) -> Array:
-        return torch.full(shape, value, dtype=dtype, device=self._device)
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> Array:
+        return torch.full(shape, value, dtype=dtype or self.float64, device=self._device)
 
     def arange(self, *limits: int) -> Array:
         return torch.arange(*limits, device=self._device)
@@ -72,6 +92,7 @@ class TorchEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_type = device, device.type
+        self.is_asynchronous = device.type != "cpu"
         self.xp: Any = TorchNamespace(device)
 
     # Arrays
@@ -85,6 +106,7 @@ class TorchEngine:
     def as_float(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
             array = torch.as_tensor(as_array(array, operation, name))
+            array = self.xp.asarray(array) if self.is_asynchronous else array
         if array.is_floating_point():
             return array if array.device == self.device else self._move(array, operation, name)
         if array.dtype == torch.bool or array.is_complex():
@@ -122,7 +144,7 @@ class TorchEngine:
         elif is_contiguous(pairs):
             array = array[int(pairs[0]) : int(pairs[-1]) + 1]
         else:
-            array = array[torch.tensor(pairs, device=self.device)]
+            array = array[_make_index(pairs.tobytes(), self.device)]
         if is_contiguous(positions):
             array = array[:, int(positions[0]) : int(positions[-1]) + 1]
         else:
@@ -159,12 +181,24 @@ class TorchEngine:
             return torch.stack([function(segment, dim=axis) for segment in array.split(sizes, axis)], axis)
         # One matrix product for many short segments; over long ones it would round more than a sum does.
         membership = _segment_membership(sizes, array.dtype, self.device)
-        sums = array @ membership if axis == -1 else membership.mT @ array
-        if sums.isnan().any():  # 0 · NaN is NaN: the product spreads it into every segment
+
+        def add_up(terms: Tensor) -> Tensor:
+            return terms @ membership if axis == -1 else membership.mT @ terms
+
+        # 0 · NaN is NaN: the product spreads it into every segment.
+        if self.is_asynchronous:  # without asking whether there is one
+            has_nan = add_up(array.isnan().to(array.dtype)) > 0
+            return torch.where(has_nan, math.nan, add_up(array.nan_to_num(0.0)))
+        sums = add_up(array)
+        if sums.isnan().any():
             return torch.stack([segment.sum(axis) for segment in array.split(sizes, axis)], axis)
         return sums
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
+        if self.is_asynchronous:  # below, ties are looked for, which would wait for the device
+            ranked = torch.where(weights.isnan(), math.inf, weights)
+            columns = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :k]
+            return weights.gather(-1, columns), columns
         length = weights.shape[-1]
         size = 1 << max(0, round(math.log2(length / k) / 2))
         groups = -(-length // size)
@@ -293,4 +327,24 @@ def _has_ties(weights: Tensor, values: Tensor, k: int) -> Tensor:
 @lru_cache(maxsize=256)
 def _segment_membership(sizes: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
     """Return which segment each position belongs to, as ones in a matrix (length, segments)."""
-    return torch.eye(len(sizes), dtype=dtype, device=device).repeat_interleave(torch.tensor(sizes), 0)
+    return torch.eye(len(sizes), dtype=dtype).repeat_interleave(torch.tensor(sizes), 0).to(device)
+
+
+@lru_cache(maxsize=256)
+def _make_index(index: bytes, device: torch.device) -> Tensor:
+    """Return int64 numbers as a tensor; tiles of grouped heads use the same index again and again."""
+    return torch.tensor(np.frombuffer(index, np.int64), device=device)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes with float64: MPS and some Intel GPUs do not.
+
+    Args:
+        device: A device of torch.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        return bool((torch.ones(1, dtype=torch.float64).to(device) + 1.0).cpu()[0] == 2.0)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False

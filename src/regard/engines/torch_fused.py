@@ -35,6 +35,7 @@ _UPCAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 MAX_SCANNED, _SCANNED = 4096, (torch.float32, torch.float64)
 # With fewer keys the kernel returns zeros for a row whose scores are all NaN.
 FEW_KEYS = 64
+MAX_PAIRS = kernels.MAX_PAIRS
 
 
 class KernelCall(NamedTuple):
@@ -45,6 +46,7 @@ class KernelCall(NamedTuple):
     first_row: int
     build_tile: TileBuilder
     scale: float
+    names: set[str]  # of the kernels that ran
 
 
 def run_fused_product(
@@ -62,7 +64,8 @@ def run_fused_product(
         used. The lse is None if torch computed it with reduced precision.
     """
     kernel, _ = find_kernel(problem)
-    if kernel is None or not value.numel():
+    common = torch.promote_types(torch.promote_types(problem.query.dtype, problem.key.dtype), value.dtype)
+    if kernel is None or not value.numel() or (kernel.dtypes is not None and common not in kernel.dtypes):
         return None
     mask, tensors = problem.mask, (problem.query, problem.key, value)
     learns_bias = any(
@@ -77,8 +80,8 @@ def run_fused_product(
     width = max(problem.query.shape[-1], value.shape[-1])
     if width != min(problem.query.shape[-1], value.shape[-1]):
         width = -(-width // 16) * 16  # if padding is needed anyway, pad to whole vectors
-    common = torch.promote_types(torch.promote_types(problem.query.dtype, problem.key.dtype), value.dtype)
     outputs, lses, num_calls = [], [], 0
+    names: set[str] = set()
     for group in _split_pairs(problem):
         part = problem.select_pairs(group)
         k_index, v_index = part.key_index, value_index[part.pair_ids]
@@ -95,9 +98,11 @@ def run_fused_product(
         sink = (
             None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.pair_ids))
         )
-        # The operator reads a mask tile as the dtype of the query, whatever its own dtype is.
-        wide = replace(part, dtype=torch.promote_types(part.dtype, common))
-        call = KernelCall(kernel, bands, q_range.start, lowering.make_tile_builder(wide), scale)
+        # The CPU's operator reads a mask tile as the dtype of the query, whatever its own dtype is. CUDA's takes no
+        # other dtype, which 0 and −inf do not need.
+        is_exact = kernel.dtypes is not None and not part.score_mods
+        wide = replace(part, dtype=common if is_exact else torch.promote_types(part.dtype, common))
+        call = KernelCall(kernel, bands, q_range.start, lowering.make_tile_builder(wide), scale, names)
         is_single_call = (
             len(bands) == 1 and len(bands[0].blocks) == 1 and not bands[0].blocks[0].has_tile and sink is None
         )
@@ -110,9 +115,10 @@ def run_fused_product(
         outputs.append(output[0, ..., : value.shape[-1]])
         lses.append(lse[0])
         num_calls += sum(len(band.blocks) for band in bands)
-    name = f"torch: {kernel.name}, {lowering.describe_bands(bands, num_calls)}"
+    used = " and ".join(sorted(names)) or kernel.name
+    name = f"torch: {used}, {lowering.describe_bands(bands, num_calls)}"
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if not _has_exact_lse(common, problem.query.device.type):
+    if not _has_exact_lse(kernel, common, problem.query.device.type):
         return output, None, name
     return output, lses[0] if len(lses) == 1 else torch.cat(lses), name
 
@@ -170,7 +176,7 @@ class FastProduct(NamedTuple):
             is_finite = math.isfinite(total.item())
         if not is_finite:
             return None
-        if not needs_lse or (self.dtype is torch.float32 and not has_ieee_products(self.device_type)):
+        if not needs_lse or not _has_exact_lse(self.kernel, self.dtype, self.device_type):
             return output, None, self.name
         return output, lse, self.name
 
@@ -205,6 +211,10 @@ def prepare_fast_product(
     kernel = kernels.get_kernel(device_type)
     if kernel is None or (heads != kv_heads and not kernel.takes_groups):
         return None
+    if kernel.dtypes is not None:
+        if dtype not in kernel.dtypes or batch * heads > MAX_PAIRS:
+            return None
+        kernel = kernel.select(query, key, key, is_causal, scale)  # the value has the shape of the key
     name = kernel.causal_name if is_causal else kernel.unmasked_name
     num_outputs = query.numel()
     is_small = device_type == "cpu" and dtype in _SCANNED and num_outputs <= MAX_SCANNED
@@ -216,8 +226,13 @@ def prepare_fast_product(
     return product.run
 
 
-def _has_exact_lse(dtype: Any, device_type: str) -> bool:
-    """Return whether the lse of a kernel may be kept: it is not if torch rounds the inputs of float32 products."""
+def _has_exact_lse(kernel: Kernel, dtype: Any, device_type: str) -> bool:
+    """Return whether the lse of a kernel may be kept: it is not if torch rounds the inputs of float32 products.
+
+    At half precision the lse of the CPU's kernel is no better than that, and the block loop computes a better one.
+    """
+    if dtype in _UPCAST:
+        return kernel.has_float32_lse
     return dtype is not torch.float32 or has_ieee_products(device_type)
 
 
@@ -228,6 +243,10 @@ def find_kernel(problem: Problem) -> tuple[Kernel | None, str]:
     kernel = kernels.get_kernel(problem.query.device.type)
     if kernel is None:
         return None, f"no fused kernel on {problem.query.device.type}"
+    dtype = torch.promote_types(problem.query.dtype, problem.key.dtype)
+    if kernel.dtypes is not None and dtype not in kernel.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        return None, f"no fused kernel for {name} on {problem.query.device.type}"
     if not is_contiguous(problem.positions):
         return None, "the rows are not contiguous"
     for score_mod in problem.score_mods:
@@ -287,13 +306,14 @@ def _run_block(
     """Compute output and lse of one block of columns."""
     columns = slice(block.columns.start, block.columns.stop)
     tile = call.build_tile(rows, block.columns) if block.has_tile else None
-    output, lse = call.kernel.forward(
-        q, k[:, :, columns], v[:, :, columns], block.is_causal, tile, call.scale
-    )
-    if tile is not None:
-        # The kernel returns an lse of 0 for a row without live keys.
-        is_empty = (tile == -math.inf).all(-1) if (lse == 0).any() else lse.new_zeros((), dtype=torch.bool)
-        if is_empty.any():
+    k, v = k[:, :, columns], v[:, :, columns]
+    kernel = call.kernel if block.has_tile else call.kernel.select(q, k, v, block.is_causal, call.scale)
+    call.names.add(kernel.name)
+    output, lse = kernel.forward(q, k, v, block.is_causal, tile, call.scale)
+    # The kernel returns an lse of 0 for a row without live keys. Asking whether there is one makes a GPU wait.
+    if tile is not None and (not q.is_cpu or (lse == 0).any()):
+        is_empty = (tile == -math.inf).all(-1)
+        if not q.is_cpu or is_empty.any():
             lse = lse.masked_fill(is_empty, -math.inf)
             output = output.masked_fill(is_empty[..., None], 0.0)
     return output, lse
@@ -374,7 +394,7 @@ def _split_pairs(problem: Problem) -> list[IntArray]:
     """Return all pairs as one group, or one group per batch entry if the mask differs between them."""
     count = len(problem.pair_ids)
     if problem.mask is None or not problem.mask.varies_by_batch or count < 2:
-        return [np.arange(count)]
+        return np.split(np.arange(count), range(MAX_PAIRS, count, MAX_PAIRS))
     heads = problem.frame.leading_shape[-1] if problem.frame.leading_shape else 1
     batch_entry = problem.frame.selected // max(heads, 1)
     return np.split(np.arange(count), np.flatnonzero(np.diff(batch_entry)) + 1)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from regard.engines.compensated import resolve_sums
+from regard.frame import take_range
 from regard.tiling import tile_sizes
 from regard.types import IntArray
 
@@ -44,7 +46,10 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     ]
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in cleaned]
     states = [measure.init(problem.shape, xp) for measure in bound]
-    width = tile_sizes().columns  # the backward pass must meet the same tiles
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+    width = sizes.columns  # the backward pass must meet the same tiles
+
+    positions = xp.arange(max(problem.shape))
 
     def run_band(band: IntArray) -> list[Any]:
         with problem.engine.suppress_warnings():
@@ -60,7 +65,10 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
             else:
                 weights_of_blocks = _softmax(tiles, problem)
             for (columns, _), tile, weights in zip(blocks, tiles, weights_of_blocks, strict=True):
-                q_idx, kv_idx = xp.asarray(band), xp.asarray(columns)
+                q_idx, kv_idx = (
+                    take_range(positions, int(tile_range[0]), int(tile_range[-1]) + 1)
+                    for tile_range in (band, columns)
+                )
                 band_states = [
                     measure.step(state, weights, tile, q_idx, kv_idx, xp)
                     for measure, state in zip(bound, band_states, strict=True)
@@ -70,7 +78,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     for band in bands:
         band_states = checkpoint(run_band, band, use_reentrant=False)
         states = [measure.merge(a, b) for measure, a, b in zip(bound, states, band_states, strict=True)]
-    return [measure.finish(state) for measure, state in zip(bound, states, strict=True)]
+    return [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)]
 
 
 def _softmax(tiles: list[Tensor], problem: Problem) -> list[Tensor]:

@@ -1,16 +1,17 @@
-"""Fused kernels of torch: the only file that calls its private operators, and checks their results before use."""
+"""Fused kernels of torch, checked before use: with `torch_cuda`, the only file that calls its private operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from regard.engines import torch_cuda as cuda
 from regard.engines.torch_precision import has_ieee_products, use_full_precision
 
 Tensor = Any  # torch's types are not checked
@@ -28,6 +29,11 @@ class Kernel:
             returns the gradients of query, key and value; None if there is none.
         takes_groups: Whether key and value may have fewer heads than the query; `check_kernel` finds it out.
         is_public: Whether it calls `F.scaled_dot_product_attention`, and no private operator.
+        takes_tiles: Whether it takes a mask tile, and causal calls that are not square.
+        dtypes: Dtypes that it takes; None for all.
+        has_float32_lse: Whether its lse of half-precision inputs is as exact as in float32.
+        alternatives: By `torch.nn.attention.SDPBackend`, kernels that run instead if the public function would run
+            them, without a mask tile.
     """
 
     name: str
@@ -35,6 +41,17 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     takes_groups: bool = False
     is_public: bool = False
+    takes_tiles: bool = True
+    dtypes: tuple[Any, ...] | None = None
+    has_float32_lse: bool = False
+    alternatives: Mapping[int, Kernel] = field(default_factory=dict)
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Kernel:
+        """Return the kernel for a call without a mask tile: an alternative if the public function would run it."""
+        if not self.alternatives or (is_causal and q.shape[2] != k.shape[2]):
+            return self
+        chosen = self.alternatives.get(cuda.choose_backend(q, k, v, is_causal, scale), self)
+        return chosen if chosen.dtypes is None or q.dtype in chosen.dtypes else self
 
     @cached_property
     def causal_name(self) -> str:
@@ -67,19 +84,6 @@ def _cpu_backward(
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = operator(grad, q, k, v, output, lse, 0.0, causal, attn_mask=tile, scale=scale)
     return dq, dk, dv
-
-
-def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    # Written from the operator's schema; not yet run on a CUDA device.
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    operator = torch.ops.aten._scaled_dot_product_efficient_attention
-    bias = None if tile is None else tile.to(q.dtype).expand(1, q.shape[1], q.shape[2], k.shape[2])
-    output, lse, *_ = operator(q, k, v, bias, True, 0.0, causal, scale=scale)
-    return output, lse[..., : q.shape[2]]
 
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -120,11 +124,25 @@ def _stream_lse(q: Tensor, k: Tensor, causal: bool, tile: Tensor | None, scale: 
 
 
 CPU_FLASH = Kernel("flash on CPU", _cpu_forward, _cpu_backward)
-CUDA_EFFICIENT = Kernel("efficient on CUDA (untested)", _cuda_forward, None)
 PUBLIC = Kernel("scaled_dot_product_attention, lse streamed", _public_forward, None, is_public=True)
 
+MAX_PAIRS = cuda.MAX_PAIRS
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, *_HALVES)  # CUDA's kernels take no float64
+_FLASH, _CUDNN = (
+    int(getattr(torch.nn.attention.SDPBackend, f"{name}_ATTENTION").value) for name in ("FLASH", "CUDNN")
+)
+CUDA_FLASH = Kernel(
+    "flash on CUDA", cuda.run_flash, None, takes_tiles=False, dtypes=_HALVES, has_float32_lse=True
+)
+CUDA_CUDNN = replace(CUDA_FLASH, name="cuDNN on CUDA", forward=cuda.run_cudnn)
+CUDA_FUSED = Kernel(
+    "efficient on CUDA", cuda.run_efficient, cuda.run_efficient_backward, dtypes=_FLOATS, has_float32_lse=True,
+    alternatives={_FLASH: CUDA_FLASH, _CUDNN: CUDA_CUDNN},
+)  # fmt: skip
+
 # In order of preference. A private operator may change or disappear in any release; the public function stays.
-KERNELS = {"cpu": (CPU_FLASH, PUBLIC), "cuda": (CUDA_EFFICIENT, PUBLIC)}
+KERNELS = {"cpu": (CPU_FLASH, PUBLIC), "cuda": (CUDA_FUSED, replace(PUBLIC, dtypes=_FLOATS))}
 # If all fail, nothing is stored: the cause may be the state of the process.
 _checked: dict[str, Kernel] = {}
 
@@ -152,14 +170,25 @@ def check_kernel(kernel: Kernel, device_type: str) -> Kernel | None:
         device_type: Device type to run it on.
 
     Returns:
-        The kernel, with `takes_groups` set by the check; None if a result is wrong.
+        The kernel, with `takes_groups`, and the dtypes and alternatives whose results are right; None if all are wrong.
     """
-    if find_fault(kernel, device_type, groups=1):
+    if kernel.dtypes is not None:
+        right = tuple(
+            x for x in kernel.dtypes if not find_fault(replace(kernel, dtypes=(x,)), device_type, 1)
+        )
+        kernel = replace(kernel, dtypes=right)
+    if kernel.dtypes == () or find_fault(kernel, device_type, groups=1):
         return None
-    return replace(kernel, takes_groups=not find_fault(kernel, device_type, groups=2))
+    checked = {x: check_kernel(alternative, device_type) for x, alternative in kernel.alternatives.items()}
+    alternatives = {x: found for x, found in checked.items() if found is not None and found.takes_groups}
+    takes_groups = not find_fault(kernel, device_type, groups=2)
+    return replace(kernel, takes_groups=takes_groups, alternatives=alternatives)
 
 
-_CHECKED_LENGTHS = (5, 70)  # below and above the shortest block of the CPU kernel
+_SQUARES = ((5, 5), (70, 70))  # below and above the shortest block of the CPU kernel
+_OBLONGS = ((5, 9), (9, 5))  # a causal mask starts from the upper left corner
+# The weights are rounded to the dtype of the value before they are multiplied by it; an lse is float32.
+_CHECK_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def find_fault(kernel: Kernel, device_type: str, groups: int) -> str:
@@ -178,38 +207,47 @@ def find_fault(kernel: Kernel, device_type: str, groups: int) -> str:
         torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(),
         use_full_precision(device_type),
     ):  # fmt: skip
-        faults = (_find_fault_at(kernel, device_type, length, groups) for length in _CHECKED_LENGTHS)
+        faults = (
+            _find_fault_at(kernel, device_type, dtype, shape, groups)
+            for dtype in kernel.dtypes or (torch.float32,)
+            for shape in (*_SQUARES, *(_OBLONGS if kernel.takes_tiles else ()))
+        )
         return next(filter(None, faults), "")
 
 
-def _find_fault_at(kernel: Kernel, device_type: str, length: int, groups: int) -> str:
-    heads, dim, scale = 4, 8, 0.5
+def _find_fault_at(kernel: Kernel, device_type: str, dtype: Any, shape: tuple[int, int], groups: int) -> str:
+    (rows, columns), heads, dim, scale = shape, 4, 8, 0.5
+    length = max(shape)
     try:
-        numbers = torch.arange(3 * heads * length * dim, dtype=torch.float32, device=device_type)
-        q, all_k, all_v = (numbers * 0.7).sin().reshape(3, 1, heads, length, dim).unbind()
+        numbers = torch.arange(3 * heads * length * dim, dtype=torch.float32, device="cpu")
+        all_q, all_k, all_v = (numbers * 0.7).sin().reshape(3, 1, heads, length, dim).to(dtype).unbind()
         # A kernel that takes each query head's own key head reads past the end: wrong numbers instead of a crash.
-        k, v = (x[:, : heads // groups] for x in (all_k, all_v))
-        wide_q, wide_k, wide_v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
-        tile = (numbers[: length * length] * 0.3).cos().reshape(1, 1, length, length)
-        causal = torch.full((length, length), -math.inf, dtype=torch.float64, device=device_type).triu(1)
-        for mask, own_tile, bias in (
-            ("no mask", None, 0.0),
-            ("causal", None, causal),
-            ("mask tile", tile, tile),
-        ):
-            scores = scale * wide_q @ wide_k.mT + bias
-            output, lse = kernel.forward(q, k, v, mask == "causal", own_tile, scale)
-            exact = {"output": scores.softmax(-1) @ wide_v, "lse": scores.logsumexp(-1)}
-            for name, result in (("output", output), ("lse", lse)):
-                if not torch.allclose(result.double(), exact[name], atol=1e-5):
-                    error = float((result.double() - exact[name]).abs().max())
-                    return f"{name} off by {error:.1e} with {mask}, {length} tokens, {groups} query heads per key head"
+        device_q, device_k, device_v = (x.to(device_type) for x in (all_q, all_k, all_v))
+        device_q = device_q[:, :, :rows]
+        device_k, device_v = (x[:, : heads // groups, :columns] for x in (device_k, device_v))
+        q = all_q.double()[:, :, :rows]
+        k, v = (
+            x.double()[:, : heads // groups, :columns].repeat_interleave(groups, 1) for x in (all_k, all_v)
+        )
+        tile = (numbers[: rows * columns] * 0.3).cos().reshape(1, 1, rows, columns)
+        causal = torch.full((rows, columns), -math.inf, dtype=torch.float64, device="cpu").triu(1)
+        masks: list[Any] = [("no mask", None, 0.0), ("causal", None, causal)]
+        if kernel.takes_tiles:
+            masks.append(("mask tile", tile.to(device_type), tile))
+        for mask, own_tile, bias in masks:
+            scores = scale * q @ k.mT + bias
+            output, lse = kernel.forward(device_q, device_k, device_v, mask == "causal", own_tile, scale)
+            exact = {"output": scores.softmax(-1) @ v, "lse": scores.logsumexp(-1)}
+            for name, result in (("output", output.cpu().double()), ("lse", lse.cpu().double())):
+                tolerance = _CHECK_TOLERANCE[dtype] if name == "output" else 1e-5
+                if not torch.allclose(result, exact[name], atol=tolerance):
+                    error = float((result - exact[name]).abs().max())
+                    tokens = f"{rows} tokens" if rows == columns else f"{rows} queries, {columns} keys"
+                    used = "" if dtype == torch.float32 else f" of {str(dtype).removeprefix('torch.')}"
+                    return f"{name} off by {error:.1e} with {mask}, {tokens}{used}, {groups} query heads per key head"
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-_FLASH = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
 def run_flash_with_lse(

@@ -66,21 +66,24 @@ class DenseMask(Mask):
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         allowed = frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "dense")
-        return xp.broadcast_to(xp.asarray(allowed), (allowed.shape[0], len(q_idx), len(kv_idx)))
+        allowed = as_array(allowed, "dense", "array") if xp is np else xp.asarray(allowed)
+        return xp.broadcast_to(allowed, (allowed.shape[0], len(q_idx), len(kv_idx)))
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
         band = take_block(self.array, np.arange(q_lo, q_hi), np.arange(kv_lo[0], kv_hi[-1]))
         rows = frame.take_pairs(band, 2, "dense")
-        any_row, every_row = rows.any(0).any(0), rows.all(0).all(0)
+        any_row, every_row = (
+            as_array(row, "dense", "array") for row in (rows.any(0).any(0), rows.all(0).all(0))
+        )
         if len(any_row) == 1:
             counts = len(kv_lo)
             return BlockKinds(np.repeat(bool(any_row[0]), counts), np.repeat(bool(every_row[0]), counts))
         starts = kv_lo - kv_lo[0]
         return BlockKinds(
-            np.logical_or.reduceat(np.asarray(any_row), starts),
-            np.logical_and.reduceat(np.asarray(every_row), starts),
+            np.logical_or.reduceat(any_row, starts),
+            np.logical_and.reduceat(every_row, starts),
         )
 
     def check(self, frame: Frame) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from regard.errors import ArgumentError
 from regard.frame import Frame
 from regard.masks.base import BlockKinds, Mask, SplitPoints
-from regard.masks.parameters import IntParameter, as_int_parameter, sort_splits
+from regard.masks.parameters import IntParameter, as_int_parameter, as_limit, sort_splits
 from regard.masks.window import causal
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
@@ -117,7 +117,7 @@ class KeyRangeMask(Mask):
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         start, stop = self._range(frame)
         keys = xp.asarray(kv_idx)[None, None, :]
-        allowed = keys < xp.asarray(stop) if self.side == "right" else keys >= xp.asarray(start)
+        allowed = keys < as_limit(stop, xp) if self.side == "right" else keys >= as_limit(start, xp)
         return xp.broadcast_to(allowed, (allowed.shape[0], len(q_idx), len(kv_idx)))
 
     def classify_blocks(

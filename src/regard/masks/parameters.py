@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.types import Array, IntArray
+from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
 
@@ -40,6 +40,11 @@ def as_int_parameter(values: int | Array, operation: str, minimum: int | None) -
             hint="Number the documents: 0, 1, 2, …" if minimum is None else "Sizes and lengths count tokens.",
         )
     return IntParameter(array.astype(np.int64))
+
+
+def as_limit(limits: IntArray, xp: Namespace) -> Array | int:
+    """Return limits (pairs or 1, 1, 1) as an array; one limit as a number, which needs no copy to a device."""
+    return int(limits.flat[0]) if limits.size == 1 else xp.asarray(limits)
 
 
 def sort_splits(positions: IntArray, length: int) -> IntArray:

@@ -9,7 +9,7 @@ import numpy as np
 from regard.errors import ArgumentError
 from regard.frame import Frame
 from regard.masks.base import BlockKinds, Mask, SplitPoints
-from regard.masks.parameters import IntParameter, as_int_parameter, sort_splits
+from regard.masks.parameters import IntParameter, as_int_parameter, as_limit, sort_splits
 from regard.tiling import tile_sizes
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
@@ -113,10 +113,10 @@ class BandMask(Mask):
         low, high = self._limits(frame)
         ahead = xp.asarray(kv_idx)[None, None, :] - xp.asarray(q_idx)[None, :, None]
         if self.left is None:
-            return ahead <= xp.asarray(high)
+            return ahead <= as_limit(high, xp)
         if self.right is None:
-            return ahead >= xp.asarray(low)
-        return (ahead >= xp.asarray(low)) & (ahead <= xp.asarray(high))
+            return ahead >= as_limit(low, xp)
+        return (ahead >= as_limit(low, xp)) & (ahead <= as_limit(high, xp))
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray

@@ -214,6 +214,9 @@ def as_slice(indices: Array) -> slice:
     >>> as_slice(np.arange(8, 12))
     slice(8, 12, None)
     """
+    known: slice | None = getattr(indices, "tile_slice", None)  # see `regard.frame.take_range`
+    if known is not None:
+        return known
     first = int(indices[0])
     return slice(first, first + len(indices))
 

@@ -137,11 +137,11 @@ class Spread(Distance):
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
         assert self._positions is not None
-        within = xp.astype(kv_idx - kv_idx[0], xp.float64)
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
+        within = xp.astype(kv_idx - columns.start, xp.float64)
         powers = xp.stack([within**0, within, within**2], axis=-1)
         total, first, second = xp.moveaxis(xp.astype(weights, xp.float64) @ powers, -1, 0)
-        rows = as_slice(q_idx)
-        start = xp.asarray(int(kv_idx[0]) - self._positions[rows], dtype=xp.float64)
+        start = xp.asarray(columns.start - self._positions[rows], dtype=xp.float64)
         moments = [total, first + start * total, second + 2 * start * first + start**2 * total]
         state[:, rows] += xp.stack(moments, axis=-1)
         return state

@@ -237,10 +237,11 @@ class Mass(Measure):
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
         assert self._problem is not None
-        to_numpy = self._problem.engine.to_numpy
-        positions = self._problem.positions[to_numpy(q_idx)]
-        allowed = self.mask.allows(self._problem.frame, positions, to_numpy(kv_idx), xp)
-        state[:, as_slice(q_idx)] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
+        positions = self._problem.positions[rows]
+        kv_range = np.arange(columns.start, columns.stop)
+        allowed = self.mask.allows(self._problem.frame, positions, kv_range, xp)
+        state[:, rows] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
         return state
 
 
@@ -303,7 +304,8 @@ class Coarse(Measure):
         return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        return xp.zeros((shape[0], *self._grid))
+        cells = (shape[0], *self._grid)
+        return xp.zeros(cells, dtype=xp.float64) if self.reduce == "max" else xp.zeros(cells)
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
@@ -316,8 +318,11 @@ class Coarse(Measure):
             cells, sizes = _find_cells(tile.start, tile.stop, self._problem.shape[axis], count)
             weights = self._problem.engine.segment_reduce(weights, sizes, axis, reduce)
             index.append(cells)
+        if reduce == "sum":
+            state[tuple(index)] += weights
+            return state
         part = state[tuple(index)]
-        part[...] = xp.maximum(part, xp.astype(weights, part.dtype)) if reduce == "max" else part + weights
+        part[...] = xp.maximum(part, xp.astype(weights, part.dtype))
         return state
 
     def merge(self, a: Array, b: Array) -> Array:

@@ -71,15 +71,16 @@ class MaxWeight(Measure):
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKResult:
         kept = (shape[0], shape[2 if self.axis == -2 else 1])
-        return TopKResult(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64))
+        return TopKResult(xp.zeros(kept, dtype=xp.float64), xp.zeros(kept, dtype=xp.int64))
 
     def step(
         self, state: TopKResult, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> TopKResult:
         kept, searched = (kv_idx, q_idx) if self.axis == -2 else (q_idx, kv_idx)
         tile = TopKResult(xp.max(weights, axis=self.axis), searched[xp.argmax(weights, axis=self.axis)])
-        merged = self.merge(TopKResult(state.values[:, kept], state.indices[:, kept]), tile)
-        state.values[:, kept], state.indices[:, kept] = merged
+        own = as_slice(kept)
+        merged = self.merge(TopKResult(state.values[:, own], state.indices[:, own]), tile)
+        state.values[:, own], state.indices[:, own] = merged
         return state
 
     def merge(self, a: TopKResult, b: TopKResult) -> TopKResult:
@@ -170,7 +171,8 @@ class TopK(Measure):
     def bind(self, problem: Problem) -> Measure:
         kv_len = problem.shape[2]
         self._check_k(kv_len, f" for kv_len {kv_len}")
-        return copy_with(self, _engine=problem.engine, _max_pending=tile_sizes().topk_columns)
+        sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+        return copy_with(self, _engine=problem.engine, _max_pending=sizes.topk_columns)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
         return RowTopK(self.k) if self.k <= MAX_INSERTED else None
@@ -180,7 +182,8 @@ class TopK(Measure):
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> TopKState:
         kept = (*shape[:2], self.k)
-        return TopKState(TopKResult(xp.zeros(kept), xp.zeros(kept, dtype=xp.int64)), [], [])
+        top = TopKResult(xp.zeros(kept, dtype=xp.float64), xp.zeros(kept, dtype=xp.int64))
+        return TopKState(top, [], [])
 
     def step(
         self, state: TopKState, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
@@ -203,15 +206,16 @@ class TopK(Measure):
         """Search the pending tiles and update the result of their rows."""
         assert self._engine is not None
         rows = state.pending[0].rows
+        starts = [as_slice(tile.kv_idx).start for tile in state.pending]
         kv_idx = xp.concat([tile.kv_idx for tile in state.pending])
         weights = state.buffers[0][:, : rows.stop - rows.start, : len(kv_idx)]
         state.pending.clear()
-        if xp.any(kv_idx[1:] < kv_idx[:-1]):
+        if starts != sorted(starts):
             order = xp.argsort(kv_idx)  # of equal weights the search returns the first
             weights, kv_idx = weights[..., order], kv_idx[order]
         kept = TopKResult(*(array[:, rows] for array in state.top))
         where: Any = ...
-        if xp.any(kept.values[..., -1] > 0):
+        if not self._engine.is_asynchronous and xp.any(kept.values[..., -1] > 0):
             # Most rows of a long matrix have nothing larger here than what was found before.
             peak = xp.max(weights, axis=-1)
             better = (peak > 0) & (peak >= kept.values[..., -1]) | (peak != peak)

@@ -16,6 +16,7 @@ from regard.testing.conformance.convention import CallingConvention
 from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.report import Capability, ConformanceReport
 from regard.testing.conformance.runner import ConformanceTest, check_conformance, generate_tests
+from regard.testing.device_check import check_device
 from regard.testing.installation import InstallationReport, check_installation
 from regard.testing.tolerance import ORDINARY_TOLERANCE, assert_matches, epsilon
 
@@ -35,6 +36,7 @@ __all__ = [
     "build_inputs",
     "check_case",
     "check_conformance",
+    "check_device",
     "check_installation",
     "draw_cases",
     "epsilon",

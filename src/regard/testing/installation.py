@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +16,7 @@ from regard.testing.cases.engine_check import ENGINES, compute_bounds, compute_r
 from regard.testing.cases.factors import FACTORS, Case
 from regard.testing.cases.generate import draw_cases
 from regard.testing.cases.inputs import build_inputs
+from regard.testing.device_check import check_device, check_kernels
 from regard.tiling import use_tile_sizes
 
 PACKAGES = (
@@ -50,6 +51,7 @@ class InstallationReport:
         kernels: The fused kernels of torch, in order of preference: name, device, whether the results were right, and
             the cause if not.
         cases: Number of generated cases, engines, failures, and the largest error as a share of what is allowed.
+        device: Result of `regard.testing.check_device`; empty if no device was given.
 
     >>> from regard.testing import check_installation
     >>> check_installation(num_cases=1).ok
@@ -63,18 +65,21 @@ class InstallationReport:
     precision: dict[str, Any]
     kernels: list[dict[str, Any]]
     cases: dict[str, Any]
+    device: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for JSON."""
         return asdict(self)
 
 
-def check_installation(num_cases: int = 100, seed: int = 0) -> InstallationReport:
+def check_installation(num_cases: int = 100, seed: int = 0, device: str | None = None) -> InstallationReport:
     """Compare kernels and generated cases with the definition, in the versions and settings of this process.
 
     Args:
         num_cases: Number of cases to draw from the case matrix; each runs on every engine that is installed.
         seed: Seed of the draw.
+        device: Device of torch to check as well, such as "cuda" or "mps": 300 cases in three settings, the conventions
+            of its operators, compiled kernels, and its speed. This takes about two minutes.
 
     Returns:
         The report; `report.ok` says whether anything is wrong.
@@ -90,7 +95,7 @@ def check_installation(num_cases: int = 100, seed: int = 0) -> InstallationRepor
     engines: tuple[str, ...] = ENGINES[:1]
     if importlib.util.find_spec("torch") is not None:
         try:
-            precision, kernels = _describe_precision(), list(_check_kernels())
+            precision, kernels = _describe_precision(), _remove_all_paths(list(_check_kernels()))
             engines = ENGINES
         except ImportError as error:
             problems.append(f"torch cannot be used: {_remove_paths(str(error))}")
@@ -102,6 +107,13 @@ def check_installation(num_cases: int = 100, seed: int = 0) -> InstallationRepor
     cases = _run_cases(num_cases, seed, engines)
     if cases["failed"]:
         problems.append(f"{cases['failed']} of {cases['checks']} checks against the definition failed")
+    found: dict[str, Any] = {}
+    if device is not None:
+        try:
+            found = _remove_all_paths(check_device(device))
+            problems += found["problems"]
+        except (ImportError, RuntimeError) as error:
+            problems.append(f"the device {device} cannot be used: {_remove_paths(str(error))}")
     return InstallationReport(
         not problems,
         problems,
@@ -110,6 +122,7 @@ def check_installation(num_cases: int = 100, seed: int = 0) -> InstallationRepor
         precision,
         kernels,
         cases,
+        found,
     )
 
 
@@ -152,13 +165,9 @@ def _check_kernels() -> Iterator[dict[str, Any]]:
     """Check every kernel of the devices that are here, also those that are not needed."""
     import torch
 
-    from regard.engines.torch_kernels import KERNELS, find_fault
-
-    devices = [device for device in KERNELS if device == "cpu" or torch.cuda.is_available()]
-    for device in devices:
-        for kernel in KERNELS[device]:
-            cause = find_fault(kernel, device, groups=1) or find_fault(kernel, device, groups=2)
-            yield {"name": kernel.name, "device": device, "passed": not cause, "cause": _remove_paths(cause)}
+    for device in ("cpu", "cuda"):
+        if device == "cpu" or torch.cuda.is_available():
+            yield from check_kernels(device)
 
 
 def _run_cases(count: int, seed: int, engines: tuple[str, ...]) -> dict[str, Any]:
@@ -202,6 +211,15 @@ def _check_case(case: Case, engines: tuple[str, ...]) -> Iterator[tuple[str, flo
         except Exception as error:
             message = _remove_paths(f"{case}: {type(error).__name__}: {error}")
         yield engine, share, message
+
+
+def _remove_all_paths(entry: Any) -> Any:
+    """Remove paths from every text in lists and dictionaries."""
+    if isinstance(entry, dict):
+        return {name: _remove_all_paths(value) for name, value in entry.items()}
+    if isinstance(entry, list):
+        return list(map(_remove_all_paths, entry))
+    return _remove_paths(entry) if isinstance(entry, str) else entry
 
 
 def _remove_paths(text: str) -> str:

@@ -227,7 +227,7 @@ class Nameless(FarEngine):
     ("engine", "words"),
     [
         (FarEngine, "the class FarEngine"),
-        (SimpleNamespace(name="mine", owns=len), "without xp, to_numpy, as_float …"),
+        (SimpleNamespace(name="mine", owns=len), "without xp, is_asynchronous, to_numpy …"),
         (Nameless(), "named ''"),
     ],
 )

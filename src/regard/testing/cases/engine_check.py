@@ -24,6 +24,8 @@ from regard.testing.tolerance import ErrorBound, epsilon
 ENGINES = ("numpy", "torch fused", "torch block loop")
 # The largest weight of a row, above which single entries may not err more than the dense matrix.
 SATURATED = 0.999
+# Parts of the names of torch's fused kernels.
+FUSED_NAMES = ("flash", "efficient", "cuDNN", "scaled_dot_product")
 COMPILED = "compiled "  # the engines of `list_compiled_engines` begin with it
 
 
@@ -71,12 +73,13 @@ def check_case(case: Case, inputs: CaseInputs, engines: Sequence[str] = ENGINES[
     return failures
 
 
-def to_engine(array: Any, engine: str) -> Any:
+def to_engine(array: Any, engine: str, device: str = "cpu") -> Any:
     """Convert a NumPy array for an engine, in the same memory layout; torch has no negative strides.
 
     Args:
         array: The array.
         engine: A name from `ENGINES`, or of a registered engine.
+        device: Device of the tensors of torch's engines.
     """
     if engine == "numpy" or not isinstance(array, np.ndarray):
         return array
@@ -89,8 +92,24 @@ def to_engine(array: Any, engine: str) -> Any:
     if not array.flags.writeable:  # expanded
         array = np.lib.stride_tricks.as_strided(array.base, array.shape, array.strides)
     if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor if device == "cpu" else _move_strided(tensor, device)
+
+
+def _move_strided(tensor: Any, device: str) -> Any:
+    """Copy a tensor to a device with the strides that it has; `to` makes the result contiguous."""
+    import torch
+
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
+    moved = torch.zeros(size, dtype=tensor.dtype, device=device).as_strided(tensor.shape, tensor.stride())
+    target = moved
+    for axis, stride in enumerate(tensor.stride()):
+        if not stride:  # expanded: every entry is the first one
+            target, tensor = target.narrow(axis, 0, 1), tensor.narrow(axis, 0, 1)
+    target.copy_(tensor)
+    return moved
 
 
 @contextmanager
@@ -213,23 +232,28 @@ def _check_engine(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> None:
         bound.check(result)
 
 
-def compute_results(inputs: CaseInputs, bounds: CaseBounds, engine: str) -> Iterator[tuple[ErrorBound, Any]]:
+def compute_results(
+    inputs: CaseInputs, bounds: CaseBounds, engine: str, device: str = "cpu"
+) -> Iterator[tuple[ErrorBound, Any]]:
     """Compute the results of a case on an engine.
 
     Args:
         inputs: The inputs of the case.
         bounds: Its error bounds.
         engine: A name from `ENGINES`, or of a registered engine.
+        device: Device of the tensors of torch's engines.
 
     Yields:
         Each error bound, and the result as a NumPy array.
     """
-    query, key, value = (to_engine(array, engine) for array in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        to_engine(array, engine, device) for array in (inputs.query, inputs.key, inputs.value)
+    )
     with disable_fused_kernel(engine), native.use_instruction_set(None):
         matrix = attention(query, key, **inputs.arguments)
         output = matrix @ value
         if engine == "torch fused" and "block loop" not in matrix.kernel:
-            assert "flash" in matrix.kernel or "scaled_dot_product" in matrix.kernel, matrix.kernel
+            assert any(name in matrix.kernel for name in FUSED_NAMES), matrix.kernel
         yield bounds.output, from_engine(output)
         yield bounds.lse, from_engine(matrix.lse)
         dense = from_engine(matrix.to_dense())
@@ -294,8 +318,9 @@ def from_engine(array: Any) -> Any:
     Args:
         array: An array of any engine.
     """
-    if type(array).__module__.startswith("torch"):
-        return array.detach().float().numpy() if array.itemsize < 4 else array.detach().numpy()
+    if hasattr(array, "new_tensor"):
+        array = array.detach().cpu()
+        return array.float().numpy() if array.itemsize < 4 else array.numpy()
     return find_engine("check_case", result=array).to_numpy(array)
 
 

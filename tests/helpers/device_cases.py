@@ -1,0 +1,72 @@
+"""Run cases of the case matrix on the doubles of CUDA's operators and on a pretend device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regard.core.attention import attention
+from regard.testing import Case, build_inputs, draw_cases
+from regard.testing.cases.engine_check import compute_bounds, compute_results, to_engine
+from regard.tiling import use_tile_sizes
+
+TILE = 16
+
+
+def small_tiles(case: Case) -> dict[str, int]:
+    """Tiles so small that every length is split into several, but not into so many that they only repeat."""
+    rows = 4 * TILE if case.q_len == 257 else TILE
+    return {
+        "rows": rows,
+        "columns": 2 * TILE,
+        "entries": 1 << 14,
+        "cached_scores": 1 << 12,
+        "mask_rows": rows,
+        "mask_tile_rows": rows + 8,
+        "joined_columns": 3 * TILE,
+        "topk_columns": 4 * TILE,
+    }
+
+
+def draw(count: int, seed: int, dtypes: Any = None) -> list[Case]:
+    """Draw possible cases."""
+    options = {} if dtypes is None else {"dtypes": dtypes}
+    return [case for case, possible in draw_cases(count, seed, TILE, **options) if possible]
+
+
+def run_case(case: Case, engine: str, device: str = "cpu") -> str:
+    """Return what is wrong with the results of a case; empty if nothing is."""
+    inputs = build_inputs(case, TILE)
+    assert inputs is not None
+    try:
+        with use_tile_sizes(**small_tiles(case)):
+            for bound, result in compute_results(inputs, compute_bounds(case, inputs), engine, device):
+                bound.check(result)
+    except Exception as error:
+        return f"{case}\n    {type(error).__name__}: {error}"
+    return ""
+
+
+def run_backward(case: Case, device: str = "cpu") -> str:
+    """Differentiate the output of a case; return what was raised, or whether a gradient is missing."""
+    inputs = build_inputs(case, TILE)
+    assert inputs is not None
+    try:
+        with use_tile_sizes(**small_tiles(case)):
+            gradients = _differentiate(inputs, device)
+    except Exception as error:
+        return f"{case}\n    {type(error).__name__}: {error}"
+    return "" if all(gradient is not None for gradient in gradients) else f"{case}\n    a gradient is missing"
+
+
+def _differentiate(inputs: Any, device: str) -> list[Any]:
+    tensors = [to_engine(x, "torch fused", device) for x in (inputs.query, inputs.key, inputs.value)]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    output = attention(*tensors[:2], **inputs.arguments) @ tensors[2]
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(output.shape, generator=generator).to(device=output.device, dtype=output.dtype)
+    if output.requires_grad:  # not if an axis is empty
+        (output * direction).sum().backward()
+    return [tensor.grad for tensor in tensors if output.requires_grad]
