@@ -270,7 +270,11 @@ class TorchEngine:
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
     ) -> tuple[Array, Array | None, str] | None:
-        return fused.run_fused_product(problem, value, value_index)
+        if not torch.is_autocast_enabled(self.device_type):
+            return fused.run_fused_product(problem, value, value_index)
+        # Autocast does not reach the private operators, but would convert, or refuse, what is merged around them.
+        with torch.autocast(self.device_type, enabled=False):
+            return fused.run_fused_product(problem, value, value_index)
 
     def prepare_fast_product(
         self, query: Array, key: Array, mask: Mask | None, scale: float

@@ -38,7 +38,7 @@ def estimate_ratios(
         The ratio of each line of `measure_speed`.
 
     >>> {name: round(ratio, 2) for name, ratio in estimate_ratios(32768).items()}
-    {'A @ value': 1.0, 'measures, block loop': 31.61}
+    {'A @ value': 1.0, 'measures, block loop': 21.51}
     """
     weights = HEADS * length**2 / 2
     bare = 4 * weights * HEAD_DIM / FLASH_FLOPS

@@ -330,3 +330,14 @@ def test_29_weights_of_saturated_rows_with_moderate_scores_are_at_most_one(engin
         results = [A.max(-1), A.topk(2).values, A.to_dense(), A[..., 7], A[..., :50], A.coarsen(90, "max")]
     for result in results:
         assert from_engine(result).max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_blocks_of_a_product_are_merged_inside_autocast(dtype):
+    """torch.cat inside autocast refuses float16 if it converts to bfloat16."""
+    query, key, value = draw(1, 2, 600, 8, dtype=dtype)
+    A = attention(query, key, mask=regard.sliding_window(100))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = A @ value
+    assert output.dtype == dtype
+    assert torch.equal(output, attention(query, key, mask=regard.sliding_window(100)) @ value)
