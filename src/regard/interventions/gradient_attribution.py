@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
+from regard.interventions.gradient_path import integrate_gradients
 from regard.interventions.metrics import Metric
 from regard.interventions.model_inputs import run_model
 from regard.lens.analysis.head_table import as_numpy_per_head
@@ -114,6 +116,7 @@ def attribution(
     metric: Metric,
     *,
     baseline: Literal["zero", "mean"] | Recording = "zero",
+    steps: int = 1,
     edges: int = 8,
 ) -> Attribution:
     """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
@@ -131,6 +134,12 @@ def attribution(
             such as `logit_difference(…)`. Its mean over the batch is attributed.
         baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens and
             the batch; or a recording of another run with `watch(values=True)`, whose outputs are used.
+        steps: Number of points at which the gradient of `effect` is taken. One point, the model itself, takes one
+            backward pass. A gradient says little where a softmax is saturated; with more points, `effect` is integrated
+            along the path from the outputs to the baseline, one layer at a time (integrated gradients, Sundararajan
+            et al., 1703.01365), in steps passes for each layer. Added up over the heads of a layer it is then the
+            effect of ablating the layer, up to the error of the steps and to jumps, such as those of a router. The
+            other columns and the edges do not depend on it.
         edges: Number of edges of each head to list.
 
     Returns:
@@ -157,16 +166,25 @@ def attribution(
             hint="For example metric=lambda output: output.logits[:, -1, answer].",
         )
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
+    check_count(steps, 1, None, OPERATION, "steps", "", "One step takes a single backward pass.")
     _check_baseline(baseline)
+
+    def run() -> Tensor:
+        num_logits = getattr(metric, "num_logits", None)
+        output = run_model(model, inputs, OPERATION, num_logits=num_logits, require_grad=True)
+        return _check_metric(metric(output)).mean()
+
+    integrated: dict[str, list[Tensor]] = {}
     with require_input_gradients(model), torch.enable_grad():
         with watch(model, grad=True, values=True) as recording:
-            num_logits = getattr(metric, "num_logits", None)
-            value = metric(run_model(model, inputs, OPERATION, num_logits=num_logits, require_grad=True))
-        value = _check_metric(value).mean()
+            value = run()
         layer_calls = recording._layer_calls()
         gradients = _compute_gradients(value, layer_calls)
+        for name in recording if steps > 1 else ():
+            find = partial(_find_baseline, name, baseline=baseline)
+            integrated[name] = integrate_gradients(model, name, steps, find, run)
     with torch.no_grad():
-        return _build(value.item(), layer_calls, gradients, recording, baseline, edges)
+        return _build(value.item(), layer_calls, gradients, recording, baseline, edges, integrated)
 
 
 @contextmanager
@@ -257,6 +275,7 @@ def _build(
     recording: Recording,
     baseline: str | Recording,
     num_edges: int,
+    integrated: dict[str, list[Tensor]],
 ) -> Attribution:
     heads, edges = Table(), Table()
     received: dict[str, Tensor] = {}
@@ -265,9 +284,12 @@ def _build(
         value, output, wide = call.value, call.output, gradient.double()
         assert value is not None and output is not None
         output = output.detach().double()
-        change = _find_baseline(call.name, index, output, baseline) - output
+        if module in integrated:
+            effects = integrated[module][index]
+        else:
+            effects = (wide * (_find_baseline(module, index, output, baseline) - output)).sum((-2, -1))
         effect, total = (
-            _add_batch(as_numpy_per_head((wide * part).sum((-2, -1)))) for part in (change, output)
+            _add_batch(as_numpy_per_head(part)) for part in (effects, (wide * output).sum((-2, -1)))
         )
         k = min(num_edges, math.prod(call.shape[-2:]))
         sums: EdgeSums = call.matrix.measure(edges=EdgeGradients(value.detach(), gradient, k)).edges

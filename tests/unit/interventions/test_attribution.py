@@ -17,7 +17,8 @@ from torch import nn  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E402
-from regard.interventions import attribution  # noqa: E402
+from regard.interventions import ablate as ablate_heads  # noqa: E402
+from regard.interventions import attribution, effects  # noqa: E402
 from regard.interventions.edge_gradients import EdgeGradients  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
 
@@ -127,6 +128,27 @@ def test_the_estimate_is_the_derivative_of_the_ablation(baseline):
         assert row["effect"] == pytest.approx(change, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("baseline", ["zero", "mean"])
+def test_integrated_effects_of_a_layer_add_up_to_its_ablation(implementation, baseline):
+    model, inputs = TINY["Llama"].build(implementation), TINY["Llama"].inputs("none")
+    found = attribution(model, inputs, metric, baseline=baseline, steps=24)
+    start = metric(model(**inputs)).item()
+    for layer in found.recording:
+        edit = ablate_heads(layer, to=baseline)
+        with torch.no_grad(), regard.intervene(model, edit):
+            change = metric(model(**inputs)).item() - start
+        total = sum(row["effect"] for row in found.heads.filter(module=layer))
+        size = sum(abs(row["effect"]) for row in found.heads.filter(module=layer))
+        assert total == pytest.approx(change, abs=5e-3 * size)
+    once = attribution(model, inputs, metric, baseline=baseline)
+    assert once.edges == found.edges
+    columns = ("module", "head", "output", "attention")
+    assert sorted([row[name] for name in columns] for row in once.heads) == sorted(
+        [row[name] for name in columns] for row in found.heads
+    )
+
+
 def test_edges_of_a_matrix_in_numpy():
     rng = np.random.default_rng(0)
     key, value = rng.normal(size=(2, 2, 2, 7, 3))
@@ -186,6 +208,8 @@ def test_arguments_that_cannot_be_attributed_are_refused():
         attribution(model, inputs, metric, baseline="median")
     with pytest.raises(ArgumentError, match="edges"):
         attribution(model, inputs, metric, edges=0)
+    with pytest.raises(ArgumentError, match="steps"):
+        attribution(model, inputs, metric, steps=0)
     with torch.no_grad(), regard.watch(model, values=True) as shorter:
         model(inputs["input_ids"][:, :5])
     with pytest.raises(ArgumentError, match=r"outputs of shape \(2, 4, 5, 8\)"):
@@ -204,18 +228,57 @@ def test_arguments_that_cannot_be_attributed_are_refused():
         attribution(OwnSoftmax(), torch.randn(1, 5, 8), lambda output: output.sum())
 
 
+def test_the_heads_of_the_induction_model_are_ranked_as_effects_ranks_them():
+    """Metric: how far the logit of the right token is above that of a wrong one, where a copy makes it predictable."""
+    induction = pytest.importorskip("examples.induction")
+    model, fresh = induction.load(), induction.draw_repeats(32, seed=1)
+    seed = torch.Generator().manual_seed(7)
+    other, wrong = torch.randint(128, (2, *fresh.tokens.shape), generator=seed)
+    known = (fresh.source >= 0)[:, :-1]
+
+    def difference(logits):
+        right, rest = (logits[:, :-1].gather(-1, ids[:, 1:, None])[known] for ids in (fresh.tokens, wrong))
+        return (right - rest).mean()
+
+    with torch.no_grad(), regard.watch(model, values=True) as resampled:
+        model(other)
+
+    def rank(table, column):
+        return [(row["layer"], row["head"]) for row in sorted(table, key=lambda row: -abs(row[column]))]
+
+    # The head of the previous token, and the first of three induction heads, which are almost equal.
+    for baseline in ("mean", resampled):
+        measured = effects(model, fresh.tokens, difference, to=baseline)
+        assert rank(measured, "effect")[:2] == [(0, 0), (1, 0)]
+        found = attribution(model, fresh.tokens, difference, baseline=baseline, steps=4)
+        assert rank(found.heads, "effect")[:2] == rank(found.heads, "attention")[:2] == [(0, 0), (1, 0)]
+        assert all(row["effect"] < 0 for row in found.heads[:2])
+        # One gradient has the wrong sign for the first: its softmax is saturated, and the estimate is local.
+        once = attribution(model, fresh.tokens, difference, baseline=baseline).heads.filter(layer=0, head=0)
+        assert once[0]["effect"] > 0 > measured.filter(layer=0, head=0)[0]["effect"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
 def test_memory_is_linear_in_the_length():
     """One layer of two heads at 8,192 tokens: the weights of one head alone would take 256 MiB."""
     code = """
 import resource, torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from regard.interventions import attribution
-config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                     num_key_value_heads=1, max_position_embeddings=8192)
-model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 48)
+        self.out = torch.nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.embedding(tokens)).unflatten(-1, (6, 8)).transpose(1, 2).chunk(3, 1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+model = torch.nn.Sequential(Model())
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-metric = lambda output: output.logits[0, -1, 3]
+metric = lambda logits: logits[:, -1, 3]
 attribution(model, torch.randint(32, (1, 256)), metric)
 before = peak()
 found = attribution(model, torch.randint(32, (1, 8192)), metric)
