@@ -29,6 +29,7 @@ PAGE_ORDER = [
     "feature_maps",
     "nn",
     "lens",
+    "interventions",
     "models",
     "plot",
     "explore",
