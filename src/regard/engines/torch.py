@@ -139,16 +139,16 @@ class TorchEngine:
         return array.to(dtype)
 
     def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
-        if len(pairs) and (pairs == pairs[0]).all():
-            array = array[int(pairs[0])][None]
-        elif is_contiguous(pairs):
-            array = array[int(pairs[0]) : int(pairs[-1]) + 1]
-        else:
-            array = array[_make_index(pairs.tobytes(), self.device)]
+        is_single = bool(len(pairs)) and bool((pairs == pairs[0]).all())
+        is_slice = is_single or is_contiguous(pairs)
+        if is_slice:
+            array = array[int(pairs[0]) : (int(pairs[0]) if is_single else int(pairs[-1])) + 1]
         if is_contiguous(positions):
             array = array[:, int(positions[0]) : int(positions[-1]) + 1]
         else:
             array = array[:, torch.tensor(positions, device=self.device)]
+        if not is_slice:  # last, since it copies: grouped heads repeat their pair
+            array = array[_make_index(pairs.tobytes(), self.device)]
         return array.to(dtype)
 
     # The block loop

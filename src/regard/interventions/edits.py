@@ -309,7 +309,7 @@ def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
 
 
 def _check_selection(operation: str, layers: Any, heads: Any, batch: Any) -> None:
-    for entry in [layers] if isinstance(layers, str | int) or layers is None else layers:
+    for entry in [layers] if isinstance(layers, str) or not hasattr(layers, "__iter__") else layers:
         if entry is not None and (isinstance(entry, bool) or not isinstance(entry, str | int)):
             raise ArgumentTypeError(
                 operation,

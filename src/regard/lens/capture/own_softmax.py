@@ -24,7 +24,10 @@ Tensor = Any  # the types of torch are not followed
 KERNEL = "own softmax of the layer"
 
 # Code of regard that computes softmax and exponentials itself, inside the modules of a watched model.
-_OWN_CODE = ("regard.core", "regard.engines", "regard.measures", "regard.lens.analysis")
+_OWN_CODE = (
+    *("regard.core", "regard.engines", "regard.measures", "regard.lens.analysis"),
+    "regard.interventions",
+)
 
 
 def wrap_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

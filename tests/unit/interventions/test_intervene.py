@@ -1,0 +1,508 @@
+"""`regard.intervene`: what edits select, what they leave alone, how they combine, and what is restored."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import regard  # noqa: E402
+from regard.interventions import ablate, knockout, patch, rescore, restrict  # noqa: E402
+from regard.lens.capture.patching import list_patches  # noqa: E402
+from regard.lens.capture.wrappers import watchers  # noqa: E402
+
+TOKENS = ["The", " cat", " sat", " on", " the", " mat", "."]
+
+
+class Attention(nn.Module):
+    """Grouped causal attention through SDPA."""
+
+    def __init__(self, heads=4, kv_heads=2, width=32):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
+        self.q, self.o = nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, kv_heads * self.dim), nn.Linear(width, kv_heads * self.dim)
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, self.dim)).transpose(1, 2)
+            for layer, heads in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o(attended.transpose(1, 2).flatten(2))
+
+
+class OwnSoftmax(Attention):
+    """The same attention, with a softmax of its own."""
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, self.dim)).transpose(1, 2)
+            for layer, heads in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.mT * self.dim**-0.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Attention(), Attention()).eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
+
+
+def run(model, x, *edits, **options):
+    with torch.no_grad(), regard.intervene(model, edits, **options) as intervention:
+        return model(x), intervention
+
+
+def attend(model, x, index, edit_weights):
+    """Run a model with one layer computed by hand: weights (batch, heads, q_len, kv_len) are edited."""
+    for i, layer in enumerate(model):
+        if i != index:
+            x = layer(x)
+            continue
+        q, k, v = (
+            part(x).unflatten(-1, (heads, layer.dim)).transpose(1, 2)
+            for part, heads in ((layer.q, 4), (layer.k, 2), (layer.v, 2))
+        )
+        scores = q @ k.repeat_interleave(2, 1).mT * layer.dim**-0.5
+        scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        weights = edit_weights(scores).nan_to_num(0.0)
+        x = x + layer.o((weights @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2))
+    return x
+
+
+def remove(queries, keys, heads, batch=(0, 1)):
+    def edit(scores):
+        scores = scores.clone()
+        for b in batch:
+            for h in heads:
+                rows = scores[b, h]
+                rows[np.ix_(queries, keys)] = -torch.inf
+        return scores.softmax(-1)
+
+    return edit
+
+
+# -- What an edit selects ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, [1], "1", ["1"], "*1*"])
+def test_layers_are_numbers_names_or_patterns(model, x, layers):
+    edited, intervention = run(model, x, knockout(layers, heads=2, queries=5, keys=[1, 2]))
+    torch.testing.assert_close(edited, attend(model, x, 1, remove([5], [1, 2], [2])), atol=1e-6, rtol=1e-5)
+    assert intervention.applied.column("module") == ["1"]
+
+
+@pytest.mark.parametrize(
+    "queries, keys",
+    [
+        (5, [1, 2]),
+        (-2, [-6, -5]),
+        (slice(5, 6), slice(1, 3)),
+        (np.array([5]), torch.tensor([1, 2])),
+        (" mat", ["cat", 2]),
+        ([" mat"], [" cat", " sat"]),
+    ],
+)
+def test_positions_are_integers_slices_lists_or_texts(model, x, queries, keys):
+    edited, _ = run(model, x, knockout(1, heads=[0, 3], queries=queries, keys=keys), tokens=TOKENS)
+    torch.testing.assert_close(edited, attend(model, x, 1, remove([5], [1, 2], [0, 3])), atol=1e-6, rtol=1e-5)
+
+
+def test_texts_are_looked_up_in_each_batch_entry(model, x):
+    tokens = [TOKENS, [TOKENS[i] for i in (0, 5, 2, 3, 4, 1, 6)]]
+    edited, _ = run(model, x, knockout(1, heads=1, queries=6, keys=" cat"), tokens=tokens)
+    first = attend(model, x, 1, remove([6], [1], [1]))
+    second = attend(model, x, 1, remove([6], [5], [1]))
+    torch.testing.assert_close(edited, torch.stack([first[0], second[1]]), atol=1e-6, rtol=1e-5)
+
+
+def test_batch_selects_entries(model, x):
+    edited, _ = run(model, x, knockout(1, heads=1, queries=6, keys=[0, 3], batch=1))
+    torch.testing.assert_close(edited, attend(model, x, 1, remove([6], [0, 3], [1], [1])), atol=1e-6, rtol=1e-5)
+    assert torch.equal(edited[0], model(x)[0])
+
+
+def test_a_head_is_edited_without_the_others_of_its_group(model, x):
+    with torch.no_grad(), regard.watch(model, values=True) as plain:
+        model(x)
+    _, intervention = run(model, x, knockout(0, heads=1, queries=6, keys=0), record=True, values=True)
+    before, after = plain.calls("0")[0].output, intervention.recording.calls("0")[0].output
+    others = [0, 2, 3]
+    assert torch.equal(before[:, others], after[:, others])
+    assert torch.equal(before[:, 1, :6], after[:, 1, :6])
+    assert not torch.equal(before[:, 1, 6], after[:, 1, 6])
+
+
+# -- Edits that touch nothing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        knockout(0, queries=2, keys=[4, 5]),  # masked by the model
+        knockout(0, queries=40, keys=0),  # no such token yet
+        knockout(0, heads=[], keys=0),
+        knockout(0, queries=slice(0, 3), keys=slice(3, None)),
+        restrict(0, mask=regard.causal()),
+        restrict(0, mask=regard.sliding_window(7)),
+        rescore(0, heads=[], score_mod=regard.softcap(1.0)),
+        ablate(0, heads=[]),
+        ablate(0, queries=20),
+    ],
+)
+def test_edits_that_touch_nothing_leave_outputs_bit_equal(model, x, edit):
+    edited, intervention = run(model, x, edit)
+    assert torch.equal(edited, model(x))
+    assert len(intervention.applied) == 1
+
+
+# -- How edits are computed --------------------------------------------------------------------------------
+
+
+def test_the_recording_says_which_way_ran():
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention()).eval()
+    x = torch.randn(1, 256, 32) * 0.1
+    paths = {}
+    for name, edit in {
+        "few": knockout(queries=slice(200, 210), keys=[3, 4]),
+        "dominant": knockout(queries=slice(1, 3), keys=[0, 1]),
+        "many": knockout(queries=slice(100, None), keys=slice(0, 128)),
+        "scores": rescore(score_mod=regard.softcap(1.0)),
+    }.items():
+        edited, intervention = run(model, x, edit, record=True)
+        (call,) = intervention.recording.calls("0")
+        paths[name] = intervention.applied[0]["path"]
+        assert call.kernel == f"torch: flash on CPU; {paths[name]}"
+    assert paths == {
+        "few": "40 rows corrected from the kernel's lse",
+        "dominant": "0 rows corrected from the kernel's lse, 8 computed again",
+        "many": "624 rows computed again",
+        "scores": "through the edited scores",
+    }
+
+
+def test_dominating_keys_are_removed_without_cancellation():
+    """Nearly all weight is on the removed key: the difference of two large numbers would be noise."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind()
+    k[:, :, 7] = 30 * q[:, :, 200] / q[:, :, 200].norm(dim=-1, keepdim=True)
+
+    class Layer(nn.Module):
+        def forward(self, value):
+            return F.scaled_dot_product_attention(q, k, value, is_causal=True)
+
+    layer = Layer()
+    edited, intervention = run(layer, v, knockout(keys=7))
+    scores = (q.double() @ k.double().mT / 4).masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf)
+    assert float(scores.softmax(-1)[:, :, 200, 7].min()) > 0.999
+    scores[..., 7] = -torch.inf
+    exact = scores.softmax(-1) @ v.double()
+    naive = scores.float().softmax(-1) @ v
+    assert (edited - exact).abs().max() <= 2 * (naive - exact).abs().max()
+    assert "computed again" in intervention.applied[0]["path"] or "mask" in intervention.applied[0]["path"]
+
+
+def test_a_row_without_keys_becomes_zeros(model, x):
+    _, intervention = run(model, x, knockout(0, heads=0, queries=3, keys=slice(0, 4)), record=True, values=True)
+    (call,) = intervention.recording.calls("0")
+    assert not call.output[:, 0, 3].any() and not call.matrix[:, 0, 3].any()
+
+
+# -- Combinations ------------------------------------------------------------------------------------------
+
+
+def test_edits_of_one_layer_combine(model, x):
+    edits = knockout(1, heads=[0, 1], queries=6, keys=[0, 1]), knockout(1, heads=1, queries=[5, 6], keys=[1, 2])
+    edited, _ = run(model, x, *edits)
+
+    def by_hand(scores):
+        scores = scores.clone()
+        scores[:, :2, 6, :2] = -torch.inf
+        scores[:, 1, 5:7, 1:3] = -torch.inf
+        return scores.softmax(-1)
+
+    torch.testing.assert_close(edited, attend(model, x, 1, by_hand), atol=1e-6, rtol=1e-5)
+
+
+def test_nested_interventions_and_watches_see_all_edits(model, x):
+    inner, outer = knockout(1, heads=1, queries=[5, 6], keys=[1, 2]), knockout(1, heads=[0, 1], queries=6, keys=0)
+    together, _ = run(model, x, outer, inner)
+    with torch.no_grad(), regard.watch(model) as first, regard.intervene(model, outer):
+        with regard.watch(model) as second, regard.intervene(model, inner):
+            nested = model(x)
+        alone = model(x)
+    torch.testing.assert_close(nested, together, atol=1e-6, rtol=1e-6)
+    assert torch.equal(alone, run(model, x, outer)[0])
+    assert second["1"][0, 1, 6, 2] == 0 == second["1"][0, 1, 6, 0]
+    assert [float(call.matrix[0, 1, 6, 2]) > 0 for call in first.calls("1")] == [False, True]
+
+
+def test_a_pattern_replaces_other_changes_of_its_head(model, x):
+    with torch.no_grad(), regard.watch(model) as source:
+        model(x.flip(1))
+    source_weights = source["1"].to_dense()
+    edits = patch(1, heads=1, source=source), knockout(1, heads=[1, 2], queries=6, keys=[0, 1])
+    edited, intervention = run(model, x, *edits, record=True)
+
+    def by_hand(scores):
+        weights = remove([6], [0, 1], [2])(scores)
+        weights[:, 1] = source_weights[:, 1]
+        return weights
+
+    torch.testing.assert_close(edited, attend(model, x, 1, by_hand), atol=1e-6, rtol=1e-5)
+    recorded = intervention.recording["1"].to_dense()
+    torch.testing.assert_close(recorded[:, 1], source_weights[:, 1], atol=1e-6, rtol=1e-5)
+    assert not recorded[:, 2, 6, :2].any() and recorded[:, 1, 6, :2].all()
+
+
+def test_rows_of_a_pattern(model, x):
+    with torch.no_grad(), regard.watch(model) as source:
+        model(x.flip(1))
+    weights = source["0"].to_dense()
+    edited, intervention = run(model, x, patch(0, heads=1, source=source, queries=[3, 6]), record=True)
+
+    def by_hand(scores):
+        own = scores.softmax(-1)
+        own[:, 1, [3, 6]] = weights[:, 1, [3, 6]]
+        return own
+
+    torch.testing.assert_close(edited, attend(model, x, 0, by_hand), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        intervention.recording["0"][:, 1, 3], weights[:, 1, 3], atol=1e-6, rtol=1e-5
+    )
+
+
+def test_the_mean_of_a_recording(model, x):
+    with torch.no_grad(), regard.watch(model, values=True) as source:
+        model(x.flip(1))
+    _, intervention = run(model, x, ablate(1, heads=2, to=source), record=True, values=True)
+    expected = source.calls("1")[0].output[:, 2].mean((0, 1))
+    torch.testing.assert_close(intervention.recording.calls("1")[0].output[:, 2], expected.expand(2, 7, 8))
+
+
+# -- Gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_class", [Attention, OwnSoftmax])
+def test_gradients_flow_through_edits(layer_class, x):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer_class(), layer_class())
+    model.eval()
+    edits = [knockout(0, heads=[1, 2], queries=[4, 6], keys=[0, 2]), ablate(1, heads=3, to=0.5)]
+    with regard.intervene(model, edits):
+        model(x).square().sum().backward()
+    ours = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    middle = attend(model[:1], x, 0, remove([4, 6], [0, 2], [1, 2]))
+
+    def halve(scores):
+        weights = scores.softmax(-1)
+        return weights * torch.tensor([1.0, 1.0, 1.0, 0.5])[:, None, None]
+
+    attend(model[1:], middle, 0, halve).square().sum().backward()
+    for own, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(own, parameter.grad, atol=1e-4, rtol=1e-4)
+
+
+# -- Layers with a softmax of their own, layers of torch and of regard -------------------------------------
+
+
+def test_layers_with_their_own_softmax(x):
+    torch.manual_seed(0)
+    own = nn.Sequential(OwnSoftmax(), OwnSoftmax()).eval()
+    fused = nn.Sequential(Attention(), Attention()).eval()
+    fused.load_state_dict(own.state_dict())
+    with torch.no_grad(), regard.watch(own, values=True) as source:
+        own(x.flip(1))
+    with torch.no_grad(), regard.watch(fused, values=True) as fused_source:
+        fused(x.flip(1))
+    for edits in (
+        [knockout(0, heads=1, queries=[3, 6], keys=[0, 1, 2])],
+        [restrict(1, heads=[0, 2], mask=regard.sliding_window(2))],
+        [rescore(1, heads=2, score_mod=regard.alibi())],
+        [ablate(0, heads=1), ablate(1, heads=2, to="mean")],
+    ):
+        ours, theirs = run(own, x, *edits)[0], run(fused, x, *edits)[0]
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        assert not torch.equal(ours, own(x))
+    for what in ("pattern", "output", "value"):
+        ours = run(own, x, patch(0, heads=[1, 2], source=source, what=what))[0]
+        theirs = run(fused, x, patch(0, heads=[1, 2], source=fused_source, what=what))[0]
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    edited, intervention = run(own, x, knockout(0, heads=1, queries=6, keys=0), record=True)
+    assert intervention.recording["0"][0, 1, 6, 0] == 0 < intervention.recording["0"][0, 0, 6, 0]
+    with pytest.raises(regard.ArgumentError, match="computes its own softmax"):
+        run(own, x, rescore(0, score_mod=regard.softcap(1.0)))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fast_path_of_encoder_layers(norm_first, x):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=norm_first).eval()
+    edit = knockout(heads=[1, 2], queries=[3, 6], keys=[0, 1])
+    fast = run(layer, x, edit)[0]
+    with regard.intervene(layer, edit):
+        slow = layer(x)  # with gradients, torch takes the slow path
+    torch.testing.assert_close(fast, slow.detach(), atol=1e-6, rtol=1e-5)
+    assert not torch.equal(fast, layer(x))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention_of_torch(need_weights, x):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    model = nn.ModuleDict({"attn": layer})
+    with regard.intervene(model, knockout(heads=1, queries=3, keys=[0, 1])) as intervention:
+        edited, weights = layer(x, x, x, need_weights=need_weights, average_attn_weights=False)
+    mask = torch.zeros(8, 7, 7, dtype=torch.bool)
+    mask[1::4, 3, :2] = True
+    expected, expected_weights = layer(x, x, x, attn_mask=mask, average_attn_weights=False)
+    torch.testing.assert_close(edited, expected, atol=1e-6, rtol=1e-5)
+    if need_weights:
+        torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    assert len(intervention.applied) == 1
+
+
+def test_layers_of_regard(x):
+    from regard.nn import KVCache, MultiheadAttention
+
+    torch.manual_seed(0)
+    layer = MultiheadAttention(32, 4, num_kv_heads=2).eval()
+    model = nn.ModuleDict({"attn": layer})
+    with torch.no_grad(), regard.intervene(model, knockout(heads=1, queries=[3, 6], keys=[0, 1])):
+        edited, matrix = layer(x, mask=regard.causal(), need_matrix=True)
+        cache = KVCache()
+        steps = [layer(part, mask=regard.causal(), cache=cache) for part in x.split([4, 1, 2], 1)]
+    flags = np.ones((1, 4, 7, 7), bool)
+    flags[:, 1, [3, 6], :2] = False
+    with torch.no_grad():
+        expected = layer(x, mask=regard.causal() & regard.dense(flags))
+    torch.testing.assert_close(edited, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-6, rtol=1e-5)
+    assert not matrix[:, 1, 6, :2].any()
+
+
+# -- Refusals ----------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """A layer that is named attention, and has no weights that could be edited."""
+
+
+def test_layers_that_cannot_be_edited_are_refused_with_the_reason(x):
+    class FeatureAttention(nn.Linear):
+        def forward(self, x):
+            features = super().forward(x).relu()
+            return features @ (features.mT @ x)
+
+    model = nn.Sequential(FeatureAttention(32, 32))
+    with pytest.raises(regard.NotCapturedError, match="'0', which cannot be changed: FeatureAttention computes"):
+        run(model, x, ablate(0))
+
+
+def test_heads_and_batch_entries_out_of_range(model, x):
+    with pytest.raises(regard.IndexOutOfRangeError, match="one of 4 heads"):
+        run(model, x, ablate(0, heads=4))
+    with pytest.raises(regard.IndexOutOfRangeError, match="one of 2 batch entries"):
+        run(model, x, ablate(0, batch=[0, 2]))
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: knockout(1.5), regard.ArgumentTypeError, "numbers of layers"),
+        (lambda: knockout(heads="1"), regard.ArgumentTypeError, "an integer, a list of integers"),
+        (lambda: knockout(keys=1.5), regard.ArgumentTypeError, "positions: an integer"),
+        (lambda: restrict(mask=torch.ones(2, 2)), regard.ArgumentTypeError, "a mask such as"),
+        (lambda: rescore(score_mod=2.0), regard.ArgumentTypeError, "a score modification"),
+        (lambda: ablate(to="nothing"), regard.ArgumentError, '"zero", "mean", a recording'),
+        (lambda: patch(source=None), regard.ArgumentTypeError, "a recording of another run"),
+        (lambda: regard.intervene(nn.Linear(2, 2), "all"), regard.ArgumentTypeError, "an edit, or a list"),
+        (lambda: regard.intervene(nn.Linear(2, 2), ablate("h.*")), regard.ArgumentError, "names of modules"),
+        (lambda: regard.intervene(3, ablate()), regard.ArgumentTypeError, "a torch.nn.Module"),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_texts_without_tokens_and_sources_without_values(model, x):
+    with pytest.raises(regard.ArgumentError, match="the tokens in which to look it up"):
+        run(model, x, knockout(keys="cat"))
+    with pytest.raises(regard.ArgumentError, match="one of the tokens"):
+        run(model, x, knockout(keys="dog"), tokens=TOKENS)
+    with torch.no_grad(), regard.watch(model) as source:
+        model(x)
+    for what in ("output", "value"):
+        with pytest.raises(regard.ArgumentError, match="values=True"):
+            run(model, x, patch(source=source, what=what))
+    with pytest.raises(regard.ArgumentError, match="record=True"):
+        _ = run(model, x, ablate())[1].recording
+
+
+def test_dropout_in_training_is_refused(x):
+    layer = nn.TransformerEncoderLayer(32, 4, batch_first=True, dropout=0.5).train()
+    with pytest.raises(regard.ArgumentError, match=r"weights without dropout"), regard.intervene(layer, knockout()):
+        layer(x)
+
+
+# -- What is restored --------------------------------------------------------------------------------------
+
+
+def test_nothing_stays_patched_after_exceptions_nesting_and_threads(model, x):
+    functions = F.scaled_dot_product_attention, F.softmax, torch.Tensor.softmax
+    plain = model(x)
+    with pytest.raises(ZeroDivisionError), regard.intervene(model, ablate()):
+        model(x)
+        _ = 1 / 0
+    with pytest.raises(regard.IndexOutOfRangeError), regard.intervene(model, ablate(heads=9)):
+        model(x)
+    first, second = regard.intervene(model, ablate(0)), regard.intervene(model, ablate(1))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    torch.testing.assert_close(model(x), run(model, x, ablate(1))[0])
+    second.__exit__(None, None, None)
+    threads = [threading.Thread(target=run, args=(model, x, ablate(i % 3))) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (F.scaled_dot_product_attention, F.softmax, torch.Tensor.softmax) == functions
+    assert not list_patches() and not watchers
+    assert torch.equal(model(x), plain)
+
+
+def test_a_thousand_interventions_leak_nothing():
+    layer = nn.Sequential(Attention(heads=2, kv_heads=1, width=8)).eval()
+    x, edit = torch.ones(1, 3, 8), knockout(queries=2, keys=0)
+    with torch.no_grad():
+        for i in range(1000):
+            if i == 10:
+                gc.collect()
+                before = len(gc.get_objects())
+            with regard.intervene(layer, edit):
+                if i % 10 == 0:
+                    layer(x)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
+    assert not list_patches() and not watchers
