@@ -17,7 +17,7 @@ NEWEST = 32
 
 
 class CacheState(NamedTuple):
-    """What is kept of the last call of a layer.
+    """The state of a layer's cache after its last call.
 
     Args:
         tail: Its newest keys, or values if the layer computes its own softmax: (…, at most 32, dim).

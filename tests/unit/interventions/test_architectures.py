@@ -24,9 +24,10 @@ MORE = {
     "OLMo 2": TinyModel(hf.Olmo2ForCausalLM, hf.Olmo2Config(**_sizes(num_key_value_heads=2))),
     "RoBERTa": TinyModel(hf.RobertaModel, hf.RobertaConfig(**_sizes()), generates=False),
 }
-MODELS = {name: tiny for name, tiny in (TINY | MORE).items()}
+MODELS = TINY | MORE
 # Layers are numbered in the order in which they run: these have two of the encoder, then self- and cross-attention.
 CROSS_ATTENTION = 3
+ROUTED = ("DeepSeek-V3", "GPT-OSS")
 HEADS = [1, 2]
 QUERIES, KEYS = [2, 5, 6], [0, 2, 4]
 
@@ -104,10 +105,14 @@ def check_architecture(name, dtype, layer):
     _, naive_source = runs.run_by_hand(runs.naive, [], others, dtype)
     plain = runs.run(runs.model, inputs, dtype)
     for label, edit, build in list_edits(layer, source):
-        with regard.intervene(runs.model, edit, record=True) as run:
+        with regard.intervene(runs.model, edit, record=True, values=dtype == torch.bfloat16) as run:
             ours = runs.run(runs.model, inputs, dtype)
         exact, by_hand = runs.run_by_hand(runs.exact, build(exact_source), inputs, torch.float64)
-        naive, _ = runs.run_by_hand(runs.naive, build(naive_source), inputs, dtype)
+        naive, naive_run = runs.run_by_hand(runs.naive, build(naive_source), inputs, dtype)
+        if name in ROUTED and dtype == torch.bfloat16:
+            # Rounding sends tokens to other experts, so the attention of the edited layer is compared.
+            (call,) = run.recording.calls(list(run.recording)[layer])
+            ours, exact, naive = call.output, by_hand.outputs[layer], naive_run.outputs[layer]
         error, allowed = (float((output.double() - exact).abs().max()) for output in (ours, naive))
         # The unit of rounding covers runs in which eager attention happens to be exact.
         allowed = 2 * allowed + 4 * torch.finfo(dtype).eps * float(exact.abs().max())
@@ -117,10 +122,12 @@ def check_architecture(name, dtype, layer):
             module = list(run.recording)[layer]
             weights = run.recording[module].to_dense().double()
             assert float((weights - by_hand.weights[layer]).abs().max()) < 2e-6, (name, label)
-        assert torch.equal(runs.run(runs.model, inputs, dtype), plain)
+    assert torch.equal(runs.run(runs.model, inputs, dtype), plain)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_t5_attention if n == "T5" else ()) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_t5_attention if n == "T5" else ()) for n in MODELS]
+)
 def test_edits_equal_eager_attention_by_hand(name):
     check_architecture(name, torch.float32, layer=0)
 
@@ -130,7 +137,9 @@ def test_edits_of_cross_attention_equal_eager_attention_by_hand(name):
     check_architecture(name, torch.float32, layer=CROSS_ATTENTION)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_t5_attention if n == "T5" else ()) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_t5_attention if n == "T5" else ()) for n in MODELS]
+)
 def test_edits_in_bfloat16_equal_eager_attention_by_hand(name):
     check_architecture(name, torch.bfloat16, layer=0)
 
@@ -161,7 +170,9 @@ def generate(tiny, layer, cache):
             output_logits=True, return_dict_in_generate=True, cache_implementation=cache,
         )  # fmt: skip
     sequence = generated.sequences[:, :-1]
-    inputs = {"input_ids": sequence} if tiny.input_kind == "tokens" else inputs | {"decoder_input_ids": sequence}
+    inputs = (
+        {"input_ids": sequence} if tiny.input_kind == "tokens" else inputs | {"decoder_input_ids": sequence}
+    )
     exact, attended = runs.run_by_hand(runs.exact, by_hand, inputs, torch.float64)
     plain, _ = runs.run_by_hand(runs.exact, [], inputs, torch.float64)
     weights = run.recording[list(run.recording)[layer]].to_dense()

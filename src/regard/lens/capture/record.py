@@ -365,8 +365,7 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         converted = call.query.dtype != query.dtype
         call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
         call.sink = None if call.sink is None else call.sink.to(call.query.device)
-    if options.values and call.weights is not None:
-        assert args.dense is not None
+    if options.values and call.weights is not None and args.dense is not None:
         call.value = call.cached
         output = args.dense.output if args.edited_output is None else args.edited_output
         call.output = None if output is None else store(output.detach())
