@@ -27,7 +27,7 @@ MAX_ROWS = 20
 MAX_EXPERIMENT_TOKENS = 512
 COLUMNS = (
     *("layer", "call", "head", "entropy", "first", "previous", "distance", "within_16", "within_128", "heavy"),
-    *("duplicate", "induction"),
+    *("duplicate", "induction", "contribution"),
 )  # fmt: skip
 SEVERITY_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -149,9 +149,16 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
         raise ArgumentError(
             "heads", received=f"--by {by}", expected=f"one of {', '.join(COLUMNS)}", hint="Check the name."
         )
-    run = run_model(printer, options, "heads")
+    run = run_model(printer, options, "heads", values=by == "contribution")
     with printer.progress("Measuring the heads"):
         table = run.recording.heads(run.text.ids)
+    if by is not None and table and by not in table.columns:
+        raise ArgumentError(
+            "heads",
+            received=f"--by {by}, for a model whose output projections were not found",
+            expected="layers whose output is the input of one linear layer",
+            hint="Sort by another column.",
+        )
     if by is not None:
         table = table.sort(by, largest_first=not smallest)
     limited = printer.as_text and sys.stdout.isatty()

@@ -266,6 +266,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         - with `tokens`: `duplicate`, the weight on earlier copies of the token itself, and `induction`, the weight on
           the tokens after earlier copies (prefix matching, Olsson et al.), over the tokens that have a copy. On s
           random tokens, repeated, these are the scores at offset s and s − 1.
+        - with `watch(values=True)`: `contribution`, ‖oᵢ W_O‖, the length of what the head adds to the stream; NaN if
+          its output projection is unknown.
 
         Measures that need positions are NaN in cross-attention.
 
@@ -289,7 +291,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self_attn      0     0     1    1.386  0.250     0.250     1.250     0.625  0.250
         """
         with torch.no_grad():
-            return build_head_table(self._layer_calls(), tokens, windows)
+            return build_head_table(self._layer_calls(), tokens, windows, self._projections)
 
     def value_norms(self, name: str) -> Array:
         """Compute how large each value is after the output projection: ‖v_j W_O‖ for each head.

@@ -43,7 +43,7 @@ def test_heads_prints_json(run, induction):
     record = json.loads(out)
     assert equals(record["heads"], recording.heads(ids)) and err == ""
     assert (record["tokens"], record["layers"], record["model"]["class"]) == (len(LINE), 2, "Model")
-    assert list(COLUMNS) == [name for name in recording.heads(ids).columns if name != "module"]
+    assert list(COLUMNS) == [*recording.heads(ids).columns[1:], "contribution"]
     out, _ = run("heads", INDUCTION, "-t", LINE, "--json", "--by", "induction", "--top", "3")
     assert equals(json.loads(out)["heads"], recording.heads(ids).sort("induction")[:3])
     out, _ = run(
@@ -52,6 +52,20 @@ def test_heads_prints_json(run, induction):
     rows = json.loads(out)["heads"]
     assert {row["module"] for row in rows} == {"layers.1.attention"}
     assert [row["entropy"] for row in rows] == sorted(row["entropy"] for row in rows)
+
+
+def test_heads_by_contribution(run, induction):
+    torch = pytest.importorskip("torch")
+    from examples.induction import load
+
+    model, ids = load(), induction[1]
+    with torch.no_grad(), regard.watch(model, values=True) as recording:
+        model(ids)
+    table = recording.heads(ids).sort("contribution")
+    out, _ = run("heads", INDUCTION, "-t", LINE, "--json", "--by", "contribution", "--top", "3")
+    rows = json.loads(out)["heads"]
+    assert [(row["layer"], row["head"]) for row in rows] == [(row["layer"], row["head"]) for row in table[:3]]
+    assert [row["contribution"] for row in rows] == pytest.approx(table.column("contribution")[:3])
 
 
 def test_heads_prints_csv_and_text(run, induction, tmp_path):

@@ -74,6 +74,22 @@ def test_the_bias_of_the_scores_gives_the_same_order():
     torch.testing.assert_close(biased.topk(4).values / factor, top.values, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["BERT", "Llama"])
+def test_the_table_of_heads_has_what_each_head_adds(name):
+    """The mean over tokens, padding left out, of the length of a head's output after its projection."""
+    model, inputs, recording = record(name, "right")
+    table = recording.heads()
+    real = inputs["attention_mask"].bool()
+    for row in table:
+        layer, head = row["module"], row["head"]
+        weight = recording._projections[layer].weight[head].double()
+        lengths = (recording.calls(layer)[0].output[:, head].double() @ weight).norm(dim=-1)
+        assert row["contribution"] == pytest.approx(float(lengths[real].mean()), rel=1e-6)
+    with torch.no_grad(), regard.watch(model) as without:
+        model(**inputs)
+    assert "contribution" not in without.heads().columns
+
+
 def test_find_by_contribution_ranks_by_what_is_carried():
     model, inputs, recording = record("Llama")
     tokens = [f"t{token}" for token in inputs["input_ids"][0].tolist()]

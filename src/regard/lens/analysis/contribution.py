@@ -42,11 +42,26 @@ def compute_value_norms(call: Call, projections: OutputProjections, operation: s
     return _compute_norms(call.value, projections[call.name])
 
 
-def _compute_norms(value: Tensor, projection: OutputProjection) -> Tensor:
-    """Compute the norms from the Gram matrix W_O W_Oᵀ of each head, which is as small as the head."""
-    weight = projection.weight.to(value.device).double()  # (heads, value_dim, width)
+def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor | None:
+    """Compute ‖o_i W_O‖, the length of what each head adds to the stream at each query.
+
+    Args:
+        call: The call.
+        projections: The output projections of the recording.
+
+    Returns:
+        (…, heads, q_len), float64; None if the output was not recorded, or the projection is unknown.
+    """
+    if call.output is None or call.name not in projections:
+        return None
+    return _compute_norms(call.output, projections[call.name])
+
+
+def _compute_norms(vectors: Tensor, projection: OutputProjection) -> Tensor:
+    """Compute norms after the projection from the Gram matrix W_O W_Oᵀ of each head, which is as small as the head."""
+    weight = projection.weight.to(vectors.device).double()  # (heads, value_dim, width)
     gram = weight @ weight.mT
-    value = value.detach().double()
-    if value.ndim > 2:
-        value = value.repeat_interleave(len(gram) // value.shape[-3], -3)
-    return ((value @ gram) * value).sum(-1).clamp(min=0.0).sqrt()
+    vectors = vectors.detach().double()
+    if vectors.ndim > 2:
+        vectors = vectors.repeat_interleave(len(gram) // vectors.shape[-3], -3)
+    return ((vectors @ gram) * vectors).sum(-1).clamp(min=0.0).sqrt()

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
+from regard.lens.analysis.contribution import compute_output_norms
 from regard.lens.analysis.measures import DistanceBands, ReceivedFrom, TokenCopies, WeightAt
 from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.capture.call import Call, LayerCall
+from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.table import Table
 from regard.measures import Entropy, Measure
 
@@ -20,7 +22,10 @@ HEAVY_FRACTION = 0.1
 
 
 def build_head_table(
-    layer_calls: Sequence[LayerCall], tokens: Any = None, windows: Sequence[int] = (16, 128)
+    layer_calls: Sequence[LayerCall],
+    tokens: Any = None,
+    windows: Sequence[int] = (16, 128),
+    projections: OutputProjections | None = None,
 ) -> Table:
     """Build the table of `Recording.heads`.
 
@@ -28,6 +33,7 @@ def build_head_table(
         layer_calls: The calls to measure.
         tokens: Token ids or texts, (n,) or (batch, n), or None.
         windows: Sizes of the `within_…` columns.
+        projections: The output projections of the recording, for the column `contribution`.
 
     Returns:
         One row for each call and head.
@@ -38,7 +44,11 @@ def build_head_table(
     table, fits, lengths = Table(), tokens is None, set()
     tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers
     token_lists = None if tokens is None else as_token_lists(tokens, "recording.heads")
-    for layer, module, index, call in layer_calls:
+    norms = [
+        None if projections is None else compute_output_norms(entry.call, projections)
+        for entry in layer_calls
+    ]
+    for (layer, module, index, call), lengths_added in zip(layer_calls, norms, strict=True):
         if call.query is None:
             raise ArgumentError(
                 "recording.heads",
@@ -55,6 +65,11 @@ def build_head_table(
         if token_lists is not None and own is None:
             nan = np.full(len(columns["entropy"]), np.nan)
             columns |= {"duplicate": nan, "induction": nan}
+        if any(entry is not None for entry in norms):
+            columns["contribution"] = np.full(len(columns["entropy"]), np.nan)
+            if lengths_added is not None:
+                rows = TokenRows.from_call(call).rows
+                columns["contribution"] = mean_over_rows(as_numpy_per_head(lengths_added), rows)
         for head in range(len(columns["entropy"])):
             numbers = {name: float(column[head]) for name, column in columns.items()}
             table.append({"module": module, "layer": layer, "call": index, "head": head, **numbers})
