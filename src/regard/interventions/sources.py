@@ -73,21 +73,21 @@ def find_source_rows(source: Call, rows: IntArray | None, placement: Placement) 
 
 
 def find_source_pairs(source: Call, pairs: IntArray, placement: Placement) -> IntArray:
-    """Return the pairs of the source for some pairs of a call; one batch entry of the source serves all.
+    """Return the pairs of the source for some pairs of a call, whose batch may repeat the source's.
 
     Raises:
         ArgumentError: If heads or batch entries do not fit.
     """
     heads = source.shape[-3] if len(source.shape) > 2 else 1
     batch = int(np.prod(source.shape[:-3], dtype=np.int64)) if len(source.shape) > 3 else 1
-    if heads != placement.heads or batch not in (1, placement.batch):
+    if heads != placement.heads or not batch or placement.batch % batch:
         raise ArgumentError(
             "patch",
             received=f"a source of shape {source.shape} for a call of shape {placement.shape}",
-            expected="the same number of heads, and one batch entry or as many",
+            expected="the same number of heads, and one batch entry, as many, or a part that the batch repeats",
             hint="Record the source with the same model.",
         )
-    return pairs if batch > 1 or placement.batch == 1 else pairs % heads
+    return pairs % (heads * batch)
 
 
 def patch_output(

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E402
 from regard.interventions import ablate as ablate_heads  # noqa: E402
-from regard.interventions import attribution, effects  # noqa: E402
+from regard.interventions import attribution, effects, knockout  # noqa: E402
 from regard.interventions.edge_gradients import EdgeGradients  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
 
@@ -256,6 +256,28 @@ def test_the_heads_of_the_induction_model_are_ranked_as_effects_ranks_them():
         # One gradient has the wrong sign for the first: its softmax is saturated, and the estimate is local.
         once = attribution(model, fresh.tokens, difference, baseline=baseline).heads.filter(layer=0, head=0)
         assert once[0]["effect"] > 0 > measured.filter(layer=0, head=0)[0]["effect"]
+
+
+def test_effects_of_a_batch_with_outputs_of_another_run_are_those_of_its_entries():
+    """Edits run as copies of the batch, and each copy takes the outputs of its own entry."""
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    other = inputs | {"input_ids": inputs["input_ids"].flip(1)}
+    with torch.no_grad(), regard.watch(model, values=True) as resampled:
+        model(**other)
+    together = effects(model, inputs, lambda output: output.logits[:, -1, 3], to=resampled)
+    one_by_one = effects(model, inputs, lambda output: output.logits[:, -1, 3].mean(), to=resampled)
+    assert together.column("effect") == pytest.approx(one_by_one.column("effect"), rel=1e-4, abs=1e-5)
+
+
+def test_attribution_of_an_edited_model():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    with regard.intervene(model, knockout(0, heads=2, queries=10, keys=[0, 1, 2])):
+        found = attribution(model, inputs, metric, edges=200)
+        with torch.no_grad():
+            assert found.metric == pytest.approx(metric(model(**inputs)).item(), rel=1e-5)
+    removed = found.edges.filter(layer=0, head=2, query=10)
+    assert {edge["key"] for edge in removed} == set(range(3, 11))
+    assert found.metric != attribution(model, inputs, metric).metric
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
