@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from regard import masks as masks
     from regard import measures as measures
     from regard import models as models
+    from regard import monitor as monitor
     from regard import nn as nn
     from regard import plot as plot
     from regard import positions as positions
@@ -110,6 +111,7 @@ __all__ = [
     "measures",
     "merge",
     "models",
+    "monitor",
     "nn",
     "padding",
     "plot",
@@ -134,6 +136,7 @@ _LAZY_PACKAGES = (
     "learn",
     "lens",
     "models",
+    "monitor",
     "nn",
     "plot",
     "survey",

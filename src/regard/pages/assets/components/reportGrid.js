@@ -55,11 +55,12 @@ export function createReportGrid({ heads, modules, onOpen }) {
       el("div", { class: "cells" }, cells.filter((cell) => cell.head.layer === layer).map((cell) => cell.node)))));
   }
 
-  function draw({ name, means }, order, selected) {
+  // The shades span `range`, by default from the smallest to the largest number.
+  function draw({ name, means, range = null }, order, selected) {
     const focused = cells.find((cell) => cell.node === document.activeElement);
     if (order !== currentOrder || order !== "layers") arrange(order, means);
     const known = Array.from(means).filter((mean) => !Number.isNaN(mean));
-    const low = Math.min(...known), span = Math.max(...known) - low;
+    const [low, high] = range ?? [Math.min(...known), Math.max(...known)], span = high - low;
     for (const cell of cells) {
       const mean = means[cell.head.index], isSelected = cell.head === selected;
       cell.value.textContent = formatTiny(mean);

@@ -1,0 +1,254 @@
+"""Alarms: rules that are checked in every monitored step, and name the layer and head that they concern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from regard.errors import RegardError
+
+Row = dict[str, Any]
+
+
+class Alarm(NamedTuple):
+    """An alarm that a rule raised in a monitored step.
+
+    Args:
+        kind: Which rule, such as "score growth".
+        step: The monitored step.
+        module: Name of the layer.
+        layer: Its number, from 0.
+        head: The head, from 0.
+        value: The number that crossed the limit.
+        limit: The limit.
+        message: What was measured.
+        hint: What it usually means, and what to do.
+    """
+
+    kind: str
+    step: int
+    module: str
+    layer: int
+    head: int
+    value: float
+    limit: float
+    message: str
+    hint: str
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """Kind, layer and head: an alarm is reported again only after its condition has not held in between."""
+        return self.kind, self.module, self.head
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.module}, head {self.head}: {self.kind}: {self.message}. {self.hint}"
+
+
+class AlarmWarning(UserWarning):
+    """The warning with which `Monitor(on_alarm="warn")` reports an alarm."""
+
+
+class AlarmError(RegardError, RuntimeError):
+    """The error with which `Monitor(on_alarm="raise")` stops a run; `alarms` has all alarms of the step."""
+
+    def __init__(self, alarms: Sequence[Alarm]) -> None:
+        self.alarms = tuple(alarms)
+        first, more = alarms[0], len(alarms) - 1
+        super().__init__(
+            "Monitor",
+            received=f"{first.kind} in {first.module!r}, head {first.head}, at step {first.step}"
+            + (f" (and {more} more)" if more else ""),
+            expected="no alarm",
+            hint=f"{first.message}. {first.hint}",
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.alarms,)
+
+
+class AlarmRule(Protocol):
+    """A rule: an object with a method `check`."""
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step.
+
+        Args:
+            rows: The rows of this step, one for each layer and head.
+            history: The rows of all monitored steps, this one included, in order.
+        """
+
+
+def _build(kind: str, row: Row, value: float, limit: float, message: str, hint: str) -> Alarm:
+    return Alarm(kind, row["step"], row["module"], row["layer"], row["head"], value, limit, message, hint)
+
+
+@dataclass(frozen=True)
+class ScoreGrowth:
+    """Alarm if the largest score of a head is large, or has grown fast and goes on growing.
+
+    Scores that grow without bound precede divergence (Dehghani et al., 2302.05442; Wortsman et al., 2309.14322).
+    MuonClip limits them to 100 (Kimi K2, 2507.20534), the default of `value`.
+
+    Args:
+        value: Alarm above this largest score.
+        factor: Alarm if the largest score is above `floor` and this many times its first value, and has risen in each
+            of the last `window` monitored steps.
+        window: Number of consecutive rises.
+        floor: Trends below this largest score are ignored: a softmax over n keys leaves its linear range at about
+            ln n, which is 6 to 12 for 400 to 160,000 keys.
+    """
+
+    value: float = 100.0
+    factor: float = 10.0
+    window: int = 3
+    floor: float = 30.0
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        hint = (
+            "Scores that grow without bound precede divergence: lower the learning rate, normalise query and key "
+            "(QK-norm), or rescale them (QK-clip)."
+        )
+        for row in rows:
+            score = row["max_score"]
+            if score > self.value:
+                yield _build(
+                    "score growth", row, score, self.value, f"the largest score is {score:.1f}", hint
+                )
+            elif score > self.floor:
+                past = [
+                    old["max_score"]
+                    for old in history
+                    if old["module"] == row["module"] and old["head"] == row["head"]
+                ]
+                recent = past[-1 - self.window :]
+                is_rising = len(recent) > self.window and all(a < b for a, b in pairwise(recent))
+                limit = self.factor * abs(past[0])
+                if is_rising and score > limit:
+                    message = (
+                        f"the largest score rose from {past[0]:.1f} to {score:.1f}, and in each of the last "
+                        f"{self.window} monitored steps"
+                    )
+                    yield _build("score growth", row, score, limit, message, hint)
+
+
+@dataclass(frozen=True)
+class EntropyCollapse:
+    """Alarm if the mean entropy of a head falls below a share of its first value, while its scores are large.
+
+    Entropy collapse goes with unstable training (Zhai et al., 2303.06296). A head that reads one token, such as the
+    previous one, has a low entropy, too, and moderate scores.
+
+    Args:
+        share: Alarm below this share of the entropy in the first monitored step.
+        min_score: Ignore heads whose largest score is below this.
+    """
+
+    share: float = 0.1
+    min_score: float = 30.0
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        firsts: dict[tuple[str, int], float] = {}
+        for old in history:
+            firsts.setdefault((old["module"], old["head"]), old["entropy"])
+        for row in rows:
+            start = firsts[row["module"], row["head"]]
+            entropy, limit = row["entropy"], self.share * start
+            if entropy < limit and row["max_score"] > self.min_score:
+                yield _build(
+                    "entropy collapse",
+                    row,
+                    entropy,
+                    limit,
+                    f"the mean entropy fell from {start:.3f} to {entropy:.3f} nats, with scores up to "
+                    f"{row['max_score']:.1f}",
+                    "Rows that read one key each pass little gradient to query and key: lower the learning rate, or "
+                    "limit the scores (QK-norm, QK-clip, softcap).",
+                )
+
+
+@dataclass(frozen=True)
+class SaturatedHead:
+    """Alarm if almost all rows of a head have one weight above 0.99, while its scores are large.
+
+    Args:
+        share: Alarm above this share of the rows.
+        min_score: Ignore heads whose largest score is below this.
+    """
+
+    share: float = 0.9
+    min_score: float = 30.0
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        for row in rows:
+            if row["saturated"] > self.share and row["max_score"] > self.min_score:
+                yield _build(
+                    "saturated head",
+                    row,
+                    row["saturated"],
+                    self.share,
+                    f"{row['saturated']:.1%} of the rows have a weight above 0.99",
+                    "The gradient of a saturated softmax vanishes, so the head hardly learns which keys to read. Limit "
+                    "its scores, or check its scale.",
+                )
+
+
+@dataclass(frozen=True)
+class DeadHead:
+    """Alarm if almost all weight of a head is on the first token.
+
+    Heads use the first token as a sink if they have nothing to read (Xiao et al., 2309.17453; Gu et al., 2410.10781
+    call a share above 0.3 a sink). Sinks are healthy; a head that never leaves it adds a constant.
+
+    Args:
+        share: Alarm above this mean weight on the first token.
+    """
+
+    share: float = 0.995
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        for row in rows:
+            if row["first"] > self.share:
+                yield _build(
+                    "dead head",
+                    row,
+                    row["first"],
+                    self.share,
+                    f"{row['first']:.2%} of the weight is on the first token",
+                    "The head adds the same vector to every token. It may be pruned; if many heads die early, lower "
+                    "the learning rate or lengthen the warm-up.",
+                )
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Alarm if rows of a head have NaN or inf; only the first layer of the step that has any is named."""
+
+    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        bad = [row for row in rows if row["nonfinite"]]
+        for row in bad:
+            if row["layer"] == bad[0]["layer"]:
+                yield _build(
+                    "NaN or inf",
+                    row,
+                    float(row["nonfinite"]),
+                    0.0,
+                    f"{row['nonfinite']:,} of {row['rows']:,} rows have NaN or inf",
+                    "It is the first such layer of this step, in the order in which layers run: its own weights, or "
+                    "the layer before, produced it.",
+                )
+
+
+DEFAULT_ALARMS: tuple[AlarmRule, ...] = (
+    ScoreGrowth(),
+    EntropyCollapse(),
+    SaturatedHead(),
+    DeadHead(),
+    NonFinite(),
+)

@@ -1,0 +1,92 @@
+"""Collect the calls of one training step, and combine them across processes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from regard.lens.capture.call import Call
+from regard.monitor.head_summary import HeadMeasures, HeadSummary
+
+Layout = dict[str, int]  # number of heads by module name, in the order in which the layers ran
+
+
+class StepTable:
+    """Sums and maxima of every layer and head over one training step.
+
+    Args:
+        measures: What to measure in each call.
+    """
+
+    def __init__(self, measures: HeadMeasures) -> None:
+        self._measures = measures
+        self.layers: dict[str, HeadSummary] = {}
+
+    def add(self, call: Call) -> None:
+        """Measure a call, and join it with the other calls of its layer."""
+        summary = self._measures.summarise(call)
+        if summary is not None:
+            before = self.layers.get(call.name)
+            self.layers[call.name] = summary if before is None else before.join(summary)
+
+    @property
+    def layout(self) -> Layout:
+        """Number of heads of each layer."""
+        return {name: len(summary.sums) for name, summary in self.layers.items()}
+
+    def reduce(self, layout: Layout, group: Any, device: Any) -> None:
+        """Combine with the tables of the other processes: one SUM and one MAX all-reduce.
+
+        Args:
+            layout: The layers that all processes expect. A layer that this process has not run adds nothing.
+            group: The process group, or None for all processes.
+            device: Device of the tensors that are sent.
+        """
+        unknown = [name for name, heads in self.layout.items() if layout.get(name) != heads]
+        if unknown:
+            warnings.warn(
+                f"Monitor: {unknown[0]!r} did not run in the first monitored step of any process, so it is skipped: "
+                "the processes have agreed on the layers then.",
+                stacklevel=2,
+            )
+        num_sums = 2 + sum(column.reduce in ("mean", "saturated") for column in self._measures.columns)
+        num_maxima = 2 + len(self._measures.columns) - num_sums
+        parts = [
+            self.layers[name]
+            if name in self.layers and name not in unknown
+            else HeadSummary(np.zeros((heads, num_sums)), np.full((heads, num_maxima), -np.inf))
+            for name, heads in layout.items()
+        ]
+        tables = []
+        for values, operation in (
+            ([part.sums for part in parts], dist.ReduceOp.SUM),
+            ([part.maxima for part in parts], dist.ReduceOp.MAX),
+        ):
+            table = torch.from_numpy(np.concatenate(values)).to(device)
+            dist.all_reduce(table, op=operation, group=group)
+            tables.append(table.cpu().numpy())
+        stops = np.cumsum(list(layout.values()))[:-1]
+        halves = zip(*(np.split(table, stops) for table in tables), strict=True)
+        self.layers = {name: HeadSummary(*half) for name, half in zip(layout, halves, strict=True)}
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """Return the table as rows of the history, one for each layer and head."""
+        return [
+            {"step": step, "module": name, "layer": layer, **row}
+            for layer, (name, summary) in enumerate(self.layers.items())
+            for row in self._measures.finish(summary)
+        ]
+
+
+def agree_on_layout(layout: Layout, group: Any) -> Layout:
+    """Exchange the layers that each process has run, once; layers are in the order of the first that ran them."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, layout, group=group)
+    union: Layout = {}
+    for other in gathered:
+        union |= {name: heads for name, heads in other.items() if name not in union}
+    return union

@@ -1,0 +1,368 @@
+"""`Monitor`: measure every head of a model in one training step of N, log the numbers and raise alarms."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.lens.capture.call import Call
+from regard.lens.table import Table
+from regard.lens.watch import Watch, check_model, watch
+from regard.measures import Measure
+from regard.monitor.alarms import DEFAULT_ALARMS, Alarm, AlarmError, AlarmRule, AlarmWarning
+from regard.monitor.head_summary import HeadMeasures
+from regard.monitor.loggers import Logger, make_logger
+from regard.monitor.step_table import Layout, StepTable, agree_on_layout
+from regard.validation import check_count
+
+if TYPE_CHECKING:
+    from regard.pages.html import Page
+
+__all__ = ["Monitor"]
+
+OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
+
+
+class Monitor:
+    """Measure every attention head in one training step of `every`, log the numbers, and raise alarms.
+
+    Training is bit-identical with and without it, and steps between run none of its code in forward or backward. Step 0
+    is the first. In a monitored step, all forward passes count (gradient accumulation); the second run of a layer by
+    activation checkpointing does not, nor do passes in eval mode. Padding is left out.
+
+    `monitor.history` has one row for each step, layer and head:
+
+    - `max_score`: the largest score, after scale, mask and score modifications; `max_score_mean`: the mean over rows.
+    - `entropy`: the mean entropy of a row, in nats; `entropy_min`: the smallest.
+    - `first`: the mean weight on the first token; `first_max`: the largest.
+    - `saturated`: the share of rows with a weight above 0.99.
+    - `nonfinite`: rows with NaN or inf, which the other columns leave out; `rows`: all rows.
+    - With `measures`, the mean of each by its name, and `name_min` and `name_max`.
+
+    With torch.distributed, every process needs a monitor. They combine their numbers in each monitored step with one
+    SUM and one MAX all-reduce; the process of rank 0 logs.
+
+    Args:
+        model: The model, or its DistributedDataParallel. It must not be compiled.
+        every: Monitor one optimiser step of this many.
+        measures: More measures by name, with one number for each row, such as `{"distance": regard.Distance()}`.
+        to: Where the numbers go; one target, or a list. A function `(numbers, step)`; a path, to which JSON lines are
+            appended; a TensorBoard `SummaryWriter`; a wandb run or module; the module mlflow.
+        alarms: Rules to check in each monitored step; () for none. Default: the five of `regard.monitor`.
+        on_alarm: "warn", "raise" an `AlarmError`, or a function that is called with each `Alarm`.
+        optimizer: Whose steps to count: "auto" for the first optimiser that steps and holds parameters of the model,
+            an optimiser, or None if the training loop calls `monitor.step()`.
+        layers: Names of modules, or patterns with `*`, to monitor. Default: all.
+        include_eval: Count passes while the model is in eval mode, too.
+        process_group: The processes to combine. Default: all, if torch.distributed is initialised.
+
+    Raises:
+        ArgumentTypeError: If an argument has the wrong type.
+        ArgumentError: If the model is compiled or `every` is below 1.
+
+    >>> import torch
+    >>> from regard.monitor import Monitor
+    >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> monitor = Monitor(model, every=10, optimizer=None).attach()
+    >>> _ = model(torch.ones(1, 4, 8))
+    >>> monitor.step()
+    >>> monitor.detach()
+    >>> [round(entropy, 4) for entropy in monitor.history.column("entropy")]
+    [1.3863, 1.3863]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        measures: Mapping[str, Measure] | None = None,
+        to: Any = None,
+        alarms: Sequence[AlarmRule] = DEFAULT_ALARMS,
+        *,
+        on_alarm: OnAlarm = "warn",
+        optimizer: Optimizer | Literal["auto"] | None = "auto",
+        layers: str | Iterable[str] | None = None,
+        include_eval: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        _check_not_compiled(model)
+        check_model(model, "Monitor")
+        check_count(every, 1, None, "Monitor", "every", "", "every=1 monitors every step.")
+        if optimizer not in ("auto", None) and not isinstance(optimizer, Optimizer):
+            raise ArgumentTypeError(
+                "Monitor",
+                received=f"optimizer as {describe_argument(optimizer)}",
+                expected='"auto", a torch.optim.Optimizer or None',
+                hint="With None, call monitor.step() after each optimiser step.",
+            )
+        if not callable(on_alarm) and on_alarm not in ("warn", "raise"):
+            raise ArgumentError(
+                "Monitor",
+                received=f"on_alarm={on_alarm!r}",
+                expected='"warn", "raise" or a function of an alarm',
+                hint="For example on_alarm=print.",
+            )
+        self.every = every
+        self.history = Table()
+        """One row for each monitored step, layer and head."""
+        self.raised: list[Alarm] = []
+        """All alarms so far."""
+        self._model = model
+        self._measures = HeadMeasures(dict(measures or {}))
+        self._rules, self._on_alarm = tuple(alarms), on_alarm
+        self._optimizer = optimizer
+        self._counted: Any = None  # weak reference to the optimiser that "auto" has found
+        self._layers = layers if layers is None or isinstance(layers, str) else tuple(layers)
+        self._include_eval, self._group = include_eval, process_group
+        targets = to if isinstance(to, list | tuple) else [] if to is None else [to]
+        self._loggers: list[Logger] = [make_logger(target) for target in targets]
+        self._step = 0
+        self._hook: Any = None
+        self._attached = False
+        self._watch: Watch | None = None
+        self._table = StepTable(self._measures)
+        self._num_last_rows = 0
+        self._layout: Layout | None = None  # what the processes have agreed on
+        self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
+
+    # Steps
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimiser steps so far."""
+        return self._step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present step is monitored."""
+        return self._watch is not None
+
+    @property
+    def last_rows(self) -> Table:
+        """The rows of the last monitored step; empty before the first."""
+        return self.history[len(self.history) - self._num_last_rows :]
+
+    def attach(self, step: int | None = None) -> Monitor:
+        """Start to count steps, with step 0; `with Monitor(…) as monitor` does it, too.
+
+        Args:
+            step: Number of the step that comes next, for a run that is resumed.
+
+        Returns:
+            The monitor.
+        """
+        if self._attached:
+            return self
+        self._step = self._step if step is None else step
+        self._attached = True
+        if self._optimizer == "auto":
+            self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
+        elif self._optimizer is not None:
+            self._hook = self._optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._begin_step()
+        return self
+
+    def detach(self) -> None:
+        """Stop counting. A step that is not complete is dropped; `attach` continues."""
+        self._attached = False
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._watch is not None:
+            entered, self._watch = self._watch, None
+            entered.__exit__(KeyboardInterrupt, None, None)  # reports nothing about half a step
+
+    def __enter__(self) -> Monitor:
+        return self.attach()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def step(self) -> None:
+        """Count one optimiser step; call it after `optimizer.step()` if `optimizer=None`.
+
+        Raises:
+            ArgumentError: If the monitor counts the steps of an optimiser itself.
+            NotCapturedError: If the step was monitored and an attention layer ran that the lens cannot capture.
+            AlarmError: With `on_alarm="raise"`.
+        """
+        if self._optimizer is not None:
+            raise ArgumentError(
+                "monitor.step",
+                received="a call, and the monitor counts the optimiser's steps itself",
+                expected="one of the two",
+                hint="Omit the call, or build the monitor with optimizer=None.",
+            )
+        self._end_step()
+
+    def _after_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer == "auto":
+            counted = None if self._counted is None else self._counted()
+            if counted is None:
+                own = {id(parameter) for parameter in self._model.parameters()}
+                held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                if not any(id(parameter) in own for parameter in held):
+                    return
+                self._counted = weakref.ref(optimizer)
+            elif counted is not optimizer:
+                return  # several optimisers share the model: one of them counts
+        self._end_step()
+
+    def _begin_step(self) -> None:
+        if self._step % self.every == 0:
+            self._table = StepTable(self._measures)
+            entered = watch(self._model, layers=self._layers, measures=self._measure)
+            entered.__enter__()
+            self._watch = entered
+
+    def _end_step(self) -> None:
+        if not self._attached:
+            return
+        step, entered = self._step, self._watch
+        self._step, self._watch = step + 1, None
+        if entered is not None:
+            try:
+                entered.__exit__(None, None, None)
+            except BaseException:
+                self.detach()
+                raise
+            self._finish(step)
+        self._begin_step()
+
+    def _measure(self, call: Call) -> dict[str, Any]:
+        """Measure a call inside the watch; nothing of it is recorded beside the sums."""
+        if (self._model.training or self._include_eval) and not _is_recomputing():
+            _check_runs_in_python()
+            self._table.add(call)
+        return {}
+
+    # Results
+
+    def _finish(self, step: int) -> None:
+        """Combine the table of a step with those of other processes, log it, and check the alarms."""
+        table, rank = self._table, 0
+        if dist.is_available() and dist.is_initialized():
+            rank = dist.get_rank(self._group)
+            layout = self._layout or agree_on_layout(table.layout, self._group)
+            if layout:
+                self._layout = layout
+                table.reduce(layout, self._group, self._find_device())
+        rows = table.rows(step)
+        self.history.extend(rows)
+        self._num_last_rows = len(rows)
+        if rows and rank == 0:
+            for logger in self._loggers:
+                logger.log(rows, step)
+        self._check_alarms(rows, step, rank)
+
+    def _find_device(self) -> Any:
+        if dist.get_backend(self._group) == "gloo":
+            return "cpu"
+        return next(self._model.parameters()).device
+
+    def _check_alarms(self, rows: list[dict[str, Any]], step: int, rank: int) -> None:
+        """Report the alarms that were not active in the last monitored step; every process raises, rank 0 reports."""
+        found = [alarm for rule in self._rules for alarm in rule.check(rows, self.history)]
+        new = [alarm for alarm in found if alarm.place not in self._active]
+        self._active = {alarm.place: step for alarm in found}
+        self.raised.extend(new)
+        if not new:
+            return
+        if self._on_alarm == "raise":
+            self.detach()
+            raise AlarmError(new)
+        if rank == 0:
+            for alarm in new:
+                if callable(self._on_alarm):
+                    self._on_alarm(alarm)
+                else:
+                    warnings.warn(str(alarm), AlarmWarning, stacklevel=2)
+
+    def plot(self, column: str = "max_score", *, ax: Any = None) -> Any:
+        """Draw one column of the history: a line of pixels for each layer and head, over time.
+
+        Args:
+            column: Name of a column of numbers.
+            ax: The axes to draw into; by default a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ArgumentError: If nothing was monitored yet, or there is no such column.
+        """
+        from regard.monitor.drawing import draw_history
+
+        return draw_history(self.history, column, ax)
+
+    def page(self, title: str = "Attention during training") -> Page:
+        """Build a self-contained page: layers × heads at each monitored step, with a slider for the time.
+
+        Args:
+            title: Title of the page.
+
+        Returns:
+            The page; `page.save(path)` writes it.
+
+        Raises:
+            ArgumentError: If nothing was monitored yet.
+        """
+        from regard.monitor.drawing import build_history_page
+
+        return build_history_page(self.history, self.raised, title)
+
+    def __repr__(self) -> str:
+        steps = len({row["step"] for row in self.history})
+        return f"Monitor(every={self.every}, {self._step:,} steps, {steps:,} monitored, {len(self.raised)} alarms)"
+
+
+def _is_recomputing() -> bool:
+    """Return whether this thread is inside `backward`, where activation checkpointing runs layers again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _check_not_compiled(model: Any) -> None:
+    if isinstance(model, nn.Module) and any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        for part in model.modules()
+    ):
+        _raise_compiled()
+
+
+def _check_runs_in_python() -> None:
+    """Raise an error if a compiled function called the model: the monitored step would not be bit-identical."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    frame: Any = sys._getframe(1)
+    end = os.path.join("_dynamo", "eval_frame.py")
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("compile_wrapper", "__call__") and code.co_filename.endswith(end):
+            _raise_compiled()
+        frame = frame.f_back
+
+
+def _raise_compiled() -> None:
+    raise ArgumentError(
+        "Monitor",
+        received="a model that torch.compile has compiled",
+        expected="a model that runs in Python in its monitored steps",
+        hint="Monitor the model before it is compiled, and run that one in monitored steps, up to rounding the same: "
+        "(model if monitor.is_due else compiled)(inputs).",
+    )
