@@ -191,9 +191,10 @@ def use_device(*, has_float64: bool = True) -> Iterator[Counter[str]]:
     Yields:
         Counts of "launches", of "waits" for the device, and of "copies" from the host.
     """
-    from regard.engines import registry
+    from regard.engines import registry, torch_precision
 
     _register()
+    torch_precision._computes_float64.cache_clear()
     _State.has_float64, before = has_float64, _State.has_float64
     _State.counts.clear()
     engines = dict(registry._TORCH_ENGINES)  # an engine remembers what its device can do
@@ -203,5 +204,6 @@ def use_device(*, has_float64: bool = True) -> Iterator[Counter[str]]:
             yield _State.counts
     finally:
         _State.has_float64 = before
+        torch_precision._computes_float64.cache_clear()
         registry._TORCH_ENGINES.clear()
         registry._TORCH_ENGINES.update(engines)

@@ -245,7 +245,7 @@ def _run_pairs(
                 else:
                     states[i] = measure.step(states[i], weights, scores, q_idx, kv_idx, xp)
     if known is None:
-        computed = computed or [init_online_softmax(problem, 0)]
+        computed = computed or [_run_first_pass(problem, np.arange(0), (), 0)[0]]
         known = SoftmaxStats(*(xp.concat([stats[i] for stats in computed], axis=1) for i in range(2)))
     return [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)], known
 

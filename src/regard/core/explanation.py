@@ -12,6 +12,7 @@ import numpy as np
 from regard.core.block_loop import init_online_softmax, make_finite, update_online_softmax
 from regard.core.broadcasting import num_pairs
 from regard.core.problem import Problem
+from regard.engines.compensated import resolve_sums
 from regard.errors import ArgumentError
 from regard.render.explanation import format_explanation
 from regard.render.text import escape_unprintable
@@ -151,7 +152,7 @@ def explain_row(
         assert stats.sum is not None
         shift = make_finite(stats.max, xp)[0, 0]
         exponentials = xp.exp(scores[0, 0] - shift)
-        total = float(stats.sum[0, 0])
+        total = float(resolve_sums(stats.sum)[0, 0])
         weights = exponentials / total if total != 0 else exponentials
         weights = xp.where(scores[0, 0] == -xp.inf, 0.0, weights)
         given = problem.take_given_weights(rows, all_keys)

@@ -507,7 +507,9 @@ class AttentionMatrix:
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
-        return f"{self._describe()}\n{text.format_matrix(self.to_dense())}" if small else self._describe()
+        if not small:
+            return self._describe()
+        return f"{self._describe()}\n{text.format_matrix(self._problem.engine.to_numpy(self.to_dense()))}"
 
     def _describe(self) -> str:
         """Describe shape, dtype and scores in one line."""

@@ -15,7 +15,7 @@ import torch
 from regard.engines import native
 from regard.engines import torch_fused as fused
 from regard.engines.compensated import CompensatedSum
-from regard.engines.torch_precision import use_full_precision
+from regard.engines.torch_precision import has_float64, use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
 from regard.types import Array, IntArray
@@ -338,17 +338,3 @@ def _segment_membership(sizes: tuple[int, ...], dtype: Any, device: torch.device
 def _make_index(index: bytes, device: torch.device) -> Tensor:
     """Return int64 numbers as a tensor; tiles of grouped heads use the same index again and again."""
     return torch.tensor(np.frombuffer(index, np.int64), device=device)
-
-
-def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes with float64: MPS and some Intel GPUs do not.
-
-    Args:
-        device: A device of torch.
-    """
-    if device.type in ("cpu", "cuda", "meta"):
-        return True
-    try:
-        return bool((torch.ones(1, dtype=torch.float64).to(device) + 1.0).cpu()[0] == 2.0)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -84,6 +85,32 @@ def use_full_precision(device_type: str) -> Iterator[None]:
             return
         with products:
             yield
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes with float64: MPS and some Intel GPUs do not.
+
+    Args:
+        device: A device of torch.
+    """
+    return device.type in ("cpu", "cuda", "meta") or _computes_float64(device)
+
+
+@cache
+def _computes_float64(device: torch.device) -> bool:
+    try:
+        return bool((torch.ones(1, dtype=torch.float64).to(device) + 1.0).cpu()[0] == 2.0)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def widen(tensor: Any) -> Any:
+    """Convert a tensor to float64, or to float32 if its device has no float64.
+
+    Args:
+        tensor: Real numbers of any dtype.
+    """
+    return tensor.to(torch.float64 if has_float64(tensor.device) else torch.float32)
 
 
 def _is_ieee(setting: Any) -> bool:

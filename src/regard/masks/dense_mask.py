@@ -93,6 +93,8 @@ class DenseMask(Mask):
         if not isinstance(other, DenseMask):
             return NotImplemented
         mine, theirs = self.array, other.array
+        if type(mine) is not type(theirs) or getattr(mine, "device", "") != getattr(theirs, "device", ""):
+            mine, theirs = (as_array(array, "dense", "array") for array in (mine, theirs))
         return tuple(mine.shape) == tuple(theirs.shape) and bool((mine == theirs).all())
 
     def __hash__(self) -> int:

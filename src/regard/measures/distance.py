@@ -116,7 +116,9 @@ class Position(Measure):
 class Spread(Distance):
     """The standard deviation of kv_idx under the weights of each row: shape (…, q_len).
 
-    Moments are taken relative to the query, in float64: sums of squared positions would cancel.
+    The state of a row is the sum of its weights, their mean position relative to the query, and the sum of squared
+    deviations from that mean. Two states are merged without a difference of large numbers (Chan, Golub & LeVeque,
+    1983), so that float32 is enough on devices without float64.
 
     Args:
         align: Which query is at which key if the lengths differ, as in `causal`.
@@ -131,26 +133,35 @@ class Spread(Distance):
     """
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        return xp.zeros((*shape[:2], 3))
+        return xp.zeros((*shape[:2], 3), dtype=xp.float64)
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        assert self._positions is not None
         rows, columns = as_slice(q_idx), as_slice(kv_idx)
-        within = xp.astype(kv_idx - columns.start, xp.float64)
-        powers = xp.stack([within**0, within, within**2], axis=-1)
-        total, first, second = xp.moveaxis(xp.astype(weights, xp.float64) @ powers, -1, 0)
-        start = xp.asarray(columns.start - self._positions[rows], dtype=xp.float64)
-        moments = [total, first + start * total, second + 2 * start * first + start**2 * total]
-        state[:, rows] += xp.stack(moments, axis=-1)
+        within, weights = (xp.astype(x, xp.float64) for x in (kv_idx - columns.start, weights))
+        total = xp.sum(weights, axis=-1)
+        mean = weights @ within / xp.where(total == 0, 1.0, total)
+        deviations = xp.vecdot(weights, (within - mean[..., None]) ** 2)
+        start = columns.start - xp.astype(self._row_positions[rows], xp.float64)
+        tile = xp.stack([total, mean + start, deviations], axis=-1)
+        state[:, rows] = self.merge(state[:, rows], tile)
         return state
+
+    def merge(self, a: Array, b: Array) -> Array:
+        xp = find_engine("merge", a=a).xp
+        total_a, mean_a, deviations_a = (a[..., i] for i in range(3))
+        total_b, mean_b, deviations_b = (b[..., i] for i in range(3))
+        total = total_a + total_b
+        share = total_b / xp.where(total == 0, 1.0, total)
+        ahead = mean_b - mean_a
+        deviations = deviations_a + deviations_b + ahead**2 * total_a * share
+        return xp.stack([total, mean_a + ahead * share, deviations], axis=-1)
 
     def finish(self, state: Array) -> Array:
         xp = find_engine("finish", state=state).xp
-        total, first, second = (state[..., i] for i in range(3))
-        safe = xp.where(total == 0, 1.0, total)
-        variance = second / safe - (first / safe) ** 2
+        total, deviations = state[..., 0], state[..., 2]
+        variance = deviations / xp.where(total == 0, 1.0, total)
         # The square root has no derivative at 0, so it is not taken there.
         spread = xp.sqrt(xp.where(variance <= 0, 1.0, variance))
         return xp.where(variance <= 0, 0.0, spread)

@@ -95,7 +95,7 @@ def describe_device(device: str) -> dict[str, Any]:
     """
     import torch
 
-    from regard.engines.torch import has_float64
+    from regard.engines.torch_precision import has_float64
 
     found = torch.device(device)
     description: dict[str, Any] = {"type": found.type, "has_float64": has_float64(found)}

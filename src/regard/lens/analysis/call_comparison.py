@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.lens.analysis.difference_causes import (
     build_output_difference,
     build_scale_difference,
@@ -187,7 +188,7 @@ def _compare_measures(a: Call, b: Call, limit: float) -> list[Difference]:
         if isinstance(result, torch.Tensor)
         and isinstance(results.get(name), torch.Tensor)
         and not torch.allclose(
-            result.double(), results[name].double(), rtol=100 * limit, atol=100 * limit, equal_nan=True
+            widen(result), widen(results[name]), rtol=100 * limit, atol=100 * limit, equal_nan=True
         )
     ]
     if not names:
@@ -228,7 +229,7 @@ def _common_tokens(a: Call, b: Call, q_len: int, kv_len: int) -> tuple[Tensor, T
 def _compare_outputs(a: CallTensors, b: CallTensors, tokens: Tensor) -> float:
     if a.output is None or b.output is None or a.output.shape != b.output.shape:
         return math.nan
-    first, second = (t.double().nan_to_num(0, 0, 0) for t in (a.output, b.output.to(a.output.device)))
+    first, second = (widen(t).nan_to_num(0, 0, 0) for t in (a.output, b.output.to(a.output.device)))
     return float(row_differences(first, second, tokens).max()) if first.numel() else 0.0
 
 
@@ -237,7 +238,7 @@ def _compare_weights(a: Call, b: Call, q_len: int, tokens: Tensor) -> float:
     if a.shape != b.shape or not math.prod(a.shape):
         return math.nan
     rows = sample_rows(q_len)
-    first, second = (call.matrix.lazy[..., rows, :].to_dense().double().cpu() for call in (a, b))
+    first, second = (call.matrix.lazy[..., rows, :].to_dense().cpu().double() for call in (a, b))
     moved = ((first - second).abs().sum(-1) / 2).reshape(len(tokens), -1, len(rows))
     counted = tokens[:, None, rows].cpu().expand_as(moved)
     return float(moved[counted].mean()) if bool(counted.any()) else math.nan
@@ -248,7 +249,7 @@ def _scores_agree(a: Call, b: Call, tensors_a: CallTensors, tensors_b: CallTenso
     rows = sample_rows(tensors_a.query.shape[2])
     scores, typical = [], []
     for call, tensors in ((a, tensors_a), (b, tensors_b)):
-        query, key = tensors.query[:, :, rows].double(), tensors.key.double()
+        query, key = widen(tensors.query[:, :, rows]), widen(tensors.key)
         if query.shape[1] % max(1, key.shape[1]):
             return False
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)

@@ -104,7 +104,7 @@ class CheckedLayer:
     def flatten_batch(self, result: Any) -> Any:
         """Return a result (…, heads, n) as float64 NumPy, (batch, heads, n)."""
         batch, heads, *_ = self.shape
-        return result.detach().double().cpu().numpy().reshape(batch, heads, -1)
+        return result.detach().cpu().double().numpy().reshape(batch, heads, -1)
 
     def build_finding(
         self, kind: str, severity: Severity, message: str, where: Any, evidence: dict[str, Any], hint: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError
 from regard.lens.capture.call import Call
 from regard.lens.capture.output_projections import OutputProjection, OutputProjections
@@ -50,7 +51,7 @@ def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor |
         projections: The output projections of the recording.
 
     Returns:
-        (…, heads, q_len), float64; None if the output was not recorded, or the projection is unknown.
+        (…, heads, q_len), float64 if the device has it; None if the output was not recorded, or the projection is unknown.
     """
     if call.output is None or call.name not in projections:
         return None
@@ -59,9 +60,9 @@ def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor |
 
 def _compute_norms(vectors: Tensor, projection: OutputProjection) -> Tensor:
     """Compute norms after the projection from the Gram matrix W_O W_Oᵀ of each head, which is as small as the head."""
-    weight = projection.weight.to(vectors.device).double()  # (heads, value_dim, width)
+    weight = widen(projection.weight.to(vectors.device))  # (heads, value_dim, width)
     gram = weight @ weight.mT
-    vectors = vectors.detach().double()
+    vectors = widen(vectors.detach())
     if vectors.ndim > 2:
         vectors = vectors.repeat_interleave(len(gram) // vectors.shape[-3], -3)
     return ((vectors @ gram) * vectors).sum(-1).clamp(min=0.0).sqrt()

@@ -260,4 +260,4 @@ def stack_name(module: str) -> str:
 
 def as_numpy(array: Any) -> Any:
     """Convert a tensor to a float64 NumPy array."""
-    return array.detach().double().cpu().numpy()
+    return array.detach().cpu().double().numpy()

@@ -52,7 +52,7 @@ def _sample_scores(layer: CheckedLayer) -> tuple[Any, Any]:
     if not len(tokens):
         return np.zeros(heads), np.zeros(heads)
     rows = tokens[np.unique(np.linspace(0, len(tokens) - 1, SAMPLED_ROWS).astype(int))]
-    scores = layer.call.matrix.scores[..., rows, :].detach().double().cpu().numpy()
+    scores = layer.call.matrix.scores[..., rows, :].detach().cpu().double().numpy()
     scores = scores.reshape(*layer.shape[:2], -1).swapaxes(0, 1).reshape(heads, -1)
     live = np.isfinite(scores) & (np.abs(scores) < 1e30)
     count = np.maximum(live.sum(1), 1)

@@ -186,5 +186,5 @@ def heavy_hitter_share(received: Any, token_rows: TokenRows) -> Any:
 
 def as_numpy_per_head(array: Any) -> Any:
     """Return a result as float64 NumPy, with an axis of heads."""
-    array = array.detach().double().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
+    array = array.detach().cpu().double().numpy() if hasattr(array, "detach") else np.asarray(array)
     return array[None] if array.ndim == 1 else array

@@ -97,7 +97,7 @@ def check_bias_direction(layer: CheckedLayer) -> Finding | None:
         or layer.shape[2] < 4
     ):
         return None
-    bias = bias.detach().double().cpu().numpy()
+    bias = bias.detach().cpu().double().numpy()
     bias = bias.reshape(-1, *bias.shape[-3:])
     distance = layer.token_rows.own_keys[:, None] - np.arange(layer.shape[3])
     counted = np.isfinite(bias) & (bias > -1e30) & (distance > 0)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.lens.analysis.difference_causes import explain_relations
 from regard.lens.analysis.setting_differences import Difference
 from regard.lens.analysis.tensor_relation import Relation, relate
@@ -107,7 +108,7 @@ def _find_score_ratio(a: Call, b: Call, limit: float) -> float | None:
     if first.shape != second.shape:
         return None
     both = (first > 0) & (second > 0)
-    logs = [torch.where(both, weights.clamp(min=1e-30).log(), 0.0).double() for weights in (first, second)]
+    logs = [widen(torch.where(both, weights.clamp(min=1e-30).log(), 0.0)) for weights in (first, second)]
     count = both.sum(-1, keepdim=True).clamp(min=1)
     centred = [torch.where(both, log - log.sum(-1, keepdim=True) / count, 0.0) for log in logs]
     norm = float(centred[0].square().sum())

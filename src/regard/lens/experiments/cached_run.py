@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.lens.analysis.finding import Finding
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.experiments.call_log import LoggedCall
@@ -187,7 +188,7 @@ def _find_visible_range(whole: LoggedCall, start: int, stop: int) -> tuple[int, 
 
 
 def _as_one(x: Tensor) -> Tensor:
-    return x.detach().double()
+    return widen(x.detach())
 
 
 def _rows_differ(a: Tensor, b: Tensor, tolerance: float) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.lens.analysis.finding import Finding
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS
 from regard.lens.experiments.call_log import LinearEvent, LoggedCall
@@ -57,7 +58,7 @@ def compare_with_projection(logged: LoggedCall) -> Tensor | None:
         for first, second in ((0, 1), (0, query.shape[-1] // 2)):
             pairs = [
                 torch.complex(x[..., first], x[..., second])[0, :, 0]
-                for x in (query.double(), projected.double())
+                for x in (widen(query), widen(projected))
             ]
             if torch.allclose(pairs[0].abs(), pairs[1].abs(), rtol=1e-3):
                 return (pairs[0] * pairs[1].conj()).angle()
@@ -86,7 +87,7 @@ def _split_output(event: LinearEvent, width: int) -> Iterator[Tensor]:
 
 
 def _have_equal_lengths(a: Tensor, b: Tensor) -> bool:
-    a, b = a.double().norm(dim=-1), b.double().norm(dim=-1)
+    a, b = widen(a).norm(dim=-1), widen(b).norm(dim=-1)
     return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-6))
 
 
@@ -112,12 +113,12 @@ def _check_split(logged: LoggedCall) -> Finding | None:
     if query.ndim != 4 or query.shape[1] == 1 or query.shape[2] == 1:
         return None
     batch, heads, n, dim = query.shape
-    lengths = query.double().norm(dim=-1)
+    lengths = widen(query).norm(dim=-1)
     for projected in _find_projections(logged, query):
         flat = projected.transpose(1, 2).reshape(batch, n, heads * dim)
-        viewed = flat.reshape(batch, heads, n, dim).double().norm(dim=-1)
+        viewed = widen(flat.reshape(batch, heads, n, dim)).norm(dim=-1)
         ratio = _find_ratio(lengths, viewed)
-        if ratio is not None and _find_ratio(lengths, projected.double().norm(dim=-1)) is None:
+        if ratio is not None and _find_ratio(lengths, widen(projected).norm(dim=-1)) is None:
             return _build(
                 logged,
                 "heads split by view",
@@ -201,9 +202,9 @@ def _check_scale(logged: LoggedCall, width: int | None) -> Finding | None:
     call = logged.call
     if call.query.ndim != 4 or UNSCALED_LAYERS.fullmatch(call.layer_class):
         return None
-    lengths = call.query.double().norm(dim=-1)
+    lengths = widen(call.query).norm(dim=-1)
     factors = (
-        _find_ratio(lengths, projected.double().norm(dim=-1))
+        _find_ratio(lengths, widen(projected).norm(dim=-1))
         for projected in _find_projections(logged, call.query)
     )
     factor = next((factor for factor in factors if factor is not None), None)
@@ -265,7 +266,7 @@ def _describe_permutation(states: Tensor, encoded: Tensor) -> str | None:
     """Describe how states are the encoder's in another order; None if they are something else."""
     batch, n = encoded.shape[:2]
     flat, original = states.flatten(0, 1), encoded.flatten(0, 1)
-    distance = torch.cdist(flat.double(), original.double())
+    distance = torch.cdist(widen(flat), widen(original))
     nearest, sources = distance.min(1)
     if float(nearest.max()) > 1e-5 * float(original.norm(dim=-1).amax()):
         return None

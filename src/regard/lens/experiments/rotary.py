@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.lens.analysis.finding import Finding
 from regard.lens.experiments.call_log import LoggedCall
 from regard.lens.experiments.projections import compare_with_projection
@@ -65,7 +66,7 @@ def measure_turn(vectors: Tensor) -> Turn:
         The turn that all heads share.
     """
     tolerance = TOLERANCES[vectors.element_size()]
-    vectors = vectors.double()
+    vectors = widen(vectors)
     size = vectors.norm(dim=-1).amax(-1)[:, None, None].clamp(min=1e-30)
     vectors = vectors / size
     if not bool(vectors.isfinite().all()):

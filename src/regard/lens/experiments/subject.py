@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.models.loaded_model import find_token_embedding
 
@@ -371,9 +372,9 @@ def relative_difference(a: Tensor, b: Tensor) -> Tensor:
         b: Of the same shape.
 
     Returns:
-        (batch, n), or (batch,) for outputs without tokens; float64.
+        (batch, n), or (batch,) for outputs without tokens; float64 if the device has it.
     """
-    a, b = a.double(), b.double()
+    a, b = widen(a), widen(b)
     difference = (a - b).abs().nan_to_num(nan=float("inf"))
     scale = float(b.abs().nan_to_num(nan=0.0, posinf=0.0).amax()) or 1.0
     return difference.flatten(2).amax(-1) / scale if a.ndim > 2 else difference.flatten(1).amax(-1) / scale

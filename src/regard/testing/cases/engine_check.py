@@ -102,7 +102,9 @@ def _move_strided(tensor: Any, device: str) -> Any:
     """Copy a tensor to a device with the strides that it has; `to` makes the result contiguous."""
     import torch
 
-    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n)
+    if not tensor.numel():
+        return tensor.to(device)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     moved = torch.zeros(size, dtype=tensor.dtype, device=device).as_strided(tensor.shape, tensor.stride())
     target = moved
     for axis, stride in enumerate(tensor.stride()):
