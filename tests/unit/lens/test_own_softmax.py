@@ -17,8 +17,11 @@ from regard import NotCapturedError  # noqa: E402
 from regard.lens.capture import followed_tensor, patching, wrappers  # noqa: E402
 from regard.lens.capture.dense_record import find_mask  # noqa: E402
 
-# DeBERTa uses torch.jit.script when its file is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+# DeBERTa uses torch.jit.script when its file is imported. The category depends on the versions of torch and Python.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*torch.jit.script:{category}")
+    for category in ("DeprecationWarning", "FutureWarning")
+]
 
 TOKENS = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
 ATTENTION_MASK = torch.ones_like(TOKENS)
