@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from regard.cli.options import (
+    AblationName,
     CausalOption,
     DtypeOption,
     ExecutorName,
@@ -149,6 +150,50 @@ def heads(
 
     options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
     return heads(Printer(as_json, as_csv), options, by, smallest, top)
+
+
+def effects(
+    model: ModelName,
+    answer: Annotated[
+        str,
+        typer.Option(
+            "--answer", "-a", metavar="TEXT", show_default=False, help="Answer that follows the text."
+        ),
+    ],
+    text: TextOption = None,
+    file: FileOption = None,
+    wrong: Annotated[
+        str | None,
+        typer.Option(
+            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: all others."
+        ),
+    ] = None,
+    to: Annotated[AblationName, typer.Option("--to", help="What the output of a head is replaced by.")] = (
+        AblationName.zero
+    ),
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            "--keys", metavar="SPAN", help="Knock out the edges to a token, position or range (3:8) instead."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", "-n", metavar="N", min=1, help="Print N rows.")] = 20,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Write a page with all heads.")
+    ] = None,
+    layers: LayersOption = None,
+    max_tokens: MaxTokensOption = None,
+    dtype: DtypeOption = None,
+    trust: TrustOption = False,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure what each head of a model is worth: how the logit of an answer changes without it."""
+    from regard.cli.effects_command import effects
+    from regard.cli.model_commands import ModelOptions
+
+    options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
+    return effects(Printer(as_json), options, answer, wrong, to.value, keys, top, output, show)
 
 
 def compare(
@@ -377,6 +422,10 @@ SHORT_HELP = {
     heads: (
         "Print measures of each head of a model.",
         "regard heads my_models:make --file text.txt --by induction --top 5",
+    ),
+    effects: (
+        "Measure what each head is worth.",
+        'regard effects ./model --text "The capital of France is" --answer " Paris" --wrong " Rome"',
     ),
     compare: (
         "Find where two models part.",

@@ -20,6 +20,13 @@ class ExplorerName(StrEnum):
     code = "code"
 
 
+class AblationName(StrEnum):
+    """What `effects` replaces the output of a head by."""
+
+    zero = "zero"
+    mean = "mean"
+
+
 class WeightDtype(StrEnum):
     """The dtypes a model's weights can be converted to; `auto` leaves them as stored."""
 

@@ -29,7 +29,7 @@ except ImportError as error:
 
 from regard._public import set_public_module
 from regard.interventions.edits import Edit, ablate, knockout, patch, rescore, restrict
-from regard.interventions.effect_sweep import effects
+from regard.interventions.effect_sweep import EffectTable, effects
 from regard.interventions.gradient_attribution import Attribution, attribution
 from regard.interventions.intervene import Intervention
 from regard.interventions.logit_parts import LogitAttribution, logit_attribution
@@ -38,6 +38,7 @@ from regard.interventions.metrics import logit_difference
 __all__ = [
     "Attribution",
     "Edit",
+    "EffectTable",
     "Intervention",
     "LogitAttribution",
     "ablate",

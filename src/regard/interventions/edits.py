@@ -245,7 +245,7 @@ def patch(
         heads: Query heads. Default: all.
         queries: Tokens whose row is patched, as in `knockout`. Default: all that the other run has. A value is read by
             every row.
-        batch: Batch entries. Default: all. A source with one batch entry serves them all.
+        batch: Batch entries. Default: all. A source with fewer batch entries is repeated.
 
     Returns:
         The edit.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -13,12 +14,15 @@ from torch import nn
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edits import Edit, Positions, ablate, as_edits, knockout, patch
 from regard.interventions.intervene import find_layers, intervene
-from regard.interventions.metrics import Metric
+from regard.interventions.metrics import LogitDifference, Metric
 from regard.interventions.placement import select_entries
 from regard.interventions.reused_blocks import BlockOutputs, find_block
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import watch
+
+if TYPE_CHECKING:
+    from regard.pages.html import Page
 
 Tensor = Any  # the types of torch are not followed
 
@@ -39,7 +43,7 @@ def effects(
     tokens: Any = None,
     batch_size: int = BATCH_SIZE,
     progress: Callable[[], None] | None = None,
-) -> Table:
+) -> EffectTable:
     """Measure how much a metric changes with each edit: a table with one row for each, in the order given.
 
     By default each head is ablated by itself. The edits run in batches, and the layers before the edited one are not
@@ -63,7 +67,8 @@ def effects(
 
     Returns:
         A table. With "heads": `module`, `layer`, `head`, `metric` and `effect`, the metric minus that of the unchanged
-        model. With edits: `edit`, `metric` and `effect`. Means over the batch entries.
+        model. With edits: `edit`, `metric` and `effect`. Means over the batch entries. `table.page()` and
+        `regard.plot.effects(table)` draw it.
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
@@ -98,9 +103,62 @@ def effects(
             listed = [as_edits(entry, "effects") for entry in _list_edits(edits)]
             rows = [{"edit": repr(entry[0]) if len(entry) == 1 else repr(list(entry))} for entry in listed]
         results = sweep.run_edits(listed, batch_size, progress)
-    return Table(
+    table = EffectTable(
         row | {"metric": result, "effect": result - clean} for row, result in zip(rows, results, strict=True)
     )
+    table.clean, table.metric = clean, repr(metric) if isinstance(metric, LogitDifference) else "the metric"
+    if isinstance(edits, str):
+        table.edit = _describe_edit(to, queries, keys)
+    return table
+
+
+class EffectTable(Table):
+    """The table that `effects` returns.
+
+    Attributes:
+        clean: The metric without an edit.
+        metric: Name of the metric.
+        edit: Description of what was done to each head; "" if the edits were given.
+    """
+
+    clean: float = math.nan
+    metric: str = ""
+    edit: str = ""
+
+    def page(self, title: str = "What each head is worth") -> Page:
+        """Build a page with the effects as a grid of layers × heads: one file that needs neither server nor network.
+
+        Args:
+            title: Title of the page.
+
+        Returns:
+            The page: `page.save(path)` writes it, and a notebook shows it.
+
+        Raises:
+            ArgumentError: If the rows are not heads.
+        """
+        if not self or "head" not in self[0]:
+            raise ArgumentError(
+                "effects(…).page",
+                received="a table without heads",
+                expected='the table of effects(…, edits="heads")',
+                hint="Omit edits to measure every head.",
+            )
+        from regard.pages.effects_page import build_effects_page
+
+        return build_effects_page(self, title=title, metric=self.metric, edit=self.edit, clean=self.clean)
+
+
+def _describe_edit(to: Any, queries: Positions, keys: Positions) -> str:
+    if keys is not None:
+        description = f"its edges to keys {keys!r} were knocked out"
+    elif isinstance(to, Recording):
+        description = "its output was taken from another run"
+    elif isinstance(to, str):
+        description = "its output was set to 0" if to == "zero" else "its output was replaced by its mean"
+    else:
+        description = f"its output was multiplied by {to}"
+    return description if queries is None else f"{description} at queries {queries!r}"
 
 
 def _edit_head(row: dict[str, Any], to: Any, queries: Positions, keys: Positions) -> Edit:

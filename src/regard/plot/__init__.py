@@ -1,4 +1,4 @@
-"""Draw attention with Matplotlib: `heatmap`, `row`, `heads` and `cost` draw on one Axes and return it.
+"""Draw attention with Matplotlib: `heatmap`, `row`, `heads`, `effects` and `cost` draw on one Axes and return it.
 
 Pass the Axes as `ax=`. Without it each call makes a new figure. Figures are neither shown nor saved; call
 `ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything below them.
@@ -20,8 +20,8 @@ except ImportError as error:
 from regard._public import set_public_module
 from regard.plot.bars import row
 from regard.plot.growth import cost
-from regard.plot.maps import heads, heatmap
+from regard.plot.maps import effects, heads, heatmap
 
-__all__ = ["cost", "heads", "heatmap", "row"]
+__all__ = ["cost", "effects", "heads", "heatmap", "row"]
 
 set_public_module(globals())

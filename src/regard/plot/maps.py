@@ -37,6 +37,7 @@ COLORBAR_LABELS = {
     "heavy": "share of the 10% of keys that receive most",
     "duplicate": "weight on earlier copies of the token",
     "induction": "weight on the tokens after earlier copies",
+    "effect": "change of the metric",
 }
 
 
@@ -220,6 +221,38 @@ def heads(
     label_axis(ax.yaxis, layer_labels, None, len(calls))
     ax.set(xlabel="head; hatched: no number" if values.mask.any() else "head", ylabel="layer")
     return ax
+
+
+def effects(
+    table: Any, *, ax: Any = None, numbers: bool | None = None, colorbar: bool = True, **imshow: Any
+) -> Any:
+    """Draw the effect of an edit of each head as an image, layers down and heads across.
+
+    Colours are centred at 0: blue lowers the metric, red raises it.
+
+    Args:
+        table: What `regard.interventions.effects` returned for every head.
+        ax: Axes to draw on. Default: a new figure.
+        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 and they fit.
+        colorbar: Whether to draw a colour bar.
+        **imshow: Arguments of `Axes.imshow`, such as `vmax=1` or `cmap=`.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ArgumentTypeError: If `table` is not a table of heads, or `ax` is not an Axes.
+
+    >>> from regard.plot import effects
+    >>> table = [{"layer": 0, "head": 0, "effect": -1.5}, {"layer": 0, "head": 1, "effect": 0.5}]
+    >>> effects(table).images[0].get_clim()
+    (-1.5, 1.5)
+    """
+    rows = list(table)
+    values = [abs(row["effect"]) for row in rows if isinstance(row, Mapping) and "effect" in row]
+    largest = max((value for value in values if np.isfinite(value)), default=0.0) or 1.0
+    style = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest} | imshow
+    return heads(rows, "effect", ax=ax, numbers=numbers, colorbar=colorbar, **style)
 
 
 def check_one_head(A: Any, operation: str) -> None:

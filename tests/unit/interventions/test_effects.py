@@ -1,0 +1,146 @@
+"""`effects`: the same numbers as one intervention at a time, without running earlier blocks again."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import regard  # noqa: E402
+from regard.interventions import ablate, effects, knockout, logit_difference, patch  # noqa: E402
+from tests.helpers.tiny_models import TINY  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+METRIC = logit_difference(answer=7, wrong=9)
+
+
+def measure(model, inputs, metric, *edits):
+    options = {"use_cache": False} if "use_cache" in model.forward.__code__.co_varnames else {}
+    with torch.no_grad(), regard.intervene(model, edits):
+        return float(metric(model(**inputs, **options)).double().mean())
+
+
+def norm_of_last(output):
+    return output[0][:, -1].norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "name, metric", [("GPT-2", METRIC), ("Llama", METRIC), ("T5", METRIC), ("BERT", norm_of_last)]
+)
+def test_effects_equal_one_intervention_at_a_time(name, metric):
+    model, inputs = TINY[name].build(), TINY[name].inputs("none")
+    clean = measure(model, inputs, metric)
+    table = effects(model, inputs, metric, batch_size=3)
+    assert {(row["layer"], row["head"]) for row in table} == {
+        (layer, head) for layer in range(6 if name == "T5" or name == "BART" else 2) for head in range(4)
+    }
+    for row in table:
+        alone = measure(model, inputs, metric, ablate(row["layer"], heads=row["head"]))
+        assert row["metric"] == pytest.approx(alone, abs=1e-4)
+        assert row["effect"] == pytest.approx(alone - clean, abs=1e-4)
+    assert table.clean == pytest.approx(clean, abs=1e-5)
+    assert max(abs(row["effect"]) for row in table) > 1e-3
+
+
+def test_means_resampling_and_knockouts():
+    tiny = TINY["Llama"]
+    model, inputs = tiny.build(), tiny.inputs("none")
+    others = inputs | {"input_ids": inputs["input_ids"].flip(1)}
+    with torch.no_grad(), regard.watch(model, values=True) as source:
+        model(**others, use_cache=False)
+    for options, build in (
+        ({"to": "mean"}, lambda row: ablate(row["layer"], heads=row["head"], to="mean")),
+        ({"to": source}, lambda row: patch(row["layer"], heads=row["head"], source=source, what="output")),
+        ({"keys": slice(2, 5)}, lambda row: knockout(row["layer"], heads=row["head"], keys=slice(2, 5))),
+        ({"queries": -1}, lambda row: ablate(row["layer"], heads=row["head"], queries=-1)),
+    ):
+        for row in effects(model, inputs, METRIC, layers=[1], **options):
+            assert row["layer"] == 1
+            assert row["metric"] == pytest.approx(measure(model, inputs, METRIC, build(row)), abs=1e-4)
+
+
+def test_edits_lists_of_edits_and_texts():
+    tiny = TINY["GPT-2"]
+    model, inputs = tiny.build(), tiny.inputs("none", batch=1)
+    tokens = [f"t{i}" for i in range(11)]
+    edits = [ablate(1, heads=2), [ablate(0, heads=1), ablate(1, heads=3)], knockout(0, queries=-1, keys="t4")]
+    table = effects(model, inputs, METRIC, edits, tokens=tokens)
+    for row, entry in zip(table, edits, strict=True):
+        listed = entry if isinstance(entry, list) else [entry]
+        with torch.no_grad(), regard.intervene(model, listed, tokens=tokens):
+            assert row["metric"] == pytest.approx(float(METRIC(model(**inputs)).mean()), abs=1e-4)
+    assert table.column("edit")[0] == "ablate(layers=1, heads=2, to='zero')"
+
+
+def test_blocks_before_the_edit_do_not_run_again():
+    tiny = TINY["Llama"]
+    model, inputs = tiny.build(), tiny.inputs("none")
+    counts = {0: 0, 1: 0}
+    for i in counts:
+        model.model.layers[i].mlp.register_forward_hook(
+            lambda module, args, output, i=i: counts.update({i: counts[i] + 1})
+        )
+    seen = []
+    effects(model, inputs, METRIC, layers=1, progress=lambda: seen.append(dict(counts)))
+    assert len(seen) == 4 and seen[-1][0] == seen[0][0]  # layer 0 ran in the unchanged passes only
+    before = dict(counts)
+    effects(model, inputs, METRIC, [ablate(0, heads=i) for i in range(4)])
+    assert counts[0] - before[0] == 3 + 0 == 2 + 1  # twice unchanged, then once for all edits
+
+
+def test_a_single_number_runs_the_edits_one_by_one():
+    tiny = TINY["Llama"]
+    model, inputs = tiny.build(), tiny.inputs("none")
+    single = effects(model, inputs, lambda output: METRIC(output).mean())
+    assert single.column("effect") == pytest.approx(effects(model, inputs, METRIC).column("effect"), abs=1e-4)
+
+
+def test_nothing_stays_changed_after_an_error():
+    tiny = TINY["Llama"]
+    model, inputs = tiny.build(), tiny.inputs("none")
+    calls = []
+
+    def fail_later(output):
+        calls.append(1)
+        if len(calls) > 3:
+            raise ZeroDivisionError
+        return METRIC(output)
+
+    with pytest.raises(ZeroDivisionError):
+        effects(model, inputs, fail_later)
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(regard.ArgumentError, match="one number for each batch entry"):
+        effects(model, inputs, lambda output: output.logits)
+    with pytest.raises(regard.ArgumentError, match='"heads", or a list of edits'):
+        effects(model, inputs, METRIC, "layers")
+    with pytest.raises(regard.ArgumentError, match="selects none of 2 attention layers"):
+        effects(model, inputs, METRIC, layers=5)
+    with pytest.raises(regard.ArgumentTypeError, match="a tensor"):
+        effects(model, {"input_ids": 3}, METRIC)
+
+
+def test_metrics():
+    logits = torch.randn(2, 3, 5)
+    torch.testing.assert_close(logit_difference(1)(logits), logits[:, -1].log_softmax(-1)[:, 1])
+    torch.testing.assert_close(
+        logit_difference([1, 2], [3, 4], position=0)(logits.repeat(2, 1, 1)),
+        (logits[[0, 1], 0, [1, 2]] - logits[[0, 1], 0, [3, 4]]).repeat(2),
+    )
+    with pytest.raises(regard.ArgumentError, match="a token id"):
+        logit_difference(0.5)
+    with pytest.raises(regard.ArgumentTypeError, match="logits"):
+        logit_difference(1)(torch.ones(2, 3))
+
+
+def test_picture_and_page():
+    pytest.importorskip("matplotlib")
+    tiny = TINY["Llama"]
+    table = effects(tiny.build(), tiny.inputs("none"), METRIC)
+    drawn = regard.plot.effects(table).images[0]
+    largest = max(abs(value) for value in table.column("effect"))
+    assert drawn.get_array().shape == (2, 4) and drawn.get_clim() == (-largest, largest)
+    page = table.page("Heads & <worth>")
+    assert page.title == "Heads & <worth>" and "its output was set to 0" in page.html
+    with pytest.raises(regard.ArgumentError, match="a table without heads"):
+        effects(tiny.build(), tiny.inputs("none"), METRIC, [ablate()]).page()
