@@ -441,6 +441,7 @@ def test_compiled_models_are_rejected():
     assert "at '0'" in str(error.value) and "load_state_dict" in error.value.hint
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_a_compiled_function_around_a_model_breaks_at_each_attention():
     model = stack().requires_grad_(False)
     plain = model(X)
