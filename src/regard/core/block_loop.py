@@ -9,7 +9,7 @@ If the engine has a compiled pass, built-in measures run in it instead; measures
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,8 @@ from regard.types import Array, IntArray, Namespace
 
 # A block of keys: its columns, and whether the mask allows all of it.
 Block = tuple[IntArray, bool]
+# What a compiled pass accumulates for each measure, by its number.
+CompiledMeasures = dict[int, Accumulator | tuple[Accumulator, ...]]
 
 
 class SoftmaxStats(NamedTuple):
@@ -158,14 +160,17 @@ def run_block_loop(
     return results, known or SoftmaxStats(*(concat([part[1][i] for part in parts]) for i in range(2)))
 
 
-def find_compiled(
-    problem: Problem, measures: Sequence[LoopMeasure]
-) -> dict[int, Accumulator | tuple[Accumulator, ...]]:
+def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> CompiledMeasures:
     """Return what a compiled pass would accumulate, by the number of the measure; empty without a compiled pass."""
     if not problem.engine.name_compiled_pass(problem):
         return {}
     found = ((i, find_accumulator(measure, problem)) for i, measure in enumerate(measures))
-    return {i: accumulator for i, accumulator in found if accumulator is not None}
+    compiled = {i: accumulator for i, accumulator in found if accumulator is not None}
+    return {
+        i: own
+        for i, own in compiled.items()
+        if all(problem.engine.can_accumulate(problem, part) for part in flatten_accumulators({i: own}))
+    }
 
 
 def _run_compiled(
@@ -182,16 +187,30 @@ def _run_compiled(
     }
     usable = known if known is not None and known.fits(compiled=True) else None
     largest, total = (None, None) if usable is None else usable[:2]
-    parts = {i: found if isinstance(found, tuple) else (found,) for i, found in accumulators.items()}
-    wanted = [part for found in parts.values() for part in found]
-    accumulated, largest, total = problem.engine.accumulate(problem, wanted, largest, total)
+    done = problem.engine.accumulate(problem, flatten_accumulators(accumulators), largest, total)
+    if done is None:
+        return {}, None
+    accumulated, largest, total = done
+    results = finish_accumulated(problem, bound, accumulators, accumulated)
+    return results, usable or SoftmaxStats(largest, total, is_compiled=True)
+
+
+def flatten_accumulators(found: CompiledMeasures) -> list[Accumulator]:
+    """List the accumulators of measures in order; some measures have several."""
+    return [part for own in found.values() for part in (own if isinstance(own, tuple) else (own,))]
+
+
+def finish_accumulated(
+    problem: Problem, bound: Mapping[int, Any], found: CompiledMeasures, accumulated: Iterable[Any]
+) -> dict[int, Any]:
+    """Compute the results of bound measures, by number, from what a compiled pass accumulated."""
     remaining, results = iter(accumulated), {}
     for i, measure in bound.items():
-        own = [next(remaining) for _ in parts[i]]
-        is_stacked = isinstance(accumulators[i], tuple)
-        state = problem.engine.xp.stack(own, axis=-1) if is_stacked else own[0]
+        own = found[i]
+        parts = [next(remaining) for _ in (own if isinstance(own, tuple) else (own,))]
+        state = problem.engine.xp.stack(parts, axis=-1) if isinstance(own, tuple) else parts[0]
         results[i] = measure.finish(measure.restore_state(state))
-    return results, usable or SoftmaxStats(largest, total, is_compiled=True)
+    return results
 
 
 def _run_pairs(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,15 @@ from regard.core.arguments import (
 )
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
 from regard.core.indexing import ResolvedIndex, resolve_index
-from regard.core.planner import Plan, execute, make_plan, split_products, upcast
+from regard.core.planner import (
+    Plan,
+    execute,
+    execute_measured_product,
+    make_plan,
+    name_measured_product,
+    split_products,
+    upcast,
+)
 from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, LogSumExp, Product, SelectedWeights, flatten_operand
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
@@ -290,6 +298,8 @@ class AttentionMatrix:
         """
         problem = self._problem
         products, rest = split_products(problem, name_measures(measures, named))
+        if kernel := name_measured_product(problem, products, rest, self._flatten_value):
+            return f"{problem.engine.name}: {kernel}, one pass: {', '.join([*products, *rest, 'lse'])}"
         lines = [f"{problem.kernel}, one product: {name}" for name in products]
         if rest and problem.engine.requires_grad(problem):
             lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
@@ -631,13 +641,19 @@ class AttentionMatrix:
         return product[..., 0] if operand.is_vector else product
 
     def _make_plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
-        can_fuse = self._problem.can_fuse and not self._needs_exact_rows
-        return make_plan(upcast(self._problem), chosen, known, can_fuse)
+        problem = self._problem
+        prefers_pass = problem.engine.prefers_compiled_pass(problem)
+        can_fuse = not prefers_pass and problem.can_fuse and not self._needs_exact_rows
+        return make_plan(problem if prefers_pass else upcast(problem), chosen, known, can_fuse)
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
         engine, problem = self._problem.engine, self._problem
         products, chosen = split_products(problem, chosen)
+        measured = execute_measured_product(problem, products, chosen, self._flatten_value)
+        if measured is not None:
+            self._stats, self._kernel_used = measured.stats, measured.kernel
+            return self._restore_results(measured.results, products)
         results = {name: self @ output.value for name, output in products.items()}
         stats = self._get_stats()
         if engine.requires_grad(problem):
@@ -654,9 +670,13 @@ class AttentionMatrix:
         if outputs:
             self._kernel_used = done.kernel or problem.fallback_kernel
         self._stats = done.stats
-        results |= {name: self._restore_leading_axes(result) for name, result in done.results.items()}
+        return results | self._restore_results(done.results, outputs)
+
+    def _restore_results(self, results: dict[str, Any], outputs: Mapping[str, Output]) -> dict[str, Any]:
+        """Split the axis of pairs of results by name; the output of a vector has no last axis."""
+        restored = {name: self._restore_leading_axes(result) for name, result in results.items()}
         vectors = (name for name, output in outputs.items() if np.ndim(output.value) == 1)
-        return results | {name: results[name][..., 0] for name in vectors}
+        return restored | {name: restored[name][..., 0] for name in vectors}
 
     def _flatten_value(self, value: Any) -> tuple[Array, IntArray]:
         operand = flatten_operand(value, self._spec, "Output(value)", transposed=False)

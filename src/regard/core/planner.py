@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core.block_loop import SoftmaxStats, find_compiled, run_block_loop
+from regard.core.block_loop import (
+    SoftmaxStats,
+    find_compiled,
+    finish_accumulated,
+    flatten_accumulators,
+    run_block_loop,
+)
 from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
@@ -65,7 +71,7 @@ class Plan(NamedTuple):
                     f"{problem.engine.name}: block loop",
                     self._describe_passes(stats, compiled=False),
                 )
-                if passes == TWO_PASSES:
+                if passes == TWO_PASSES and not problem.engine.prefers_compiled_pass(problem):
                     exact = "scores too large for the lse of a fused kernel"
                     kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
                 sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
@@ -184,6 +190,57 @@ def execute(
     for name, measure, result in zip(plan.from_loop, measures, computed, strict=True):
         results[name] = engine.cast(result, measure.array.dtype) if isinstance(measure, Product) else result
     return PlanResult(results, stats, lse, kernel)
+
+
+def name_measured_product(
+    problem: Problem,
+    outputs: Mapping[str, Output],
+    measures: Mapping[str, Measure],
+    flatten_value: Callable[[Array], tuple[Array, IntArray]],
+) -> str:
+    """Return the name of the kernel that computes one output and measures at once; empty if there is none."""
+    engine = problem.engine
+    if len(outputs) != 1 or not measures or not engine.prefers_compiled_pass(problem):
+        return ""
+    ((_, output),) = outputs.items()
+    accumulators = find_compiled(problem, list(measures.values()))
+    if len(accumulators) < len(measures) or engine.requires_grad(problem, output.value):
+        return ""
+    value, _ = flatten_value(output.value)
+    return engine.name_measured_product(problem, value, flatten_accumulators(accumulators))
+
+
+def execute_measured_product(
+    problem: Problem,
+    outputs: Mapping[str, Output],
+    measures: Mapping[str, Measure],
+    flatten_value: Callable[[Array], tuple[Array, IntArray]],
+) -> PlanResult | None:
+    """Compute one output and measures at once; None if the engine has no kernel for them.
+
+    Args:
+        problem: The matrix.
+        outputs: The output by its name.
+        measures: Measures by name.
+        flatten_value: As in `execute`.
+    """
+    kernel = name_measured_product(problem, outputs, measures, flatten_value)
+    if not kernel:
+        return None
+    engine = problem.engine
+    ((name, output),) = outputs.items()
+    value, index = flatten_value(output.value)
+    accumulators = find_compiled(problem, list(measures.values()))
+    bound = {i: measure.bind(problem) for i, measure in enumerate(measures.values())}
+    with engine.suppress_warnings(), engine.no_grad():
+        done = engine.run_measured_product(problem, value, index, flatten_accumulators(accumulators))
+        if done is None:
+            return None
+        product, accumulated, largest, total = done
+        finished = finish_accumulated(problem, bound, accumulators, accumulated)
+        results = dict(zip(measures, finished.values(), strict=True))
+    stats = SoftmaxStats(largest, total, is_compiled=True)
+    return PlanResult({name: product, **results}, stats, None, f"{engine.name}: {kernel}")
 
 
 def _as_product(output: Output, problem: Problem, flatten_value: Any) -> Product:

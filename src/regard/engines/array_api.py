@@ -129,6 +129,10 @@ class ArrayEngine:
         """Return an empty name: there is no compiled pass, unless a subclass has one."""
         return ""
 
+    def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
+        """Return True: a compiled pass, if a subclass has one, has every accumulator."""
+        return True
+
     def accumulate(
         self,
         problem: Problem,
@@ -138,6 +142,22 @@ class ArrayEngine:
     ) -> tuple[list[Any], Array, Array | None]:
         """Raise a TypeError: there is no compiled pass."""
         raise TypeError(f"{self.name} has no compiled pass")
+
+    def prefers_compiled_pass(self, problem: Problem) -> bool:
+        """Return False: a fused product is used where there is one."""
+        return False
+
+    def name_measured_product(
+        self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
+    ) -> str:
+        """Return an empty name: there is no kernel that multiplies and measures at once."""
+        return ""
+
+    def run_measured_product(
+        self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
+    ) -> tuple[Array, list[Any], Array, Array] | None:
+        """Return None, so that output and accumulators are computed apart."""
+        return None
 
     # Fused kernels: none
 

@@ -176,13 +176,21 @@ class Engine(Protocol):
             problem: Matrix in canonical form.
         """
 
+    def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
+        """Return whether the compiled pass of a problem has an accumulator; the block loop computes the others.
+
+        Args:
+            problem: Matrix in canonical form.
+            accumulator: What to accumulate.
+        """
+
     def accumulate(
         self,
         problem: Problem,
         accumulators: Sequence[Accumulator],
         known_max: Array | None,
         known_sum: Array | None,
-    ) -> tuple[list[Any], Array, Array | None]:
+    ) -> tuple[list[Any], Array, Array | None] | None:
         """Run the compiled pass; called only if `name_compiled_pass` returns a name.
 
         Args:
@@ -192,7 +200,42 @@ class Engine(Protocol):
             known_sum: Σ exp(score − max) of each row: (g, r).
 
         Returns:
-            The array, or the pair of arrays, of each accumulator, and the largest score and the sum of each row.
+            The array, or the pair of arrays, of each accumulator, and the largest score and the sum of each row. None
+            if the block loop must compute them after all.
+        """
+
+    def prefers_compiled_pass(self, problem: Problem) -> bool:
+        """Return whether the compiled pass is faster than a fused product of the upcast arrays, and needs no lse of it.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+
+    def name_measured_product(
+        self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
+    ) -> str:
+        """Return the name of the kernel that computes `A @ value` and accumulators at once; empty if there is none.
+
+        Args:
+            problem: Matrix in canonical form.
+            value: (own pairs, kv_len, value_dim).
+            accumulators: What to accumulate.
+        """
+
+    def run_measured_product(
+        self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
+    ) -> tuple[Array, list[Any], Array, Array] | None:
+        """Compute `A @ value` and accumulators at once; called only if `name_measured_product` returns a name.
+
+        Args:
+            problem: Matrix in canonical form.
+            value: (own pairs, kv_len, value_dim).
+            value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+            accumulators: What to accumulate.
+
+        Returns:
+            Output (pairs, rows, value_dim), the array of each accumulator, and the largest score and the sum of each
+            row. None if they must be computed apart after all.
         """
 
     # Fused kernels

@@ -12,7 +12,7 @@ import array_api_compat.torch as array_api
 import numpy as np
 import torch
 
-from regard.engines import native
+from regard.engines import native, triton_pass
 from regard.engines import torch_fused as fused
 from regard.engines.compensated import CompensatedSum
 from regard.engines.torch_precision import has_float64, use_full_precision
@@ -236,9 +236,15 @@ class TorchEngine:
     def name_compiled_pass(self, problem: Problem) -> str:
         arrays = (problem.query, problem.key)
         is_plain = all(type(array) in (torch.Tensor, torch.nn.Parameter) for array in arrays)
-        if self.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
+        if not is_plain or torch.compiler.is_compiling():
             return ""
+        name = triton_pass.describe_pass(problem)
+        if name or self.device.type != "cpu":
+            return name
         return native.describe_pass(problem) if problem.dtype in (torch.float32, torch.float64) else ""
+
+    def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
+        return not triton_pass.describe_pass(problem) or triton_pass.can_accumulate(accumulator)
 
     def accumulate(
         self,
@@ -246,7 +252,10 @@ class TorchEngine:
         accumulators: Sequence[Accumulator],
         known_max: Array | None,
         known_sum: Array | None,
-    ) -> tuple[list[Any], Array, Array | None]:
+    ) -> tuple[list[Any], Array, Array | None] | None:
+        if triton_pass.describe_pass(problem):
+            return triton_pass.accumulate(problem, accumulators, known_max, known_sum)
+
         def read(array: Array | None, dtype: Any) -> Any:
             return None if array is None else array.to(dtype).numpy(force=True)
 
@@ -258,6 +267,21 @@ class TorchEngine:
         results = native.accumulate(problem, query, key, accumulators, largest, total, threads)
         return tuple(map(_to_tensors, results))
 
+    def prefers_compiled_pass(self, problem: Problem) -> bool:
+        return bool(triton_pass.describe_pass(problem) and self.name_compiled_pass(problem))
+
+    def name_measured_product(
+        self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
+    ) -> str:
+        if not self.prefers_compiled_pass(problem) or type(value) is not torch.Tensor:
+            return ""
+        return triton_pass.describe_product(problem, value, accumulators)
+
+    def run_measured_product(
+        self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
+    ) -> tuple[Array, list[Any], Array, Array] | None:
+        return triton_pass.run_product(problem, value, value_index, accumulators)
+
     # Fused kernels
 
     def can_fuse(self, problem: Problem) -> bool:
@@ -265,7 +289,9 @@ class TorchEngine:
 
     def kernel_name(self, problem: Problem) -> str:
         kernel, reason = fused.find_kernel(problem)
-        return f"torch: block loop ({reason})" if kernel is None else f"torch: {kernel.name}"
+        name = f"torch: block loop ({reason})" if kernel is None else f"torch: {kernel.name}"
+        fault = triton_pass.describe_fault(self.device)
+        return f"{name}; {fault}" if fault else name
 
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
