@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--block-loop", action="store_true", help="run as if the compiled measure pass were not built"
     )
+    parser.addoption(
+        "--every-dtype", action="store_true", help="run each shape and mask of the GPU kernels at every dtype"
+    )
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 

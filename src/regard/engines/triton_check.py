@@ -61,12 +61,17 @@ def list_variants(dtype: Any, head_dim: int) -> list[KernelVariant]:
     ]
 
 
-def check_kernels(device: Any, head_dims: tuple[int, ...] = (64, 128)) -> list[dict[str, Any]]:
+def check_kernels(
+    device: Any,
+    head_dims: tuple[int, ...] = (64, 128),
+    dtypes: tuple[Any, ...] = (torch.float16, torch.bfloat16),
+) -> list[dict[str, Any]]:
     """Compile kernels for a device, run each twice, and compare the results with the definition in float64.
 
     Args:
         device: Device such as "cuda"; "cpu" if Triton's interpreter runs the kernels.
         head_dims: Lengths of a query to compile for.
+        dtypes: Dtypes to compile for.
 
     Returns:
         For each kernel its name, the rows of a block, the cause if it is wrong or "", the largest error as a share of
@@ -75,7 +80,7 @@ def check_kernels(device: Any, head_dims: tuple[int, ...] = (64, 128)) -> list[d
     """
     target = find_target(torch.device(device))
     reports = []
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in dtypes:
         for head_dim in head_dims:
             for variant in list_variants(dtype, head_dim):
                 reports.append({**_check_variant(variant, device), **_read_recorded(target, variant)})

@@ -29,6 +29,7 @@ SHARED_LIMITS = {
     "sm120": 99 << 10, "gfx942": 64 << 10,
 }  # fmt: skip
 
+_MMA = r"\b(?:HMMA|HGMMA|UTCHMMA|WGMMA)"
 _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _INTEGERS = ("rows", "kv_len", "num_blocks", "offset", "num_intervals", "cell_rows", "cell_columns")
 _INT32 = (
@@ -48,7 +49,8 @@ def measure_resources(variant: KernelVariant, target: str) -> dict[str, int]:
 
     Returns:
         "registers" of a thread, "spills" (bytes of registers that were moved to memory), "shared" bytes, "mma" (number
-        of matrix instructions), and the rows of a block and its warps.
+        of matrix instructions), the rows of a block and its warps; on NVIDIA targets "loop", the instructions that a
+        warp issues for one block of keys at most.
     """
     compiled = compile_variant(variant, target)
     options = choose_options(variant)
@@ -130,8 +132,24 @@ def _read_cubin(asm: Any) -> dict[str, int]:
     return {
         "registers": _find_number(r"REG:(\d+)", usage),
         "spills": local if moves else 0,
-        "mma": len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|WGMMA)", code)),
+        "mma": len(re.findall(_MMA, code)),
+        "loop": _count_loop(code),
     }
+
+
+def _count_loop(code: str) -> int:
+    """Count the instructions of the smallest loop with a matrix instruction, branches for partial blocks included."""
+    pattern = r"^\s*/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
+    lines = [(int(match[1], 16), match[2], match[3]) for match in re.finditer(pattern, code, re.MULTILINE)]
+    numbers = {address: n for n, (address, _, _) in enumerate(lines)}
+    loops = []
+    for n, (address, operation, rest) in enumerate(lines):
+        to = re.search(r"0x([0-9a-f]+)", rest)
+        start = numbers.get(int(to[1], 16)) if to and operation.startswith("BRA") else None
+        if start is not None and lines[start][0] <= address:
+            loops.append(lines[start : n + 1])
+    with_products = [loop for loop in loops if any(re.match(_MMA, line[1]) for line in loop)]
+    return min(map(len, with_products), default=0)
 
 
 def _read_amdgcn(asm: Any) -> dict[str, int]:

@@ -128,11 +128,9 @@ class LaunchOptions(NamedTuple):
 
 def choose_options(variant: KernelVariant) -> LaunchOptions:
     """Choose the block of rows of a variant: what no target spills registers with (`triton_resources.json`)."""
-    if variant.value_dim > 64:
-        return LaunchOptions(64, 8, 2)
-    if variant.head_dim > 64 or variant.top_k > FEW_LARGEST:
+    if variant.top_k > FEW_LARGEST:
         return LaunchOptions(64, 4, 2)
-    return LaunchOptions(128, 8, 2)
+    return LaunchOptions(64 if max(variant.head_dim, variant.value_dim) > 64 else 128, 8, 2)
 
 
 class PassInputs(NamedTuple):

@@ -44,21 +44,25 @@ def run_interpreted(*arguments: str) -> Any:
 
 @needs_triton
 @pytest.mark.slow
-def test_every_shape_mask_and_dtype_in_the_interpreter():
-    report = run_interpreted("shapes")
+def test_every_shape_mask_and_dtype_in_the_interpreter(request):
+    every_dtype = request.config.getoption("--every-dtype")
+    report = run_interpreted("shapes", *(["every dtype"] if every_dtype else []))
     assert report["failed"] == ""
-    assert report["launches"] == 6 * 5 * 3 * 3
-    assert len(report["worst"]) == 3 * (7 + 8 + 3) and max(report["worst"].values()) <= 1
+    assert report["launches"] == 6 * 5 * 3 * (3 if every_dtype else 1)
+    outputs = [report["worst"].pop(f"{dtype} softmax output") for dtype in ("float32", "float16", "bfloat16")]
+    assert max(outputs) <= 1
+    # Beside the output, nothing is rounded to half precision; a GPU is allowed ten times what was seen here.
+    assert len(report["worst"]) == 3 * 16 and max(report["worst"].values()) <= 0.1
 
 
 @needs_triton
 @pytest.mark.slow
 def test_check_kernels_reports_each_variant():
     reports = run_interpreted("kernels")["reports"]
-    assert len(reports) == 2 * 2 * len(list_variants(torch.float16, 64))
+    assert [report["name"] for report in reports] == [v.name for v in list_variants(torch.bfloat16, 24)]
     for report in reports:
-        assert report["cause"] == "" and report["bit_equal"] and report["error"] <= 1, report
-        assert report["registers"] is None
+        assert report["cause"] == "" and report["bit_equal"] and 0 < report["error"] <= 1, report
+        assert report["registers"] is None and report["recorded_registers"] is None
 
 
 @needs_triton
@@ -84,11 +88,11 @@ def test_the_matrix_uses_the_pass():
 
 
 @needs_triton
-@pytest.mark.parametrize("overrun", ["", "read", "write"])
-def test_no_address_outside_the_arrays(overrun, tmp_path):
-    report = run_interpreted("addresses", overrun, str(tmp_path))
-    assert report["count"] > 100
-    assert ("addresses outside every array" in report["found"]) == bool(overrun), report
+def test_no_address_outside_the_arrays(tmp_path):
+    report = run_interpreted("addresses", str(tmp_path))
+    assert report[""]["cause"] == "" and report[""]["count"] > 100_000
+    for overrun in ("read", "write"):
+        assert "addresses outside every array" in report[overrun]["cause"]
 
 
 @needs_triton
@@ -97,13 +101,12 @@ def test_no_address_outside_the_arrays(overrun, tmp_path):
 def test_compiled_kernels_spill_nothing_and_use_matrix_instructions(target, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorded = json.loads(RESOURCES_FILE.read_text("utf-8"))["kernels"][target]
-    for head_dim in (64, 128):
-        variants = list_variants(torch.bfloat16, head_dim)
-        for variant in (variants[1], variants[4]):
-            found = measure_resources(variant, target)
-            assert found["spills"] == 0 and found["mma"] > 0, (variant.name, found)
-            assert found["shared"] <= SHARED_LIMITS[target]
-            assert variant.name in recorded
+    flash, wide_flash = (list_variants(torch.bfloat16, head_dim)[1] for head_dim in (64, 128))
+    for variant in (flash, wide_flash, list_variants(torch.bfloat16, 128)[4]):
+        found = measure_resources(variant, target)
+        assert found["spills"] == 0 and found["mma"] > 0, (variant.name, found)
+        assert found["shared"] <= SHARED_LIMITS[target]
+        assert variant.name in recorded
 
 
 def test_recorded_resources_cover_every_target_without_a_spill():
