@@ -74,12 +74,14 @@ def check_kernels(
         dtypes: Dtypes to compile for.
 
     Returns:
-        For each kernel its name, the rows of a block, the cause if it is wrong or "", the largest error as a share of
-        what is allowed, whether both runs gave the same bits, the registers and spilled bytes of a thread, and the
-        recorded ones; None where there are none.
+        For each kernel its name, the device, whether it passed, the cause if not, the largest error as a share of what
+        is allowed, whether both runs gave the same bits, the rows of a block, the registers and spilled bytes of a
+        thread, and the recorded ones; None where there are none. Empty if the kernels are not for this device.
     """
+    reports: list[dict[str, Any]] = []
     target = find_target(torch.device(device))
-    reports = []
+    if not target:
+        return reports
     for dtype in dtypes:
         for head_dim in head_dims:
             for variant in list_variants(dtype, head_dim):
@@ -109,10 +111,12 @@ def _read_recorded(target: str, variant: KernelVariant) -> dict[str, Any]:
 def _check_variant(variant: KernelVariant, device: Any) -> dict[str, Any]:
     report: dict[str, Any] = {
         "name": variant.name,
-        "block_rows": choose_options(variant).block_rows,
+        "device": str(device),
+        "passed": False,
         "cause": "",
         "error": math.nan,
         "bit_equal": False,
+        "block_rows": choose_options(variant).block_rows,
         "registers": None,
         "spills": None,
     }
@@ -137,6 +141,7 @@ def _check_variant(variant: KernelVariant, device: Any) -> dict[str, Any]:
         report["cause"] = f"{worst} has {shares[worst]:.1f} times the error allowed"
     elif not report["bit_equal"]:
         report["cause"] = "two runs give different bits"
+    report["passed"] = not report["cause"]
     return report
 
 

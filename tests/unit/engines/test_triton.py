@@ -61,7 +61,8 @@ def test_check_kernels_reports_each_variant():
     reports = run_interpreted("kernels")["reports"]
     assert [report["name"] for report in reports] == [v.name for v in list_variants(torch.bfloat16, 24)]
     for report in reports:
-        assert report["cause"] == "" and report["bit_equal"] and 0 < report["error"] <= 1, report
+        assert report["passed"] and report["cause"] == "" and report["bit_equal"], report
+        assert report["device"] == "cpu" and 0 < report["error"] <= 1
         assert report["registers"] is None and report["recorded_registers"] is None
 
 
