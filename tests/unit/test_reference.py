@@ -58,6 +58,13 @@ WITHOUT_EXAMPLE: dict[str, str] = {
 WITHOUT_ARGS: dict[str, str] = {
     "regard.engines.ArrayEngine.": "regard.engines.Engine lists them",
     "regard.lens.Watch.": "called by the wrappers of attention functions",
+    "regard.interventions.Intervention.": "called by the wrappers of attention functions",
+    "regard.monitor.TrainerCallback.": "called by the Trainer of transformers",
+    "regard.monitor.LightningCallback.": "called by the Trainer of Lightning",
+    **{
+        f"regard.monitor.{name}.check": "regard.monitor.AlarmRule lists them"
+        for name in ("DeadHead", "EntropyCollapse", "NonFinite", "SaturatedHead", "ScoreGrowth")
+    },
 }
 
 
