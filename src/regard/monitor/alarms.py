@@ -53,19 +53,25 @@ class AlarmWarning(UserWarning):
 class AlarmError(RegardError, RuntimeError):
     """The error with which `Monitor(on_alarm="raise")` stops a run; `alarms` has all alarms of the step."""
 
-    def __init__(self, alarms: Sequence[Alarm]) -> None:
-        self.alarms = tuple(alarms)
+    alarms: tuple[Alarm, ...] = ()
+
+    @classmethod
+    def from_alarms(cls, alarms: Sequence[Alarm]) -> AlarmError:
+        """Return the error that names the first of the alarms.
+
+        Args:
+            alarms: The alarms of a step, at least one.
+        """
         first, more = alarms[0], len(alarms) - 1
-        super().__init__(
+        error = AlarmError(
             "Monitor",
             received=f"{first.kind} in {first.module!r}, head {first.head}, at step {first.step}"
             + (f" (and {more} more)" if more else ""),
             expected="no alarm",
             hint=f"{first.message}. {first.hint}",
         )
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.alarms,)
+        error.alarms = tuple(alarms)
+        return error
 
 
 class AlarmRule(Protocol):

@@ -286,7 +286,7 @@ class Monitor:
             return
         if self._on_alarm == "raise":
             self.detach()
-            raise AlarmError(new)
+            raise AlarmError.from_alarms(new)
         if rank == 0:
             for alarm in new:
                 if callable(self._on_alarm):
