@@ -73,6 +73,10 @@ class AlarmError(RegardError, RuntimeError):
         error.alarms = tuple(alarms)
         return error
 
+    def __reduce__(self) -> Any:
+        """Pickle the alarms, too."""
+        return (*super().__reduce__(), {"alarms": self.alarms})
+
 
 class AlarmRule(Protocol):
     """A rule: an object with a method `check`."""

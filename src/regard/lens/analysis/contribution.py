@@ -51,7 +51,8 @@ def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor |
         projections: The output projections of the recording.
 
     Returns:
-        (…, heads, q_len), float64 if the device has it; None if the output was not recorded, or the projection is unknown.
+        (…, heads, q_len), float64 if the device has it; None if the output was not recorded, or the projection is
+        unknown.
     """
     if call.output is None or call.name not in projections:
         return None
