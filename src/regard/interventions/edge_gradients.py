@@ -18,8 +18,8 @@ class EdgeSums(NamedTuple):
     """What `EdgeGradients` computes of a matrix, for each head.
 
     Attributes:
-        magnitude: Σ |weight · gradient| over all edges: (…, heads), float64.
-        received: Σ weight · gradient over the queries of each key: (…, heads, kv_len), float64.
+        magnitude: Σ |weight · gradient| over all edges: (…, heads), float64 if the device has it.
+        received: Σ weight · gradient over the queries of each key: (…, heads, kv_len), likewise.
         queries: Query of each of the k edges with the largest |weight · gradient|, largest first; −1 if a head has
             fewer edges whose product is not 0: (…, heads, k).
         keys: Their keys: (…, heads, k).
@@ -126,10 +126,10 @@ class EdgeGradients(Measure):
         tile = (
             xp.where(is_edge, row + places // width, -1),
             xp.where(is_edge, column + places % width, -1),
-            *(xp.astype(xp.take_along_axis(array, places, axis=-1), xp.float64) for array in flat[1:]),
+            *(xp.astype(xp.take_along_axis(array, places, axis=-1), found.dtype) for array in flat[1:]),
         )
         both = [xp.concat([old[pairs], new], axis=-1) for old, new in zip(state[2:], tile, strict=True)]
-        ranks = xp.concat([found[pairs], xp.astype(top, xp.float64)], axis=-1)
+        ranks = xp.concat([found[pairs], xp.astype(top, found.dtype)], axis=-1)
         order = xp.argsort(-ranks, axis=-1, stable=True)[:, : self.k]
         for old, new in zip(state[2:], both, strict=True):
             old[pairs] = xp.take_along_axis(new, order, axis=-1)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
 from regard.interventions.gradient_path import integrate_gradients
@@ -84,7 +85,7 @@ class Attribution:
         """
         output = self._find_call(name).output
         assert output is not None
-        return (self.gradients[name].double() * output.detach().double()).sum(-1)
+        return (widen(self.gradients[name]) * widen(output.detach())).sum(-1)
 
     def by_key(self, name: str) -> Tensor:
         """Return the sum of gradient · weight of each key: (…, heads, kv_len).
@@ -281,9 +282,9 @@ def _build(
     received: dict[str, Tensor] = {}
     for (layer, module, index, call), gradient in zip(layer_calls, gradients, strict=True):
         place = {"module": module, "layer": layer, "call": index}
-        value, output, wide = call.value, call.output, gradient.double()
+        value, output, wide = call.value, call.output, widen(gradient)
         assert value is not None and output is not None
-        output = output.detach().double()
+        output = widen(output.detach())
         if module in integrated:
             effects = integrated[module][index]
         else:

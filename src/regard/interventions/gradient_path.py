@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.engines.torch_precision import widen
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.record import CaptureOptions
@@ -93,7 +94,7 @@ def integrate_gradients(
         run: Runs the model and returns the metric, one number.
 
     Returns:
-        For each call of the layer, the effect of each head: (…, heads), float64.
+        For each call of the layer, the effect of each head: (…, heads), float64 if the device has it.
     """
     totals: list[Tensor] = []
     for step in range(steps):
@@ -102,9 +103,9 @@ def integrate_gradients(
             value = run()
         found = torch.autograd.grad(value, watching.leaves, allow_unused=True)
         parts = [
-            torch.zeros(leaf.shape[:-2], dtype=torch.float64, device=leaf.device)
+            widen(torch.zeros(leaf.shape[:-2], device=leaf.device))
             if gradient is None
-            else (gradient.double() * change.double()).sum((-2, -1)) / steps
+            else (widen(gradient) * widen(change)).sum((-2, -1)) / steps
             for gradient, leaf, change in zip(found, watching.leaves, watching.changes, strict=True)
         ]
         totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts

@@ -269,9 +269,9 @@ def _read_direction(module: nn.Module, answer: int, wrong: int | None, factor: f
     """Return the direction in the stream of the logit, (width,), and its constant."""
     weight, bias = find_weight(module), getattr(module, "bias", None)
     assert weight is not None
-    direction, constant = weight[:, answer].double(), 0.0 if bias is None else float(bias[answer])
+    direction, constant = weight[:, answer].cpu().double(), 0.0 if bias is None else float(bias[answer])
     if wrong is not None:
-        direction = direction - weight[:, wrong].double()
+        direction = direction - weight[:, wrong].cpu().double()
         constant -= 0.0 if bias is None else float(bias[wrong])
     return factor * direction, factor * constant
 
@@ -286,14 +286,14 @@ def _add_block(
     for attention in block.attentions:
         (call,) = recording.calls(attention.module)
         assert call.output is not None
-        output = call.output[:, :, position].double()  # (batch, heads, value_dim)
-        weight, bias = attention.projection.weight.double(), attention.projection.bias
+        output = call.output[:, :, position].cpu().double()  # (batch, heads, value_dim)
+        weight, bias = attention.projection.weight.cpu().double(), attention.projection.bias
         by_head = project(attention.map(torch.einsum("bhd,hdw->hbw", output, weight)))
         for head, logit in enumerate(by_head):
             _add(rows, "head", attention.module, layer, head, logit)
         constant = 0.0
         if bias is not None:
-            constant += float(project(attention.map(bias.double().expand(len(output), -1))))
+            constant += float(project(attention.map(bias.cpu().double().expand(len(output), -1))))
         if attention.norm is not None and bool(attention.norm.bias.any()):
             added = attention.factor * attention.norm.bias.expand(len(output), -1)
             constant += float(project(added))

@@ -74,7 +74,7 @@ class StreamTrace:
         ]
 
     def pick(self, value: Any) -> Tensor | None:
-        """Return the vectors of a tensor at the position, (batch, width), float64; None if it has none.
+        """Return the vectors of a tensor at the position, (batch, width), float64 on the CPU; None if it has none.
 
         Args:
             value: (batch, n, width), (batch · n, width), or a tuple or mapping that begins with such a tensor.
@@ -89,7 +89,7 @@ class StreamTrace:
             value = value.reshape(self._batch, self._length, -1)
         if value.ndim != 3 or tuple(value.shape[:2]) != (self._batch, self._length):
             return None
-        return value[:, self._position].detach().double().clone()
+        return value[:, self._position].detach().cpu().to(torch.float64, copy=True)
 
     def get(self, name: str) -> ModuleVectors | None:
         """Return the vectors of a module that ran once; None otherwise."""
@@ -130,12 +130,12 @@ class LinearNorm:
         x, y = vectors
         if x is None or y is None or x.shape != y.shape:
             return None
-        width, dtype = x.shape[-1], next((weight.dtype for weight in module.parameters()), torch.float32)
-        signs = 1.0 - 2.0 * (torch.arange(width, device=x.device) % 2)
+        like = next(module.parameters(), torch.zeros((), dtype=torch.float32))
+        signs = 1.0 - 2.0 * (torch.arange(x.shape[-1]) % 2)
         probes = torch.stack([torch.zeros_like(signs), 1000 * signs, 1000 * signs + 3000])[None]
         try:
             with torch.no_grad():
-                bias, plain, shifted = module(probes.to(dtype))[0].double()
+                bias, plain, shifted = module(probes.to(like))[0].cpu().double()
         except (TypeError, ValueError, IndexError, RuntimeError):
             return None
         is_centred = bool(torch.allclose(plain, shifted, rtol=1e-2, atol=1e-6))
