@@ -6,6 +6,7 @@ Nothing here imports Triton before a kernel is launched. Lengths and strides cou
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -209,15 +210,17 @@ class Launcher:
             sink = torch.full((self.pairs,), -torch.inf, dtype=torch.float32, device=self.device)
         options = choose_options(variant)
         unused = results["max"]
-        compiled = run_softmax_pass[self._grid(options)](
-            self.query, self.key, value, self._query_pair, self._key_pair, value_pair, self._row_positions,
-            *self._describe_mask(options.block_rows), sink.to(torch.float32).contiguous(),
-            results["max"], results["sum"], results.get("output", unused),
-            *(results.get(name, results["sum"]) for name in ROW_SUMS),
-            self.rows, self.kv_len, self._count_blocks(options), offset, float(self._inputs.scale),
-            *self.query.stride()[:2], *self.key.stride()[:2], *value.stride()[:2],
-            **_list_keywords(variant, options),
-        )  # fmt: skip
+        launch = run_softmax_pass[self._grid(options)]
+        with self._use_device():
+            compiled = launch(
+                self.query, self.key, value, self._query_pair, self._key_pair, value_pair, self._row_positions,
+                *self._describe_mask(options.block_rows), sink.to(torch.float32).contiguous(),
+                results["max"], results["sum"], results.get("output", unused),
+                *(results.get(name, results["sum"]) for name in ROW_SUMS),
+                self.rows, self.kv_len, self._count_blocks(options), offset, float(self._inputs.scale),
+                *self.query.stride()[:2], *self.key.stride()[:2], *value.stride()[:2],
+                **_list_keywords(variant, options),
+            )  # fmt: skip
         return results, compiled
 
     def run_measures(
@@ -270,18 +273,20 @@ class Launcher:
             for length, count in zip((self.rows, self.kv_len), cells, strict=True)
         )
         options, units = choose_options(variant), count_units(self.rows)
-        compiled = run_measure_pass[self._grid(options)](
-            self.query, self.key, self._query_pair, self._key_pair, self._row_positions,
-            *self._describe_mask(options.block_rows),
-            shift, (1 / divisor).to(torch.float32).contiguous(), divisor.log2().to(torch.float32).contiguous(),
-            *(results.get(name, unused) for name in ROW_SUMS),
-            results.get("shares", integers), self._upload(np.array(intervals or [(0, 0, 0)])),
-            results.get("columns", integers), results.get("cells", integers.to(dtype)), row_cell, column_cell,
-            results.get("top_values", shift), results.get("top_keys", row_cell),
-            self.rows, self.kv_len, self._count_blocks(options), offset, len(intervals), *cells,
-            float(self._inputs.scale), units, *self.query.stride()[:2], *self.key.stride()[:2],
-            **_list_keywords(variant, options),
-        )  # fmt: skip
+        launch = run_measure_pass[self._grid(options)]
+        with self._use_device():
+            compiled = launch(
+                self.query, self.key, self._query_pair, self._key_pair, self._row_positions,
+                *self._describe_mask(options.block_rows),
+                shift, (1 / divisor).to(torch.float32).contiguous(), divisor.log2().to(torch.float32).contiguous(),
+                *(results.get(name, unused) for name in ROW_SUMS),
+                results.get("shares", integers), self._upload(np.array(intervals or [(0, 0, 0)])),
+                results.get("columns", integers), results.get("cells", integers.to(dtype)), row_cell, column_cell,
+                results.get("top_values", shift), results.get("top_keys", row_cell),
+                self.rows, self.kv_len, self._count_blocks(options), offset, len(intervals), *cells,
+                float(self._inputs.scale), units, *self.query.stride()[:2], *self.key.stride()[:2],
+                **_list_keywords(variant, options),
+            )  # fmt: skip
         for name, unit in (("shares", SHARE_UNITS), ("columns", units), ("cells", units)):
             if name in results and results[name].dtype == torch.int64:
                 results[name] = results[name].double() / unit
@@ -294,6 +299,10 @@ class Launcher:
         return results, compiled
 
     # Private
+
+    def _use_device(self) -> AbstractContextManager[Any]:
+        """Return a context in which Triton launches kernels on the device of the arrays."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _upload(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(self.device)

@@ -23,7 +23,6 @@ from regard.engines.triton_launch import (
     Launcher,
     PassInputs,
     find_target,
-    is_interpreted,
     round_up_power,
 )
 from regard.types import IntArray
@@ -60,12 +59,12 @@ def describe_pass(problem: Problem) -> str:
         return ""
     if importlib.util.find_spec("triton") is None:
         return ""
-    dtypes = (*HALF_DTYPES, torch.float32) if is_interpreted() else HALF_DTYPES
+    target = find_target(query.device)
+    dtypes = (*HALF_DTYPES, torch.float32) if target == "interpreter" else HALF_DTYPES
     if query.dtype not in dtypes or key.dtype != query.dtype or not 0 < query.shape[-1] <= MAX_HEAD_DIM:
         return ""
     if 0 in problem.shape or query.device in _FAULTS:
         return ""
-    target = find_target(query.device)
     return f"Triton pass ({target})" if target else ""
 
 
