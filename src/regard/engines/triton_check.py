@@ -116,7 +116,7 @@ def _check_variant(variant: KernelVariant, device: Any) -> dict[str, Any]:
         "cause": "",
         "error": math.nan,
         "bit_equal": False,
-        "block_rows": choose_options(variant).block_rows,
+        "block_rows": choose_options(variant, find_target(torch.device(device))).block_rows,
         "registers": None,
         "spills": None,
     }

@@ -53,7 +53,7 @@ def measure_resources(variant: KernelVariant, target: str) -> dict[str, int]:
         warp issues for one block of keys at most.
     """
     compiled = compile_variant(variant, target)
-    options = choose_options(variant)
+    options = choose_options(variant, target)
     read = _read_cubin if TARGETS[target][0] == "cuda" else _read_amdgcn
     return {
         **read(compiled.asm),
@@ -77,7 +77,7 @@ def compile_variant(variant: KernelVariant, target: str) -> Any:
     from regard.engines import triton_kernels
 
     kernel = getattr(triton_kernels, f"run_{variant.kernel}_pass")
-    options = choose_options(variant)
+    options = choose_options(variant, target)
     constants = {**variant.list_constants(), "BLOCK_M": options.block_rows, "BLOCK_N": BLOCK_KEYS}
     signature, values, attributes = {}, {}, {}
     for n, name in enumerate(kernel.arg_names):
@@ -154,10 +154,10 @@ def _count_loop(code: str) -> int:
 
 def _read_amdgcn(asm: Any) -> dict[str, int]:
     code = asm["amdgcn"]
+    spilled = _find_number(r"\.vgpr_spill_count:\s+(\d+)", code)
     return {
         "registers": _find_number(r"\.vgpr_count:\s+(\d+)", code),
-        "spills": 4 * _find_number(r"\.vgpr_spill_count:\s+(\d+)", code)
-        + _find_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
+        "spills": max(4 * spilled, _find_number(r"\.private_segment_fixed_size:\s+(\d+)", code)),
         "mma": len(re.findall(r"\bv_mfma", code)),
     }
 

@@ -127,8 +127,15 @@ class LaunchOptions(NamedTuple):
     num_stages: int
 
 
-def choose_options(variant: KernelVariant) -> LaunchOptions:
-    """Choose the block of rows of a variant: what no target spills registers with (`triton_resources.json`)."""
+def choose_options(variant: KernelVariant, target: str) -> LaunchOptions:
+    """Choose the block of rows of a variant: what the target spills no register with (`triton_resources.json`).
+
+    Args:
+        variant: The variant.
+        target: Architecture, such as "sm90".
+    """
+    if target.startswith("gfx"):
+        return LaunchOptions(64, 4, 2)  # four warps of 64 threads may have 512 registers each
     if variant.top_k > FEW_LARGEST:
         return LaunchOptions(64, 4, 2)
     return LaunchOptions(64 if max(variant.head_dim, variant.value_dim) > 64 else 128, 8, 2)
@@ -208,7 +215,7 @@ class Launcher:
         sink = self._inputs.sink
         if sink is None:
             sink = torch.full((self.pairs,), -torch.inf, dtype=torch.float32, device=self.device)
-        options = choose_options(variant)
+        options = choose_options(variant, find_target(self.device))
         unused = results["max"]
         launch = run_softmax_pass[self._grid(options)]
         with self._use_device():
@@ -272,7 +279,7 @@ class Launcher:
             self._upload(np.arange(length) * count // max(length, 1))
             for length, count in zip((self.rows, self.kv_len), cells, strict=True)
         )
-        options, units = choose_options(variant), count_units(self.rows)
+        options, units = choose_options(variant, find_target(self.device)), count_units(self.rows)
         launch = run_measure_pass[self._grid(options)]
         with self._use_device():
             compiled = launch(
