@@ -42,7 +42,13 @@ class LogitAttribution:
             block adds beside its attention, "bias"), `module`, `layer`, `head` and `logit`, what it adds. The column
             adds up to `logit`.
 
-    >>> from regard.interventions import logit_attribution
+    >>> from regard.interventions import LogitAttribution
+    >>> from regard.lens import Table
+    >>> rows = [("embedding", "", 0, 0, 0.5), ("head", "attn", 0, 0, -1.0), ("head", "attn", 0, 1, 2.0)]
+    >>> columns = ("part", "module", "layer", "head", "logit")
+    >>> found = LogitAttribution(1.5, Table(dict(zip(columns, row)) for row in rows))
+    >>> found.heads.column("logit"), sum(found.parts.column("logit")) == found.logit
+    ([2.0, -1.0], True)
     """
 
     logit: float
