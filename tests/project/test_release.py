@@ -422,7 +422,7 @@ def test_workflows_pass_the_audit():
 
 def test_issue_templates_are_forms():
     forms = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[0-9]-*.yml"))
-    assert len(forms) == 5
+    assert len(forms) == 6
     for path in forms:
         form = yaml.safe_load(path.read_text())
         assert form.keys() == {"name", "description", "body"}, path.name

@@ -25,6 +25,7 @@ TILE = 16
 SMALL_TILES = {"rows": 64, "columns": 32, "mask_rows": 64, "mask_tile_rows": 72, "joined_columns": 48}
 MAX_FAILURES = 3  # shown for each setting; all are counted
 CASE_SECONDS = 75.0  # after which no further case is drawn
+LENGTHS, CPU_LENGTHS = (4096, 32768), (512,)  # to time
 
 
 def check_device(
@@ -32,8 +33,8 @@ def check_device(
     num_cases: int = 300,
     seed: int = 0,
     *,
-    lengths: Sequence[int] = (4096, 32768),
-    max_seconds: float = CASE_SECONDS,
+    lengths: Sequence[int] | None = None,
+    max_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Compare a device with the definition, and describe it.
 
@@ -42,15 +43,15 @@ def check_device(
         num_cases: Number of generated cases. Each runs with the fused kernels and with the block loop: as it is, under
             autocast to bfloat16, and with products of float32 numbers that round their inputs (TF32).
         seed: Seed of the draw.
-        lengths: Numbers of tokens to time; empty to time nothing.
-        max_seconds: Seconds after which no further case is drawn.
+        lengths: Numbers of tokens to time; empty to time nothing. Default: 4,096 and 32,768; 512 on the CPU.
+        max_seconds: Seconds after which no further case is drawn. Default: 75.
 
     Returns:
         A dictionary for JSON: "device", "kernels", "conventions", "compiled_kernels", "cases", "speed", "seconds", and
         "problems", what is wrong, one sentence each. It holds no paths and no names of the machine or the user.
 
     Raises:
-        RuntimeError: If torch cannot use the device.
+        RuntimeError: If torch cannot use the device; an AssertionError if it was not built for it.
 
     >>> report = check_device("cpu", num_cases=2, lengths=())
     >>> report["problems"], sorted({run["setting"] for run in report["cases"]})
@@ -62,7 +63,7 @@ def check_device(
     torch.zeros(1, device=device)  # raises if there is no such device
     kernels = list(check_kernels(torch.device(device).type))
     compiled = _check_compiled_kernels(device)
-    cases = _run_cases(device, num_cases, seed, max_seconds)
+    cases = _run_cases(device, num_cases, seed, CASE_SECONDS if max_seconds is None else max_seconds)
     conventions = describe_conventions(torch.device(device).type)
     problems = [
         f"kernel {kernel['name']} on {kernel['device']}: {kernel['cause']}"
@@ -81,10 +82,14 @@ def check_device(
         "compiled_kernels": compiled,
         "conventions": conventions,
         "cases": cases,
-        "speed": measure_speed(device, lengths),
+        "speed": measure_speed(device, _choose_lengths(device) if lengths is None else lengths),
         "problems": problems,
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def _choose_lengths(device: str) -> tuple[int, ...]:
+    return CPU_LENGTHS if device.startswith("cpu") else LENGTHS
 
 
 def describe_device(device: str) -> dict[str, Any]:

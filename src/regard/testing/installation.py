@@ -112,7 +112,11 @@ def check_installation(num_cases: int = 100, seed: int = 0, device: str | None =
         try:
             found = _remove_all_paths(check_device(device))
             problems += found["problems"]
-        except (ImportError, RuntimeError) as error:
+        except (
+            AssertionError,
+            ImportError,
+            RuntimeError,
+        ) as error:  # torch asserts that it was built for a device
             problems.append(f"the device {device} cannot be used: {_remove_paths(str(error))}")
     return InstallationReport(
         not problems,
