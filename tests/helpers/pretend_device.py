@@ -144,10 +144,11 @@ class _Factories(TorchDispatchMode):
 
 
 _library: Any = None
+_fallback: Any = None
 
 
 def _register() -> None:
-    global _library
+    global _fallback, _library
     if _library is not None:
         return
 
@@ -179,6 +180,9 @@ def _register() -> None:
         return target
 
     _library.impl("_copy_from", copy_from, "PrivateUse1")
+    # Autocast converts nothing here; without a kernel of its own it would refuse every operator.
+    _fallback = torch.library.Library("_", "IMPL")
+    _fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
 @contextmanager
