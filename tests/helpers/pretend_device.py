@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch.utils import backend_registration
@@ -203,8 +204,15 @@ def use_device(*, has_float64: bool = True) -> Iterator[Counter[str]]:
     _State.counts.clear()
     engines = dict(registry._TORCH_ENGINES)  # an engine remembers what its device can do
     registry._TORCH_ENGINES.clear()
+    products = [
+        {DEVICE: table["cpu"]} for table in (torch_precision._SETTINGS, torch_precision._IEEE_PRODUCTS)
+    ]
     try:
-        with _Factories():
+        with (
+            mock.patch.dict(torch_precision._SETTINGS, products[0]),  # the CPU computes, as its settings say
+            mock.patch.dict(torch_precision._IEEE_PRODUCTS, products[1]),
+            _Factories(),
+        ):
             yield _State.counts
     finally:
         _State.has_float64 = before

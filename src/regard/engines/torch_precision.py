@@ -23,6 +23,7 @@ if not hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
 
 # Settings for float32 products by device type; "none" inherits from `torch.backends.fp32_precision`.
 _SETTINGS: dict[str, Any] = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+_SETTINGS["xpu"] = _SETTINGS["cpu"]  # oneDNN computes for both
 
 
 _IEEE = ("none", "ieee")
@@ -56,7 +57,8 @@ class _IeeeProducts:
                 self._setting.fp32_precision, self._before = self._before, ""
 
 
-_IEEE_PRODUCTS = {device_type: _IeeeProducts(setting) for device_type, setting in _SETTINGS.items()}
+_IEEE_PRODUCTS = {device_type: _IeeeProducts(_SETTINGS[device_type]) for device_type in ("cpu", "cuda")}
+_IEEE_PRODUCTS["xpu"] = _IEEE_PRODUCTS["cpu"]
 
 
 def has_ieee_products(device_type: str) -> bool:
