@@ -30,6 +30,7 @@ PAGE_ORDER = [
     "nn",
     "lens",
     "interventions",
+    "monitor",
     "models",
     "plot",
     "explore",

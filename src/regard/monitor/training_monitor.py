@@ -118,7 +118,8 @@ class Monitor:
         """One row for each monitored step, layer and head."""
         self.raised: list[Alarm] = []
         """All alarms so far."""
-        self._model = model
+        # Names of layers do not depend on the wrapper.
+        self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._measures = HeadMeasures(dict(measures or {}))
         self._rules, self._on_alarm = tuple(alarms), on_alarm
         self._optimizer = optimizer

@@ -1,0 +1,98 @@
+"""QK-clip with exact scores: train a small model with a learning rate that is too high, without and with it.
+
+python -m examples.qk_clip [--rate 0.05] [--steps 300] [--limit 30]
+
+After each step, `regard.monitor` has the largest score of every head. If it exceeds the limit, the query and key
+weights of the head are multiplied by sqrt(limit / score), as MuonClip does (Kimi K2, arXiv 2507.20534).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from examples.induction.data import draw_repeats
+from examples.induction.model import Config, Model
+from regard.monitor import Monitor
+
+
+def clip_scores(model: Model, rows: list[dict[str, Any]], limit: float) -> int:
+    """Rescale the query and key weights of every head whose largest score exceeds a limit.
+
+    Args:
+        model: The model.
+        rows: The rows of the last monitored step.
+        limit: The largest score to allow.
+
+    Returns:
+        Number of heads that were rescaled.
+    """
+    count = 0
+    with torch.no_grad():
+        for row in rows:
+            if row["max_score"] > limit:
+                attention = model.get_submodule(row["module"])
+                size = attention.q_proj.out_features // attention.num_heads
+                own = slice(row["head"] * size, (row["head"] + 1) * size)
+                factor = (limit / row["max_score"]) ** 0.5
+                attention.q_proj.weight[own] *= factor
+                attention.k_proj.weight[own] *= factor
+                count += 1
+    return count
+
+
+def train(rate: float, steps: int, limit: float | None, seed: int = 0) -> dict[str, Any]:
+    """Train on sequences with a repeated block.
+
+    Args:
+        rate: The learning rate, reached after a quarter of the steps.
+        steps: Number of training steps.
+        limit: The largest score to allow; None for no limit.
+        seed: Seed of weights and data.
+
+    Returns:
+        `losses` of all steps, `max_score` of all steps, and the number of `clips`.
+    """
+    torch.manual_seed(seed)
+    model = Model(Config(vocabulary=32, width=32, heads=4, layers=2, hidden=64))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    losses, clips = [], 0
+    with Monitor(model, every=1, alarms=()) as monitor:
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, 4 * (step + 1) / steps)
+            tokens = draw_repeats(16, generator, length=32, vocabulary=32, block=(10, 16)).tokens
+            loss = F.cross_entropy(model(tokens)[:, :-1].mT, tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if limit is not None:
+                clips += clip_scores(model, monitor.last_rows, limit)
+    largest = [max(monitor.history.filter(step=step).column("max_score")) for step in range(steps)]
+    return {"losses": losses, "max_score": largest, "clips": clips}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--limit", type=float, default=30.0)
+    options = parser.parse_args()
+    for name, limit in (("without", None), ("with", options.limit)):
+        run = train(options.rate, options.steps, limit)
+        last = sum(run["losses"][-20:]) / 20
+        print(
+            f"{name:>8} QK-clip: loss {last:.3f} over the last 20 steps, smallest {min(run['losses']):.3f}, "
+            f"largest score {max(run['max_score']):.1f}, {run['clips']} rescaled heads",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
