@@ -105,7 +105,7 @@ def find_target(device: torch.device) -> str:
     try:
         if is_interpreted():
             return "interpreter" if device.type == "cpu" else ""
-        if device.type != "cuda":
+        if device.type != "cuda" or not torch.cuda.is_available():
             return ""
         from triton.runtime import driver
 

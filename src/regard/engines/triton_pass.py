@@ -6,7 +6,6 @@ wrong, the pass is off for that device, `A.kernel` says why, and the block loop 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,9 +56,7 @@ def describe_pass(problem: Problem) -> str:
     query, key = problem.query, problem.key
     if query.device.type not in _DEVICE_TYPES.get() or problem.score_mods or not problem.is_softmax:
         return ""
-    if importlib.util.find_spec("triton") is None:
-        return ""
-    target = find_target(query.device)
+    target = find_target(query.device)  # empty without Triton
     dtypes = (*HALF_DTYPES, torch.float32) if target == "interpreter" else HALF_DTYPES
     if query.dtype not in dtypes or key.dtype != query.dtype or not 0 < query.shape[-1] <= MAX_HEAD_DIM:
         return ""

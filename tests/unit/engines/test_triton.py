@@ -18,9 +18,15 @@ torch = pytest.importorskip("torch")
 import regard  # noqa: E402
 from regard.engines import triton_pass  # noqa: E402
 from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK  # noqa: E402
-from regard.engines.triton_check import RESOURCES_FILE, list_variants  # noqa: E402
+from regard.engines.triton_check import RESOURCES_FILE, check_kernels, list_variants  # noqa: E402
 from regard.engines.triton_compile import SHARED_LIMITS, TARGETS, measure_resources  # noqa: E402
-from regard.engines.triton_launch import BLOCK_KEYS, KernelVariant, count_units, pack_segments  # noqa: E402
+from regard.engines.triton_launch import (  # noqa: E402
+    BLOCK_KEYS,
+    KernelVariant,
+    count_units,
+    find_target,
+    pack_segments,
+)
 from regard.frame import Frame  # noqa: E402
 from regard.masks.segments import build_segments  # noqa: E402
 
@@ -193,6 +199,11 @@ def test_few_largest_weights_share_the_launch_of_the_usual_measures():
 @pytest.mark.parametrize("rows", [1, 2, 1000, 1 << 20, (1 << 24) - 1])
 def test_integers_hold_the_sum_of_a_column(rows):
     assert rows * count_units(rows) < 2**62
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_check():
+    assert find_target(torch.device("cuda", 0)) == "" and check_kernels("cuda") == []
 
 
 def test_the_pass_is_not_used_on_the_cpu():
