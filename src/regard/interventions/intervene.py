@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +223,10 @@ class Intervention(Watch):
             weights = _compute_weights(call, edits, args.weights)
         kernel = f"{args.kernel}; {path}" if path else args.kernel
         return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
+
+    @property
+    def _captured_names(self) -> Collection[str]:
+        return self._numbers  # also if nothing is recorded
 
     def _may_edit(self, name: str) -> bool:
         """Return whether an edit selects a layer by name, or by a number that it might have."""

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -283,15 +283,21 @@ class Watch:
         if name not in self._softmaxes or self._softmaxes[name][1].is_read:
             self._softmaxes[name] = (type(module).__name__, trace)
 
+    @property
+    def _captured_names(self) -> Collection[str]:
+        """Names of the modules of which a call was captured."""
+        return self._recording
+
     def _report_missed_layers(self) -> None:
         """Report softmaxes of the shape of attention, and modules named attention, of which nothing was captured."""
+        captured = self._captured_names
         for name, (class_name, trace) in self._softmaxes.items():
-            if name not in self._recording and not trace.is_read and not _WITHOUT_WEIGHTS.search(class_name):
+            if name not in captured and not trace.is_read and not _WITHOUT_WEIGHTS.search(class_name):
                 reason = f"{class_name} computes a softmax of shape {trace.shape} that {trace.fault}"
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         for name, reason in self._without_capture.items():
             # The projections of an attention layer may be named attention, too.
-            if not any(name.startswith(f"{layer}.") for layer in self._recording):
+            if not any(name.startswith(f"{layer}.") for layer in captured):
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         self._softmaxes.clear()
         self._without_capture.clear()

@@ -411,10 +411,6 @@ def test_layers_of_regard(x):
 # -- Refusals ----------------------------------------------------------------------------------------------
 
 
-class Linear(nn.Linear):
-    """A layer that is named attention, and has no weights that could be edited."""
-
-
 def test_layers_that_cannot_be_edited_are_refused_with_the_reason(x):
     class FeatureAttention(nn.Linear):
         def forward(self, x):
@@ -426,6 +422,16 @@ def test_layers_that_cannot_be_edited_are_refused_with_the_reason(x):
         regard.NotCapturedError, match="'0', which cannot be changed: FeatureAttention computes"
     ):
         run(model, x, ablate(0))
+
+
+def test_parts_of_an_edited_layer_that_are_named_attention(x):
+    class AttentionProjection(nn.Linear):
+        """Runs inside a layer whose attention is captured."""
+
+    layer = Attention()
+    layer.q = AttentionProjection(32, 32)
+    model = nn.Sequential(layer).eval()
+    assert not torch.equal(run(model, x, ablate("0", heads=1))[0], model(x))
 
 
 def test_heads_and_batch_entries_out_of_range(model, x):
