@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 
+from regard import Spread, causal
 from regard.core.attention import attention
 from regard.testing import Case, build_inputs, draw_cases
 from regard.testing.cases.engine_check import compute_bounds, compute_results, to_engine
 from regard.tiling import use_tile_sizes
+from tests.helpers import pretend_device
 
 TILE = 16
 
@@ -70,3 +75,51 @@ def _differentiate(inputs: Any, device: str) -> list[Any]:
     if output.requires_grad:  # not if an axis is empty
         (output * direction).sum().backward()
     return [tensor.grad for tensor in tensors if output.requires_grad]
+
+
+# On the pretend device, in a process of its own: torch counts the devices for gradients at the first backward pass.
+
+
+def run_in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a process in which no gradient has been computed."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def list_failures_on_device(count: int, seed: int, has_float64: bool) -> list[str]:
+    """Run cases forward and backward on the pretend device; return what is wrong."""
+    torch.set_num_threads(1)
+    failures = []
+    dtypes = None if has_float64 else ["float32", "float16", "bfloat16"]
+    with pretend_device.use_device(has_float64=has_float64):
+        for case in draw(count, seed, dtypes):
+            failures += filter(None, [run_case(case, "torch block loop", pretend_device.DEVICE)])
+            failures += filter(None, [run_backward(case, pretend_device.DEVICE)])
+    return failures
+
+
+def differentiate_measures(device: str) -> dict[str, Any]:
+    """Return the gradient of the query of several results, as NumPy arrays."""
+    found = {}
+    for name, call in {
+        "product": lambda A, v: A @ v,
+        "entropy": lambda A, v: A.entropy(),
+        "received": lambda A, v: A.sum(-2)[..., 0],
+        "lse": lambda A, v: A.lse,
+        "cells": lambda A, v: A.coarsen(8)[..., 0],
+        "top": lambda A, v: A.topk(3).values,
+        "spread": lambda A, v: A.measure(Spread()).spread,
+    }.items():
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(1, 2, 40, 8, generator=generator).to(device).requires_grad_() for _ in range(3)
+        )
+        call(attention(q, k, mask=causal()), v).sum().backward()
+        found[name] = q.grad.cpu().numpy()
+    return found
+
+
+def differentiate_on_device(has_float64: bool) -> dict[str, Any]:
+    """Return the gradients of `differentiate_measures` on the pretend device."""
+    with pretend_device.use_device(has_float64=has_float64):
+        return differentiate_measures(pretend_device.DEVICE)
