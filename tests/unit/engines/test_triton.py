@@ -73,6 +73,7 @@ def test_check_kernels_reports_each_variant():
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_matrix_uses_the_pass():
     report = run_interpreted("matrix")
     errors = report["errors"]
@@ -95,6 +96,7 @@ def test_the_matrix_uses_the_pass():
 
 
 @needs_triton
+@pytest.mark.slow
 def test_no_address_outside_the_arrays(tmp_path):
     report = run_interpreted("addresses", str(tmp_path))
     assert report[""]["cause"] == "" and report[""]["count"] > 100_000
