@@ -66,12 +66,12 @@ def flatten(rows: Sequence[Row]) -> dict[str, float]:
     """Return the numbers of a step by name: those of each head, and the extreme or mean of all heads.
 
     >>> flatten([{"step": 0, "module": "attn", "layer": 0, "head": 1, "max_score": 2.0}])
-    {'attention/max_score': 2.0, 'attention/max_score/layer0.head1': 2.0}
+    {'attention/max_score': 2.0, 'attention/layer0.head1/max_score': 2.0}
     """
     numbers = summarise_heads(rows)
     for column in _list_columns(rows):
         for row in rows:
-            numbers[f"attention/{column}/layer{row['layer']}.head{row['head']}"] = row[column]
+            numbers[f"attention/layer{row['layer']}.head{row['head']}/{column}"] = row[column]
     return numbers
 
 
