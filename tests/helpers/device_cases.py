@@ -119,7 +119,10 @@ def differentiate_measures(device: str) -> dict[str, Any]:
     return found
 
 
-def differentiate_on_device(has_float64: bool) -> dict[str, Any]:
-    """Return the gradients of `differentiate_measures` on the pretend device."""
-    with pretend_device.use_device(has_float64=has_float64):
-        return differentiate_measures(pretend_device.DEVICE)
+def differentiate_on_device() -> dict[bool, dict[str, Any]]:
+    """Return the gradients of `differentiate_measures` on the pretend device, with float64 and without it."""
+    found = {}
+    for has_float64 in (True, False):
+        with pretend_device.use_device(has_float64=has_float64):
+            found[has_float64] = differentiate_measures(pretend_device.DEVICE)
+    return found

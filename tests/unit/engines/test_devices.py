@@ -169,12 +169,11 @@ def run_on_doubles():
     return found
 
 
-@BOTH
-def test_gradients_are_those_of_the_cpu(has_float64):
+def test_gradients_are_those_of_the_cpu():
     expected = device_cases.differentiate_measures("cpu")
-    found = device_cases.run_in_fresh_process(device_cases.differentiate_on_device, has_float64)
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, atol=2e-5, rtol=1e-4, err_msg=name)
+    for found in device_cases.run_in_fresh_process(device_cases.differentiate_on_device).values():
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, atol=2e-5, rtol=1e-4, err_msg=name)
 
 
 def test_a_value_of_the_cpu_is_refused():
@@ -319,8 +318,8 @@ def test_compensated_sums_keep_infinity_and_act_as_arrays():
 
 
 def test_long_sums_keep_the_error_rule_without_float64():
-    """Received and entropy of 600 small tiles, as near to float64 as with a float64 accumulator."""
-    query, key = draw(1, 1, 2400, 4, count=2)
+    """Received and entropy of 78 small tiles, as near to float64 as with a float64 accumulator."""
+    query, key = draw(1, 1, 1200, 4, count=2)
     exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received())
     errors = {}
     for has_float64 in (True, False):
