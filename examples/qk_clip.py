@@ -1,6 +1,6 @@
 """QK-clip with exact scores: train a small model with a learning rate that is too high, without and with it.
 
-python -m examples.qk_clip [--rate 0.05] [--steps 300] [--limit 30]
+python -m examples.qk_clip [--rate 0.06] [--steps 300] [--limit 30]
 
 After each step, `regard.monitor` has the largest score of every head. If it exceeds the limit, the query and key
 weights of the head are multiplied by sqrt(limit / score), as MuonClip does (Kimi K2, arXiv 2507.20534).
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--rate", type=float, default=0.06)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--limit", type=float, default=30.0)
     options = parser.parse_args()
