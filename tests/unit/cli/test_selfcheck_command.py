@@ -28,3 +28,24 @@ def test_selfcheck_fails_if_an_engine_is_wrong(run, monkeypatch):
     assert "paste the output of 'regard selfcheck --json' into an issue" in out
     record = json.loads(run("selfcheck", "-n", "8", "--json", code=1).out)
     assert not record["ok"] and record["cases"]["failed"] > 0
+
+
+def test_selfcheck_of_a_device(run, monkeypatch):
+    pytest.importorskip("torch")
+    from regard.testing import device_check
+
+    monkeypatch.setattr(device_check, "CASE_SECONDS", 0.5)
+    monkeypatch.setattr(device_check, "CPU_LENGTHS", (64,))
+    out, _ = run("selfcheck", "-n", "1", "--device", "cpu")
+    for words in (
+        "kernel of the device",
+        "causal_corner upper_left",
+        "autocast",
+        "measures, block loop",
+        "checked in ",
+    ):
+        assert words in out
+    assert (
+        "problem: the device nowhere cannot be used"
+        in run("selfcheck", "-n", "1", "--device", "nowhere", code=1).out
+    )
