@@ -141,7 +141,7 @@ class Spread(Distance):
         rows, columns = as_slice(q_idx), as_slice(kv_idx)
         within, weights = (xp.astype(x, xp.float64) for x in (kv_idx - columns.start, weights))
         total = xp.sum(weights, axis=-1)
-        mean = weights @ within / xp.where(total == 0, 1.0, total)
+        mean = weights @ within / _as_divisor(total, xp)
         deviations = xp.vecdot(weights, (within - mean[..., None]) ** 2)
         start = columns.start - xp.astype(self._row_positions[rows], xp.float64)
         tile = xp.stack([total, mean + start, deviations], axis=-1)
@@ -153,7 +153,7 @@ class Spread(Distance):
         total_a, mean_a, deviations_a = (a[..., i] for i in range(3))
         total_b, mean_b, deviations_b = (b[..., i] for i in range(3))
         total = total_a + total_b
-        share = total_b / xp.where(total == 0, 1.0, total)
+        share = total_b / _as_divisor(total, xp)
         ahead = mean_b - mean_a
         deviations = deviations_a + deviations_b + ahead**2 * total_a * share
         return xp.stack([total, mean_a + ahead * share, deviations], axis=-1)
@@ -161,7 +161,12 @@ class Spread(Distance):
     def finish(self, state: Array) -> Array:
         xp = find_engine("finish", state=state).xp
         total, deviations = state[..., 0], state[..., 2]
-        variance = deviations / xp.where(total == 0, 1.0, total)
+        variance = deviations / _as_divisor(total, xp)
         # The square root has no derivative at 0, so it is not taken there.
         spread = xp.sqrt(xp.where(variance <= 0, 1.0, variance))
         return xp.where(variance <= 0, 0.0, spread)
+
+
+def _as_divisor(total: Array, xp: Namespace) -> Array:
+    """Return sums of weights to divide by: 1 instead of one whose square, in the gradient, would be 0."""
+    return xp.where(total < float(xp.finfo(total.dtype).tiny) ** 0.5, 1.0, total)
