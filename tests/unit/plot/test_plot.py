@@ -228,7 +228,14 @@ def test_another_sequence_of_queries_has_its_own_names():
 def plot_functions() -> list[Any]:
     A = matrix(6, 6)
     table = [{"layer": 0, "head": 0, "entropy": 0.5}, {"layer": 1, "head": 0, "entropy": 0.25}]
-    every = [partial(plot.heatmap, A), partial(plot.row, A, 0), partial(plot.heads, table), plot.cost]
+    effects = [{"layer": 0, "head": 0, "effect": 0.5}, {"layer": 1, "head": 0, "effect": -0.25}]
+    every = [
+        partial(plot.heatmap, A),
+        partial(plot.row, A, 0),
+        partial(plot.heads, table),
+        partial(plot.effects, effects),
+        plot.cost,
+    ]
     assert len(every) == len(plot.__all__)
     return every
 
