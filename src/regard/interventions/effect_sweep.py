@@ -239,6 +239,14 @@ class _Sweep:
                 self._outputs.reuse(group.reused, copies),
             ):
                 values = self._check(self._metric(self._model(*args, **kwargs)))
+            if values.ndim and len(values) != copies * self._batch:
+                raise ArgumentError(
+                    "effects",
+                    received=f"a metric that returned {len(values)} numbers for {copies * self._batch} batch entries",
+                    expected="one number for each batch entry of the output",
+                    hint="Edits run in a batch of copies of the inputs: expand what the metric compares the output "
+                    "with to len(output) entries, or pass batch_size=1.",
+                )
             for i, value in zip(
                 group.members, values.double().reshape(copies, -1).mean(1).tolist(), strict=True
             ):

@@ -144,3 +144,16 @@ def test_picture_and_page():
     assert page.title == "Heads & <worth>" and "its output was set to 0" in page.html
     with pytest.raises(regard.ArgumentError, match="a table without heads"):
         effects(tiny.build(), tiny.inputs("none"), METRIC, [ablate()]).page()
+
+
+def test_a_metric_that_forgets_the_batch_is_refused_with_a_hint():
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    one = {name: value[:1] for name, value in inputs.items()}
+    index = one["input_ids"][:, -1:, None]
+
+    def metric(output):
+        return output.logits[:, -1:].gather(-1, index)[:, 0, 0]
+
+    with pytest.raises(regard.ArgumentError, match=r"1 numbers for \d batch entries.*batch_size=1"):
+        effects(model, one, metric)
+    assert len(effects(model, one, metric, batch_size=1)) == 8
