@@ -1,6 +1,6 @@
 """QK-clip with exact scores: train a small model with a learning rate that is too high, without and with it.
 
-python -m examples.qk_clip [--rate 0.06] [--steps 300] [--limit 30]
+python -m examples.qk_clip [--rate 0.06] [--steps 300] [--limit 30] [--seeds 3] [--write]
 
 After each step, `regard.monitor` has the largest score of every head. If it exceeds the limit, the query and key
 weights of the head are multiplied by sqrt(limit / score), as MuonClip does (Kimi K2, arXiv 2507.20534).
@@ -9,6 +9,8 @@ weights of the head are multiplied by sqrt(limit / score), as MuonClip does (Kim
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 
 from examples.induction.model import Config, Model
 from regard.monitor import Monitor
+
+FIGURES = Path(__file__).with_suffix(".json")
 
 
 def clip_scores(model: Model, rows: list[dict[str, Any]], limit: float) -> int:
@@ -83,15 +87,26 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.06)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--limit", type=float, default=30.0)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="store the figures, which the guide prints")
     options = parser.parse_args()
-    for name, limit in (("without", None), ("with", options.limit)):
-        run = train(options.rate, options.steps, limit)
-        last = sum(run["losses"][-20:]) / 20
-        print(
-            f"{name:>8} QK-clip: loss {last:.3f} over the last 20 steps, smallest {min(run['losses']):.3f}, "
-            f"largest score {max(run['max_score']):.1f}, {run['clips']} rescaled heads",
-            flush=True,
-        )
+    rows = []
+    for seed in range(options.seeds):
+        row: dict[str, float] = {"seed": seed}
+        for name, limit in (("without", None), ("with", options.limit)):
+            run = train(options.rate, options.steps, limit, seed)
+            row[f"loss {name}"] = sum(run["losses"][-20:]) / 20
+            row[f"largest score {name}"] = max(run["max_score"])
+            print(
+                f"seed {seed}, {name:>7} QK-clip: loss {row[f'loss {name}']:.3f} over the last 20 steps, "
+                f"smallest {min(run['losses']):.3f}, largest score {max(run['max_score']):.1f}, "
+                f"{run['clips']} rescaled heads",
+                flush=True,
+            )
+        rows.append(row)
+    if options.write:
+        settings = {"rate": options.rate, "steps": options.steps, "limit": options.limit}
+        FIGURES.write_text(json.dumps({**settings, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

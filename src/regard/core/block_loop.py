@@ -10,23 +10,26 @@ If the engine has a compiled pass, built-in measures run in it instead; measures
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from regard.core.problem import Problem
 from regard.engines import Engine
-from regard.engines.accumulators import Accumulator
 from regard.engines.compensated import resolve_sums
 from regard.frame import EXACT_ROWS_LIMIT, as_index, take_range
 from regard.measures import find_accumulator
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
+if TYPE_CHECKING:
+    from regard.engines.accumulators import Accumulator
+
+    # What a compiled pass accumulates for each measure, by its number.
+    CompiledMeasures = dict[int, Accumulator | tuple[Accumulator, ...]]
+
 # A block of keys: its columns, and whether the mask allows all of it.
 Block = tuple[IntArray, bool]
-# What a compiled pass accumulates for each measure, by its number.
-CompiledMeasures = dict[int, Accumulator | tuple[Accumulator, ...]]
 
 
 class SoftmaxStats(NamedTuple):

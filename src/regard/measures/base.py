@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
-from regard.engines.accumulators import Accumulator
 from regard.types import Array, IntArray, Namespace
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
 
 MeasureT = TypeVar("MeasureT", bound="Measure")
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from regard.engines import find_engine
-from regard.engines.accumulators import Accumulator, RowSum
 from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +61,8 @@ class Distance(Measure):
         )
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowSum
+
         return RowSum("distance", offset=problem.frame.offset(self.align, get_result_name(self)))
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -100,6 +102,8 @@ class Position(Measure):
         return share_column(np.arange(problem.frame.kv_len), problem)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowSum
+
         return RowSum("position")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:

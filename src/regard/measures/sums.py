@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from regard.engines import find_engine
-from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowSum
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
 from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
@@ -18,6 +17,7 @@ from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
 
 # Intervals of keys up to which a compiled pass adds up a share; with more, the mask is evaluated on every tile.
 MAX_INTERVALS = 8
@@ -35,6 +35,8 @@ class Entropy(Measure):
     reads_scores: ClassVar[bool] = False
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowSum
+
         return RowSum("surprisal")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -104,6 +106,8 @@ class Sum(Measure):
         return None if self.axis == -2 else share_column(np.ones(problem.frame.kv_len), problem)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import ColumnSum, RowSum
+
         return ColumnSum() if self.axis == -2 else RowSum("one")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -218,6 +222,8 @@ class Mass(Measure):
         return xp.astype(allowed[:, 0, :, None], problem.dtype), index
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowSum
+
         if not self.mask.is_key_only:
             return None
         kv_idx, engine = np.arange(problem.frame.kv_len), problem.engine
@@ -301,6 +307,8 @@ class Coarse(Measure):
         return self.cells if isinstance(self.cells, tuple) else (self.cells, self.cells)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import CellReduction
+
         return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:

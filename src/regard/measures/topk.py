@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from regard.engines import Engine, find_engine
-from regard.engines.accumulators import Accumulator, RowMaxScore, RowTopK
 from regard.measures.base import Measure, as_slice, copy_with
 from regard.measures.sums import check_axis
 from regard.tiling import tile_sizes
@@ -16,6 +15,7 @@ from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.core.problem import Problem
+    from regard.engines.accumulators import Accumulator
 
 # k up to which a compiled pass inserts each weight where it belongs; a longer list is better searched as a whole.
 MAX_INSERTED = 64
@@ -64,6 +64,8 @@ class MaxWeight(Measure):
         check_axis(self.axis, "max_weight")
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowTopK
+
         return RowTopK(1) if self.axis == -1 and problem.shape[2] else None
 
     def restore_state(self, accumulated: Any) -> TopKResult:
@@ -107,6 +109,8 @@ class MaxScore(Measure):
     reads_scores: ClassVar[bool] = True
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowMaxScore
+
         return RowMaxScore()
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -175,6 +179,8 @@ class TopK(Measure):
         return copy_with(self, _engine=problem.engine, _max_pending=sizes.topk_columns)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
+        from regard.engines.accumulators import RowTopK
+
         return RowTopK(self.k) if self.k <= MAX_INSERTED else None
 
     def restore_state(self, accumulated: Any) -> TopKState:
