@@ -12,15 +12,13 @@ from regard.learn.block import FeedForward, LayerNorm, TransformerBlock, dropout
 from regard.learn.cost import (
     Cost,
     CostTable,
-    ModelTable,
     Profile,
     ProfileRow,
-    PublishedModel,
+    StepCost,
+    StepTable,
     cost_table,
     fit_exponent,
-    model_table,
     profile,
-    published_models,
 )
 from regard.learn.examples import (
     Example,
@@ -39,6 +37,7 @@ from regard.learn.kernel import exponential_kernel, gaussian_kernel, kernel_atte
 from regard.learn.loops import CountedAttention, OperationCounts, attention_by_loops
 from regard.learn.masks import create_causal_mask, create_padding_mask
 from regard.learn.multiply_adds import Multiplication, iter_multiplications
+from regard.learn.published_sizes import ModelTable, PublishedModel, model_table, published_models
 from regard.learn.recurrent import RecurrentNetwork
 from regard.learn.softmax_alternatives import (
     AlternativeRow,
@@ -86,6 +85,8 @@ __all__ = [
     "ScaledDotProductAttention",
     "ScoreExample",
     "Sharpness",
+    "StepCost",
+    "StepTable",
     "TransformerBlock",
     "VarianceExperiment",
     "VarianceRow",

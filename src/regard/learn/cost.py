@@ -73,6 +73,69 @@ class Cost:
         """Multiply-adds of the scores and the output together."""
         return self.score_multiply_adds + self.value_multiply_adds
 
+    def by_step(self) -> StepTable:
+        """Split the cost between the four steps; `attention_by_loops` counts the same numbers one by one.
+
+        Returns:
+            The operations of each step, and the numbers that it writes.
+
+        >>> print(Cost(q_len=5, kv_len=5, d_k=4, d_v=4).by_step())
+        step          operation           time         operations  space    numbers
+        1. compare    Q @ K.T             n_q·n_k·d_k         100  n_q·n_k       25
+        2. scale      scores / sqrt(d_k)  n_q·n_k              25  n_q·n_k       25
+        3. normalise  softmax(scores)     n_q·n_k             120  n_q·n_k       25
+        4. aggregate  weights @ V         n_q·n_k·d_v         100  n_q·d_v       20
+        """
+        n, pairs, outputs = self.q_len, self.entries, self.q_len * self.d_v
+        # A row of m scores takes m - 1 comparisons, m subtractions, m exponentials, m additions and m divisions.
+        softmax = 5 * pairs - n if self.kv_len else 0
+        return StepTable(
+            (
+                StepCost("1. compare", "Q @ K.T", "n_q·n_k·d_k", self.score_multiply_adds, "n_q·n_k", pairs),
+                StepCost("2. scale", "scores / sqrt(d_k)", "n_q·n_k", pairs, "n_q·n_k", pairs),
+                StepCost("3. normalise", "softmax(scores)", "n_q·n_k", softmax, "n_q·n_k", pairs),
+                StepCost(
+                    "4. aggregate", "weights @ V", "n_q·n_k·d_v", self.value_multiply_adds, "n_q·d_v", outputs
+                ),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of one step: how its time and space grow, the number of operations, and the numbers it writes.
+
+    >>> step = Cost(q_len=5, kv_len=5, d_k=4, d_v=4).by_step().rows[0]
+    >>> step.operations, step.numbers
+    (100, 25)
+    """
+
+    step: str
+    operation: str
+    time: str
+    operations: int
+    space: str
+    numbers: int
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The costs of the four steps, one `StepCost` in `rows` for each; prints as a table.
+
+    >>> [row.operations for row in Cost(q_len=5, kv_len=5, d_k=4, d_v=4).by_step().rows]
+    [100, 25, 120, 100]
+    """
+
+    rows: tuple[StepCost, ...]
+
+    def __str__(self) -> str:
+        table = [
+            [row.step, row.operation, row.time, f"{row.operations:,}", row.space, f"{row.numbers:,}"]
+            for row in self.rows
+        ]
+        names = ["step", "operation", "time", "operations", "space", "numbers"]
+        return format_table(table, names, align=["left", "left", "left", "right", "left", "right"])
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -293,86 +356,3 @@ def _measure_peak_bytes(call: Callable[[], object]) -> int:
         if not was_tracing:  # leave tracing that the caller started
             tracemalloc.stop()
     return peak - before
-
-
-@dataclass(frozen=True)
-class PublishedModel:
-    """The published size of a model's attention.
-
-    Args:
-        layers: Number of layers.
-        heads: Number of heads per layer.
-        length: Number of tokens.
-        source: The publication.
-
-    >>> published_models["GPT-3"].entries
-    38654705664
-    >>> published_models["GPT-3"].source
-    'Brown et al. 2020, arXiv:2005.14165'
-    """
-
-    layers: int
-    heads: int
-    length: int
-    source: str = ""
-
-    @property
-    def entries(self) -> int:
-        """Number of attention weights of all layers and heads for one sequence."""
-        return self.layers * self.heads * self.length**2
-
-
-# Sizes of well-known models by name, each with its source.
-published_models = {
-    "GPT-3": PublishedModel(96, 96, 2048, "Brown et al. 2020, arXiv:2005.14165"),
-    "LLaMA-2-70B": PublishedModel(
-        80, 64, 4096, "Touvron et al. 2023, arXiv:2307.09288, and its configuration"
-    ),
-    "ViT-Large": PublishedModel(24, 16, 197, "Dosovitskiy et al. 2020, arXiv:2010.11929"),
-    "AlphaFold2": PublishedModel(48, 8, 500, "Jumper et al. 2021, Nature 596, 583; for 500 residues"),
-}
-
-
-@dataclass(frozen=True)
-class ModelTable:
-    """The attention weights of several models; `itemsize` is the bytes per weight; prints as a table.
-
-    >>> model_table().models["GPT-3"].heads, model_table().itemsize
-    (96, 4)
-    """
-
-    models: dict[str, PublishedModel]
-    itemsize: int
-
-    def __str__(self) -> str:
-        table = [
-            [
-                name,
-                *(f"{x:,}" for x in (m.layers, m.heads, m.length, m.entries)),
-                format_bytes(m.entries * self.itemsize),
-            ]
-            for name, m in self.models.items()
-        ]
-        return format_table(table, ["model", "layers", "heads", "length", "weights", "memory"])
-
-
-def model_table(
-    models: dict[str, PublishedModel] = published_models, *, dtype: npt.DTypeLike = np.float32
-) -> ModelTable:
-    """Tabulate the number of attention weights of each model for one sequence, and their size if stored.
-
-    Args:
-        models: Models by name.
-        dtype: The NumPy dtype whose size the bytes are computed with.
-
-    Returns:
-        The table; `print` it to read it.
-
-    >>> print(model_table())
-          model  layers  heads  length         weights   memory
-          GPT-3      96     96   2,048  38,654,705,664   155 GB
-    LLaMA-2-70B      80     64   4,096  85,899,345,920   344 GB
-      ViT-Large      24     16     197      14,902,656  59.6 MB
-     AlphaFold2      48      8     500      96,000,000   384 MB
-    """
-    return ModelTable(dict(models), np.dtype(dtype).itemsize)

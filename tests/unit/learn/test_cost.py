@@ -17,6 +17,7 @@ from regard.learn import (
     Cost,
     PublishedModel,
     attention_by_loops,
+    cat,
     cost_table,
     fit_exponent,
     model_table,
@@ -44,6 +45,33 @@ def test_formulas_agree_with_counted_loops(n_q: int, n_k: int, d_k: int, d_v: in
     assert cost.multiply_adds == counted.counts.multiply_adds == n_q * n_k * (d_k + d_v)
 
 
+@pytest.mark.parametrize(("n_q", "n_k", "d_k", "d_v"), [(2, 3, 5, 7), (7, 5, 3, 2), (1, 11, 4, 4)])
+def test_the_four_steps_have_the_counted_operations(n_q: int, n_k: int, d_k: int, d_v: int) -> None:
+    counts = attention_by_loops(draw(n_q, d_k), draw(n_k, d_k), draw(n_k, d_v)).counts
+    compare, scale, normalise, aggregate = Cost(n_q, n_k, d_k, d_v).by_step().rows
+    assert compare.operations == counts.score_multiply_adds
+    assert aggregate.operations == counts.value_multiply_adds
+    rest = counts.additions + counts.comparisons + counts.exponentials + counts.divisions
+    assert scale.operations + normalise.operations == rest
+    assert [8 * row.numbers for row in (compare, normalise, aggregate)] == [
+        counts.bytes_scores,
+        counts.bytes_weights,
+        counts.bytes_output,
+    ]
+
+
+def test_a_table_of_models_has_the_width_of_heads_and_the_example_of_the_book() -> None:
+    book = PublishedModel(layers=1, heads=1, length=len(cat.Q), d_k=cat.Q.shape[-1])
+    assert book.multiply_adds == attention_by_loops(cat.Q, cat.K, cat.V).counts.multiply_adds == 200
+    large = PublishedModel(layers=32, heads=32, length=8192, d_k=128)
+    assert round(large.entries / 1e9) == 69  # scores; each takes d_k multiply-adds, and so does its weight
+    assert large.multiply_adds == 256 * large.entries
+    header, first, *rest = str(model_table({"this book": book, **published_models})).splitlines()
+    assert header.split()[3] == "d_k"
+    assert first.split() == ["this", "book", "1", "1", "4", "5", "25", "200", "100", "B"]
+    assert [line.split()[3] for line in rest] == ["128", "128", "64", "32"]
+
+
 def test_cost_table_has_the_published_numbers() -> None:
     found = cost_table([int(n) for n in COSTS["matrix_kib_fp32"]])
     assert [row.bytes // 1024 for row in found.rows] == list(COSTS["matrix_kib_fp32"].values())
@@ -66,10 +94,10 @@ def test_published_models_have_the_published_numbers() -> None:
         assert re.search(r" 20\d\d, ", model.source), "a published size says where"
     assert len(published_models) == len(COSTS["layers_heads_n2"])
     n8192 = COSTS["forward_score_computations_32_layers_32_heads_n8192"]
-    assert PublishedModel(layers=32, heads=32, length=8192).entries == n8192
-    batch = {"batch of 32, one layer": PublishedModel(layers=32, heads=96, length=2048)}
+    assert PublishedModel(layers=32, heads=32, length=8192, d_k=128).entries == n8192
+    batch = {"batch of 32, one layer": PublishedModel(layers=32, heads=96, length=2048, d_k=128)}
     assert batch["batch of 32, one layer"].entries * 4 == COSTS["weights_bytes_fp32_batch32_heads96_n2048"]
-    assert str(model_table(batch)).endswith("12,884,901,888  51.5 GB")
+    assert str(model_table(batch)).endswith("12,884,901,888       3.30e+12  51.5 GB")
 
 
 @pytest.mark.parametrize("exponent", [-1, 0, 0.5, 1, 2, 3])
