@@ -19,7 +19,7 @@ from regard.explore.snapshot import take_snapshot
 from regard.explore.tracer import trace_call
 from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
 from regard.render.text import escape_unprintable, format_number
-from tests.helpers.pages import HOSTILE, LOADED, faults, pace
+from tests.helpers.pages import HOSTILE
 
 slow = pytest.mark.slow  # starts a browser
 
@@ -491,8 +491,8 @@ def commented(n):
 
 
 def notes_of(page) -> dict[str, str]:
-    data = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])
-    lines = {(i, n): text.strip() for i, (_, every) in enumerate(data["listings"]) for n, text in every}
+    data = json.loads(re.search(r'id="record">(.*?)<', page.html, re.DOTALL)[1])["tabs"][0]["runs"][0]
+    lines = {(i, n): text.strip() for i, (_, every) in enumerate(data["listings"]) for n, text, _ in every}
     functions = [(data["functions"][i], line) for _, i, line, *_ in data["steps"]]
     return {lines[each["place"], line]: each["notes"].get(str(line)) for each, line in functions}
 
@@ -582,9 +582,9 @@ def cells(array) -> list:
 
 @slow
 def test_the_steps_of_the_class_show_every_number(show):
-    tab = show(explore.code())
-    seen = tab.evaluate(HARVEST)
     attention = ScaledDotProductAttention(4)
+    tab = show(explore.code(attention.forward, cat.Q, cat.K, cat.V))
+    seen = tab.evaluate(HARVEST)
     scores = attention.compute_scores(cat.Q, cat.K)
     output, weights = attention(cat.Q, cat.K, cat.V)
     own = [step for step in seen if step["where"] == "forward"]
@@ -651,6 +651,12 @@ def test_moving_by_button_slider_and_keyboard(show):
     tab.locator("#next-iteration").click()
     assert where.text_content() == "attention_by_loops"
     assert "continues at line" in tab.locator("#event").text_content()  # the loop is over
+    line = tab.locator(".line", has_text="for i in range(n_q):").first
+    line.click()
+    assert tab.locator("#visits").text_content().startswith("Time 1 of 3 on this line")
+    line.click()
+    assert where.text_content() == "attention_by_loops › i = 1 2 of 2"
+    tab.keyboard.press("End")
     marked = tab.locator("[aria-current]").bounding_box()
     box = tab.locator("#listing").bounding_box()
     assert box["y"] <= marked["y"] <= box["y"] + box["height"] - marked["height"]
@@ -714,20 +720,3 @@ def test_nonfinite_values_and_truncation_are_shown(show, monkeypatch):
     assert (
         tab.locator("#truncated").text_content() == "The trace ends here, after 4 steps; the call continued."
     )
-
-
-@slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
-def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
-    options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme}
-    tab = show(explore.code(), **options)
-    assert tab.evaluate(LOADED) < 20 * pace(tab)
-    assert faults(tab) == []
-    for _ in range(7):
-        for _ in range(5):
-            tab.keyboard.press("ArrowRight")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        assert tab.locator("#details").evaluate("box => box.scrollWidth <= box.clientWidth")
-    assert faults(tab) == []
-    boxes = [tab.locator(f"#{name}").bounding_box() for name in ("listing", "details")]
-    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1200)

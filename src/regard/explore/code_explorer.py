@@ -1,20 +1,58 @@
-"""Explorer of a function call, line by line."""
+"""Explorer of a function call, line by line, and of three listings of attention."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from regard.errors import ArgumentError
+from regard.explore.annotated_listing import AnnotatedListing, is_installed, read_listing, trace_listing
 from regard.explore.source import FunctionSource
 from regard.explore.tracer import Trace, trace_call
-from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
+from regard.learn.masks import create_causal_mask
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
 OPERATION = "explore.code"
+
+
+class ListingTab(NamedTuple):
+    """A tab of the page: its name, its listing, the package the listing needs, a sentence, and where it starts."""
+
+    name: str
+    listing: str
+    package: str
+    about: str
+    first_line: str
+
+
+LISTING_TABS = (
+    ListingTab(
+        "NumPy",
+        "numpy",
+        "numpy",
+        "Every step written out, with tables of numbers and nothing else.",
+        "scores =",
+    ),
+    ListingTab(
+        "PyTorch",
+        "torch",
+        "torch",
+        "The same class as a part of a model. It also takes batches and many heads.",
+        "scores =",
+    ),
+    ListingTab(
+        "Built-in call",
+        "builtin",
+        "torch",
+        "What real models call, and one more line for the weights.",
+        "output =",
+    ),
+)
 
 
 def code(
@@ -23,15 +61,18 @@ def code(
     notes: Mapping[int | str, str] | None = None,
     **kwargs: Any,
 ) -> Page:
-    """Build a page that steps through a call of `function(*args, **kwargs)` line by line, with the values.
+    """Build a page that goes through a call of `function(*args, **kwargs)` line by line, with the values.
 
-    The function is called once and traced: every line, every iteration of a loop, every call of a function of the same
-    module, and every value returned, yielded or raised. An exception ends the trace and is not raised again. Each line
-    is explained by the comment beside or above it, a `def` by its docstring. Of long arrays the page keeps both ends,
-    of long calls the first 2000 steps.
+    Without a function, the page shows attention written in NumPy, in PyTorch and as a built-in call, all three run on
+    the example of the book. A click on a line explains it in plain words and shows the numbers that it produced.
+
+    With a function, it is called once and traced: every line, every iteration of a loop, every call of a function of
+    the same module, and every value returned, yielded or raised. An exception ends the trace and is not raised again.
+    Each line is explained by the comment beside or above it, a `def` by its docstring. Of long arrays the page keeps
+    both ends, of long calls the first 2000 steps.
 
     Args:
-        function: Function to call, written in Python. Default: the book's attention class on the book's example.
+        function: Function to call, written in Python. Default: the three listings.
         *args: Positional arguments of the call.
         notes: More explanations, by line number or by a part of the line.
         **kwargs: Keyword arguments of the call.
@@ -44,48 +85,103 @@ def code(
 
     >>> from regard.explore import code
     >>> code()
-    <page "Line by line", ... kB: save(path) writes it>
+    <page "Attention, line by line", ... kB: save(path) writes it>
     >>> from regard.learn import attention_by_loops, tiny_head
     >>> code(attention_by_loops, tiny_head.Q, tiny_head.K, tiny_head.V, notes={"dot = 0.0": "Start from nothing."})
     <page "Line by line", ... kB: save(path) writes it>
     """
     if function is None:
-        if args or kwargs:
+        if args or kwargs or notes:
             raise ArgumentError(
                 OPERATION,
                 received="arguments without a function",
                 expected="a function and its arguments, or nothing for the example",
                 hint="Pass the function first: code(function, *args).",
             )
-        function, args = ScaledDotProductAttention(d_k=4).forward, (cat.Q, cat.K, cat.V)
+        return _listings_page()
     trace = trace_call(OPERATION, function, args, kwargs)
     listings, places = _arrange_listings(trace.sources)
     line_notes = _collect_notes(trace, notes or {})
-    return build_page(
-        "Line by line",
-        "code",
-        {
-            "name": escape_unprintable(trace.name),
-            "listings": [[escape_unprintable(source.name), _numbered_lines(source)] for source in listings],
-            "functions": [
-                {
-                    "name": escape_unprintable(source.name),
-                    "place": places[i],
-                    "ends": source.ends,
-                    "notes": line_notes[i],
-                }
-                for i, source in enumerate(trace.sources)
-            ],
-            "values": trace.values,
-            "loops": trace.loops,
-            "truncated": trace.truncated,
-            "steps": [
-                [step.kind, step.source, step.line, step.frame, step.depth]
-                + [step.changed, step.produced, step.iterations, step.result, step.exception]
-                for step in trace.steps
-            ],
-        },
+    run = {
+        "name": "",
+        "listings": [[escape_unprintable(source.name), _numbered_lines(source)] for source in listings],
+        **_trace_payload(trace, places, line_notes),
+    }
+    tab = {"name": escape_unprintable(trace.name), "about": "", "start": None, "runs": [run]}
+    return build_page("Line by line", "code", {"tabs": [tab], "tokens": None, "agreement": None})
+
+
+def _listings_page() -> Page:
+    """Build the page of the listings: a tab for each, with a run without a mask and one with a causal mask."""
+    masks = {"no mask": None, "causal mask": create_causal_mask(len(cat.tokens))}
+    tabs, results = [], []
+    for tab in LISTING_TABS:
+        listing = read_listing(tab.listing)
+        about, runs = tab.about, []
+        for run_name, mask in masks.items() if is_installed(tab.package) else ():
+            arrays = [array for array in (cat.Q, cat.K, cat.V, mask) if array is not None]
+            if tab.package == "torch":
+                arrays = _as_tensors(arrays)
+            trace, result = trace_listing(listing, *arrays)
+            runs.append({"name": run_name, **_listing_payload(listing, trace)})
+            results.append([np.asarray(array) for array in result])
+        if not runs:
+            about += f" {tab.package} is not installed here, so its lines have explanations but no numbers."
+            runs = [{"name": "", **_listing_payload(listing, Trace(listing.name))}]
+        start = next(i for i, line in enumerate(listing.lines, start=1) if tab.first_line in line)
+        tabs.append({"name": tab.name, "about": about, "start": start, "runs": runs})
+    record = {"tabs": tabs, "tokens": cat.tokens, "agreement": _describe_agreement(results)}
+    return build_page("Attention, line by line", "code", record)
+
+
+def _as_tensors(arrays: list[Any]) -> list[Any]:
+    import torch
+
+    return [torch.tensor(np.array(array)) for array in arrays]
+
+
+def _describe_agreement(results: list[list[Any]]) -> str | None:
+    """Describe the largest difference between the results of the listings; each has two, without and with the mask."""
+    if len(results) < 2 * len(LISTING_TABS):
+        return None
+    difference = max(
+        float(np.abs(ours - theirs).max())
+        for i in range(2)
+        for other in results[2 + i :: 2]
+        for ours, theirs in zip(results[i], other, strict=True)
     )
+    exactly = "exactly" if difference == 0 else f"to within {difference:.1e}"
+    return f"All three were run on these numbers when the page was made. They agree {exactly}."
+
+
+def _listing_payload(listing: AnnotatedListing, trace: Trace) -> dict[str, Any]:
+    """Return the whole listing with the notes on its lines, and the trace."""
+    lines = [[i, line, listing.notes.get(i, "")] for i, line in enumerate(listing.lines, start=1)]
+    notes = [listing.notes for _ in trace.sources]
+    return {"listings": [["", lines]], **_trace_payload(trace, [0] * len(notes), notes)}
+
+
+def _trace_payload(trace: Trace, places: list[int], line_notes: list[dict[int, str]]) -> dict[str, Any]:
+    """Return what the page needs of a trace: for each function its listing and notes, the values and the steps."""
+    return {
+        "functions": [
+            {
+                "name": escape_unprintable(source.name),
+                "place": places[i],
+                "ends": source.ends,
+                "notes": line_notes[i],
+            }
+            for i, source in enumerate(trace.sources)
+        ],
+        "values": trace.values,
+        "loops": trace.loops,
+        "truncated": trace.truncated,
+        "steps": [
+            [step.kind, step.source, step.line, step.frame, step.depth]
+            + [step.changed, step.produced, step.iterations, step.result, step.exception]
+            for step in trace.steps
+        ],
+    }
 
 
 def _arrange_listings(sources: list[FunctionSource]) -> tuple[list[FunctionSource], list[int]]:
@@ -109,7 +205,7 @@ def _arrange_listings(sources: list[FunctionSource]) -> tuple[list[FunctionSourc
 def _numbered_lines(source: FunctionSource) -> list[list[Any]]:
     text = textwrap.dedent("\n".join(line.expandtabs() for line in source.lines.values()))
     return [
-        [number, escape_unprintable(line)]
+        [number, escape_unprintable(line), ""]
         for number, line in zip(source.lines, text.split("\n"), strict=True)
     ]
 

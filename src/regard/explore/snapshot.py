@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.core.matrix import AttentionMatrix
 from regard.render.text import escape_unprintable
 
 MAX_ROWS, MAX_COLUMNS = 8, 8  # entries shown of an array; with more, an ellipsis replaces one
@@ -48,6 +49,8 @@ def _snapshot_value(value: Any, depth: int) -> dict[str, Any]:
         return _snapshot_array(tensor.numpy(), str(value.dtype))
     if kind in (list, tuple) and (array := _as_numeric_array(value)) is not None:
         return _snapshot_array(array, _type_name(kind))
+    if kind is AttentionMatrix:
+        return {"type": _type_name(kind), "text": _truncate(repr(value).split("\n")[0])}
     contents = _contents(value)
     if contents is None or depth >= MAX_DEPTH:
         return {"type": _type_name(kind), "text": _format_briefly(value)}
@@ -112,7 +115,10 @@ def _as_numeric_array(value: Any) -> np.ndarray | None:
 
 
 def _contents(value: Any) -> tuple[int, Iterable[tuple[str, Any]]] | None:
-    """Return the size and the named parts of a container or an object, or None if it has none to show."""
+    """Return the size and the named parts of a container or an object, or None if it has none to show.
+
+    Attributes that start with an underscore are not shown.
+    """
     if isinstance(value, type) or hasattr(value, "__code__"):
         return None
     if isinstance(value, dict):
@@ -123,7 +129,7 @@ def _contents(value: Any) -> tuple[int, Iterable[tuple[str, Any]]] | None:
         return len(value), (("", part) for part in value)
     if type(value).__module__ == "builtins" or type(value).__name__ == "module":
         return None
-    fields = getattr(value, "__dict__", {})
+    fields = {name: part for name, part in getattr(value, "__dict__", {}).items() if name[:1] != "_"}
     return (len(fields), ((_truncate(name), part) for name, part in fields.items())) if fields else None
 
 

@@ -182,7 +182,7 @@ class LineTracer:
         values = {
             escape_unprintable(name): self._value_index(value)
             for name, value in frame.f_locals.items()
-            if not name.startswith((".", "@"))
+            if not name.startswith((".", "@")) and name != "__class__"  # a cell that super() needs
         }
         changed: dict[str, int | None] = {
             name: index for name, index in values.items() if call.values.get(name) != index

@@ -1,91 +1,49 @@
-// A recorded run, line by line. Nothing is computed here: every value was recorded.
+// Code, line by line, with what each line is for and the values of a recorded run. Nothing is computed here: every value
+// was recorded.
+import { checkbox } from "../components/controls.js";
+import { createCopyButton } from "../components/copyButton.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
+import { createSourceListing } from "../components/sourceListing.js";
+import { createTabs } from "../components/tabs.js";
 import { describeType, describeValue, valueElement } from "../components/valueView.js";
 
-const SYNTAX =
-  /(#.*$)|([rbf]?"[^"]*"|[rbf]?'[^']*')|\b(and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|nonlocal|not|or|pass|raise|return|try|while|with|yield|None|True|False)\b/g;
-
 const data = readRecord();
-const steps = expandSteps(data.steps.map(([kind, functionIndex, line, frame, depth, changed, produced, iterations, result, message]) => {
-  const { name, notes, ends, place: listing } = data.functions[functionIndex];
-  const note = notes[line], end = ends[line] || line;
-  return { kind, name, note, line, end, listing, frame, depth, changed, produced, iterations, result, message };
-}));
-let at = 0;
+const hasTabs = data.tabs.length > 1;
+const state = { tab: 0, run: 0, at: 0, picked: null }; // `picked` is a selected line that has no step, [listing, line]
+let run, steps, listing; // of the shown tab
 
 // Add to each step the variables of its frame and the open calls, which follow from the steps before it.
-function expandSteps(list) {
+function expandSteps({ steps: records, functions }) {
   const frames = new Map(), open = [];
-  return list.map((step) => {
-    const before = frames.get(step.frame) || new Map(), now = new Map(before);
-    for (const [name, value] of Object.entries(step.changed)) {
-      if (value === null) now.delete(name);
-      else now.set(name, value);
+  return records.map(([kind, functionIndex, line, frame, depth, changed, produced, iterations, result, message]) => {
+    const { name, notes, ends, place } = functions[functionIndex];
+    const before = frames.get(frame) || new Map(), now = new Map(before);
+    for (const [variable, value] of Object.entries(changed)) {
+      if (value === null) now.delete(variable);
+      else now.set(variable, value);
     }
-    frames.set(step.frame, now);
-    open.length = step.depth;
+    frames.set(frame, now);
+    const step = { kind, name, note: notes[line], line, end: ends[line] || line, listing: place, frame, depth, produced, iterations, result, message, before, now };
+    open.length = depth;
     open.push(step);
-    return { ...step, before, now, open: [...open] };
+    return { ...step, open: [...open] };
   });
 }
 
-// -- The listing --
-
-function highlightSyntax(text) {
-  const parts = [];
-  let from = 0;
-  for (const match of text.matchAll(SYNTAX)) {
-    const kind = match[1] ? "comment" : match[2] ? "string" : "word";
-    parts.push(text.slice(from, match.index), el("span", { class: kind }, match[0]));
-    from = match.index + match[0].length;
-  }
-  return [...parts, text.slice(from)];
+// The indices of the steps of a line. A line that calls a function has a step before the call, which has no result yet.
+function stepsOfLine(place, line) {
+  const own = steps.map((step, i) => [step, i]).filter(([step]) => step.listing === place && step.line <= line && line <= step.end);
+  const complete = own.filter(([step]) => step.kind !== "call");
+  return (complete.length ? complete : own).map(([, i]) => i);
 }
 
-const lines = data.listings.map(([, texts]) =>
-  new Map(texts.map(([line, text]) => [
-    line,
-    el("li", { class: "line" }, el("span", { class: "no" }, `${line}`), el("code", {}, highlightSyntax(text))),
-  ])),
-);
-const listing = el("div", { id: "listing", class: "card listing", tabindex: "0", role: "region", "aria-label": "Source" },
-  lines.map((own, i) => [
-    el("h2", { class: "function" }, tokenElement(data.listings[i][0])),
-    el("ol", { class: "lines" }, [...own.values()]),
-  ]),
-);
-let highlighted = [];
-
-// Highlight the lines of the step, and scroll to them.
-function highlightLines(step) {
-  for (const line of highlighted) {
-    line.classList.remove("now", "raised");
-    line.removeAttribute("aria-current");
-  }
-  highlighted = [];
-  for (let i = step.line; i <= step.end; i++) {
-    if (lines[step.listing].has(i)) highlighted.push(lines[step.listing].get(i));
-  }
-  for (const line of highlighted) {
-    line.classList.add("now");
-    line.classList.toggle("raised", step.kind === "raise");
-  }
-  if (!highlighted.length) return;
-  highlighted[0].setAttribute("aria-current", "step");
-  const top = highlighted[0].offsetTop, bottom = highlighted.at(-1).offsetTop, height = listing.clientHeight;
-  if (top < listing.scrollTop + 40 || bottom > listing.scrollTop + height - 60) listing.scrollTop = top - height / 3;
+function noteOfLine(place, line) {
+  const [, texts] = run.listings[place];
+  const own = texts.find(([number]) => number === line)?.[2];
+  return own || run.functions.filter((it) => it.place === place).map((it) => it.notes[line]).find(Boolean);
 }
 
-// The highlighted lines, without indentation and comments.
-function currentStatement() {
-  const texts = highlighted.map((line) =>
-    [...line.lastChild.childNodes].filter((part) => part.className !== "comment").map((part) => part.textContent).join(""),
-  ).filter((text) => text.trim());
-  const indent = Math.min(...texts.map((text) => text.search(/\S/)));
-  return texts.map((text) => text.slice(indent).trimEnd());
-}
-
-// -- Details of the step --
+// -- Details of the step, or of the selected line --
 
 const where = el("p", { id: "where" });
 const details = el("section", { id: "details", class: "card step-details", tabindex: "0", "aria-label": "Details of this line" });
@@ -94,9 +52,9 @@ const announcement = el("p", { class: "visually-hidden", role: "status" });
 const functionName = (step) => step.name.split(".").at(-1);
 
 // "i = 2 3 of 5" for a loop around the line.
-function iterationElement([run, count], step) {
-  const [names, total] = data.loops[run];
-  const values = names.filter((name) => step.now.has(name)).map((name) => `${name} = ${describeValue(data.values[step.now.get(name)])}`);
+function iterationElement([loop, count], step) {
+  const [names, total] = run.loops[loop];
+  const values = names.filter((name) => step.now.has(name)).map((name) => `${name} = ${describeValue(run.values[step.now.get(name)])}`);
   return el("span", { class: "iteration" }, `${values.join(", ") || "while"} `, el("span", { class: "soft" }, `${count} of ${total}`));
 }
 
@@ -111,88 +69,127 @@ function describeStep(step, next) {
 }
 
 function variableElement(name, step, isNew) {
-  const value = data.values[step.now.get(name)], before = step.before.get(name);
+  const value = run.values[step.now.get(name)], before = step.before.get(name);
   const short = value.cells || value.parts ? "" : " short";
   return el("div", { class: `variable${isNew ? " fresh" : ""}${short}` },
     el("p", { class: "title" }, el("strong", {}, tokenElement(name)), " ", el("span", { class: "kind" }, describeType(value))),
-    valueElement(value, isNew && before !== undefined ? data.values[before] : null));
+    valueElement(value, isNew && before !== undefined ? run.values[before] : null, data.tokens));
 }
 
-function draw() {
-  const step = steps[at], event = describeStep(step, steps[at + 1]);
-  highlightLines(step);
+function lineHeader(line, note) {
+  return [
+    el("h2", {}, `Line ${line}`),
+    el("p", { id: "source" }, listing.statement().map((text) => el("code", {}, text))),
+    note ? el("p", { id: "note" }, tokenElement(note)) : [],
+  ].flat();
+}
+
+function drawPicked([place, line]) {
+  listing.highlight(place, line, line);
+  where.replaceChildren();
+  const isBody = /^\s/.test(run.listings[place][1].find(([number]) => number === line)[1]);
+  const notRun = isBody && steps.length ? "This line did not run this time." : "";
+  details.replaceChildren(...lineHeader(line, noteOfLine(place, line)), ...(notRun ? [el("p", { id: "event" }, notRun)] : []));
+  announcement.textContent = [`Line ${line}`, noteOfLine(place, line), notRun].filter(Boolean).join(". ");
+}
+
+function drawStep(step) {
+  const event = describeStep(step, steps[state.at + 1]);
+  listing.highlight(step.listing, step.line, step.end, step.kind === "raise");
   where.replaceChildren(
     ...step.open.map((call, i) => [i ? " › " : "", el("span", { class: "call" }, tokenElement(functionName(call)))]).flat(),
     ...step.iterations.map((iteration) => [" › ", iterationElement(iteration, step)]).flat(),
   );
-  const size = (name) => (({ cells, parts }) => (parts ? 2 : cells ? 1 : 0))(data.values[step.now.get(name)]);
+  const size = (name) => (({ cells, parts }) => (parts ? 2 : cells ? 1 : 0))(run.values[step.now.get(name)]);
   const names = [...step.now.keys()].sort((a, b) => size(a) - size(b)); // the smallest first
   const [fresh, others] = [true, false].map((isNew) => names.filter((name) => step.produced.includes(name) === isNew));
   const result = step.result === null ? [] : el("div", { class: "variable fresh", id: "result" },
-    el("p", { class: "title" }, el("strong", {}, event), " ", el("span", { class: "kind" }, describeType(data.values[step.result]))),
-    valueElement(data.values[step.result]));
+    el("p", { class: "title" }, el("strong", {}, event), " ", el("span", { class: "kind" }, describeType(run.values[step.result]))),
+    valueElement(run.values[step.result], null, data.tokens));
+  const visits = stepsOfLine(step.listing, step.line);
   details.replaceChildren(
+    ...lineHeader(step.line, step.note),
     ...[
-      el("h2", {}, `Line ${step.line}`),
-      el("p", { id: "source" }, currentStatement().map((text) => el("code", {}, text))),
-      step.note ? el("p", { id: "note" }, tokenElement(step.note)) : [],
       event && step.result === null ? el("p", { id: "event", class: step.kind === "raise" ? "raised" : "" }, tokenElement(event)) : [],
+      visits.length > 1 && visits.includes(state.at)
+        ? el("p", { class: "kind", id: "visits" }, `Time ${visits.indexOf(state.at) + 1} of ${visits.length} on this line; click the line for the next.`) : [],
       result,
       fresh.map((name) => variableElement(name, step, true)),
       others.length ? el("h3", {}, "Unchanged") : [],
       el("div", { class: "others" }, others.map((name) => variableElement(name, step, false))),
-      at === steps.length - 1 && data.truncated ? el("p", { id: "truncated" }, data.truncated) : [],
+      state.at === steps.length - 1 && run.truncated ? el("p", { id: "truncated" }, run.truncated) : [],
     ].flat(),
   );
-  const changes = step.produced.map((name) => `${name} ${describeValue(data.values[step.now.get(name)])}`);
-  const returned = step.result === null ? [] : [`returns ${describeValue(data.values[step.result])}`];
+  const changes = step.produced.map((name) => `${name} ${describeValue(run.values[step.now.get(name)])}`);
+  const returned = step.result === null ? [] : [`returns ${describeValue(run.values[step.result])}`];
   announcement.textContent = [`Line ${step.line}`, ...(step.result === null && event ? [event] : []), ...returned, ...changes].join("; ");
-  slider.value = at;
-  slider.setAttribute("aria-valuetext", `step ${at + 1} of ${steps.length}, line ${step.line}`);
-  count.textContent = `step ${at + 1} of ${steps.length}`;
-  back.disabled = at === 0;
-  next.disabled = at === steps.length - 1;
+}
+
+function draw() {
+  if (state.picked) drawPicked(state.picked);
+  else drawStep(steps[state.at]);
+  stepper.hidden = steps.length === 0;
+  if (!steps.length) return;
+  slider.value = state.at;
+  slider.setAttribute("aria-valuetext", `step ${state.at + 1} of ${steps.length}, line ${steps[state.at].line}`);
+  count.textContent = `step ${state.at + 1} of ${steps.length}`;
+  back.disabled = state.at === 0;
+  next.disabled = state.at === steps.length - 1;
   stepOver.disabled = stepOverTarget() === null;
   nextIteration.disabled = nextIterationTarget() === null;
+  nextIteration.hidden = run.loops.length === 0;
 }
 
 // -- Moving --
 
 function go(target) {
-  if (target === null) return;
-  at = Math.min(Math.max(target, 0), steps.length - 1);
+  if (target === null || !steps.length) return;
+  state.at = Math.min(Math.max(target, 0), steps.length - 1);
+  state.picked = null;
   draw();
+}
+
+// Go to the next time that a line runs, or back to the first.
+function selectLine(place, line) {
+  const visits = stepsOfLine(place, line);
+  if (!visits.length) {
+    state.picked = [place, line];
+    draw();
+    return;
+  }
+  const isShown = !state.picked && visits.includes(state.at);
+  go(visits.find((i) => (isShown ? i > state.at : i >= state.at)) ?? visits[0]);
 }
 
 // The index of the next step that satisfies a condition, or null.
 function findNext(condition) {
-  const index = steps.findIndex((step, i) => i > at && condition(step));
+  const index = steps.findIndex((step, i) => i > state.at && condition(step));
   return index < 0 ? null : index;
 }
 
 // After the call made here, or after this call if there is none.
-const stepOverTarget = () => findNext((step) => step.depth <= steps[at].depth);
+const stepOverTarget = () => findNext((step) => step.depth <= steps[state.at].depth);
 
 // The next iteration of the innermost loop, or the first line after it.
 function nextIterationTarget() {
-  const innermost = steps[at].iterations.at(-1);
+  const innermost = steps[state.at].iterations.at(-1);
   if (!innermost) return null;
   return findNext((step) => {
-    const same = step.iterations.find(([run]) => run === innermost[0]);
-    return step.frame === steps[at].frame && (!same || same[1] > innermost[1]);
+    const same = step.iterations.find(([loop]) => loop === innermost[0]);
+    return step.frame === steps[state.at].frame && (!same || same[1] > innermost[1]);
   });
 }
 
 function button(id, text, target, kind = "") {
   return el("button", { type: "button", id, class: kind, onclick: () => go(target()) }, text);
 }
-const back = button("back", "← Back", () => at - 1);
-const next = button("next", "Next →", () => at + 1, "primary");
+const back = button("back", "← Back", () => state.at - 1);
+const next = button("next", "Next →", () => state.at + 1, "primary");
 const stepOver = button("step-over", "Step over", stepOverTarget);
 const nextIteration = button("next-iteration", "Next iteration", nextIterationTarget);
 const count = el("span", { id: "count", class: "soft" });
 const slider = el("input", {
-  type: "range", id: "step", min: "0", max: `${steps.length - 1}`, value: "0", "aria-label": "Step",
+  type: "range", id: "step", min: "0", value: "0", "aria-label": "Step",
   oninput: () => go(Number(slider.value)),
 });
 
@@ -202,16 +199,54 @@ document.addEventListener("keydown", (event) => {
   const box = event.target.closest(".card");
   if (event.target === slider || (box && box.scrollWidth > box.clientWidth)) return; // the arrow keys move the slider, or scroll
   event.preventDefault();
-  go(at + by);
+  go(state.at + by);
 });
 
+// -- The page --
+
+const listingBox = el("div");
+const about = el("p", { id: "about" });
+const runSwitch = el("div", { class: "switches" });
+const stepper = el("div", { class: "stepper" },
+  el("div", { class: "controls" }, back, next, stepOver, nextIteration, count, runSwitch),
+  slider, where);
+const listingColumn = el("div", { class: "listing-column" }, listingBox, createCopyButton("Copy code", () => listing.text, (said) => (announcement.textContent = said)));
+const panel = el("div", { id: "walk" }, about, stepper, el("div", { class: "columns" }, listingColumn, details));
+
+// Show a run of a tab. A tab starts at the line that it is about; another run of it stays at the line that was selected.
+function show(tabIndex, runIndex, isNewTab) {
+  const tab = data.tabs[tabIndex];
+  const line = state.picked ?? (steps?.length ? [steps[state.at].listing, steps[state.at].line] : null);
+  Object.assign(state, { tab: tabIndex, run: runIndex, at: 0, picked: null });
+  run = tab.runs[runIndex];
+  steps = expandSteps(run);
+  listing = createSourceListing(run.listings, (place, number) => noteOfLine(place, number) || stepsOfLine(place, number).length, selectLine);
+  listingBox.replaceChildren(listing.node);
+  about.textContent = tab.about;
+  about.hidden = !tab.about;
+  slider.max = `${Math.max(steps.length - 1, 0)}`;
+  if (!isNewTab && line) selectLine(...line);
+  else if (tab.start) selectLine(0, tab.start);
+  else draw();
+}
+
+function showTab(index) {
+  const { runs } = data.tabs[index];
+  runSwitch.replaceChildren(...(runs.length > 1 ? [checkbox(runs[1].name, "run", false, (checked) => show(index, Number(checked), false))] : []));
+  show(index, 0, true);
+}
+
+const tabs = createTabs("Versions of the code", data.tabs.map((tab) => tab.name), panel, showTab);
+const lead = hasTabs
+  ? "The whole of attention fits on a page. Click a line to see what it is for and which numbers it made, or go through it with ← and →."
+  : el("span", {}, "A run of ", tokenElement(data.tabs[0].name), ". Click a line, or step with the buttons, the slider, or ← and →.");
 document.getElementById("app").classList.add("wide");
 document.getElementById("app").append(
-  pageHeader("Line by line", el("span", {}, "A run of ", tokenElement(data.name), ". Step with the buttons, the slider, or ← and →.")),
-  el("div", { class: "stepper" },
-    el("div", { class: "controls" }, back, next, stepOver, nextIteration, count),
-    slider, where),
-  el("div", { class: "columns" }, listing, details),
+  pageHeader(hasTabs ? "Attention, line by line" : "Line by line", lead),
+  ...(hasTabs ? [tabs.node] : []),
+  panel,
+  ...(data.agreement ? [el("p", { id: "agreement", class: "soft" }, data.agreement)] : []),
   announcement,
 );
-draw();
+if (hasTabs) tabs.select(0);
+else showTab(0);
