@@ -58,6 +58,7 @@ html_theme_options = {
         "color-brand-content": "#1f5aa8",
         "color-brand-visited": "#1f5aa8",
         "color-code-background": "#f4f2ec",
+        "figure-second": "#a8550f",
     },
     "dark_css_variables": {
         "color-background-primary": "#14171c",
@@ -68,6 +69,7 @@ html_theme_options = {
         "color-brand-content": "#8db8f5",
         "color-brand-visited": "#8db8f5",
         "color-code-background": "#1b1f26",
+        "figure-second": "#f0a35e",
     },
 }
 copybutton_prompt_text = ">>> |... "

@@ -1,10 +1,10 @@
 """Attention written to be read, on NumPy alone, for the book and its exercises. Masks are boolean, True = attend.
 
 Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `family` has fifteen variants,
-`exercises` the tasks with a checker. Imports from `regard.core` and below; `exercises` also imports `regard.testing`.
+`exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below; `exercises` also imports `regard.testing`.
 """
 
-from regard.learn import examples, exercises, family
+from regard.learn import examples, exercises, family, figures
 from regard.learn.additive import AdditiveAttention, AdditiveCounts, CountedScores
 from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
 from regard.learn.batches import pad_batch
@@ -103,6 +103,7 @@ __all__ = [
     "exercises",
     "exponential_kernel",
     "family",
+    "figures",
     "fit_exponent",
     "gaussian_kernel",
     "gelu",
