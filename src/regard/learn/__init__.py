@@ -1,7 +1,8 @@
 """Attention written to be read, on NumPy alone, for the book and its exercises. Masks are boolean, True = attend.
 
 Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `family` has fifteen variants,
-`exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below; `exercises` also imports `regard.testing`.
+`exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below;
+`exercises` also imports `regard.testing`.
 """
 
 from regard.learn import examples, exercises, family, figures
