@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from regard import engines as engines
     from regard import explore as explore
     from regard import feature_maps as feature_maps
+    from regard import images as images
     from regard import interventions as interventions
     from regard import learn as learn
     from regard import lens as lens
@@ -101,6 +102,7 @@ __all__ = [
     "explore",
     "feature_maps",
     "first",
+    "images",
     "intervene",
     "interventions",
     "learn",
@@ -132,6 +134,7 @@ __all__ = [
 _LAZY_PACKAGES = (
     "explore",
     "feature_maps",
+    "images",
     "interventions",
     "learn",
     "lens",

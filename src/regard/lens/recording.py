@@ -26,11 +26,13 @@ from regard.lens.capture.captured_args import CapturedArgs, RowSettings
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.capture.record import Uncaptured
+from regard.lens.layer_images import find_layer_images
 from regard.lens.serialization import read_calls, write_calls
 from regard.lens.table import Table
 from regard.types import Array
 
 if TYPE_CHECKING:
+    from regard.images.patch_grid import PatchGrid
     from regard.pages.html import Page
 
 __all__ = ["Recording", "load_recording"]
@@ -321,6 +323,29 @@ class Recording(Mapping[str, AttentionMatrix]):
         with torch.no_grad():
             return compute_value_norms(self.calls(name)[0], self._projections, "recording.value_norms")
 
+    def grids(self, name: str, *, batch: int = 0) -> list[PatchGrid]:
+        """Return where the patches of each image are among the keys of a layer.
+
+        They were read from the configuration of the model and the inputs that it was passed; see
+        `regard.images.read_grids`, which lists the supported models.
+
+        Args:
+            name: Name of the module.
+            batch: The batch entry of the model.
+
+        Returns:
+            One grid for each image of the batch entry, in order.
+
+        Raises:
+            NotCapturedError: If no layer of this name was captured, or it is no part of a model that read an image.
+            ArgumentError: If the grid is unknown, or does not fit the number of keys.
+            IndexOutOfRangeError: If there is no such batch entry.
+        """
+        self.calls(name)  # raises if there are none
+        own = [entry for entry in self._layer_calls() if entry.module == name]
+        found = find_layer_images(own, self._module_hints.image_passes, batch, f"recording.grids({name!r})")
+        return [grid for layer_images in found for grid in layer_images.grids.values()]
+
     def find(
         self,
         query: Any,
@@ -528,7 +553,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         """
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
         calls = [entry.call for entry in self._layer_calls()]
-        write_calls(path, calls, causal, self._cache_faults, self._module_hints.image_runs)
+        hints = self._module_hints
+        write_calls(path, calls, causal, self._cache_faults, hints.image_runs, hints.image_passes)
 
 
 def _grow_without_cache(groups: list[JoinedCalls]) -> bool:
@@ -566,11 +592,12 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal, cache_faults, image_runs = read_calls(path)
+    calls, causal, cache_faults, image_runs, image_passes = read_calls(path)
     recording = Recording()
     recording._cache_faults = cache_faults
     recording._module_hints.causal = causal
     recording._module_hints.image_runs = image_runs
+    recording._module_hints.image_passes = image_passes
     for call in calls:
         query_offset = (
             call.query_offset

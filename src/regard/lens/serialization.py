@@ -15,6 +15,7 @@ from regard.errors import ArgumentError
 from regard.lens.capture.cache_joining import CacheFault
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.image_passes import ImagePass, ImagePasses
 from regard.lens.capture.module_hints import ImageRuns
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
@@ -162,6 +163,7 @@ def write_calls(
     causal: dict[str, bool],
     cache_faults: Mapping[str, Sequence[CacheFault]],
     image_runs: Sequence[ImageRuns] = (),
+    image_passes: Mapping[str, Sequence[ImagePass]] | None = None,
 ) -> None:
     """Write calls to a file.
 
@@ -171,6 +173,7 @@ def write_calls(
         causal: `is_causal` of the modules by name.
         cache_faults: Calls that do not extend their cache, by name.
         image_runs: The images of each forward pass.
+        image_passes: Patch grids of the models that read images, by name.
 
     Raises:
         ArgumentError: If a score modification or a measure's result cannot be written.
@@ -188,6 +191,10 @@ def write_calls(
             "causal": causal,
             "cache_faults": cache_faults,
             "image_runs": list(image_runs),
+            "image_passes": {
+                name: [image_pass.to_record() for image_pass in own]
+                for name, own in (image_passes or {}).items()
+            },
             "calls": records,
         },
         ensure_ascii=False,
@@ -256,15 +263,15 @@ class RecordingReader:
 
 def read_calls(
     path: str | Path,
-) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns]]:
+) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns], ImagePasses]:
     """Read the calls of a file that `write_calls` wrote.
 
     Args:
         path: The file to read.
 
     Returns:
-        The calls in order, `is_causal` of the modules by name, the faults of caches by name, and the images of each
-        forward pass.
+        The calls in order, `is_causal` of the modules by name, the faults of caches by name, the images of each forward
+        pass, and the patch grids of the models that read images by name.
 
     Raises:
         ArgumentError: If the file was not written by `write_calls`.
@@ -285,7 +292,11 @@ def read_calls(
         for name, faults in header.get("cache_faults", {}).items()
     }
     calls = [reader.decode_call(record) for record in header["calls"]]
-    return calls, header["causal"], cache_faults, header.get("image_runs", [])
+    image_passes = {
+        name: [ImagePass.from_record(record) for record in records]
+        for name, records in header.get("image_passes", {}).items()
+    }
+    return calls, header["causal"], cache_faults, header.get("image_runs", []), image_passes
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

@@ -1,7 +1,8 @@
-"""Draw attention with Matplotlib: `heatmap`, `row`, `heads`, `effects` and `cost` draw on one Axes and return it.
+"""Draw attention with Matplotlib: `heatmap`, `row`, `heads`, `effects`, `overlay` and `cost`.
 
-Pass the Axes as `ax=`. Without it each call makes a new figure. Figures are neither shown nor saved; call
-`ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything below them.
+Each draws on one Axes and returns it. Pass the Axes as `ax=`; without it each call makes a new figure. Figures are
+neither shown nor saved; call `ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything
+below them.
 
 >>> import regard
 >>> from regard.learn import cat
@@ -21,7 +22,8 @@ from regard._public import set_public_module
 from regard.plot.bars import row
 from regard.plot.growth import cost
 from regard.plot.maps import effects, heads, heatmap
+from regard.plot.overlays import overlay
 
-__all__ = ["cost", "effects", "heads", "heatmap", "row"]
+__all__ = ["cost", "effects", "heads", "heatmap", "overlay", "row"]
 
 set_public_module(globals())

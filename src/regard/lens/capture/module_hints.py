@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from regard.lens.capture.image_passes import ImagePasses, attach_image_hooks
 from regard.lens.capture.wrappers import find_obstacle
 
 Tensor = Any  # the types of torch are not followed
@@ -65,6 +66,7 @@ class ModuleHints:
     `settings` has the settings of attention modules by name.
     `image_runs` has the images of each forward pass that was passed token types. In models such as Gemma 3, the tokens
     of an image attend to each other.
+    `image_passes` has the patch grids of each forward pass of the models that read images, by name.
     """
 
     def __init__(self) -> None:
@@ -72,6 +74,7 @@ class ModuleHints:
         self.settings: dict[str, ModuleSettings] = {}
         self.lookups: list[PositionLookup] = []
         self.image_runs: list[ImageRuns] = []
+        self.image_passes: ImagePasses = {}
         self._last: Tensor = None
         self._last_types: Tensor = None
 
@@ -81,6 +84,7 @@ class ModuleHints:
         Yields:
             The handle of each hook, which removes it.
         """
+        yield from attach_image_hooks(model, self.image_passes)
         for name, module in model.named_modules():
             if isinstance(getattr(module, "is_causal", None), bool):
                 self.causal[name] = module.is_causal
