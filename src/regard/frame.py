@@ -161,15 +161,16 @@ def as_index(positions: IntArray) -> IntArray | slice:
     return slice(int(positions[0]), int(positions[-1]) + 1) if is_contiguous(positions) else positions
 
 
-def take_range(positions: Array, start: int, stop: int) -> Array:
-    """Return positions[start:stop] of 0, 1, 2, …; a tensor carries the slice, so that its device need not be asked.
+def take_range(positions: Array, start: int, stop: int, first: int = 0) -> Array:
+    """Return the positions start, …, stop − 1; a tensor carries the slice, so that its device need not be asked.
 
     Args:
-        positions: 0, 1, 2, …, an array of any library.
+        positions: first, first + 1, …, an array of any library.
         start: First position.
         stop: Position after the last.
+        first: The first entry of `positions`.
     """
-    taken = positions[start:stop]
+    taken = positions[start - first : stop - first]
     with suppress(AttributeError):  # NumPy arrays take no attributes, and need none
         taken.tile_slice = slice(start, stop)
     return taken

@@ -146,21 +146,59 @@ def run_block_loop(
     if measures and problem.engine.requires_grad(problem, *arrays):
         bands = list(sizes.split_rows(problem.shape[1]))
         return problem.engine.differentiate(problem, measures, bands), known
-    parts = []
     with problem.engine.suppress_warnings(), problem.engine.no_grad():
         compiled, stats = _run_compiled(problem, measures, known)
+        results = {i: measure.finish(state) for i, (measure, state) in compiled.items()}
         known = known or stats
         rest = [measure for i, measure in enumerate(measures) if i not in compiled]
         if known is not None and not rest:
-            return [compiled[i] for i in range(len(measures))], known
-        usable = known if known is not None and known.fits(compiled=False) else None
-        for pairs in sizes.split_pairs(problem.shape):
-            stats = None if usable is None else usable.select(as_index(pairs))
-            parts.append(_run_pairs(problem.select_pairs(pairs), rest, stats, sizes))
+            return [results[i] for i in range(len(measures))], known
+        parts = _run_groups(problem, rest, known, sizes)
+        finished = [[measure.finish(state) for measure, state in part.states] for part in parts]
     concat = problem.engine.xp.concat
-    in_loop = iter([_concat_results([part[0][i] for part in parts], concat) for i in range(len(rest))])
-    results = [compiled[i] if i in compiled else next(in_loop) for i in range(len(measures))]
-    return results, known or SoftmaxStats(*(concat([part[1][i] for part in parts]) for i in range(2)))
+    in_loop = iter([_concat_results([part[i] for part in finished], concat) for i in range(len(rest))])
+    all_results = [results[i] if i in results else next(in_loop) for i in range(len(measures))]
+    return all_results, known or _concat_stats(parts, concat)
+
+
+def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
+    """Compute the statistics of each row over the keys of a problem, which may be a block of a longer sequence.
+
+    Args:
+        problem: The matrix, or a block of its keys.
+        compiled: Whether a compiled pass computes them, if there is one.
+    """
+    with problem.engine.suppress_warnings(), problem.engine.no_grad():
+        stats = _run_compiled(problem, [], None)[1] if compiled else None
+        if stats is not None:
+            return stats
+        sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+        return _concat_stats(_run_groups(problem, [], None, sizes), problem.engine.xp.concat)
+
+
+def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats) -> list[Any]:
+    """Run measures over a block of keys and return their states, which `merge` combines with those of other blocks.
+
+    Args:
+        problem: A block of keys.
+        measures: Measures to run; they share the pass.
+        known: Statistics of all rows over the whole sequence: an lse, or of the kind of pass that all measures run in.
+
+    Returns:
+        The state of each measure: arrays that begin with the axis of pairs.
+    """
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+    with problem.engine.suppress_warnings(), problem.engine.no_grad():
+        compiled = _run_compiled(problem, measures, known)[0] if known.fits(compiled=True) else {}
+        rest = [measure for i, measure in enumerate(measures) if i not in compiled]
+        if rest and not known.fits(compiled=False):
+            raise ValueError("the block loop cannot use the statistics of a compiled pass")
+        parts = _run_groups(problem, rest, known, sizes) if rest else []
+        concat = problem.engine.xp.concat
+        in_loop = iter(
+            [_concat_results([part.states[i][1] for part in parts], concat) for i in range(len(rest))]
+        )
+        return [compiled[i][1] if i in compiled else next(in_loop) for i in range(len(measures))]
 
 
 def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> CompiledMeasures:
@@ -178,8 +216,8 @@ def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> Compiled
 
 def _run_compiled(
     problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
-) -> tuple[dict[int, Any], SoftmaxStats | None]:
-    """Compute what a compiled pass can: results by the number of the measure, and the statistics that it computed."""
+) -> tuple[dict[int, tuple[Any, Any]], SoftmaxStats | None]:
+    """Compute what a compiled pass can: bound measure and state by number, and the statistics that it computed."""
     accumulators = find_compiled(problem, measures)
     if not accumulators and (measures or not problem.engine.name_compiled_pass(problem)):
         return {}, None
@@ -194,8 +232,9 @@ def _run_compiled(
     if done is None:
         return {}, None
     accumulated, largest, total = done
-    results = finish_accumulated(problem, bound, accumulators, accumulated)
-    return results, usable or SoftmaxStats(largest, total, is_compiled=True)
+    states = restore_states(problem, bound, accumulators, accumulated)
+    compiled = {i: (bound[i], state) for i, state in states.items()}
+    return compiled, usable or SoftmaxStats(largest, total, is_compiled=True)
 
 
 def flatten_accumulators(found: CompiledMeasures) -> list[Accumulator]:
@@ -203,22 +242,45 @@ def flatten_accumulators(found: CompiledMeasures) -> list[Accumulator]:
     return [part for own in found.values() for part in (own if isinstance(own, tuple) else (own,))]
 
 
-def finish_accumulated(
+def restore_states(
     problem: Problem, bound: Mapping[int, Any], found: CompiledMeasures, accumulated: Iterable[Any]
 ) -> dict[int, Any]:
-    """Compute the results of bound measures, by number, from what a compiled pass accumulated."""
-    remaining, results = iter(accumulated), {}
+    """Convert what a compiled pass accumulated to the states of bound measures, by number."""
+    remaining, states = iter(accumulated), {}
     for i, measure in bound.items():
         own = found[i]
         parts = [next(remaining) for _ in (own if isinstance(own, tuple) else (own,))]
-        state = problem.engine.xp.stack(parts, axis=-1) if isinstance(own, tuple) else parts[0]
-        results[i] = measure.finish(measure.restore_state(state))
-    return results
+        accumulated_state = problem.engine.xp.stack(parts, axis=-1) if isinstance(own, tuple) else parts[0]
+        states[i] = measure.restore_state(accumulated_state)
+    return states
+
+
+class GroupPart(NamedTuple):
+    """What the loop computed for a group of pairs: each bound measure with its state, and the statistics."""
+
+    states: list[tuple[Any, Any]]
+    stats: SoftmaxStats
+
+
+def _run_groups(
+    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, sizes: TileSizes
+) -> list[GroupPart]:
+    """Run measures in the loop, over groups of pairs whose tiles fit into memory together."""
+    usable = known if known is not None and known.fits(compiled=False) else None
+    parts = []
+    for pairs in sizes.split_pairs(problem.shape):
+        stats = None if usable is None else usable.select(as_index(pairs))
+        parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats, sizes))
+    return parts
+
+
+def _concat_stats(parts: Sequence[GroupPart], concat: Any) -> SoftmaxStats:
+    return SoftmaxStats(*(concat([part.stats[i] for part in parts]) for i in range(2)))
 
 
 def _run_pairs(
     problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, sizes: TileSizes
-) -> tuple[list[Any], SoftmaxStats]:
+) -> GroupPart:
     """Run measures over pairs whose tiles fit into memory together."""
     engine, xp = problem.engine, problem.engine.xp
     bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
@@ -231,9 +293,10 @@ def _run_pairs(
     states = [measure.init(problem.shape, xp) for measure in bound]
     buffers: list[Array] = []  # reused for every tile: fresh memory costs as much as the work done in it
     mask_cache: dict[Any, Array] = {}
-    positions = xp.arange(max(problem.shape))
+    kv_range = problem.kv_range
+    row_numbers, key_numbers = xp.arange(problem.shape[1]), xp.arange(kv_range.start, kv_range.stop)
     if from_lse:
-        key = engine.take(problem.key, problem.key_index, np.arange(problem.shape[2]), problem.dtype)
+        key = engine.take(problem.key, problem.key_index, np.arange(len(kv_range)), problem.dtype)
     computed: list[SoftmaxStats] = []
     for band in sizes.split_rows(problem.shape[1]):
         blocks = problem.live_blocks(band, sizes.columns)
@@ -243,17 +306,17 @@ def _run_pairs(
             computed.append(stats)
         else:
             stats = known.select((slice(None), as_index(band)))
-        q_idx = take_range(positions, int(band[0]), int(band[-1]) + 1)
+        q_idx = take_range(row_numbers, int(band[0]), int(band[-1]) + 1)
         if from_lse:
             lse = make_finite(stats.max, xp)[..., None]
             query = engine.take(problem.query, problem.query_index, band, problem.dtype) * problem.scale
         for (columns, full), scores in zip(blocks if bound else (), cached_scores, strict=False):
-            kv_idx, logs = take_range(positions, int(columns[0]), int(columns[-1]) + 1), None
+            start, stop = int(columns[0]), int(columns[-1]) + 1
+            kv_idx, logs = take_range(key_numbers, start, stop, kv_range.start), None
             if from_lse:
                 allowed = None if full else problem.mask_tile(band, columns, mask_cache)
-                logs, weights = engine.compute_weights(
-                    query, key[:, columns[0] : columns[-1] + 1], lse, allowed, buffers
-                )
+                own_key = key[:, start - kv_range.start : stop - kv_range.start]
+                logs, weights = engine.compute_weights(query, own_key, lse, allowed, buffers)
             else:
                 scores = problem.scores(band, columns, full) if scores is None else scores
                 given = problem.take_given_weights(band, columns)
@@ -269,7 +332,11 @@ def _run_pairs(
     if known is None:
         computed = computed or [_run_first_pass(problem, np.arange(0), (), 0)[0]]
         known = SoftmaxStats(*(xp.concat([stats[i] for stats in computed], axis=1) for i in range(2)))
-    return [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)], known
+    compacted = [
+        measure.compact(state) if hasattr(measure, "compact") else state
+        for measure, state in zip(bound, states, strict=True)
+    ]
+    return GroupPart(list(zip(bound, map(resolve_sums, compacted), strict=True)), known)
 
 
 def _run_first_pass(
@@ -306,7 +373,9 @@ def compute_entries(problem: Problem, columns: IntArray, stats: SoftmaxStats | N
 
 
 def _concat_results(parts: list[Any], concat: Any) -> Any:
-    """Concatenate the results of groups of pairs; a result may be a tuple of arrays."""
+    """Concatenate the results or states of groups of pairs; one may be a tuple of arrays."""
     if isinstance(parts[0], tuple):
         return type(parts[0])(*(_concat_results(list(column), concat) for column in zip(*parts, strict=True)))
+    if isinstance(parts[0], list):
+        return []  # pending tiles, of which a compacted state has none
     return parts[0] if len(parts) == 1 else concat(parts)

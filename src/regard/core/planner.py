@@ -15,8 +15,8 @@ import numpy as np
 from regard.core.block_loop import (
     SoftmaxStats,
     find_compiled,
-    finish_accumulated,
     flatten_accumulators,
+    restore_states,
     run_block_loop,
 )
 from regard.core.problem import Problem
@@ -237,8 +237,9 @@ def execute_measured_product(
         if done is None:
             return None
         product, accumulated, largest, total = done
-        finished = finish_accumulated(problem, bound, accumulators, accumulated)
-        results = dict(zip(measures, finished.values(), strict=True))
+        states = restore_states(problem, bound, accumulators, accumulated)
+        finished = (bound[i].finish(state) for i, state in states.items())
+        results = dict(zip(measures, finished, strict=True))
     stats = SoftmaxStats(largest, total, is_compiled=True)
     return PlanResult({name: product, **results}, stats, None, f"{engine.name}: {kernel}")
 

@@ -71,7 +71,7 @@ class Problem:
     Attributes:
         engine: The array library.
         query: (own pairs, rows, head_dim).
-        key: (own pairs, kv_len, head_dim).
+        key: (own pairs, kv_len, head_dim), or a block of these keys.
         query_index: For each pair of the matrix, its pair in `query`: (pairs,).
         key_index: For each pair of the matrix, its pair in `key`: (pairs,).
         pair_ids: Number of each pair within the whole matrix: (pairs,).
@@ -82,6 +82,7 @@ class Problem:
         scale: Factor of the products of query and key.
         sink: Extra score of each head that takes part in the softmax and belongs to no key.
         dtype: Dtype of scores and weights, float32 or wider.
+        first_key: `kv_idx` of the first key in `key`, above 0 for a block of keys of a longer sequence.
     """
 
     engine: Engine
@@ -97,6 +98,7 @@ class Problem:
     scale: float
     sink: Array | None
     dtype: Any
+    first_key: int = 0
 
     # Whether weights are the softmax of the scores, so that exp(score − lse) gives any weight.
     is_softmax: ClassVar[bool] = True
@@ -105,6 +107,11 @@ class Problem:
     def shape(self) -> tuple[int, int, int]:
         """The shape of the scores, (pairs, rows, kv_len)."""
         return len(self.query_index), len(self.positions), self.frame.kv_len
+
+    @property
+    def kv_range(self) -> range:
+        """`kv_idx` of the keys in `key`: all of the sequence, or one block of it."""
+        return range(self.first_key, self.first_key + self.key.shape[-2])
 
     # Products: the engine's fused kernel, unless a subclass has another method.
 
@@ -188,7 +195,8 @@ class Problem:
         """
         engine, xp = self.engine, self.engine.xp
         query = engine.take(self.query, self.query_index, rows, self.dtype)
-        key = engine.take(self.key, self.key_index, columns, self.dtype)
+        own_columns = columns - self.first_key if self.first_key else columns
+        key = engine.take(self.key, self.key_index, own_columns, self.dtype)
         scores = engine.compute_scores(query, key, self.scale)
         if len(scores) != self.shape[0]:
             scores = xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
@@ -222,10 +230,11 @@ class Problem:
         Returns:
             For each block its columns, and whether the mask allows all of it.
         """
-        kv_lo = np.arange(0, self.frame.kv_len, width)
+        kv_range = self.kv_range
+        kv_lo = np.arange(kv_range.start, kv_range.stop, width)
         if not len(kv_lo) or not len(rows):
             return []
-        kv_hi = np.minimum(kv_lo + width, self.frame.kv_len)
+        kv_hi = np.minimum(kv_lo + width, kv_range.stop)
         may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
         if self.mask is not None:
             q_idx = self.positions[rows]

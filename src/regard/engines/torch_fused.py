@@ -44,6 +44,7 @@ class KernelCall(NamedTuple):
     kernel: Kernel
     bands: list[LoweredBand]
     first_row: int
+    first_key: int
     build_tile: TileBuilder
     scale: float
     names: set[str]  # of the kernels that ran
@@ -94,7 +95,7 @@ def run_fused_product(
         k = _to_heads(part.key, k_index[::group_size], width, common)
         v = _to_heads(value, v_index[::group_size], width, common)
         q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
-        bands = lowering.lower_mask(part.frame, mask, q_range, bool(part.score_mods))
+        bands = lowering.lower_mask(part.frame, mask, q_range, part.kv_range, bool(part.score_mods))
         sink = (
             None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.pair_ids))
         )
@@ -102,7 +103,8 @@ def run_fused_product(
         # other dtype, which 0 and −inf do not need.
         is_exact = kernel.dtypes is not None and not part.score_mods
         wide = replace(part, dtype=common if is_exact else torch.promote_types(part.dtype, common))
-        call = KernelCall(kernel, bands, q_range.start, lowering.make_tile_builder(wide), scale, names)
+        build_tile = lowering.make_tile_builder(wide)
+        call = KernelCall(kernel, bands, q_range.start, part.first_key, build_tile, scale, names)
         is_single_call = (
             len(bands) == 1 and len(bands[0].blocks) == 1 and not bands[0].blocks[0].has_tile and sink is None
         )
@@ -304,7 +306,7 @@ def _run_block(
     q: Tensor, k: Tensor, v: Tensor, rows: range, block: KernelBlock, call: KernelCall
 ) -> tuple[Tensor, Tensor]:
     """Compute output and lse of one block of columns."""
-    columns = slice(block.columns.start, block.columns.stop)
+    columns = slice(block.columns.start - call.first_key, block.columns.stop - call.first_key)
     tile = call.build_tile(rows, block.columns) if block.has_tile else None
     k, v = k[:, :, columns], v[:, :, columns]
     kernel = call.kernel if block.has_tile else call.kernel.select(q, k, v, block.is_causal, call.scale)
@@ -364,7 +366,7 @@ class _BlockwiseProduct(torch.autograd.Function):  # type: ignore[misc]
         for rows, blocks in call.bands:
             r = slice(rows.start - call.first_row, rows.stop - call.first_row)
             for block in blocks:
-                c = slice(block.columns.start, block.columns.stop)
+                c = slice(block.columns.start - call.first_key, block.columns.stop - call.first_key)
                 tile = call.build_tile(rows, block.columns) if block.has_tile else None
                 grads = call.kernel.backward(
                     grad[:, :, r].contiguous(), q[:, :, r], k[:, :, c], v[:, :, c],

@@ -41,13 +41,16 @@ class LoweredBand(NamedTuple):
     blocks: tuple[KernelBlock, ...]
 
 
-def lower_mask(frame: Frame, mask: Mask | None, q_range: range, has_bias: bool) -> list[LoweredBand]:
+def lower_mask(
+    frame: Frame, mask: Mask | None, q_range: range, kv_range: range, has_bias: bool
+) -> list[LoweredBand]:
     """Split the rows `q_range` of a matrix into bands, and each band into blocks that a kernel call takes.
 
     Args:
         frame: The (batch, head) pairs and the lengths.
         mask: Mask of the matrix.
         q_range: Positions of the rows.
+        kv_range: Positions of the keys: all, or a block of them.
         has_bias: Whether numbers are added to the scores, so that every block needs a tile.
 
     Returns:
@@ -55,13 +58,14 @@ def lower_mask(frame: Frame, mask: Mask | None, q_range: range, has_bias: bool) 
     """
     sizes = tile_sizes()
     if mask is None and not has_bias:
-        return [LoweredBand(q_range, (KernelBlock(range(frame.kv_len), False, False),))]
+        return [LoweredBand(q_range, (KernelBlock(kv_range, False, False),))]
     row_splits = np.arange(0, frame.q_len, sizes.mask_tile_rows)
-    column_splits = np.array([0])
+    column_splits = np.array([kv_range.start])
     if mask is not None:
         splits = mask.split_points(frame)
         row_splits = np.union1d(row_splits, splits.rows) if has_bias else splits.rows
-        column_splits = splits.columns
+        inside = (splits.columns > kv_range.start) & (splits.columns < kv_range.stop)
+        column_splits = np.append(column_splits, splits.columns[inside])
     bands: list[LoweredBand] = []
     starts = [q_range.start, *(int(row) for row in row_splits if q_range.start < row < q_range.stop)]
     diagonals = set() if mask is None else mask.diagonals(frame)
@@ -71,24 +75,27 @@ def lower_mask(frame: Frame, mask: Mask | None, q_range: range, has_bias: bool) 
             corner
             for diagonal in diagonals
             for corner in (start + diagonal, stop + diagonal)
-            if 0 < corner < frame.kv_len
+            if kv_range.start < corner < kv_range.stop
         ]
         columns = np.union1d(column_splits, np.array(corners, np.int64)) if corners else column_splits
-        band = _lower_band(frame, mask, range(start, stop), columns, has_bias, sizes)
+        band = _lower_band(frame, mask, range(start, stop), columns, kv_range.stop, has_bias, sizes)
         if len(band.rows) > sizes.mask_tile_rows and any(block.has_tile for block in band.blocks):
             steps = range(start, stop, sizes.mask_tile_rows)
             parts = [range(row, min(row + sizes.mask_tile_rows, stop)) for row in steps]
-            bands += [_lower_band(frame, mask, part, column_splits, has_bias, sizes) for part in parts]
+            bands += [
+                _lower_band(frame, mask, part, column_splits, kv_range.stop, has_bias, sizes)
+                for part in parts
+            ]
         else:
             bands.append(band)
     return bands
 
 
 def _lower_band(
-    frame: Frame, mask: Mask | None, rows: range, starts: IntArray, has_bias: bool, sizes: TileSizes
+    frame: Frame, mask: Mask | None, rows: range, starts: IntArray, end: int, has_bias: bool, sizes: TileSizes
 ) -> LoweredBand:
-    """Lower the blocks of one band; `starts` are the first columns of the blocks."""
-    stops = np.append(starts[1:], frame.kv_len)
+    """Lower the blocks of one band; `starts` are the first columns of the blocks, and `end` follows the last."""
+    stops = np.append(starts[1:], end)
     nonempty, full = np.ones(len(starts), bool), np.ones(len(starts), bool)
     if mask is not None:
         nonempty, full = mask.classify_blocks(frame, rows.start, rows.stop, starts, stops)

@@ -55,6 +55,7 @@ def build_segments(
     block_columns: int,
     *,
     pack: Literal["columns", "rows"] = "columns",
+    kv_range: range | None = None,
     xp: Namespace = np,
     to_numpy: Callable[[Array], Any] = np.asarray,
 ) -> PairSegments:
@@ -67,6 +68,7 @@ def build_segments(
         block_rows: Rows of a block, a multiple of 8.
         block_columns: Keys of a block, a multiple of 8.
         pack: Axis along which the bits of a tile are packed.
+        kv_range: The keys to describe; None for all.
         xp: Array API namespace to evaluate the mask with.
         to_numpy: Conversion of its arrays to NumPy.
 
@@ -80,7 +82,8 @@ def build_segments(
     >>> causal_segments.tiles[0, :, 0].tolist()
     [1, 3, 7, 15, 31, 63, 127, 255]
     """
-    builder = _SegmentBuilder(mask, q_idx, block_rows, block_columns, pack, xp, to_numpy)
+    keys = range(frame.kv_len) if kv_range is None else kv_range
+    builder = _SegmentBuilder(mask, q_idx, keys, block_rows, block_columns, pack, xp, to_numpy)
     pairs = len(frame.selected)
     distinct: list[MaskSegments] = []
     pair_index = np.zeros(pairs, np.int64)
@@ -103,16 +106,17 @@ class _SegmentBuilder:
     """Builds the segments of one mask and set of rows for several frames."""
 
     def __init__(
-        self, mask: Mask | None, q_idx: IntArray, block_rows: int, block_columns: int, pack: str, xp: Namespace,
-        to_numpy: Callable[[Array], Any],
+        self, mask: Mask | None, q_idx: IntArray, keys: range, block_rows: int, block_columns: int, pack: str,
+        xp: Namespace, to_numpy: Callable[[Array], Any],
     ) -> None:  # fmt: skip
         self._mask, self._q_idx, self._pack, self._xp, self._to_numpy = mask, q_idx, pack, xp, to_numpy
+        self._keys = keys
         self._rows, self._columns = block_rows, block_columns
 
     def build(self, frame: Frame) -> MaskSegments | None:
         """Build the segments of the pairs of a frame; return None if the mask differs between them."""
-        kv_lo = np.arange(0, frame.kv_len, self._columns)
-        kv_hi = np.minimum(kv_lo + self._columns, frame.kv_len)
+        kv_lo = np.arange(self._keys.start, self._keys.stop, self._columns)
+        kv_hi = np.minimum(kv_lo + self._columns, self._keys.stop)
         tiles = _TileStore()
         segments: list[IntArray] = []
         counts = [0]

@@ -135,6 +135,17 @@ class Measure:
         """
         raise TypeError(f"{type(self).__name__} must define step(state, weights, scores, q_idx, kv_idx, xp)")
 
+    def compact(self, state: Any) -> Any:
+        """Convert the state after the last tile to arrays, if `step` kept something else; the default returns it.
+
+        Args:
+            state: State after all tiles of a pass.
+
+        Returns:
+            An array or a tuple of arrays, which `merge` and `finish` take.
+        """
+        return state
+
     def merge(self, a: Any, b: Any) -> Any:
         """Merge the states of two sets of tiles, ranks or documents; associative up to rounding.
 

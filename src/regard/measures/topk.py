@@ -238,11 +238,13 @@ class TopK(Measure):
         for array, new in zip(kept, merged, strict=True):
             array[where] = new
 
+    def compact(self, state: TopKState) -> TopKState:
+        if state.pending:
+            self._search(state, find_engine("compact", values=state.top.values).xp)
+        return TopKState(state.top, [], [])
+
     def merge(self, a: TopKState, b: TopKState) -> TopKState:
-        for state in (a, b):
-            if state.pending:
-                self._search(state, find_engine("merge", values=state.top.values).xp)
-        return TopKState(self._merge_results(a.top, b.top), [], [])
+        return TopKState(self._merge_results(self.compact(a).top, self.compact(b).top), [], [])
 
     def _merge_results(self, a: TopKResult, b: TopKResult) -> TopKResult:
         xp = find_engine("merge", values=a.values).xp
@@ -262,9 +264,7 @@ class TopK(Measure):
             state: State after all tiles.
         """
         xp = find_engine("finish", values=state.top.values).xp
-        if state.pending:
-            self._search(state, xp)
-        top = state.top
+        top = self.compact(state).top
         rows = xp.any(top.values == 0, axis=-1)
         if not xp.any(rows):
             return top

@@ -81,7 +81,7 @@ def accumulate(
     Args:
         problem: Matrix in canonical form, without score modifications.
         query: Its query as a NumPy array of float32 or float64: (own pairs, rows, head_dim).
-        key: Its key, of the same dtype: (own pairs, kv_len, head_dim).
+        key: Its key, of the same dtype: (own pairs, kv_len or the keys of a block, head_dim).
         accumulators: What to accumulate.
         known_max: Largest score of each row, or the lse if `known_sum` is None: (pairs, rows). None if unknown.
         known_sum: Σ exp(score − max) of each row: (pairs, rows).
@@ -94,8 +94,8 @@ def accumulate(
     library, name = load_library(), find_instruction_set()
     assert name is not None, "describe_pass says that there is none"
     segments = build_segments(
-        problem.mask, problem.frame, problem.positions, BLOCK_ROWS, BLOCK_KEYS, pack="rows", xp=problem.engine.xp,
-        to_numpy=problem.engine.to_numpy,
+        problem.mask, problem.frame, problem.positions, BLOCK_ROWS, BLOCK_KEYS, pack="rows", kv_range=problem.kv_range,
+        xp=problem.engine.xp, to_numpy=problem.engine.to_numpy,
     )  # fmt: skip
     matrix_pass = _MatrixPass(problem, query, key, accumulators, segments, known_max, known_sum)
     jobs = matrix_pass.make_jobs()
@@ -140,7 +140,7 @@ class _MatrixPass:
             if isinstance(accumulator, RowSum | BandSum | RowMaxScore)
         }
         # Sums over rows: jobs of the same pair add to parts of their own.
-        self.columns = np.zeros((pairs, kv_len)) if ColumnSum() in wanted else None
+        self.columns = np.zeros((pairs, len(problem.kv_range))) if ColumnSum() in wanted else None
         self.diagonals = np.zeros((pairs, rows + kv_len - 1)) if DiagonalSum() in wanted else None
         grids = [item for item in dict.fromkeys(accumulators) if isinstance(item, CellReduction)]
         self.grids = {grid: np.zeros((pairs, *grid.cells)) for grid in grids}
@@ -163,9 +163,11 @@ class _MatrixPass:
         problem, (_, rows, kv_len) = self.problem, self.shape
         query, key = self.query[problem.query_index[pair]], self.key[problem.key_index[pair]]
         segments = self.segments.distinct[self.segments.pair_index[pair]]
-        itemsize = query.itemsize
+        itemsize, first_key = query.itemsize, problem.first_key
+        # The library counts keys from the start of the sequence, and reads those of the segments only.
+        key_start = key.ctypes.data - first_key * key.strides[0]
         job = Job(
-            query=query.ctypes.data, key=key.ctypes.data, query_stride=query.strides[0] // itemsize,
+            query=query.ctypes.data, key=key_start, query_stride=query.strides[0] // itemsize,
             key_stride=key.strides[0] // itemsize, rows=rows, kv_len=kv_len, dim=query.shape[1],
             scale=problem.scale, positions=self.positions.ctypes.data, offsets=segments.offsets.ctypes.data,
             segments=segments.segments.ctypes.data, tiles=segments.tiles.ctypes.data, first_block=first_block,
@@ -180,9 +182,8 @@ class _MatrixPass:
             None if array is None else array[pair] if whole else np.zeros(array.shape[1])
             for array in (self.columns, self.diagonals)
         )
-        job.columns, job.diagonals = (
-            None if array is None else array.ctypes.data for array in (columns, diagonals)
-        )
+        job.columns = None if columns is None else columns.ctypes.data - first_key * columns.itemsize
+        job.diagonals = None if diagonals is None else diagonals.ctypes.data
         made = _PairJob(job, pair, columns, diagonals, [], [query, key])
         self._set_row_outputs(made)
         grids = []
