@@ -1,15 +1,16 @@
-"""A problem with a block of the keys of a longer sequence: products, statistics and states merge to the whole matrix."""
+"""A problem with a block of the keys of a longer sequence: products, statistics and states merge to the whole."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 import regard
 from regard import alibi, causal, first, sliding_window
-from regard.core.block_loop import accumulate_states, compute_stats
+from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats
 from regard.engines import native
 from regard.measures import Distance, Entropy, Mass, Position, Received, TopK
 from regard.tiling import use_tile_sizes
@@ -24,15 +25,16 @@ MASKS = [None, causal("lower_right"), sliding_window(9, align="lower_right") | f
 def split_keys(problem):
     """The problem as blocks of its keys."""
     return [
-        replace(problem, key=problem.key[:, start:stop], first_key=start)
-        for start, stop in zip(EDGES, EDGES[1:], strict=False)
+        replace(problem, key=problem.key[:, start:stop], first_key=start) for start, stop in pairwise(EDGES)
     ]
 
 
 @pytest.fixture
 def arrays():
     rng = np.random.default_rng(0)
-    return [torch.tensor(rng.normal(size=shape)) for shape in ((2, 4, 31, 8), (2, 2, KEYS, 8), (2, 2, KEYS, 5))]
+    return [
+        torch.tensor(rng.normal(size=shape)) for shape in ((2, 4, 31, 8), (2, 2, KEYS, 8), (2, 2, KEYS, 5))
+    ]
 
 
 @pytest.mark.parametrize("score_mod", [None, alibi(align="lower_right")], ids=["plain", "alibi"])
@@ -65,7 +67,7 @@ def test_states_of_blocks_merge_to_the_results(mask, compiled, arrays) -> None:
         stats = [compute_stats(block, compiled=compiled) for block in blocks]
         largest = torch.stack([part.max for part in stats]).amax(0)
         total = sum(part.sum * torch.exp(part.max - largest.clamp(min=-1e30)) for part in stats)
-        known = regard.core.block_loop.SoftmaxStats(largest, total, is_compiled=compiled)
+        known = SoftmaxStats(largest, total, is_compiled=compiled)
         states = [accumulate_states(block, measures, known) for block in blocks]
     for i, (name, whole) in enumerate(expected._asdict().items()):
         bound = measures[i].bind(problem)
