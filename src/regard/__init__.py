@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from regard.core.explanation import Explanation
     from regard.interventions.intervene import intervene
     from regard.lens.compare import compare
-    from regard.lens.recording import load_recording
+    from regard.lens.saved_recording import load_recording
     from regard.lens.watch import watch
 
     __version__: str
@@ -149,7 +149,7 @@ _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",
     "compare": "regard.lens.compare",
     "intervene": "regard.interventions.intervene",
-    "load_recording": "regard.lens.recording",
+    "load_recording": "regard.lens.saved_recording",
     "watch": "regard.lens.watch",
 }
 

@@ -70,7 +70,7 @@ def build_clip() -> Any:
     return hf.CLIPModel(hf.CLIPConfig(text_config=_TEXT, vision_config=_VISION, projection_dim=8)).eval()
 
 
-def build_whisper() -> Any:
+def build_whisper(**options: Any) -> Any:
     """Build a small Whisper: an encoder of audio, and a decoder of text."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2}
@@ -78,5 +78,71 @@ def build_whisper() -> Any:
     sizes |= {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
     lengths = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 64}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
-    config = hf.WhisperConfig(vocab_size=300, **sizes, **lengths, **ids)
+    config = hf.WhisperConfig(**{"vocab_size": 300} | sizes | lengths | ids | options)
     return hf.WhisperForConditionalGeneration(config).eval()
+
+
+WHISPER_WORDS = (
+    " the",
+    " cat",
+    " sat",
+    " on",
+    " mat",
+    " bec",
+    "ause",
+    " it",
+    " was",
+    " tired",
+    " don",
+    "'t",
+    " été",
+)
+WHISPER_MARKS = (
+    "endoftext",
+    "startoftranscript",
+    "en",
+    "zh",
+    "fr",
+    "transcribe",
+    "translate",
+    "notimestamps",
+)
+
+
+def build_whisper_tokenizer() -> Any:
+    """Build a tokenizer of Whisper: bytes and a few words, then its special tokens, then timestamps up to 1 second."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary, merges = {letter: i for i, letter in enumerate(alphabet)}, []
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for word in WHISPER_WORDS:
+        letters = split.pre_tokenize_str(word)[0][0]
+        for i in range(1, len(letters)):
+            if letters[: i + 1] not in vocabulary:
+                vocabulary[letters[: i + 1]] = len(vocabulary)
+                merges.append((letters[:i], letters[i]))
+    tokenizer = hf.WhisperTokenizer(
+        vocab=vocabulary | {"<|endoftext|>": len(vocabulary)},
+        merges=merges,
+        extra_special_tokens=[f"<|{mark}|>" for mark in WHISPER_MARKS[1:]],
+    )
+    tokenizer.add_tokens([f"<|{i * 0.02:.2f}|>" for i in range(51)])
+    return tokenizer
+
+
+def build_speaking_whisper(**options: Any) -> tuple[Any, Any]:
+    """Build a small Whisper of one second of audio, 50 frames, and its tokenizer; all cross-attention aligns."""
+    tokenizer = build_whisper_tokenizer()
+    mark_id = {mark: tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for mark in WHISPER_MARKS}
+    end = mark_id["endoftext"]
+    ids = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
+    ids |= {"decoder_start_token_id": mark_id["startoftranscript"], "vocab_size": len(tokenizer)}
+    model = build_whisper(**{"max_source_positions": 50, "init_std": 0.3} | ids | options)
+    settings = model.generation_config
+    settings.alignment_heads = [[0, 1], [1, 0], [1, 1]]
+    settings.no_timestamps_token_id = mark_id["notimestamps"]
+    settings.is_multilingual = True
+    settings.lang_to_id = {f"<|{code}|>": mark_id[code] for code in ("en", "zh", "fr")}
+    settings.task_to_id = {task: mark_id[task] for task in ("transcribe", "translate")}
+    settings.suppress_tokens = settings.begin_suppress_tokens = None
+    settings.max_length = model.config.max_target_positions
+    return model, tokenizer

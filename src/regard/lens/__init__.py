@@ -27,6 +27,7 @@ except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
+from regard.lens.alignment import Alignment
 from regard.lens.analysis.finding import Finding, Findings
 from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
@@ -35,6 +36,6 @@ from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import Watch
 
-__all__ = ["Call", "Comparison", "Finding", "Findings", "Recording", "Table", "Watch", "doctor"]
+__all__ = ["Alignment", "Call", "Comparison", "Finding", "Findings", "Recording", "Table", "Watch", "doctor"]
 
 set_public_module(globals())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from regard.core.matrix import AttentionMatrix
-from regard.errors import ArgumentError, NotCapturedError, format_named_shape
+from regard.lens.alignment import Alignment, compute_alignment
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.contribution import compute_value_norms
 from regard.lens.analysis.diagnose import list_layers, run_checks
@@ -27,7 +26,13 @@ from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.capture.record import Uncaptured
 from regard.lens.layer_images import find_layer_images
-from regard.lens.serialization import read_calls, write_calls
+from regard.lens.recording_errors import (
+    build_join_error,
+    build_not_captured_error,
+    build_speculative_error,
+    format_shapes,
+)
+from regard.lens.serialization import write_calls
 from regard.lens.table import Table
 from regard.types import Array
 
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     from regard.images.patch_grid import PatchGrid
     from regard.pages.html import Page
 
-__all__ = ["Recording", "load_recording"]
+__all__ = ["Recording"]
 
 # A call that extends no cache is compared with this many of the latest ones to find out why.
 MAX_FAULTY_CACHES = 8
@@ -127,37 +132,10 @@ class Recording(Mapping[str, AttentionMatrix]):
         if not groups:
             self._raise_not_captured(name)
         if len(groups) > 1:
-            reason = "keys do not extend one another's"
-            if any(joined.last.measures is None and joined.last.compact_mask.nbytes for joined in groups):
-                reason = "masks are stored as arrays, which are not joined"
-            faults = self._cache_faults.get(name, ())
-            if faults:
-                reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
-            hint = (
-                f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search reorders its "
-                "cache, some caches change old keys, broken ones lose some: see recording.diagnose()), run the model "
-                "once on the generated sequence and watch that run."
-            )
-            if _grow_without_cache(groups):
-                hint = (
-                    "Each call reads the whole sequence again (use_cache=False), so the last one has every token: "
-                    f"recording.calls({name!r})[-1].matrix."
-                )
-            raise ArgumentError(
-                f"recording[{name!r}]",
-                received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
-                expected="one call, or the steps of one cache",
-                hint=hint,
-            )
+            raise build_join_error(name, groups, self._cache_faults.get(name, ()))
         joined = groups[0]
         if joined.speculative_mode:
-            raise ArgumentError(
-                f"recording[{name!r}]",
-                received=f"{len(joined.steps)} calls of {joined.speculative_mode}, which discards proposed tokens",
-                expected="calls whose rows are the generated tokens",
-                hint="Run the model once on the generated sequence and watch that run; "
-                f"recording.calls({name!r}) contains the rows as they were proposed.",
-            )
+            raise build_speculative_error(name, joined)
         return joined.call.matrix
 
     def calls(self, name: str) -> tuple[Call, ...]:
@@ -177,23 +155,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return tuple(joined.call for joined in self._joined_calls[name])
 
     def _raise_not_captured(self, name: object) -> NoReturn:
-        if isinstance(name, str) and name in self._uncaptured:
-            failure = self._uncaptured[name]
-            raise NotCapturedError(
-                f"recording[{name!r}]",
-                received=f"a layer that was not captured: {failure.reason}",
-                expected="a layer that the lens can capture",
-                hint=failure.hint,
-            )
-        near = difflib.get_close_matches(str(name), self._joined_calls, n=1, cutoff=0.0)
-        raise NotCapturedError(
-            f"recording[{name!r}]",
-            received="a name that no attention layer has" if self._joined_calls else "an empty recording",
-            expected=f"one of {len(self)}, such as {near[0]!r}" if near else "a layer that ran",
-            hint="list(recording) lists all names."
-            if self._joined_calls
-            else "Run the model inside the with block.",
-        )
+        raise build_not_captured_error(name, self._joined_calls, self._uncaptured)
 
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._joined_calls))
@@ -221,7 +183,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return sum(sizes.values())
 
     def __repr__(self) -> str:
-        layers = (f"  {name}: {_format_shapes(groups)}" for name, groups in self._joined_calls.items())
+        layers = (f"  {name}: {format_shapes(groups)}" for name, groups in self._joined_calls.items())
         return "\n".join([self._summary(), *layers])
 
     def _summary(self) -> str:
@@ -238,7 +200,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             [
                 str(number),
                 name,
-                _format_shapes(groups),
+                format_shapes(groups),
                 groups[-1].last.kernel,
                 f"{sum(joined.nbytes for joined in groups):,}",
             ]
@@ -428,6 +390,61 @@ class Recording(Mapping[str, AttentionMatrix]):
         with torch.no_grad():
             return compute_rollout(self._layer_calls(), token, tokens, batch, layers)
 
+    def align(
+        self,
+        tokens: Any,
+        *,
+        heads: Sequence[tuple[int | str, int]],
+        prompt: int | None = None,
+        frames: int | None = None,
+        seconds_per_frame: float = 0.02,
+        start: float = 0.0,
+        filter_width: int = 7,
+        batch: int = 0,
+        call: int | None = None,
+    ) -> Alignment:
+        """Find when each token of a transcript was spoken, in a recording of a speech model such as Whisper.
+
+        The weights of the given heads of cross-attention are standardised over the tokens, filtered along the frames,
+        averaged, and warped: each token gets the frames on the path with the largest sum that never goes back. The
+        times are those of transformers' `return_token_timestamps`, which needs eager attention. One head's weights are
+        computed at a time.
+
+        Args:
+            tokens: Ids of the generated tokens without the prompt, as Whisper's `generate()` returns them, (n,) or
+                (batch, n). Padding at the end can be cut off.
+            heads: Pairs of decoder layer and head. Whisper's are `model.generation_config.alignment_heads`. A layer is
+                the number in the name of its module, or the name.
+            prompt: Number of decoder tokens before the transcript. Default: those of the first call of `generate()`.
+            frames: Number of keys that are audio; the others are padding. Default: all.
+            seconds_per_frame: Seconds of audio for each key; Whisper's are 0.02.
+            start: Time of the first frame, for a later window of a long recording.
+            filter_width: Width of the median filter, odd; `model.config.median_filter_width`.
+            batch: The batch entry.
+            call: Which call of the decoder, if there are several. Default: the one that fits the tokens.
+
+        Returns:
+            The alignment: `alignment.words(tokenizer)` is a table, `alignment.times` an array.
+
+        Raises:
+            ArgumentError: If there is no such layer, or the numbers of tokens or frames do not fit.
+            ArgumentTypeError: If `heads` are not pairs.
+            IndexOutOfRangeError: If there is no such head or batch entry.
+        """
+        with torch.no_grad():
+            return compute_alignment(
+                self._layer_calls(),
+                tokens,
+                heads,
+                prompt=prompt,
+                frames=frames,
+                seconds_per_frame=seconds_per_frame,
+                start=start,
+                filter_width=filter_width,
+                batch=batch,
+                call=call,
+            )
+
     def diagnose(
         self, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
     ) -> Findings:
@@ -555,53 +572,3 @@ class Recording(Mapping[str, AttentionMatrix]):
         calls = [entry.call for entry in self._layer_calls()]
         hints = self._module_hints
         write_calls(path, calls, causal, self._cache_faults, hints.image_runs, hints.image_passes)
-
-
-def _grow_without_cache(groups: list[JoinedCalls]) -> bool:
-    """Return whether each call has one query and one key more than the last: `generate(use_cache=False)`."""
-    lengths = [joined.shape[-2:] for joined in groups]
-    first = lengths[0][0]
-    return lengths == [(first + i, first + i) for i in range(len(lengths))]
-
-
-def _format_shapes(groups: list[JoinedCalls]) -> str:
-    shown = [format_named_shape(joined.shape, "q_len", "kv_len") for joined in groups[:3]]
-    return ", ".join(shown) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
-
-
-def load_recording(path: str | Path) -> Recording:
-    """Read a recording that `Recording.save` wrote.
-
-    Args:
-        path: A safetensors file written by `recording.save(path)`.
-
-    Returns:
-        The recording: `recording[name]`, `recording.heads()` and the rest work as before it was saved.
-
-    Raises:
-        ArgumentError: If the file is not a saved recording.
-
-    >>> import regard, tempfile, torch
-    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-    >>> with regard.watch(layer) as recording:
-    ...     _ = layer(torch.ones(1, 3, 8))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     recording.save(f"{folder}/recording.safetensors")
-    ...     again = regard.load_recording(f"{folder}/recording.safetensors")
-    >>> again
-    Recording(1 layer, 216 bytes held)
-      self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
-    """
-    calls, causal, cache_faults, image_runs, image_passes = read_calls(path)
-    recording = Recording()
-    recording._cache_faults = cache_faults
-    recording._module_hints.causal = causal
-    recording._module_hints.image_runs = image_runs
-    recording._module_hints.image_passes = image_passes
-    for call in calls:
-        query_offset = (
-            call.query_offset
-        )  # JoinedCalls derives it for a single call, which is wrong for joined ones
-        recording._joined_calls.setdefault(call.name, []).append(JoinedCalls(call))
-        call.query_offset = query_offset
-    return recording
