@@ -132,7 +132,7 @@ def test_a_notebook_shows_the_page_in_a_sandbox(browser):
     tab.set_content(f"<!DOCTYPE html><title>notebook</title>{explore.pipeline()._repr_html_()}")
     frame = tab.frame_locator("iframe")
     frame.get_by_role("button", name="Next").click()
-    assert frame.locator("h2").text_content() == "2. Scale"
+    assert frame.locator("#formula").text_content().endswith(" = 2")
     assert tab.locator("iframe").get_attribute("sandbox") == "allow-scripts"
     assert said == []
     context.close()
@@ -239,11 +239,6 @@ def test_softmax_and_numbers_in_the_browser(browser):
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
 def test_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    tab = show(explore.pipeline(mask=regard.first(3)), **options)
-    for _ in range(2):
-        assert faults(tab) == []
-        tab.keyboard.press("ArrowRight")
-        tab.keyboard.press("ArrowRight")
     tab = show(explore.heatmap(), **options)
     tab.get_by_text("Show as a table").click()
     assert faults(tab) == []

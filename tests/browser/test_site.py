@@ -236,8 +236,9 @@ def test_an_explorer_in_a_chapter_works(site, browser):
     frame = tab.frame_locator("iframe").first
     frame.get_by_role("radio", name="sat").check()
     frame.get_by_role("button", name="Aggregate").click()
+    frame.get_by_text("Every number").click()
     output = regard.attention(cat.Q, cat.K)[2] @ cat.V
-    assert frame.locator("#formula").text_content() == f"output = {format_vector(output)}"
+    assert frame.locator("#row-formula").text_content() == f"output = {format_vector(output)}"
     context.close()
 
 

@@ -1,4 +1,4 @@
-"""Explorer of the four steps of one query."""
+"""Explorer of attention as matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.masks import Mask, causal
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
-MAX_NUMBERS = 12_000  # keeps the page below 300 kB
+MAX_NUMBERS = 10_000  # keeps the page below 300 kB
 
 
 def pipeline(
@@ -24,10 +24,11 @@ def pipeline(
     tokens: Sequence[str] | None = None,
     mask: Mask | None = None,
 ) -> Page:
-    """Build a page that steps through compare, scale, normalise and aggregate, with every number.
+    """Build a page with Q, Kᵀ, scores, weights, V and output on one screen, where every number can be changed.
 
-    The reader picks the query, steps with buttons or arrow keys, and can switch off the scaling or switch on a causal
-    mask. Without a value the page ends at the weights.
+    The page plays the computation one product at a time, or shows the product of the cell that the reader clicks. The
+    reader changes numbers in the cells, switches off the scaling and switches on a causal mask. If the tokens are both
+    queries and keys, the reader can also type a sentence. Without a value the page ends at the weights.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
@@ -44,7 +45,7 @@ def pipeline(
 
     >>> from regard.explore import pipeline
     >>> pipeline()
-    <page "How one query attends", ... kB: save(path) writes it>
+    <page "Attention as matrices", ... kB: save(path) writes it>
     >>> pipeline([[1, 0]], [[1, 0], [1, 1]], tokens=["north", "south"]).html.count("north")
     1
     """
@@ -54,7 +55,7 @@ def pipeline(
     value_dim = 0 if inputs.value is None else np.shape(inputs.value)[1]
     check_size(
         "explore.pipeline",
-        q_len * (kv_len * (6 + value_dim) + head_dim + value_dim) + kv_len * (head_dim + value_dim),
+        q_len * (kv_len * 6 + head_dim + value_dim) + kv_len * (head_dim + value_dim),
         MAX_NUMBERS,
         "numbers to show",
         "Take a few queries and keys: query[:8], key[:8], value[:8].",
@@ -62,7 +63,7 @@ def pipeline(
     rows = inputs.explain_rows()
     first = rows[0]
     return build_page(
-        "How one query attends",
+        "Attention as matrices",
         "pipeline",
         {
             "tokens": inputs.key_names,
@@ -72,7 +73,8 @@ def pipeline(
             "masks": [escape_unprintable(mask) for mask in first.masks],
             "key": first.key,
             "value": first.value,
-            "causal": _causal_rows(rows) if q_len == kv_len else None,
+            "causal": q_len == kv_len and _hides_more(rows),
+            "words": inputs.has_tokens and q_len == kv_len and mask is None,
             "rows": [_row_payload(row) for row in rows],
         },
     )
@@ -81,12 +83,10 @@ def pipeline(
 def _row_payload(row: Explanation) -> dict[str, Any]:
     """Return the numbers of one query, as the library computed them."""
     names = ("query", "raw_scores", "scaled_scores", "scores", "shift", "exponentials", "total", "weights")
-    return {name: getattr(row, name) for name in (*names, "contributions", "output")}
+    return {name: getattr(row, name) for name in (*names, "output")}
 
 
-def _causal_rows(rows: Sequence[Explanation]) -> list[list[bool]] | None:
-    """Return the keys that a causal mask allows for each query, or None if it would mask nothing more."""
-    allowed = causal().to_dense(len(rows), len(rows))
+def _hides_more(rows: Sequence[Explanation]) -> bool:
+    """Return whether a causal mask would hide keys that the mask of the matrix does not."""
     visible = np.array([row.scores for row in rows]) != -np.inf
-    causal_rows: list[list[bool]] = allowed.tolist()
-    return causal_rows if (visible & ~allowed).any() else None
+    return bool((visible & ~causal().to_dense(len(rows), len(rows))).any())

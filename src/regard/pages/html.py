@@ -32,7 +32,7 @@ class Page:
 
     >>> import regard
     >>> regard.explore.pipeline()
-    <page "How one query attends", ... kB: save(path) writes it>
+    <page "Attention as matrices", ... kB: save(path) writes it>
 
     Attributes:
         title: Title of the page.

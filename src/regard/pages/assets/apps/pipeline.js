@@ -1,163 +1,337 @@
-// The four steps of one query. The numbers come from the library; the page computes them only after a switch is changed.
-import { checkbox, radioGroup, weightBar } from "../components/controls.js";
-import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
-import { formatNumber, formatVector, parseNumbers, sumOfProducts } from "../components/format.js";
-import { softmax } from "../matrix/softmax.js";
+// Attention as matrices: every number of every query, one product at a time. The first numbers come from the library;
+// after a change the page computes them.
+import { checkbox, radioGroup, slider } from "../components/controls.js";
+import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
+import { formatNumber, parseNumbers } from "../components/format.js";
+import { createMatrixScreen, dependsOn, productKind } from "../components/matrixScreen.js";
+import { STEP_NAMES, describeChange, describeProduct } from "../components/productText.js";
+import { stepTable } from "../components/stepTable.js";
+import { splitWords, wordVector } from "../components/wordVectors.js";
+import { attentionRow, weightValues } from "../matrix/attentionSteps.js";
 
-const STEPS = ["Compare", "Scale", "Normalise", "Aggregate"];
+const MAX_WORDS = 8;
+const SPEEDS = [0.5, 1, 2, 4, 8]; // products per second
+const DIAL = Array.from({ length: 81 }, (_, i) => (i - 40) / 10);
 
 const data = readRecord();
-const keys = parseNumbers(data.key);
-const values = parseNumbers(data.value);
-const rows = data.rows.map((row) => Object.fromEntries(Object.entries(row).map(([name, x]) => [name, parseNumbers(x)])));
-const steps = values === null ? STEPS.slice(0, 3) : STEPS;
-const state = { query: 0, step: 0, scaled: true, causal: false };
+const libraryRows = data.rows.map((record) => {
+  const row = Object.fromEntries(Object.entries(record).map(([name, x]) => [name, parseNumbers(x)]));
+  return { ...row, contributions: weightValues(row, parseNumbers(data.value)) };
+});
+const initial = {
+  tokens: data.tokens, queries: data.queries,
+  Q: libraryRows.map((row) => row.query), K: parseNumbers(data.key), V: parseNumbers(data.value),
+};
+const stepNames = initial.V === null ? STEP_NAMES.slice(0, 3) : STEP_NAMES;
+let problem = initial; // replaced by a changed copy, never changed itself
+let rows = libraryRows; // the numbers of every query with the current switches
+let screen = null;
+let timer = null;
+// `column` is that of the product, null for a whole row. `selected` is the input that is being changed. With `hidden`,
+// cells that come later in the walk are not shown.
+const state = { row: 0, step: 0, column: 0, selected: null, hidden: false, scaled: true, causal: false, speed: 2 };
 
-// The numbers of the selected query with the current switches.
-function currentRow() {
-  const row = rows[state.query];
-  if (state.scaled && !state.causal) return row;
-  const masked = row.scores.map((s, j) => s === -Infinity || (state.causal && !data.causal[state.query][j]));
-  const unmasked = state.scaled ? row.scaled_scores : row.raw_scores;
-  const scores = unmasked.map((s, j) => (masked[j] ? -Infinity : s));
-  const result = { ...row, scores, ...softmax(scores) };
-  if (values !== null) {
-    result.contributions = values.map((v, j) => v.map((x) => (masked[j] ? 0 : result.weights[j] * x)));
-    result.output = values[0].map((_, i) => result.contributions.reduce((sum, c) => sum + c[i], 0));
-  }
-  return result;
+// -- The numbers --
+
+const scale = () => (state.scaled ? data.scale : 1);
+const isInitialMask = () => problem.tokens.length === data.tokens.length && problem.queries.length === data.queries.length;
+
+function isMasked(i, j) {
+  const byMask = isInitialMask() && libraryRows[i].scores[j] === -Infinity;
+  return byMask || (state.causal && j > i);
 }
 
-const cell = (text, kind = "") => el("td", { class: kind }, text);
-const maskedCell = () => el("td", { class: "masked-key" }, "masked");
-
-// The content of a step: a description, a formula, column headers, the cells of one key, and a footer.
-function stepContent(step, row) {
-  const isLive = (j) => row.scores[j] !== -Infinity;
-  const anyLive = row.scores.some((_, j) => isLive(j));
-  const factor = formatNumber(data.scale);
-  const masks = state.causal ? [...data.masks, "causal()"] : data.masks;
-  if (step === 0) {
-    return {
-      description: "Multiply query and key entry by entry and add up. The larger the sum, the better the match.",
-      formula: `query = ${formatVector(row.query)}`,
-      headers: ["key", "query · key", "sum"],
-      cells: (j) => [
-        cell(formatVector(keys[j])),
-        cell(sumOfProducts(row.query, keys[j])),
-        cell(formatNumber(row.raw_scores[j]), "result"),
-      ],
-    };
-  }
-  if (step === 1) {
-    return {
-      description: state.scaled
-        ? "Multiply every sum by one factor, so that scores do not grow with the number of entries."
-        : "Scaling is off: the sums are the scores, and grow with the number of entries.",
-      formula: [state.scaled ? `score = sum × ${factor}` : "score = sum", ...masks].join(", then "),
-      headers: ["sum", "factor", "score"],
-      cells: (j) => [
-        cell(formatNumber(row.raw_scores[j])),
-        cell(state.scaled ? `× ${factor}` : "× 1"),
-        isLive(j) ? cell(formatNumber(row.scores[j]), "result") : maskedCell(),
-      ],
-    };
-  }
-  if (step === 2) {
-    return {
-      description: anyLive
-        ? "Take the exponential of each score and divide by the sum of all: positive weights that add up to 1."
-        : "Every key is masked for this query: its weights are zeros.",
-      formula: `weight = exp(score − ${formatNumber(row.shift)}) / ${formatNumber(row.total)}`,
-      headers: ["score", "exp", "weight", ""],
-      cells: (j) => [
-        isLive(j) ? cell(formatNumber(row.scores[j])) : maskedCell(),
-        cell(formatNumber(row.exponentials[j])),
-        cell(formatNumber(row.weights[j]), "result"),
-        el("td", { class: "bars" }, weightBar(row.weights[j])),
-      ],
-    };
-  }
-  return {
-    description: anyLive
-      ? "Multiply each value by its weight and add up: the output is a mean of the values."
-      : "Every key is masked for this query: its output is zeros.",
-    formula: `output = ${formatVector(row.output)}`,
-    headers: ["weight", "value", "weight · value"],
-    cells: (j) => [
-      cell(formatNumber(row.weights[j])),
-      cell(formatVector(values[j])),
-      cell(formatVector(row.contributions[j]), "result"),
-    ],
-    footer: ["", "", formatVector(row.output)],
-  };
+function computeRows() {
+  if (problem === initial && state.scaled && !state.causal) return libraryRows;
+  return problem.Q.map((query, i) => attentionRow({
+    query, keys: problem.K, values: problem.V, scale: scale(),
+    masked: problem.K.map((_, j) => isMasked(i, j)),
+    rawScores: problem === initial ? libraryRows[i].raw_scores : null,
+  }));
 }
 
+const setEntry = (matrix, i, j, x) => matrix.map((row, a) => (a === i ? row.map((old, b) => (b === j ? x : old)) : row));
+
+// Kᵀ is drawn, K is stored.
+const inputValue = ({ name, i, j }) => (name === "K" ? problem.K[j][i] : problem[name][i][j]);
+
+function changeEntry(name, i, j, number) {
+  const matrix = name === "K" ? setEntry(problem.K, j, i, number) : setEntry(problem[name], i, j, number);
+  problem = { ...problem, [name]: matrix };
+  rows = computeRows();
+  Object.assign(state, { selected: { name, i, j }, hidden: false });
+  draw();
+  announce(`${inputName(state.selected)} is ${formatNumber(number)}. ${changeText.textContent}`);
+}
+
+// -- The walk: for each query, its scores, the scaling, its weights, its output --
+
+const widths = () => ({ keys: problem.tokens.length, values: problem.V ? problem.V[0].length : 0 });
+const perQuery = () => widths().keys + 2 + widths().values;
+const lastPlace = () => problem.queries.length * perQuery() - 1;
+
+function placeOf({ row, step, column }) {
+  const within = [column ?? 0, widths().keys, widths().keys + 1, widths().keys + 2 + (column ?? 0)][step];
+  return row * perQuery() + within;
+}
+
+function productAt(place) {
+  const row = Math.floor(place / perQuery()), within = place % perQuery(), { keys } = widths();
+  if (within < keys) return { row, step: 0, column: within };
+  if (within < keys + 2) return { row, step: within - keys + 1, column: null };
+  return { row, step: 3, column: within - keys - 2 };
+}
+
+const isReached = (product) => !state.hidden || placeOf(product) <= placeOf(state);
+
+function cellValue(name, i, j) {
+  if (name === "K") return problem.K[j][i];
+  if (name === "Q" || name === "V") return problem[name][i][j];
+  const row = rows[i];
+  if (name === "weights") return isReached({ row: i, step: 2, column: null }) ? row.weights[j] : null;
+  if (name === "output") return isReached({ row: i, step: 3, column: j }) ? row.output[j] : null;
+  if (!isReached({ row: i, step: 0, column: j })) return null;
+  const isScaled = state.hidden ? isReached({ row: i, step: 1, column: null }) : state.step > 0;
+  return isScaled ? row.scores[j] : row.raw_scores[j];
+}
+
+// -- Drawing --
+
+const screenBox = el("div", { class: "screen" });
 const panel = el("section", { id: "panel", "aria-labelledby": "step-title" });
+const title = el("h2", { id: "step-title" });
+const description = el("p", { id: "description" });
+const formula = el("p", { class: "formula", id: "formula" });
+const changeText = el("p", { id: "change" });
 const announcement = el("p", { class: "visually-hidden", role: "status" });
+const tableBox = el("div", { id: "numbers" });
+const table = el("details", {}, el("summary", {}, "Every number of this step"), tableBox);
+let dial = null;
 
-function contentTable(content) {
-  const headers = ["token", ...content.headers].map((header) =>
-    header ? el("th", { scope: "col" }, header) : el("td", {}),
-  );
-  const body = data.tokens.map((name, j) =>
-    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), content.cells(j)),
-  );
-  const footer = content.footer
-    ? [el("tfoot", {}, el("tr", {}, el("th", { scope: "row" }, "output"), content.footer.map((x) => cell(x, "result"))))]
-    : [];
-  return el("table", {}, el("thead", {}, el("tr", {}, headers)), el("tbody", {}, body), footer);
+const announce = (text) => (announcement.textContent = text);
+const inputName = ({ name, i, j }) =>
+  name === "Q" ? `Q of ${problem.queries[i]}, number ${j}` : name === "K" ? `K of ${problem.tokens[j]}, number ${i}` : `V of ${problem.tokens[i]}, number ${j}`;
+
+function drawInput() {
+  const { name, i, j } = state.selected, x = inputValue(state.selected);
+  title.replaceChildren("Change a number: ", name, " of ", tokenElement(name === "Q" ? problem.queries[i] : problem.tokens[name === "K" ? j : i]));
+  description.textContent = `Number ${name === "K" ? i : j}. Drag the slider, or type into the cell. Everything that follows is computed again.`;
+  changeText.replaceChildren(...describeChange(state.selected, { ...problem, rows }));
+  if (!dial || dial.key !== inputName(state.selected)) {
+    const choices = DIAL.includes(x) || !Number.isFinite(x) ? DIAL : [...DIAL, x].sort((a, b) => a - b);
+    const control = slider("value", "dial", choices.map(formatNumber), choices.indexOf(x), (index) => changeEntry(name, i, j, choices[index]));
+    dial = { key: inputName(state.selected), choices, ...control };
+  } else if (dial.choices.includes(x)) dial.set(dial.choices.indexOf(x));
+  if (!panel.contains(dial.node)) panel.replaceChildren(title, description, dial.node, changeText);
+}
+
+function drawProduct() {
+  const text = describeProduct(state, {
+    row: { ...rows[state.row], keys: problem.K }, tokens: problem.tokens, query: problem.queries[state.row],
+    scale: scale(), dim: problem.K[0].length, values: problem.V,
+  });
+  title.textContent = `${state.step + 1}. ${stepNames[state.step]}`;
+  description.replaceChildren(...text.words.flat());
+  formula.textContent = text.formula;
+  if (!panel.contains(formula)) panel.replaceChildren(title, description, formula);
+  dial = null;
+  if (!timer) announce(`Step ${state.step + 1} of ${stepNames.length}, ${stepNames[state.step]}; query ${problem.queries[state.row]}. ${formula.textContent}`);
 }
 
 function draw() {
-  const content = stepContent(state.step, currentRow());
-  const name = steps[state.step];
-  panel.replaceChildren(
-    el("h2", { id: "step-title" }, `${state.step + 1}. ${name}`),
-    el("p", { id: "description" }, content.description),
-    el("p", { class: "formula", id: "formula" }, content.formula),
-    scrollBox(`${name}: numbers for each key`, contentTable(content)),
-  );
-  announcement.textContent = `Step ${state.step + 1} of ${steps.length}, ${name}; query ${data.queries[state.query]}`;
+  const { selected } = state;
+  screen.draw(cellValue, (name, i, j) => {
+    if (!selected) return productKind(state, name, i, j);
+    if (name === selected.name && i === selected.i && j === selected.j) return "selected";
+    return dependsOn(selected, name, i, j) ? "touched" : "";
+  }, scale());
+  if (selected) drawInput();
+  else drawProduct();
+  if (table.open) drawTable();
   stepButtons.forEach((button, i) => {
-    if (i === state.step) button.setAttribute("aria-current", "step");
+    if (i === state.step && !selected) button.setAttribute("aria-current", "step");
     else button.removeAttribute("aria-current");
   });
-  previous.disabled = state.step === 0;
-  next.disabled = state.step === steps.length - 1;
+  for (const [i, input] of queryChips.querySelectorAll("input").entries()) input.checked = i === state.row;
+  previous.disabled = placeOf(state) === 0;
+  next.disabled = placeOf(state) === lastPlace();
+  play.textContent = timer ? "Pause" : "▶ Play";
+  showAll.hidden = !state.hidden;
+  reset.disabled = problem === initial && (!sentence || sentence.value === initial.tokens.join(" "));
 }
 
-function setState(change) {
+function drawTable() {
+  const masks = state.causal ? [...data.masks, "causal()"] : data.masks;
+  tableBox.replaceChildren(...stepTable(state.step, {
+    row: rows[state.row], keys: problem.K, values: problem.V, tokens: problem.tokens, scale: scale(), masks,
+  }));
+}
+table.addEventListener("toggle", () => table.open && drawTable());
+
+// -- Moving --
+
+function pause() {
+  clearInterval(timer);
+  timer = null;
+}
+
+// Show a product. `isShown` lets its factors fly to the result.
+function go(product, isShown = true) {
+  Object.assign(state, product, { selected: null });
+  draw();
+  if (!isShown) return;
+  screen.animate(state, timer ? 1000 / SPEEDS[state.speed] : 700);
+  // On a small screen the walk leaves the window. A frame stays where it is: it would move the page around it.
+  if (timer && parent === window) screen.node.querySelector(".at-work")?.scrollIntoView({ block: "nearest" });
+}
+
+function goAndPause(product, change = {}) {
+  pause();
   Object.assign(state, change);
-  state.step = Math.min(Math.max(state.step, 0), steps.length - 1);
+  go(product);
+}
+
+const moveBy = (by) => goAndPause(productAt(Math.min(Math.max(placeOf(state) + by, 0), lastPlace())));
+
+function advance() {
+  if (placeOf(state) < lastPlace()) {
+    go(productAt(placeOf(state) + 1));
+    return;
+  }
+  pause();
+  state.hidden = false;
   draw();
 }
 
-const stepButtons = steps.map((name, i) =>
-  el("button", { type: "button", onclick: () => setState({ step: i }) }, el("span", { class: "count" }, `${i + 1}`), name),
-);
-const moveBy = (by) => () => setState({ step: state.step + by });
-const previous = el("button", { type: "button", id: "previous", onclick: moveBy(-1) }, "← Previous");
-const next = el("button", { type: "button", id: "next", class: "primary", onclick: moveBy(1) }, "Next →");
+function start() {
+  const isOver = placeOf(state) === lastPlace();
+  timer = setInterval(advance, 1000 / SPEEDS[state.speed]);
+  const first = state.hidden ? productAt(placeOf(state)) : { row: isOver ? 0 : state.row, step: 0, column: 0 };
+  state.hidden = true;
+  go(first);
+}
 
-document.addEventListener("keydown", (event) => {
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (!by || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-  const box = event.target.closest(".scroll");
-  const isUsed = event.target.type === "radio" || (box && box.scrollWidth > box.clientWidth);
-  if (isUsed) return; // the arrow keys select the query, or scroll
-  event.preventDefault();
-  moveBy(by)();
+function playOrPause() {
+  if (!timer) start();
+  else {
+    pause();
+    draw();
+  }
+}
+
+function selectCell(name, i, j) {
+  if (name === "Q" || name === "K" || name === "V") {
+    const isSame = state.selected && state.selected.name === name && state.selected.i === i && state.selected.j === j;
+    if (isSame) return;
+    pause();
+    Object.assign(state, { selected: { name, i, j }, hidden: false });
+    if (name === "Q") state.row = i;
+    draw();
+    announce(`${inputName(state.selected)} is ${formatNumber(inputValue(state.selected))}`);
+    return;
+  }
+  const step = { scores: state.step === 0 ? 0 : 1, weights: 2, output: 3 }[name];
+  if (!state.selected && state.row === i && state.step === step && state.column === j) return;
+  goAndPause({ row: i, step, column: j }, { hidden: false });
+}
+
+// -- Own words --
+
+function useWords(words) {
+  const find = (matrix, word, kind) => {
+    const known = initial.tokens.findIndex((token) => token.toLowerCase() === word.toLowerCase());
+    return known >= 0 ? matrix[known] : wordVector(word.toLowerCase(), kind, matrix[0].length);
+  };
+  const take = (matrix, kind) => matrix && words.map((word) => find(matrix, word, kind));
+  problem = { tokens: words, queries: words, Q: take(initial.Q, "query"), K: take(initial.K, "key"), V: take(initial.V, "value") };
+  showProblem();
+}
+
+function showProblem() {
+  pause();
+  Object.assign(state, { row: Math.min(state.row, problem.queries.length - 1), step: state.step, column: state.step % 3 ? null : 0, selected: null, hidden: false });
+  rows = computeRows();
+  screen = createMatrixScreen(problem, selectCell, changeEntry);
+  screenBox.replaceChildren(screen.box);
+  queryChips = radioGroup("query", "Query", problem.queries.map(tokenElement), (row) => goAndPause({ row, column: state.step % 3 ? null : state.column }, { hidden: false }));
+  queryBox.replaceChildren(queryChips);
+  draw();
+}
+
+const note = el("p", { class: "soft", id: "words-note" });
+const sentence = data.words ? el("input", { type: "text", id: "sentence", autocomplete: "off", spellcheck: "false", maxlength: "120" }) : null;
+sentence?.addEventListener("input", () => {
+  const { words, leftOut } = splitWords(sentence.value, MAX_WORDS);
+  if (!words.length) return;
+  useWords(words);
+  const isNew = words.some((word) => !initial.tokens.some((token) => token.toLowerCase() === word.toLowerCase()));
+  note.textContent = [
+    isNew ? "The numbers of new words are drawn from their letters; a model would learn them. Change any of them." : "",
+    leftOut ? `The first ${MAX_WORDS} words are used.` : "",
+  ].filter(Boolean).join(" ");
 });
 
+function resetAll() {
+  problem = initial;
+  if (sentence) sentence.value = initial.tokens.join(" ");
+  note.textContent = "";
+  showProblem();
+}
+
+// -- The page --
+
+const button = (id, text, onclick, kind = "") => el("button", { type: "button", id, class: kind, onclick }, text);
+const stepButtons = stepNames.map((name, i) =>
+  el("button", { type: "button", onclick: () => goAndPause({ step: i, column: i === 0 || i === 3 ? 0 : null }, { hidden: false }) },
+    el("span", { class: "count" }, `${i + 1}`), name));
+const previous = button("previous", "← Back", () => moveBy(-1));
+const next = button("next", "Next →", () => moveBy(1));
+const play = button("play", "▶ Play", playOrPause, "primary");
+const showAll = button("show-all", "Show all", () => {
+  pause();
+  state.hidden = false;
+  draw();
+});
+const reset = button("reset", "Reset", resetAll);
+const speed = slider("products per second", "speed", SPEEDS.map(String), state.speed, (index) => {
+  state.speed = index;
+  if (!timer) return;
+  pause();
+  timer = setInterval(advance, 1000 / SPEEDS[state.speed]);
+});
+let queryChips = null;
+const queryBox = el("div", { class: "query-box" });
+const setSwitch = (change) => {
+  Object.assign(state, change);
+  rows = computeRows();
+  draw();
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], isSpace = event.key === " ";
+  if (!by && !isSpace) return;
+  const box = event.target.closest(".scroll");
+  if (event.target.matches("input, summary") || (isSpace && event.target.matches("button"))) return; // they use the key themselves
+  if (by && box && box.scrollWidth > box.clientWidth && event.target === box) return; // scrolls
+  event.preventDefault();
+  if (isSpace) playOrPause();
+  else moveBy(by);
+});
+
+document.getElementById("app").classList.add("wide");
 document.getElementById("app").append(
-  pageHeader("How one query attends", `${data.shape}. Select a query, then go through the steps with the buttons or with ← and →.`),
-  radioGroup("query", "Query", data.queries.map(tokenElement), (query) => setState({ query })),
+  pageHeader("Attention as matrices", `${data.shape}. Press Play, click any cell to see how it is made, or change a number of Q, K or V.`),
+  el("div", { class: "setup" },
+    ...(sentence ? [el("div", { class: "words" }, el("label", { for: "sentence" }, "Your sentence"), sentence)] : []), reset, queryBox),
+  note,
+  el("div", { class: "controls player" }, play, previous, next, showAll, speed.node,
+    el("div", { class: "switches" }, checkbox("scale", "scaled", true, (scaled) => setSwitch({ scaled })),
+      data.causal ? checkbox("causal mask", "causal", false, (causal) => setSwitch({ causal })) : [])),
   el("nav", { "aria-label": "Steps" }, el("ol", { class: "steps" }, stepButtons.map((b) => el("li", {}, b)))),
+  screenBox,
   panel,
-  el("div", { class: "controls" }, previous, next,
-    el("div", { class: "switches" }, checkbox("scale", "scaled", true, (scaled) => setState({ scaled })),
-      data.causal ? checkbox("causal mask", "causal", false, (causal) => setState({ causal })) : [])),
+  table,
   announcement,
 );
-draw();
+resetAll();
