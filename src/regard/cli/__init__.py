@@ -1,5 +1,5 @@
-"""The command line: `regard explain`, `explore`, `look`, `doctor`, `heads`, `compare`, `survey`, `report`, `profile`
-and `selfcheck`.
+"""The command line: `regard explain`, `explore`, `exercise`, `look`, `doctor`, `heads`, `effects`, `compare`, `survey`,
+`report`, `profile` and `selfcheck`.
 
 `main` is the entry point; it needs `regard[cli]`. The package is the top layer and may import every other one.
 """
@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments; by default the process's arguments (`sys.argv`).
 
     Returns:
-        0 for success, 1 if `doctor` or `selfcheck` found an error or `compare` a difference, 2 for a usage error, 3 if
-        an extra is missing, 4 for any other failure, 130 after an interrupt.
+        0 for success, 1 if `doctor` or `selfcheck` found an error, `compare` a difference or `exercise` a wrong answer,
+        2 for a usage error, 3 if an extra is missing, 4 for any other failure, 130 after an interrupt.
 
     >>> main(["--version"])
     regard ...

@@ -1,4 +1,4 @@
-"""The commands with their arguments and help."""
+"""The commands with their arguments and help; those for learners are in `learn_app`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Annotated
 
 import typer
 
+from regard.cli.learn_app import exercise, explain, explore
 from regard.cli.options import (
     AblationName,
-    CausalOption,
     DtypeOption,
     ExecutorName,
-    ExplorerName,
     FileOption,
-    HeadOption,
     JsonOption,
     LayersOption,
-    MatrixFile,
     MaxTokensOption,
     ModelName,
     OpenOption,
@@ -43,41 +40,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-
-def explain(
-    file: MatrixFile = None,
-    query: Annotated[
-        str, typer.Option("--query", "-q", metavar="QUERY", help="Query to explain: a position or a token.")
-    ] = "0",
-    head: HeadOption = None,
-    causal: CausalOption = False,
-    as_json: JsonOption = False,
-) -> int:
-    """Explain the attention of one query in four steps, with every number."""
-    from regard.cli.explain_commands import explain
-
-    return explain(Printer(as_json), file, query, head, causal)
-
-
-def explore(
-    name: Annotated[ExplorerName, typer.Argument(metavar="NAME", show_default=False, help="Page to write.")],
-    file: MatrixFile = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="PAGE", help="File to write. Default: NAME.html."),
-    ] = None,
-    head: HeadOption = None,
-    causal: CausalOption = False,
-    show: OpenOption = False,
-    as_json: JsonOption = False,
-) -> int:
-    """Write an interactive page about attention. The page is one file and needs no server."""
-    from regard.cli.explain_commands import explore
-
-    return explore(
-        Printer(as_json), name.value, file, output or Path(f"{name.value}.html"), head, causal, show
-    )
 
 
 def look(
@@ -414,6 +376,7 @@ def selfcheck(
 SHORT_HELP = {
     explain: ("Explain one query step by step.", "regard explain --query sat --causal"),
     explore: ("Write an interactive page.", "regard explore heatmap mine.npz -o mine.html"),
+    exercise: ("Do the exercises of the book.", "regard exercise 3"),
     look: (
         "Write a page with every head of a model.",
         'regard look ./model --text "The cat sat" -o page.html',

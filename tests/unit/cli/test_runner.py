@@ -28,6 +28,7 @@ def test_help_is_short_and_lists_the_exit_codes(run):
     for command in (
         "explain",
         "explore",
+        "exercise",
         "look",
         "doctor",
         "heads",

@@ -1,5 +1,7 @@
 """The eight exercises of the book: `show` the task, `check` an answer, print the `solution`.
 
+`starter` is a file to fill in, `check_file` checks it, and `check_class` those of a class.
+
 Imports from `regard.learn` and below, and `regard.testing` to check attention functions.
 
 >>> from regard.learn import exercises
@@ -14,28 +16,35 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
+from regard.learn.exercises.catalog import get_exercise
 from regard.learn.exercises.checker import check_answer
-from regard.learn.exercises.exercise import CheckResult, Exercise, ExerciseTask, Solution, wrap
-from regard.learn.exercises.four_steps import FOUR_STEPS
-from regard.learn.exercises.heads import SPLIT_HEADS
-from regard.learn.exercises.keys import KEYS_EQUAL_QUERIES, ORTHOGONAL_KEYS
-from regard.learn.exercises.masks import MASKS
-from regard.learn.exercises.scale import VARIANCE, WITHOUT_SCALING
-from regard.learn.exercises.write_attention import WRITE_ATTENTION
-from regard.validation import check_count
-
-__all__ = ["CheckResult", "ExerciseTask", "Solution", "check", "show", "solution"]
-
-EXERCISES: tuple[Exercise, ...] = (
-    FOUR_STEPS,
-    WITHOUT_SCALING,
-    KEYS_EQUAL_QUERIES,
-    ORTHOGONAL_KEYS,
-    VARIANCE,
-    MASKS,
-    SPLIT_HEADS,
-    WRITE_ATTENTION,
+from regard.learn.exercises.class_report import (
+    CheckedSubmission,
+    ClassReport,
+    Submission,
+    check_class,
+    find_submissions,
 )
+from regard.learn.exercises.exercise import CheckResult, ExerciseTask, Solution, wrap
+from regard.learn.exercises.starter import starter
+from regard.learn.exercises.submission import SubmissionResult, check_file
+
+__all__ = [
+    "CheckResult",
+    "CheckedSubmission",
+    "ClassReport",
+    "ExerciseTask",
+    "Solution",
+    "Submission",
+    "SubmissionResult",
+    "check",
+    "check_class",
+    "check_file",
+    "find_submissions",
+    "show",
+    "solution",
+    "starter",
+]
 
 
 def show(n: int) -> ExerciseTask:
@@ -56,7 +65,7 @@ def show(n: int) -> ExerciseTask:
     >>> task.given["query"]
     array([0., 2., 0., 0.])
     """
-    exercise = _get_exercise("show", n)
+    exercise = get_exercise("show", n)
     parts = tuple((part.name, part.question, part.format) for part in exercise.parts)
     return ExerciseTask(
         exercise.title, exercise.task, deepcopy(exercise.given), parts
@@ -79,7 +88,7 @@ def check(n: int, answer: Any) -> CheckResult:
     >>> check(3, {"itself": True}).hint
     'itself: Look at row t2: with itself it scores 8, with t1 10. A longer key can win.'
     """
-    return check_answer(_get_exercise("check", n), answer)
+    return check_answer(get_exercise("check", n), answer)
 
 
 def solution(n: int) -> Solution:
@@ -99,10 +108,5 @@ def solution(n: int) -> Solution:
     >>> check(2, names["answer"]).correct
     True
     """
-    exercise = _get_exercise("solution", n)
+    exercise = get_exercise("solution", n)
     return Solution(exercise.title, "\n".join(wrap(exercise.explain())), exercise.code)
-
-
-def _get_exercise(operation: str, n: int) -> Exercise:
-    hint = "exercises.show(1) is the first."
-    return EXERCISES[check_count(n, 1, len(EXERCISES), f"exercises.{operation}", "n", "", hint) - 1]

@@ -39,7 +39,8 @@ def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
         part = missing[0]
         hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
         return _report_problem(exercise, hint, correct)
-    return CheckResult(True, "", f"{exercise.title}: right. exercises.solution shows one way to solve it.")
+    message = f"{exercise.title}: right. exercises.solution shows one way to solve it."
+    return CheckResult(True, "", message, tuple(part.name for part in exercise.parts))
 
 
 def _parse_answer(exercise: Exercise, answer: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
@@ -141,4 +142,5 @@ def _describe_difference(part: ExercisePart, parsed: list[Any], expected: Any) -
 def _report_problem(exercise: Exercise, hint: str, correct: list[ExercisePart]) -> CheckResult:
     so_far = f"Right so far: {', '.join(part.name for part in correct)}." if correct else ""
     lines = [f"{exercise.title}: not yet.", so_far, *wrap(hint)]
-    return CheckResult(False, hint, "\n".join(line for line in lines if line))
+    message = "\n".join(line for line in lines if line)
+    return CheckResult(False, hint, message, tuple(part.name for part in correct))

@@ -81,6 +81,7 @@ class Exercise:
 
     Attributes:
         title: Its number and name.
+        chapter: The chapter of the book that it belongs to.
         task: The text of the task.
         given: The inputs, by name.
         parts: The parts of the answer, in order.
@@ -92,6 +93,7 @@ class Exercise:
     """
 
     title: str
+    chapter: int
     task: str
     given: Mapping[str, Any]
     parts: tuple[ExercisePart, ...]
@@ -168,6 +170,8 @@ class Solution:
 class CheckResult:
     """The result of `check`: whether the answer is `correct`, the `hint` that fits, and the whole `message`.
 
+    `right_parts` are the names of the parts that are right.
+
     >>> from regard.learn import exercises
     >>> exercises.check(3, {"itself": True}).correct
     False
@@ -176,6 +180,7 @@ class CheckResult:
     correct: bool
     hint: str
     message: str
+    right_parts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.message

@@ -177,6 +177,7 @@ def _explain() -> str:
 
 FOUR_STEPS = Exercise(
     title='Exercise 1. All four steps for "sat"',
+    chapter=4,
     task='Work out the row of "sat" by hand: compare its query with every key, scale by √d_k with d_k = 4, '
     "normalise by softmax, and mix the values. Three digits are enough. There is no mask: every token attends to "
     "all five.",

@@ -109,6 +109,7 @@ CALLS = ((X, HEADS), (SMALL, SMALL_HEADS))
 
 SPLIT_HEADS = Exercise(
     title="Exercise 7. Eight heads of 512",
+    chapter=8,
     task="x = np.arange(3 * 512).reshape(3, 512): three positions of 512 numbers. Split it into eight heads of 64, "
     "each with its own consecutive columns, and merge the heads side by side. Functions are also tested with "
     "other sizes.",

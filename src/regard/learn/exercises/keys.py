@@ -115,6 +115,7 @@ def _explain_equal() -> str:
 
 KEYS_EQUAL_QUERIES = Exercise(
     title="Exercise 3. Keys equal to queries",
+    chapter=3,
     task="Let K = Q. Does every token attend most to itself? Work it out for these three (d_k = 4), then choose the "
     "change that makes it true for any vectors:\n"
     + "\n".join(f"{letter}. {change}" for letter, (change, _) in CHANGES.items()),
@@ -250,6 +251,7 @@ def _explain_orthogonal() -> str:
 
 ORTHOGONAL_KEYS = Exercise(
     title="Exercise 4. Keys at right angles",
+    chapter=6,
     task="Three keys of length 2, each at right angles to the others; d_k = 4. What are the weights?",
     given={"K": KEYS, "V": VALUES, "query": KEYS[1], "across": ACROSS},
     parts=(

@@ -154,6 +154,7 @@ def _explain() -> str:
 
 MASKS = Exercise(
     title="Exercise 6. Causal and padding masks",
+    chapter=7,
     task="Write the two masks every language model needs, and combine them. True = attend; rows are queries, "
     "columns are keys. The batch has two sequences of 3 and 5 real tokens, padded at the end to 5.",
     given={"lengths": LENGTHS, "max_length": MAX_LENGTH},

@@ -129,6 +129,7 @@ def _explain_unscaled() -> str:
 
 WITHOUT_SCALING = Exercise(
     title="Exercise 2. Without scaling",
+    chapter=5,
     task='How much sharper are the weights without the division by √d_k? Start with "The" in the five tokens '
     "(d_k = 4), then take d_k = 512, for queries and keys with independent entries of mean 0 and variance 1.",
     given={"tokens": cat.tokens, "query of The": cat.Q[0], "K": cat.K},
@@ -263,6 +264,7 @@ def _make_part(name: str, question: str) -> ExercisePart:
 
 VARIANCE = Exercise(
     title="Exercise 5. The scale for variance σ²",
+    chapter=5,
     task="1/√d_k keeps the variance of the scores at 1 if the entries of queries and keys are independent, with "
     "mean 0 and variance 1. Let their variance be σ² instead. Answer for d_k = 64 and σ² = 9, or with functions "
     "of d_k and σ².",

@@ -67,6 +67,7 @@ def _explain() -> str:
 
 WRITE_ATTENTION = Exercise(
     title="Exercise 8. Write attention yourself",
+    chapter=8,
     task="Start with loops for one head: query (q_len, d_k), key (kv_len, d_k), value (kv_len, d_v), output "
     "(q_len, d_v). The mask broadcasts to (q_len, kv_len), True = attend. A masked key or value must not change the "
     "output, even if it is NaN, and a fully masked row is zeros. Then write it for several heads: query, key and value "

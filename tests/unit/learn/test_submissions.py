@@ -1,0 +1,176 @@
+"""Files as answers: scripts and notebooks in a process of their own, progress, and the submissions of a class."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import regard
+from regard.learn import exercises
+from regard.learn.exercises import SubmissionResult
+from regard.learn.exercises.catalog import EXERCISES
+from regard.learn.exercises.class_report import NUMBER
+from regard.learn.exercises.progress import Progress, load_progress
+from regard.learn.exercises.submission_process import check_here
+
+NUMBERS = range(1, len(EXERCISES) + 1)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return path
+
+
+def make_notebook(*cells: str) -> str:
+    code = [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": it}
+        for it in cells
+    ]
+    return json.dumps(
+        {"cells": [{"cell_type": "markdown", "source": ["# 1"]}, *code], "nbformat": 4, "metadata": {}}
+    )
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_starter_runs_and_names_the_first_part(n, tmp_path):
+    found = check_here(EXERCISES[n - 1], write(tmp_path, "start.py", exercises.starter(n)))
+    assert found["status"] == "not yet"
+    assert found["hint"].removeprefix("Still missing is ").startswith(EXERCISES[n - 1].parts[0].name)
+
+
+@pytest.mark.parametrize("n", NUMBERS[:-1])  # the last takes seconds, and is checked by test_exercises
+def test_a_solution_as_a_file_is_right(n, tmp_path):
+    found = check_here(EXERCISES[n - 1], write(tmp_path, "mine.py", exercises.solution(n).code))
+    assert found["status"] == "right" and found["hint"] == ""
+    assert found["right_parts"] == tuple(part.name for part in EXERCISES[n - 1].parts)
+
+
+def test_parts_may_be_plain_names(tmp_path):
+    found = check_here(EXERCISES[2], write(tmp_path, "mine.py", "itself = 'no'\nchange = 'b'\n"))
+    assert found["right_parts"] == ("itself", "change") and "Still missing is most" in found["hint"]
+    found = check_here(EXERCISES[2], write(tmp_path, "empty.py", "x = 1"))
+    assert found["hint"].startswith("The file leaves no answer.")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("a = 1\nb = a / 0\n", "mine.py, line 2: ZeroDivisionError: division by zero"),
+        ("a = 1\nreturn a\n", "mine.py, line 2: SyntaxError: 'return' outside function"),
+        ("import sys\nsys.exit('enough')\n", "mine.py, line 2: SystemExit: enough"),
+        ("def f():\n    raise KeyError\nf()\n", "mine.py, line 2: KeyError"),
+    ],
+)
+def test_an_error_names_the_line_of_the_learner(text, hint, tmp_path):
+    found = check_here(EXERCISES[2], write(tmp_path, "mine.py", text))
+    assert (found["status"], found["hint"]) == ("error", hint)
+
+
+def test_a_notebook_leaves_its_last_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "not for the files of a class")
+    write(tmp_path, "random.py", "raise RuntimeError('a file beside it is not imported')")
+    right = "import os, random\nanswer = {'itself': 'yes' if 'SECRET_TOKEN' in os.environ else 'no'}"
+    cells = ("%pip install regard\n!ls", ["answer = {'itself': ...}\n", "print('not shown')"], right)
+    found = exercises.check_file(3, write(tmp_path, "03.ipynb", make_notebook(*cells)))
+    assert found.right_parts == ("itself",) and found.summary == "1/4" and not found.correct
+    found = check_here(EXERCISES[2], write(tmp_path, "bad.ipynb", make_notebook("x = 1", "\nx.y")))
+    assert found["hint"] == "cell 2, line 2: AttributeError: 'int' object has no attribute 'y'"
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not collected yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_file_that_does_not_end_is_stopped_with_what_it_started(tmp_path):
+    text = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "while True: pass\n"
+    )
+    found = exercises.check_file(3, write(tmp_path, "endless.py", text), timeout=5)
+    assert (found.status, found.summary) == ("time", "time") and "does not end" in found.hint
+    deadline = time.monotonic() + 5
+    while is_running(int((tmp_path / "pid").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_dies_is_a_result(tmp_path):
+    found = exercises.check_file(3, write(tmp_path, "gone.py", "import os\nos._exit(7)"))
+    assert found.status == "error" and "code 7" in found.hint
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(regard.ArgumentError, match=r"'mine.txt'.*\.ipynb"):
+        exercises.check_file(3, write(tmp_path, "mine.txt", ""))
+    with pytest.raises(FileNotFoundError):
+        exercises.check_file(3, tmp_path / "none.py")
+    with pytest.raises(regard.ArgumentError, match=r"exercises\.show"):
+        exercises.check_file(9, tmp_path / "none.py")
+
+
+def test_progress_counts_and_keeps_the_first_success(tmp_path):
+    path = tmp_path / "progress.json"
+    assert load_progress(path).exercises == {}
+    wrong = SubmissionResult("not yet", "scale: …", "…", ("variance",), 3, 0.1)
+    right = SubmissionResult("right", "", "…", ("variance", "scale", "keys_only"), 3, 0.1)
+    Progress().record(5, wrong).save(path)
+    load_progress(path).record(5, right).save(path)
+    solved = load_progress(path).exercises[5].solved
+    assert solved.endswith("+00:00")
+    load_progress(path).record(5, wrong).record(2, wrong).save(path)
+    entry = load_progress(path).exercises[5]
+    assert (entry.attempts, entry.solved, entry.right_parts) == (3, solved, ("variance",))
+    assert sorted(load_progress(path).exercises) == [2, 5]
+    assert os.listdir(tmp_path) == ["progress.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "exercises": {"x": {}}}'])
+def test_a_damaged_progress_file_is_not_overwritten(text, tmp_path):
+    path = write(tmp_path, "progress.json", text)
+    with pytest.raises(regard.ArgumentError, match="Move it away"):
+        load_progress(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("stem", "number"),
+    [
+        ("exercise-3", 3), ("Exercise 03 (Ana)", 3), ("ana_ex8", 8), ("03-keys-equal-queries", 3),
+        ("ana-exercise_1-v2", 1), ("exercise-12", None), ("final", None), ("2026-03-01", None),
+    ],
+)  # fmt: skip
+def test_the_exercise_is_in_the_name(stem, number):
+    match = NUMBER.search(stem)
+    assert (int(match[1] or match[2]) if match else None) == number
+
+
+def test_submissions_are_found_by_folder_or_name(tmp_path):
+    for name in (
+        "Ana/exercise-3.py",
+        "Ana/notes.py",
+        "ben-exercise-3.py",
+        "exercise 3 (Cy).ipynb",
+        ".git/x.py",
+        "a.txt",
+    ):
+        write(tmp_path, name, "")
+    found, skipped = exercises.find_submissions(tmp_path)
+    assert [(it.student, it.n) for it in found] == [("Ana", 3), ("ben", 3), ("Cy", 3)]
+    assert [path.as_posix() for path in skipped] == ["Ana/notes.py"]
+    with pytest.raises(regard.ArgumentError, match="two files for exercise 3 of 'Ana'"):
+        exercises.find_submissions(tmp_path, 3)  # notes.py belongs to it too then
+    with pytest.raises(regard.ArgumentError, match="regard exercise 3 --class"):
+        exercises.find_submissions(tmp_path / "Ana" / "none")
