@@ -8,8 +8,8 @@ import pytest
 import regard
 from regard import explore
 from regard.learn import cat
-from regard.render.text import escape_unprintable, format_factor, format_number
-from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, pace, table
+from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
+from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, faults, pace, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -87,8 +87,67 @@ def test_heatmap_by_keyboard_and_as_a_table(show):
         assert tab.locator("#cell .weight").text_content() == format_number(weights[i, j])
     tab.get_by_text("Show as a table").click()
     rows = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights, strict=True)]
-    assert table(tab) == rows
+    output = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights @ cat.V, strict=True)]
+    assert table(tab) == rows + output
     assert tab.locator("#top").text_content() == format_number(weights.max())
+
+
+def test_heatmap_with_output_causal_mask_and_scores(show):
+    tab = show(explore.heatmap(cat.Q, cat.K, cat.V, tokens=cat.tokens))
+    tab.get_by_text("Show as a table").click()
+    for causal in (True, False):
+        tab.get_by_label("causal mask").set_checked(causal)
+        A = regard.attention(cat.Q, cat.K, mask=regard.causal() if causal else None)
+        numbers = [*A.to_dense(), *(A @ cat.V)]
+        assert [row[1:] for row in table(tab)] == [[format_number(x) for x in row] for row in numbers]
+    tab.get_by_label("causal mask").check()
+    A = regard.attention(cat.Q, cat.K, mask=regard.causal())
+    tab.locator("#picture").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+        tab.keyboard.press(key)
+    steps = A.explain(2, cat.V, cat.tokens)
+    contribution = f"{format_number(steps.weights[1])} · {format_vector(cat.V[1])}"
+    assert shown_computation(tab) == {
+        "pair": "sat → cat",
+        **computation(steps, 1),
+        "Aggregate": f"adds {contribution} = {format_vector(steps.contributions[1])}",
+    }
+    tab.keyboard.press("Tab")  # the output, where the row stays
+    tab.keyboard.press("ArrowRight")
+    assert tab.locator("#cell .pair").text_content() == "sat → output, entry 1"
+    terms = " + ".join(f"{format_number(steps.weights[j])}·{format_number(cat.V[j, 1])}" for j in range(3))
+    assert tab.locator("#cell dd").text_content() == f"{terms} = {format_number(steps.output[1])}"
+    tab.get_by_text("scores", exact=True).click()
+    scores = A.scores[...]
+    live = scores[np.isfinite(scores)]
+    assert tab.locator("#low").text_content() == format_number(live.min())
+    assert tab.locator("#top").text_content() == format_number(live.max())
+    tab.get_by_label("scale colours to each row").check()
+    assert tab.locator("#low").text_content() == "row minimum"
+
+
+def test_a_sentence_describes_each_row(show):
+    weights = np.array([[61, 30, 9], [1, 1, 1], [5, 5, 2], [98, 1, 1], [36, 33, 31], [1, 1, 1], [1, 1, 1]])
+    mask = np.ones((7, 3), bool)
+    mask[5, 1:] = mask[6] = False
+    query = np.log(weights) * np.sqrt(3)
+    tab = show(explore.heatmap(query, np.eye(3), tokens=["a", "b", "c"], mask=regard.dense(mask)))
+    assert tab.locator("#rows li").all_text_contents() == [
+        "“query 0” looks most at “a” (61 %), then at “b” (30 %).",
+        "“query 1” looks at all 3 alike, 33.3 % each.",
+        "“query 2” looks most at “a” and “b”, 41.7 % each.",
+        "“query 3” looks almost only at “a”: 98 %.",
+        "“query 4” looks at all 3 about alike, a little more at “a”: 36 %.",
+        "“query 5” sees only “a”, so it takes everything from there.",
+        "“query 6” sees nothing: every key is masked.",
+    ]
+    tab.locator("#rows button").nth(3).click()
+    assert tab.locator("#sentence").text_content() == "“query 3” looks almost only at “a”: 98 %."
+    assert tab.locator("#rows [aria-current]").count() == 1
+    assert tab.locator("#output").count() == 0  # no value was passed
+    tab = show(explore.heatmap())
+    want = "“on” looks most at itself (31.4 %), then at “The” (19 %) and “cat” (19 %)."
+    assert tab.locator("#rows li").nth(3).text_content() == want
 
 
 # The brightness of each cell, near its lower right corner, where no number is. Read at once: Chromium remarks on more.
@@ -163,14 +222,24 @@ def test_heatmap_shows_hostile_tokens_as_text(show):
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_heatmap_fits_a_phone(show, scheme):
-    tab = show(explore.heatmap(), viewport={"width": 360, "height": 740}, color_scheme=scheme)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-    box = tab.locator("#picture").bounding_box()
-    assert box["x"] + box["width"] <= 360
-    point_at(tab, 3, 3, 5, top=28)
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
+)
+def test_heatmap_fits_and_axe_finds_no_serious_fault(show, scheme, width):
+    options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": width == 390}
+    tab = show(explore.heatmap(), **options)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = [tab.locator(name).bounding_box() for name in ("#picture", "#output")]
+    assert all(box["x"] + box["width"] <= width for box in boxes)
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1280)  # side by side, or one below the other
+    if width == 1280:
+        point_at(tab, 3, 3, 5, top=28)
+    else:
+        tab.locator("#picture").tap(position={"x": boxes[0]["width"] * 0.75, "y": boxes[0]["height"] * 0.75})
     assert tab.locator("#cell .pair").text_content() == "on → on"
+    tab.get_by_text("Show as a table").click()
+    tab.get_by_label("causal mask").check()
+    assert faults(tab) == []
 
 
 @pytest.mark.parametrize("make", EXPLORERS)
@@ -186,3 +255,9 @@ def test_the_example_loads_quickly(show, make):
 def test_heatmap_refuses():
     with pytest.raises(regard.ArgumentError, match="263169 weights; expected at most 262144"):
         explore.heatmap(np.ones((513, 1)), np.ones((513, 1)))
+    with pytest.raises(
+        regard.ArgumentError, match="numbers of the output or the value; expected at most 262144"
+    ):
+        explore.heatmap(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 140_000)))
+    with pytest.raises(regard.ArgumentError, match="value with 1 axes"):
+        explore.heatmap(np.ones((2, 1)), np.ones((2, 1)), np.ones(2))

@@ -236,15 +236,6 @@ def test_softmax_and_numbers_in_the_browser(browser):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
-def test_axe_finds_no_serious_fault(show, scheme, width):
-    options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    tab = show(explore.heatmap(), **options)
-    tab.get_by_text("Show as a table").click()
-    assert faults(tab) == []
-
-
-@pytest.mark.slow
 def test_axe_sees_a_fault(show):
     tab = show(explore.pipeline())
     tab.evaluate("document.querySelector('.lead').style.color = '#eeeeee'")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.explore.inputs import check_size, prepare_inputs
+from regard.explore.inputs import causal_hides_more, check_size, prepare_inputs
 from regard.masks import Mask
 from regard.pages.html import Page, build_page, encode_float32
 
@@ -15,16 +15,23 @@ MAX_WEIGHTS = 512 * 512  # about five million characters of page
 
 
 def heatmap(
-    query: Any = None, key: Any = None, *, tokens: Sequence[str] | None = None, mask: Mask | None = None
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    *,
+    tokens: Sequence[str] | None = None,
+    mask: Mask | None = None,
 ) -> Page:
-    """Build a page with the weights as an image, queries down and keys across, and the computation of each weight.
+    """Build a page with the weights as an image, queries down and keys across, and the output beside it.
 
-    The reader chooses a cell with the pointer or the arrow keys. Up to 24 × 24 the page also has the weights as a
-    table. Numbers are embedded as float32.
+    The reader chooses a cell with the pointer or the arrow keys and sees its computation, switches between weights and
+    scores, and switches on a causal mask. A sentence says where each query looks. Up to 24 × 24 the page has all
+    sentences and the weights as a table. Numbers are embedded as float32.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
         key: Keys, `(kv_len, head_dim)`. At most 512 × 512 weights.
+        value: Values, `(kv_len, value_dim)`. Without them the page has no output.
         tokens: Names of the keys, and of the queries too if there are as many.
         mask: Mask of the matrix.
 
@@ -38,13 +45,22 @@ def heatmap(
     >>> heatmap()
     <page "Attention weights", ... kB: save(path) writes it>
     """
-    inputs = prepare_inputs("explore.heatmap", query, key, None, tokens, mask)
+    inputs = prepare_inputs("explore.heatmap", query, key, value, tokens, mask)
+    q_len, kv_len = inputs.matrix.shape
+    value_dim = 0 if inputs.value is None else np.shape(inputs.value)[1]
     check_size(
         "explore.heatmap",
-        inputs.matrix.shape[0] * inputs.matrix.shape[1],
+        q_len * kv_len,
         MAX_WEIGHTS,
         "weights",
         "Take some queries and keys, query[:512] and key[:512].",
+    )
+    check_size(
+        "explore.heatmap",
+        max(q_len, kv_len) * value_dim,
+        MAX_WEIGHTS,
+        "numbers of the output or the value",
+        "Take some entries of the value: value[:, :64].",
     )
     rows = inputs.explain_rows()
 
@@ -61,6 +77,8 @@ def heatmap(
             "shape": inputs.shape,
             "size": inputs.matrix.shape,
             "head_dim": inputs.head_dim,
+            "value_dim": value_dim,
+            "causal": causal_hides_more(rows),
             "scale": rows[0].scale,
             "shift": stack("shift"),
             "total": stack("total"),
@@ -69,5 +87,7 @@ def heatmap(
             "raw_scores": encode_float32(stack("raw_scores")),
             "scores": encode_float32(stack("scores")),
             "weights": encode_float32(stack("weights")),
+            "value": encode_float32(rows[0].value) if value_dim else None,
+            "output": encode_float32(stack("output")) if value_dim else None,
         },
     )

@@ -13,7 +13,7 @@ from regard.core.explanation import Explanation
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError
 from regard.learn.examples import cat
-from regard.masks import Mask
+from regard.masks import Mask, causal
 from regard.render.text import escape_unprintable, format_number
 
 
@@ -100,3 +100,10 @@ def check_size(operation: str, size: int, limit: int, unit: str, hint: str) -> N
             expected=f"at most {format_number(limit)}",
             hint=hint,
         )
+
+
+def causal_hides_more(rows: Sequence[Explanation]) -> bool:
+    """Return whether a causal mask would hide keys that the mask of the matrix does not; False if it is not square."""
+    visible = np.array([row.scores for row in rows]) != -np.inf
+    q_len, kv_len = visible.shape
+    return q_len == kv_len and bool((visible & ~causal().to_dense(q_len, kv_len)).any())

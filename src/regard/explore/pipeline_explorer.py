@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from regard.core.explanation import Explanation
-from regard.explore.inputs import check_size, prepare_inputs
-from regard.masks import Mask, causal
+from regard.explore.inputs import causal_hides_more, check_size, prepare_inputs
+from regard.masks import Mask
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
@@ -73,7 +73,7 @@ def pipeline(
             "masks": [escape_unprintable(mask) for mask in first.masks],
             "key": first.key,
             "value": first.value,
-            "causal": q_len == kv_len and _hides_more(rows),
+            "causal": causal_hides_more(rows),
             "words": inputs.has_tokens and q_len == kv_len and mask is None,
             "rows": [_row_payload(row) for row in rows],
         },
@@ -84,9 +84,3 @@ def _row_payload(row: Explanation) -> dict[str, Any]:
     """Return the numbers of one query, as the library computed them."""
     names = ("query", "raw_scores", "scaled_scores", "scores", "shift", "exponentials", "total", "weights")
     return {name: getattr(row, name) for name in (*names, "output")}
-
-
-def _hides_more(rows: Sequence[Explanation]) -> bool:
-    """Return whether a causal mask would hide keys that the mask of the matrix does not."""
-    visible = np.array([row.scores for row in rows]) != -np.inf
-    return bool((visible & ~causal().to_dense(len(rows), len(rows))).any())

@@ -1,272 +1,237 @@
-// The weights as a picture: queries down, keys across. The pointer or the arrow keys select a cell, whose computation is
-// shown beside it. All numbers come from the library.
+// The weights as a picture: queries down, keys across, and the output beside it. The selected cell is computed step by step.
+// The first numbers come from the library; with the causal switch the page computes them.
+import { checkbox, radioGroup } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
-import { formatNumber, parseNumbers, sumOfProducts } from "../components/format.js";
+import { formatNumber, formatVector, parseNumbers, sumOfProducts } from "../components/format.js";
+import { createHeatPicture, readColor, shortCellText } from "../components/heatPicture.js";
+import { rowSentence } from "../components/rowSentence.js";
 import { decodeFloat32 } from "../matrix/payload.js";
+import { softmax } from "../matrix/softmax.js";
 
-const MAX_TABLE_SIZE = 24; // longer rows are not shown as a table
-const MIN_LABEL_SIZE = 14; // pixels of a cell that leave room for its token
-const LABEL_WIDTH = 112;
-const MIN_NUMBER_SIZE = 52; // pixels of a cell that leave room for its weight
-const ROWS_PER_PAGE = 16;
+const MAX_TABLE_SIZE = 24; // longer rows are not shown as a table, nor in a list of sentences
+const MAX_OUTPUT_WIDTH = 0.45; // of the room, beside the weights
+const GAP = 20;
+const MIN_ROOM_BESIDE = 480; // pixels; below, the output is under the weights
+const MAX_HEIGHT_BELOW = 36; // pixels of a row of the output there
 
 const data = readRecord();
 const [rowCount, columnCount] = data.size;
-const weights = decodeFloat32(data.weights);
-const scores = decodeFloat32(data.scores);
 const rawScores = decodeFloat32(data.raw_scores);
 const queries = decodeFloat32(data.query);
 const keys = decodeFloat32(data.key);
-const shifts = parseNumbers(data.shift);
-const totals = parseNumbers(data.total);
-const at = { row: 0, column: 0, byRow: false };
+const values = data.value && decodeFloat32(data.value);
+const [dim, valueDim] = [data.head_dim, data.value_dim];
+const given = {
+  scores: decodeFloat32(data.scores), weights: decodeFloat32(data.weights), output: data.output && decodeFloat32(data.output),
+  shifts: parseNumbers(data.shift), totals: parseNumbers(data.total),
+};
+let shown = given;
+// `column` is that of the picture that was used last: a key, or an entry of the output.
+const at = { row: 0, column: 0, isOutput: false, byRow: false, causal: false, kind: "weights" };
 
-const entryOf = (matrix) => matrix[at.row * columnCount + at.column];
-const rowOf = (matrix, i) => matrix.subarray(i * data.head_dim, (i + 1) * data.head_dim);
+const rowOf = (matrix, i, size) => matrix.subarray(i * size, (i + 1) * size);
+const entry = (matrix, i, j) => matrix[i * columnCount + j];
+const isLive = (i, j) => entry(shown.scores, i, j) !== -Infinity;
 
-function largestOf(array) {
-  let largest = 0;
-  for (const x of array) if (x > largest && x < Infinity) largest = x;
-  return largest;
-}
-const largest = largestOf(weights);
-const rowLargest = Array.from({ length: rowCount }, (_, i) =>
-  largestOf(weights.subarray(i * columnCount, (i + 1) * columnCount)),
-);
-
-// -- The picture: one pixel for each weight, rendered once and then scaled --
-
-function readColor(name) {
-  const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-}
-
-// The weight relative to the largest, 0 … 1.
-function relativeWeight(i, j) {
-  const top = at.byRow ? rowLargest[i] : largest;
-  const weight = weights[i * columnCount + j];
-  return top > 0 && weight >= 0 ? Math.min(weight / top, 1) : 0;
-}
-
-function renderPixels() {
-  const image = new ImageData(columnCount, rowCount);
-  const cool = readColor("--cool"), hot = readColor("--hot"), card = readColor("--card");
-  for (let i = 0, p = 0; i < rowCount; i++) {
-    for (let j = 0; j < columnCount; j++, p += 4) {
-      const part = relativeWeight(i, j), masked = scores[p / 4] === -Infinity;
-      for (let c = 0; c < 3; c++) image.data[p + c] = masked ? card[c] : cool[c] + part * (hot[c] - cool[c]);
-      image.data[p + 3] = 255;
-    }
+// The numbers with a causal mask in addition to the mask of the matrix.
+function computeCausal() {
+  const scores = given.scores.map((score, at) => (at % columnCount > Math.floor(at / columnCount) ? -Infinity : score));
+  const weights = new Float32Array(scores.length), output = values && new Float32Array(rowCount * valueDim);
+  const shifts = [], totals = [];
+  for (let i = 0; i < rowCount; i++) {
+    const row = softmax(Array.from(rowOf(scores, i, columnCount)));
+    weights.set(row.weights, i * columnCount);
+    shifts.push(row.shift);
+    totals.push(row.total);
+    if (values) row.weights.forEach((weight, j) => {
+      if (scores[i * columnCount + j] === -Infinity) return;
+      for (let c = 0; c < valueDim; c++) output[i * valueDim + c] += weight * values[j * valueDim + c];
+    });
   }
-  const small = el("canvas", { width: columnCount, height: rowCount });
-  small.getContext("2d").putImageData(image, 0, 0);
-  return small;
+  return { scores, weights, output, shifts, totals };
 }
 
-const canvas = el("canvas", {
-  id: "picture",
-  tabindex: "0",
-  role: "application",
-  "aria-label": `Weights: ${rowCount} queries down, ${columnCount} keys across. Arrow keys select a cell.`,
-  "aria-describedby": "cell",
+// Smallest and largest finite number of an array; weights start at 0.
+function rangeOf(array) {
+  let low = Infinity, high = -Infinity;
+  for (const x of array) {
+    if (!Number.isFinite(x)) continue;
+    low = Math.min(low, x);
+    high = Math.max(high, x);
+  }
+  return high === -Infinity ? [0, 0] : [at.kind === "weights" ? 0 : low, high];
+}
+
+// -- Colours: from cool to hot for weights and scores; values below zero have another colour --
+
+let colors = {}, range = [0, 1], rowRanges = [], outputSize = 1;
+
+function prepareColors() {
+  colors = Object.fromEntries(["cool", "hot", "card", "mark"].map((name) => [name, readColor(`--${name}`)]));
+  const matrix = shown[at.kind];
+  range = rangeOf(matrix);
+  rowRanges = Array.from({ length: rowCount }, (_, i) => rangeOf(rowOf(matrix, i, columnCount)));
+  outputSize = shown.output ? Math.max(...shown.output.map((x) => (Number.isFinite(x) ? Math.abs(x) : 0))) || 1 : 1;
+}
+
+const mix = (from, to, part) => from.map((x, c) => x + part * (to[c] - x));
+
+function paintWeight(i, j) {
+  if (!isLive(i, j)) return { color: colors.card, text: null, isStrong: false };
+  const [low, high] = at.byRow ? rowRanges[i] : range, x = entry(shown[at.kind], i, j);
+  const part = high > low && x >= low ? Math.min((x - low) / (high - low), 1) : 0;
+  return { color: mix(colors.cool, colors.hot, part), text: at.kind === "weights" ? shortCellText(x) : formatNumber(x), isStrong: part > 0.6 };
+}
+
+function paintOutput(i, c) {
+  const x = shown.output[i * valueDim + c];
+  const part = Number.isFinite(x) ? Math.min(Math.abs(x) / outputSize, 1) * 0.85 : 0;
+  return { color: mix(colors.cool, x < 0 ? colors.mark : colors.hot, part), text: formatNumber(x), isStrong: part > 0.6 };
+}
+
+// -- The pictures --
+
+const box = el("div", { class: "picture" });
+const picture = createHeatPicture({
+  id: "picture", rows: data.queries, columns: data.tokens, shape: [rowCount, columnCount], paintCell: paintWeight,
+  label: `Weights: ${rowCount} queries down, ${columnCount} keys across. Arrow keys select a cell.`,
+  at: () => ({ row: at.row, column: at.isOutput ? null : at.column }),
+  onSelect: (row, column) => select({ row, column, isOutput: false }),
 });
-const box = el("div", { class: "picture" }, canvas);
-let image = null;
-let layout = { cell: 1, left: 0, top: 0 };
-
-// Shorten a text to a width in pixels.
-function fitText(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  const letters = Array.from(text);
-  while (letters.length && context.measureText(`${letters.join("")}…`).width > room) letters.pop();
-  return `${letters.join("")}…`;
-}
-
-function maxTextWidth(names) {
-  const context = canvas.getContext("2d");
-  context.font = `14px ${getComputedStyle(document.body).fontFamily}`;
-  return Math.ceil(Math.max(...names.map((name) => context.measureText(name).width)));
-}
+const outputPicture = values && createHeatPicture({
+  id: "output", rows: data.queries, columns: null, shape: [rowCount, valueDim], paintCell: paintOutput,
+  label: `Output: ${rowCount} queries down, ${valueDim} entries across. Arrow keys select a cell.`,
+  at: () => ({ row: at.row, column: at.isOutput ? at.column : null }),
+  onSelect: (row, column) => select({ row, column, isOutput: true }),
+});
+box.append(el("figure", {}, picture.canvas, ...(values ? [el("figcaption", { id: "map-name" }, "weights")] : [])));
+if (values) box.append(el("figure", {}, outputPicture.canvas, el("figcaption", {}, "output")));
 
 function resize() {
   const room = box.clientWidth - 8; // without the padding for the focus ring
-  const hasLabels = (room - LABEL_WIDTH) / columnCount >= MIN_LABEL_SIZE && rowCount <= 64;
-  const left = hasLabels ? Math.min(LABEL_WIDTH, maxTextWidth(data.queries) + 12) : 0;
-  const top = hasLabels ? (columnCount <= 8 ? 28 : Math.min(LABEL_WIDTH, maxTextWidth(data.tokens) + 12)) : 0;
-  const cell = Math.max(1, Math.min(Math.floor((room - left - 2) / columnCount), 96)); // whole pixels, so that all cells have one size
-  layout = { cell, left, top, hasLabels };
-  const ratio = window.devicePixelRatio || 1;
-  const width = left + cell * columnCount + 2, height = top + cell * rowCount + 2;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
-  paint();
-}
-
-function drawLabels(context, style) {
-  const { cell, left, top } = layout;
-  context.fillStyle = style.getPropertyValue("--soft");
-  context.font = `14px ${style.fontFamily}`;
-  context.textBaseline = "middle";
-  context.textAlign = "right";
-  data.queries.forEach((name, i) => context.fillText(fitText(context, name, left - 12), left - 8, top + (i + 0.5) * cell));
-  data.tokens.forEach((name, j) => {
-    const x = left + (j + 0.5) * cell;
-    if (columnCount <= 8) {
-      context.textAlign = "center";
-      context.fillText(fitText(context, name, cell - 4), x, top - 12);
-      return;
-    }
-    context.save();
-    context.translate(x, top - 6);
-    context.rotate(-Math.PI / 2);
-    context.textAlign = "left";
-    context.fillText(fitText(context, name, top - 12), 0, 0);
-    context.restore();
-  });
-}
-
-function drawCellWeights(context, style) {
-  const { cell, left, top } = layout;
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  context.font = `${cell >= 72 ? 16 : 13}px ${style.fontFamily}`;
-  for (let i = 0; i < rowCount; i++) {
-    for (let j = 0; j < columnCount; j++) {
-      const masked = scores[i * columnCount + j] === -Infinity;
-      const ink = masked ? "--soft" : relativeWeight(i, j) > 0.6 ? "--card" : "--ink";
-      context.fillStyle = style.getPropertyValue(ink);
-      const weight = weights[i * columnCount + j];
-      // Cut to the cell, 1.288e-04 would read as 1.288.
-      const text = masked ? "masked" : weight > 0 && weight < 1e-3 ? "<0.001" : formatNumber(weight);
-      context.fillText(fitText(context, text, cell - 4), left + (j + 0.5) * cell, top + (i + 0.5) * cell);
-    }
+  const isBeside = values && room >= MIN_ROOM_BESIDE;
+  box.classList.toggle("is-beside", Boolean(isBeside));
+  if (!isBeside) {
+    picture.resize(room);
+    outputPicture?.resize(room, { maxHeight: MAX_HEIGHT_BELOW });
+    return;
   }
+  const outputRoom = Math.min(MAX_OUTPUT_WIDTH, valueDim / (valueDim + columnCount)) * (room - GAP);
+  const size = picture.resize(room - GAP - outputRoom);
+  outputPicture.resize(Math.min(outputRoom, Math.max(size.cell, 2) * valueDim + 2), { fixed: size });
 }
 
-function paint() {
-  image ??= renderPixels();
-  const context = canvas.getContext("2d"), style = getComputedStyle(document.body);
-  const { cell, left, top, hasLabels } = layout;
-  context.clearRect(0, 0, canvas.width, canvas.height);
-  context.imageSmoothingEnabled = false;
-  context.drawImage(image, left + 1, top + 1, cell * columnCount, cell * rowCount);
-  if (hasLabels) drawLabels(context, style);
-  if (cell >= MIN_NUMBER_SIZE) drawCellWeights(context, style);
-  // Two lines lead to a cell that is too small to be found.
-  const x = left + 1 + at.column * cell, y = top + 1 + at.row * cell;
-  context.fillStyle = context.strokeStyle = style.getPropertyValue("--mark");
-  if (cell < 8) {
-    context.globalAlpha = 0.35;
-    context.fillRect(left + 1, y, cell * columnCount, cell);
-    context.fillRect(x, top + 1, cell, cell * rowCount);
-    context.globalAlpha = 1;
-  }
-  const margin = cell < 8 ? 3 : -1;
-  context.lineWidth = cell < 8 ? 1.5 : 3;
-  context.strokeRect(x - margin, y - margin, cell + 2 * margin, cell + 2 * margin);
+function repaint() {
+  prepareColors();
+  picture.repaint();
+  outputPicture?.repaint();
 }
 
 // -- The selected cell --
 
 const details = el("div", { class: "card", id: "cell", role: "status" });
+const step = (name, ...text) => [el("dt", {}, name), el("dd", {}, ...text)];
 
-function showDetails() {
-  const masked = entryOf(scores) === -Infinity;
-  const step = (name, ...text) => [el("dt", {}, name), el("dd", {}, ...text)];
-  const raw = formatNumber(entryOf(rawScores));
-  const steps = [
-    step("Compare", `${sumOfProducts(rowOf(queries, at.row), rowOf(keys, at.column))} = ${raw}`),
-    step("Scale", masked ? "this key is masked" : `${raw} × ${formatNumber(data.scale)} = ${formatNumber(entryOf(scores))}`),
-    masked
-      ? []
-      : step("Normalise", `exp(${formatNumber(entryOf(scores))} − ${formatNumber(shifts[at.row])}) / ${formatNumber(totals[at.row])}`,
-          ` = ${formatNumber(entryOf(weights))}`),
+function weightSteps({ row, column }) {
+  const raw = formatNumber(entry(rawScores, row, column)), score = formatNumber(entry(shown.scores, row, column));
+  const weight = formatNumber(entry(shown.weights, row, column)), masked = !isLive(row, column);
+  const value = values && rowOf(values, column, valueDim);
+  return [
+    step("Compare", `${sumOfProducts(rowOf(queries, row, dim), rowOf(keys, column, dim))} = ${raw}`),
+    step("Scale", masked ? "this key is masked" : `${raw} × ${formatNumber(data.scale)} = ${score}`),
+    masked ? [] : step("Normalise", `exp(${score} − ${formatNumber(shown.shifts[row])}) / ${formatNumber(shown.totals[row])}`, ` = ${weight}`),
+    masked || !values ? [] : step("Aggregate", `adds ${weight} · ${formatVector(value)}`,
+      ` = ${formatVector(value.map((x) => entry(shown.weights, row, column) * x))}`),
   ];
-  details.replaceChildren(...[
-    el("p", { class: "pair" }, tokenElement(data.queries[at.row]), " → ", tokenElement(data.tokens[at.column])),
-    el("p", { class: "weight" }, formatNumber(entryOf(weights))),
-    data.named ? el("p", { class: "place" }, `query ${at.row}, key ${at.column}`) : [],
-    el("dl", {}, steps),
-  ].flat());
 }
 
-function selectCell(row, column) {
-  at.row = Math.min(Math.max(row, 0), rowCount - 1);
-  at.column = Math.min(Math.max(column, 0), columnCount - 1);
-  paint();
+function outputSteps({ row, column }) {
+  const live = data.tokens.map((_, j) => j).filter((j) => isLive(row, j));
+  const terms = sumOfProducts(live.map((j) => entry(shown.weights, row, j)), live.map((j) => values[j * valueDim + column]));
+  return [step("Aggregate", `${terms} = ${formatNumber(shown.output[row * valueDim + column])}`)];
+}
+
+const selfIndex = (i) => (data.named && rowCount === columnCount ? i : -1);
+const sentenceOf = (i) => rowSentence(data.queries[i], rowOf(shown.weights, i, columnCount), data.tokens, (j) => isLive(i, j), selfIndex(i));
+
+function showDetails() {
+  const { row, column, isOutput } = at;
+  const number = isOutput ? shown.output[row * valueDim + column] : entry(shown.weights, row, column);
+  details.replaceChildren(...[
+    el("p", { class: "pair" }, tokenElement(data.queries[row]), " → ", isOutput ? `output, entry ${column}` : tokenElement(data.tokens[column])),
+    el("p", { class: "weight" }, formatNumber(number)),
+    data.named && !isOutput ? el("p", { class: "place" }, `query ${row}, key ${column}`) : [],
+    el("p", { id: "sentence" }, sentenceOf(row)),
+    el("dl", {}, isOutput ? outputSteps(at) : weightSteps(at)),
+  ].flat());
+  sentences.forEach((item, i) => {
+    if (i === row) item.setAttribute("aria-current", "true");
+    else item.removeAttribute("aria-current");
+  });
+}
+
+function select(change) {
+  Object.assign(at, change);
+  picture.paint();
+  outputPicture?.paint();
   showDetails();
 }
 
-canvas.addEventListener("pointermove", onPointer);
-canvas.addEventListener("pointerdown", onPointer);
-function onPointer(event) {
-  const { cell, left, top } = layout;
-  const row = Math.floor((event.offsetY - top - 1) / cell), column = Math.floor((event.offsetX - left - 1) / cell);
-  const inside = row >= 0 && row < rowCount && column >= 0 && column < columnCount;
-  if (inside && (row !== at.row || column !== at.column)) selectCell(row, column);
-}
-
-canvas.addEventListener("keydown", (event) => {
-  if (event.altKey || event.ctrlKey || event.metaKey) return;
-  const target = {
-    ArrowUp: [at.row - 1, at.column],
-    ArrowDown: [at.row + 1, at.column],
-    ArrowLeft: [at.row, at.column - 1],
-    ArrowRight: [at.row, at.column + 1],
-    Home: [at.row, 0],
-    End: [at.row, columnCount - 1],
-    PageUp: [at.row - ROWS_PER_PAGE, at.column],
-    PageDown: [at.row + ROWS_PER_PAGE, at.column],
-  }[event.key];
-  if (!target) return;
-  event.preventDefault();
-  selectCell(...target);
-});
-
 // -- The page --
 
-function repaint() {
-  image = null;
-  paint();
-}
+const isShort = rowCount <= MAX_TABLE_SIZE && columnCount <= MAX_TABLE_SIZE;
+const sentences = isShort ? data.queries.map((_, i) => el("button", { type: "button", onclick: () => select({ row: i }) })) : [];
+const tableBox = el("div");
 
-function tableElements() {
-  if (rowCount > MAX_TABLE_SIZE || columnCount > MAX_TABLE_SIZE) return [];
-  const head = el("tr", {}, el("td", {}), data.tokens.map((name) => el("th", { scope: "col" }, tokenElement(name))));
+function matrixTable(caption, columns, width, matrix) {
+  const head = el("tr", {}, el("td", {}), columns.map((name) => el("th", { scope: "col" }, name)));
   const body = data.queries.map((name, i) =>
-    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)),
-      data.tokens.map((_, j) => el("td", {}, formatNumber(weights[i * columnCount + j])))),
-  );
-  const table = el("table", {}, el("caption", {}, "Weights: a row for each query, a column for each key"),
-    el("thead", {}, head), el("tbody", {}, body));
-  return [el("details", {}, el("summary", {}, "Show as a table"), scrollBox("Weights as a table", table))];
+    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), columns.map((_, j) => el("td", {}, formatNumber(matrix[i * width + j])))));
+  return scrollBox(`${caption} as a table`, el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
 }
 
-function legendElement() {
-  const scale = el("span", { class: "ramp", "aria-hidden": "true" });
-  const top = el("span", { id: "top" }, formatNumber(largest));
-  const byRow = el("input", {
-    type: "checkbox",
-    id: "by-row",
-    onchange: (event) => {
-      at.byRow = event.target.checked;
-      top.textContent = at.byRow ? "row maximum" : formatNumber(largest);
-      repaint();
-    },
-  });
-  return el("div", { class: "controls" }, el("span", { class: "legend" }, "0", scale, top),
-    el("div", { class: "switches" }, el("label", { class: "switch" }, byRow, "scale colours to each row")));
+// Everything that follows from the numbers.
+function showNumbers() {
+  shown = at.causal ? computeCausal() : given;
+  repaint();
+  low.textContent = formatNumber(range[0]);
+  top.textContent = at.byRow ? "row maximum" : formatNumber(range[1]);
+  if (at.byRow && at.kind === "scores") low.textContent = "row minimum";
+  sentences.forEach((item, i) => item.replaceChildren(...sentenceOf(i)));
+  if (isShort) {
+    tableBox.replaceChildren(
+      matrixTable("Weights: a row for each query, a column for each key", data.tokens.map((name) => tokenElement(name)), columnCount, shown.weights),
+      ...(values && valueDim <= MAX_TABLE_SIZE
+        ? [matrixTable("Output: a row for each query", Array.from({ length: valueDim }, (_, c) => `${c}`), valueDim, shown.output)] : []));
+  }
+  const name = document.getElementById("map-name");
+  if (name) name.textContent = at.kind;
+  showDetails();
 }
 
+const change = (what) => {
+  Object.assign(at, what);
+  showNumbers();
+};
+const low = el("span", { id: "low" }), top = el("span", { id: "top" });
+const legend = el("div", { class: "controls" },
+  radioGroup("kind", "Show", ["weights", "scores"], (i) => change({ kind: ["weights", "scores"][i] }), true),
+  el("span", { class: "legend" }, low, el("span", { class: "ramp", "aria-hidden": "true" }), top),
+  el("div", { class: "switches" },
+    data.causal ? checkbox("causal mask", "causal", false, (causal) => change({ causal })) : [],
+    checkbox("scale colours to each row", "by-row", false, (byRow) => change({ byRow }))));
+
+document.getElementById("app").classList.toggle("wide", Boolean(values));
 document.getElementById("app").append(
   pageHeader("Attention weights", `${data.shape}. Queries down, keys across. Point at a cell or use the arrow keys.`),
-  el("div", { class: "beside" }, el("div", {}, box, legendElement()), details),
-  ...tableElements(),
+  el("div", { class: "beside" }, el("div", {}, box, legend), details),
+  ...(isShort ? [
+    el("h2", { class: "rows-title" }, "Row by row"),
+    el("ol", { class: "rows", id: "rows" }, sentences.map((item) => el("li", {}, item))),
+    el("details", {}, el("summary", {}, "Show as a table"), tableBox)] : []),
 );
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+prepareColors();
 new ResizeObserver(resize).observe(box);
 resize();
-showDetails();
+showNumbers();

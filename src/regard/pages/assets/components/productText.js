@@ -1,11 +1,8 @@
 // What the current product is for, in words, and the product in numbers.
-import { el, tokenElement } from "./dom.js";
-import { formatFactor, formatNumber, formatPercent, sumOfProducts } from "./format.js";
+import { formatFactor, formatNumber, sumOfProducts } from "./format.js";
+import { percent, quote } from "./rowSentence.js";
 
 export const STEP_NAMES = ["Compare", "Scale", "Normalise", "Aggregate"];
-
-const quote = (name) => el("span", {}, "“", tokenElement(name), "”");
-const percent = (share) => formatPercent(Number(share.toPrecision(3)));
 
 // The keys of a row in the order of their weights, with those shares that are worth a word.
 function favourites(weights, tokens) {
