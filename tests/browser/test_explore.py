@@ -117,7 +117,7 @@ def test_heatmap_with_output_causal_mask_and_scores(show):
     assert tab.locator("#cell .pair").text_content() == "sat → output, entry 1"
     terms = " + ".join(f"{format_number(steps.weights[j])}·{format_number(cat.V[j, 1])}" for j in range(3))
     assert tab.locator("#cell dd").text_content() == f"{terms} = {format_number(steps.output[1])}"
-    tab.get_by_text("scores", exact=True).click()
+    tab.get_by_role("radio", name="scores").check()
     scores = A.scores[...]
     live = scores[np.isfinite(scores)]
     assert tab.locator("#low").text_content() == format_number(live.min())
