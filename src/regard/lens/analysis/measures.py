@@ -1,4 +1,4 @@
-"""Measures that identify kinds of heads: weight at one key per row, by distance, and on copies of a token."""
+"""Measures of the lens: weight at one key per row, by distance, on copies of a token, and on groups of keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from regard.core.problem import Problem
 from regard.engines.accumulators import Accumulator, BandSum, ColumnSum, RowSum
 from regard.measures import Measure, as_slice
+from regard.measures.sums import MAX_INTERVALS
 from regard.types import Array, IntArray
 
 # No row's token.
@@ -271,4 +272,62 @@ class ReceivedFrom(Measure):
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
         state[:, as_slice(kv_idx)] += (self.rows[..., as_slice(q_idx)] @ weights)[:, 0]
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMass(Measure):
+    """Weight of each row on groups of keys: (…, q_len, groups).
+
+    Args:
+        labels: The group of each key, (…, kv_len), counted from 0; other numbers are in no group.
+        groups: Number of groups.
+        columns: 1 for the keys of each group, (pairs or 1, kv_len, groups); set by `bind`.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((1, 2)), np.zeros((4, 2)))
+    >>> A.measure(GroupMass(np.array([0, 0, -1, 1]), 2)).group_mass
+    array([[0.5 , 0.25]])
+    """
+
+    labels: IntArray
+    groups: int
+    columns: Array | None = None
+    reads_scores: ClassVar[bool] = False
+
+    def _build_columns(self, problem: Problem) -> Array:
+        labels = problem.frame.take_pairs(self.labels, 1, "group mass")
+        return problem.engine.xp.asarray(labels[..., None] == np.arange(self.groups), dtype=problem.dtype)
+
+    def bind(self, problem: Problem) -> Measure:
+        return replace(self, columns=self._build_columns(problem))
+
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray]:
+        columns = self._build_columns(problem)
+        index = np.arange(len(columns)) if len(columns) > 1 else np.zeros(problem.shape[0], np.int64)
+        return columns, index
+
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
+        return product
+
+    def accumulator(self, problem: Problem) -> tuple[Accumulator, ...] | None:
+        labels = self.labels.reshape(-1, self.labels.shape[-1])
+        if not labels.size or (labels != labels[:1]).any():
+            return None  # the batch entries differ
+        edges = [
+            np.flatnonzero(np.diff(labels[0] == group, prepend=False, append=False)).reshape(-1, 2).tolist()
+            for group in range(self.groups)
+        ]
+        if any(len(intervals) > MAX_INTERVALS for intervals in edges):
+            return None
+        return tuple(
+            RowSum("one", intervals=tuple((start, stop) for start, stop in intervals)) for intervals in edges
+        )
+
+    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
+        return xp.zeros((*shape[:2], self.groups))
+
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
+        assert self.columns is not None
+        state[:, as_slice(q_idx)] += weights @ self.columns[:, as_slice(kv_idx)]
         return state
