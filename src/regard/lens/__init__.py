@@ -33,9 +33,24 @@ from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
 from regard.lens.experiments.examination import doctor
 from regard.lens.recording import Recording
+from regard.lens.span_mass import LayerSpans, SpanMass
+from regard.lens.spans import token_spans
 from regard.lens.table import Table
 from regard.lens.watch import Watch
 
-__all__ = ["Alignment", "Call", "Comparison", "Finding", "Findings", "Recording", "Table", "Watch", "doctor"]
+__all__ = [
+    "Alignment",
+    "Call",
+    "Comparison",
+    "Finding",
+    "Findings",
+    "LayerSpans",
+    "Recording",
+    "SpanMass",
+    "Table",
+    "Watch",
+    "doctor",
+    "token_spans",
+]
 
 set_public_module(globals())

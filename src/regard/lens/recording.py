@@ -19,6 +19,7 @@ from regard.lens.analysis.find import find_heads
 from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
+from regard.lens.analysis.span_rows import compute_span_mass, select_call
 from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.captured_args import CapturedArgs, RowSettings
@@ -33,6 +34,8 @@ from regard.lens.recording_errors import (
     format_shapes,
 )
 from regard.lens.serialization import write_calls
+from regard.lens.span_mass import SpanMass
+from regard.lens.spans import SpanRanges, Spans, require_spans
 from regard.lens.table import Table
 from regard.types import Array
 
@@ -63,7 +66,8 @@ class Recording(Mapping[str, AttentionMatrix]):
     (['attn'], (1, 2, 3, 3))
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans | None = None) -> None:
+        self._spans = spans
         self._joined_calls: dict[str, list[JoinedCalls]] = {}
         self._uncaptured: dict[str, Uncaptured] = {}
         self._cache_faults: dict[str, list[CacheFault]] = {}
@@ -356,6 +360,48 @@ class Recording(Mapping[str, AttentionMatrix]):
         with torch.no_grad():
             return find_heads(
                 self._layer_calls(), query, key, tokens, key_tokens, batch, by, self._projections
+            )
+
+    def span_mass(
+        self,
+        spans: SpanRanges | None = None,
+        *,
+        prompt: int | None = None,
+        call: int | None = None,
+        layers: str | Sequence[str] | None = None,
+    ) -> SpanMass:
+        """Compute how much of each token's attention is on named parts of the prompt, for every layer and head.
+
+        After `generate()`, the rows are those that produced the generated tokens; after one pass, those of all tokens.
+        In cross-attention, spans are parts of what is attended to. `SpanMass.plan` says how masses were computed.
+
+        Args:
+            spans: Ranges of tokens by name, as in `regard.watch`. Default: those passed to `watch`.
+            prompt: Number of tokens before the first generated one, padding included. Default: those before the steps
+                of the cache. Pass it for a run over a finished text, or with a single generated token.
+            call: Which call of each layer, if they ran over several texts.
+            layers: Names of modules or patterns with `*`. Default: all.
+
+        Returns:
+            The masses, with the lookback ratio, tables and a page.
+
+        Raises:
+            ArgumentError: If there are no spans, they overlap or are empty, or layers have several calls.
+            IndexOutOfRangeError: If a span, the prompt or the call does not exist.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer, spans={"question": slice(1, 3)}) as recording:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> recording.span_mass()
+        SpanMass(question, other; 4 tokens, 1 layer)
+        """
+        with torch.no_grad():
+            return compute_span_mass(
+                select_call(self, self._layer_calls(), call),
+                require_spans(spans, self._spans),
+                prompt,
+                layers,
             )
 
     def rollout(

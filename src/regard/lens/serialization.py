@@ -35,6 +35,7 @@ _JSON_FIELDS = (
     "training",
     "query_offset",
     "steps",
+    "prompt_len",
     "speculative_mode",
 )
 _ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink", "weights")

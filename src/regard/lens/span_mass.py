@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,20 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.lens.analysis.find import select_layers
-from regard.lens.analysis.measures import GroupMass
-from regard.lens.analysis.token_rows import TokenRows
-from regard.lens.capture.call import Call, LayerCall
-from regard.lens.spans import GENERATED, OTHER, Spans
 from regard.lens.table import Table
 from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
-    from regard.pages.html import Page
+    pass
 
-__all__ = ["LayerSpans", "SpanMass", "compute_span_mass"]
-
-OPERATION = "recording.span_mass"
+__all__ = ["LayerSpans", "SpanMass"]
 
 
 @dataclass(frozen=True)
@@ -162,38 +154,6 @@ class SpanMass(Mapping[str, Array]):
     def _name(self, row: Array) -> dict[str, float]:
         return dict(zip(self.names, row.tolist(), strict=True))
 
-    def page(
-        self,
-        tokens: Sequence[str],
-        *,
-        batch: int = 0,
-        title: str | None = None,
-        max_bytes: int = 10_000_000,
-    ) -> Page:
-        """Build a page that colours the answer by what it attended to: one HTML file that needs no network.
-
-        Each token has the colour of the span that got most of its attention, stronger the larger the share. Layer and
-        head are chosen on the page, or means over them. A chosen token shows its shares, and those of every layer.
-
-        Args:
-            tokens: Texts of the whole sequence, prompt and answer.
-            batch: The batch entry.
-            title: Title of the page.
-            max_bytes: If the masses of all heads would make the page larger, it holds the means of layers.
-
-        Returns:
-            The page: `page.save(path)` writes it, and a notebook shows it.
-
-        Raises:
-            IndexOutOfRangeError: If there is no such batch entry.
-            ArgumentError: If there are fewer texts than tokens.
-        """
-        from regard.lens.answer_page import build_page
-
-        self.check_batch(batch, "mass.page")
-        self.check_tokens(tokens, "mass.page")
-        return build_page(self, tokens, batch=batch, title=title, max_bytes=max_bytes)
-
     def check_batch(self, batch: int, operation: str) -> None:
         """Refuse a batch entry that does not exist.
 
@@ -235,136 +195,3 @@ def mean_defined(values: Array, axis: int | tuple[int, ...]) -> Array:
     defined = ~np.isnan(values)
     count = defined.sum(axis)
     return np.where(count > 0, np.where(defined, values, 0.0).sum(axis) / np.maximum(count, 1), np.nan)
-
-
-def compute_span_mass(
-    layer_calls: Sequence[LayerCall],
-    spans: Spans,
-    prompt: int | None,
-    layers: str | Sequence[str] | None,
-) -> SpanMass:
-    """Compute the masses of every layer.
-
-    Args:
-        layer_calls: The calls of a recording, at most one for each layer.
-        spans: The spans.
-        prompt: Number of tokens of the prompt; None to find it out from the steps of the cache.
-        layers: Names of modules or patterns; None for all.
-
-    Returns:
-        The masses.
-
-    Raises:
-        ArgumentError: If the layers do not belong to one sequence, or the spans do not fit it.
-        IndexOutOfRangeError: If a span or the prompt exceeds the sequence.
-    """
-    calls = [entry for entry in select_layers(layer_calls, layers, OPERATION) if math.prod(entry.call.shape)]
-    if not calls:
-        raise ArgumentError(
-            OPERATION,
-            received="an empty recording" if layers is None else f"layers={layers!r}, which matches none",
-            expected="a layer that ran",
-            hint="list(recording) has the names; run the model inside the with block.",
-        )
-    rows = [TokenRows.from_call(entry.call) for entry in calls]
-    if any(own.query_offset is None for own in rows):
-        # An encoder-decoder model reads its prompt by cross-attention.
-        pairs = [pair for pair in zip(calls, rows, strict=True) if pair[1].query_offset is None]
-        calls, rows = [entry for entry, _ in pairs], [own for _, own in pairs]
-    sequences = {_find_sequence(entry.call, own, prompt) for entry, own in zip(calls, rows, strict=True)}
-    if len(sequences) > 1:
-        shapes = ", ".join(f"{entry.module} {entry.call.shape[-2:]}" for entry in (calls[0], calls[-1]))
-        raise ArgumentError(
-            OPERATION,
-            received=f"layers over different sequences: {shapes}",
-            expected="layers that read the same tokens",
-            hint="Choose some: recording.span_mass(layers='decoder.*').",
-        )
-    (sequence,) = sequences
-    names = (*spans.names, OTHER) if sequence.generated_from is None else (*spans.names, OTHER, GENERATED)
-    labels = _label_keys(spans, calls[0].call, sequence)
-    results = [
-        _measure_layer(entry, own, sequence, labels, len(names))
-        for entry, own in zip(calls, rows, strict=True)
-    ]
-    positions = np.arange(sequence.first_position, sequence.first_position + results[0].mass.shape[2])
-    is_token = rows[0].keys.reshape(-1, rows[0].keys.shape[-1])[:, : sequence.context]
-    own = np.where(is_token, labels[:, : sequence.context], -1)
-    return SpanMass(names, positions, sequence.prompt, results, own)
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """Which rows and keys of a layer are counted.
-
-    Args:
-        first_row: First row of the matrix that is counted.
-        first_position: Position of the token that it belongs to.
-        context: Number of keys that spans may lie in.
-        generated_from: First key that was generated; None if there is none.
-        prompt: Number of tokens of the prompt; None for one pass.
-    """
-
-    first_row: int
-    first_position: int
-    context: int
-    generated_from: int | None
-    prompt: int | None
-
-
-def _find_sequence(call: Call, rows: TokenRows, prompt: int | None) -> _Sequence:
-    q_len, kv_len = call.shape[-2:]
-    offset = rows.query_offset
-    if prompt is not None and not 1 <= prompt <= (offset or 0) + q_len:
-        raise IndexOutOfRangeError(
-            OPERATION,
-            received=f"prompt={prompt}",
-            expected=f"a number of tokens from 1 to {(offset or 0) + q_len}",
-            hint="It counts the tokens before the first generated one, padding included.",
-        )
-    if prompt is None and call.prompt_len:
-        prompt = (offset or 0) + call.prompt_len
-    first_row = 0 if prompt is None else max(0, prompt - 1 - (offset or 0))
-    # The row of a token of the prompt belongs to the token itself, that of a generated one to the token before it.
-    first_position = first_row + (offset or 0) + (prompt is not None)
-    if offset is None:
-        return _Sequence(first_row, first_position, kv_len, None, prompt)
-    return _Sequence(first_row, first_position, kv_len if prompt is None else prompt, prompt, prompt)
-
-
-def _label_keys(spans: Spans, call: Call, sequence: _Sequence) -> IntArray:
-    """Return the index of the name of each key, (batch or 1, kv_len)."""
-    *lead, _, kv_len = call.shape
-    what = "the sequence" if sequence.generated_from is None else "the prompt"
-    own = spans.label_keys(math.prod(lead[:-1]), sequence.context, what, OPERATION)
-    labels = np.full((len(own), kv_len), len(spans.names) + 1, np.int64)
-    labels[:, : sequence.context] = own
-    return labels
-
-
-def _measure_layer(
-    entry: LayerCall, rows: TokenRows, sequence: _Sequence, labels: IntArray, groups: int
-) -> LayerSpans:
-    call, matrix = entry.call, entry.call.matrix
-    *lead, q_len, kv_len = call.shape
-    if sequence.first_row:
-        matrix = matrix.lazy[..., sequence.first_row :, :]
-    # The axis of batch entries; a matrix without batch has none.
-    shaped = labels.reshape(
-        *(lead[:-1] if len(labels) > 1 else (1,) * len(lead[:-1])), *(1,) * bool(lead), -1
-    )
-    measure = GroupMass(shaped, groups)
-    plan = matrix.plan(spans=measure)
-    mass = matrix.measure(spans=measure).spans
-    dtype = np.float64 if "float64" in str(call.query.dtype) else np.float32
-    mass = mass.detach().cpu().numpy() if hasattr(mass, "detach") else np.asarray(mass)
-    mass = mass.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, -1, groups).astype(dtype)
-    lookback = np.full(mass.shape[:-1], np.nan, dtype)
-    if sequence.generated_from is not None:
-        keys = rows.keys.reshape(-1, kv_len)[:, : sequence.context].sum(-1)[:, None, None]
-        counts = np.arange(mass.shape[2]) + sequence.first_position - sequence.generated_from
-        context = mass[..., :-1].sum(-1, dtype=np.float64) / np.maximum(keys, 1)
-        generated = mass[..., -1] / np.maximum(counts, 1)
-        total = np.where((counts > 0) & (context + generated > 0), context + generated, np.nan)
-        lookback = (context / total).astype(dtype)
-    return LayerSpans(entry.module, entry.layer, mass, lookback, plan)

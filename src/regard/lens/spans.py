@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
 from regard.types import IntArray
 
-__all__ = ["Spans", "parse_spans", "token_spans"]
+__all__ = ["SpanRanges", "Spans", "parse_spans", "require_spans", "token_spans"]
 
 # First token and end, exclusive; an end of None is the end of the prompt.
 TokenRange = tuple[int, int | None]
@@ -131,6 +132,24 @@ def parse_spans(spans: Any, operation: str) -> Spans:
     return Spans(names, entries)
 
 
+def require_spans(spans: SpanRanges | None, default: Spans | None) -> Spans:
+    """Return the spans passed to `Recording.span_mass`, or else to `watch`.
+
+    Raises:
+        ArgumentError: If there are none, or they overlap or are empty.
+    """
+    if spans is not None:
+        return parse_spans(spans, "recording.span_mass")
+    if default is None:
+        raise ArgumentError(
+            "recording.span_mass",
+            received="no spans",
+            expected="spans passed to regard.watch, or here",
+            hint='For example recording.span_mass({"system": (0, 12), "document": (12, 80)}).',
+        )
+    return default
+
+
 def _parse_ranges(name: str, ranges: Any, operation: str) -> tuple[TokenRange, ...]:
     several = isinstance(ranges, list) or (
         isinstance(ranges, tuple) and any(isinstance(part, slice | tuple | list | range) for part in ranges)
@@ -178,7 +197,7 @@ def _check_overlaps(entry: Mapping[str, tuple[TokenRange, ...]], operation: str)
         for name, ranges in entry.items()
         for start, stop in ranges
     )
-    for (_, stop, name), (start, _, other) in zip(parts, parts[1:], strict=False):
+    for (_, stop, name), (start, _, other) in itertools.pairwise(parts):
         if start < stop:
             raise _overlap(operation, name, other)
 

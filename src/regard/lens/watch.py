@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.bias import CausalBias
 
-from regard.core.attention import attention, layer_attention
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.flex_wrappers import is_compiled_flex_attention, wrap_compile, wrap_flex_attention
 from regard.lens.capture.followed_tensor import SoftmaxTrace, close_traces
-from regard.lens.capture.held_functions import find_held_functions
-from regard.lens.capture.imported_names import find_imported
-from regard.lens.capture.own_softmax import wrap_exp, wrap_softmax
-from regard.lens.capture.patching import (
-    class_namespace,
-    exclude_from_compile,
-    patch,
-    unpatch,
-    unwrap_original,
-)
+from regard.lens.capture.patch_targets import find_patch_targets
+from regard.lens.capture.patching import exclude_from_compile, patch, unpatch
 from regard.lens.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
-from regard.lens.capture.regard_layers import wrap_regard_attention
 from regard.lens.recording import Recording
+from regard.lens.spans import SpanRanges, Spans, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
 from regard.score_mods import ScoreMod, relative_bias
@@ -68,6 +54,7 @@ def watch(
     *,
     layers: str | Iterable[str] | None = None,
     measures: Measures | None = None,
+    spans: SpanRanges | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     copy: bool = False,
@@ -90,6 +77,8 @@ def watch(
             names to measures; "default" for entropy, weight on the first key ("first") and distance; or a function
             that is called with each `regard.lens.Call` and returns results by name. The results are in
             `Call.measures`. By default, query and key are recorded, and any measure can be computed later.
+        spans: Named parts of the prompt, for `Recording.span_mass`: a mapping from names to ranges of tokens, (start,
+            stop) or slices, or a list of one for each batch entry. `regard.lens.token_spans` finds texts in a prompt.
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
@@ -106,8 +95,9 @@ def watch(
 
     Raises:
         ArgumentTypeError: If `model` or `measures` has the wrong type.
-        ArgumentError: If the model is compiled or scripted, `layers` names no module of it, or `grad` is combined with
-            `measures`. With `grad`, also if a layer runs where gradients are disabled.
+        ArgumentError: If the model is compiled or scripted, `layers` names no module of it, `spans` are empty or
+            overlap, or `grad` or `spans` is combined with `measures`. With `grad`, also if a layer runs where gradients
+            are disabled.
         NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
             and what to do.
 
@@ -139,7 +129,15 @@ def watch(
             expected="one of them: measures are computed during the run, without gradients",
             hint="Omit measures, and compute them from the recording: recording[name].measure(…) has gradients.",
         )
-    return Watch(model, _select_modules(model, layers), options)
+    if spans is not None and measures is not None:
+        raise ArgumentError(
+            "watch",
+            received="spans and measures",
+            expected="one of them: the shares of spans are computed from queries and keys",
+            hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
+        )
+    parsed = None if spans is None else parse_spans(spans, "watch")
+    return Watch(model, _select_modules(model, layers), options, parsed)
 
 
 class Watch:
@@ -156,12 +154,14 @@ class Watch:
     ['self_attn']
     """
 
-    def __init__(self, model: nn.Module, selected: set[str], options: CaptureOptions) -> None:
+    def __init__(
+        self, model: nn.Module, selected: set[str], options: CaptureOptions, spans: Spans | None = None
+    ) -> None:
         self._model = model
         self._selected = selected
         self._options = options
         self._biases = list(_find_position_biases(model))
-        self._recording = Recording()
+        self._recording = Recording(spans)
         self._patches: list[Any] = []
         self._hooks: list[Any] = []
         self._watched_ids: list[int] = []
@@ -192,7 +192,7 @@ class Watch:
             if self._options.values:
                 native = _find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
-            for namespace, name, make_wrapper in _find_patch_targets(self._model):
+            for namespace, name, make_wrapper in find_patch_targets(self._model):
                 self._patches.append(patch(namespace, name, make_wrapper))
         except BaseException:
             self._restore()
@@ -446,95 +446,3 @@ def _find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
                 )
             except ArgumentError:  # not a table of this kind; the bias is recorded as an array
                 continue
-
-
-def _find_patch_targets(
-    model: nn.Module,
-) -> Iterator[tuple[MutableMapping[str, Any], str, Callable[..., Any]]]:
-    """Yield namespace, name and wrapper of every function to patch.
-
-    They are functions of torch, of the registry of transformers, and those that the files of the model have imported.
-    """
-    functional = vars(F)
-    sdpa = unwrap_original(functional["scaled_dot_product_attention"])
-    multi_head = unwrap_original(functional["multi_head_attention_forward"])
-    yield functional, "scaled_dot_product_attention", wrappers.wrap_sdpa
-    yield functional, "multi_head_attention_forward", wrappers.wrap_multi_head_attention
-    yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
-    yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
-    yield class_namespace(CausalBias), "__torch_function__", wrappers.wrap_causal_bias
-    own_softmax = {"softmax": wrap_softmax, "exp": wrap_exp, "exp_": wrap_exp}
-    for name, make_wrapper in own_softmax.items():
-        yield class_namespace(torch.Tensor), name, make_wrapper
-        yield vars(torch), name, make_wrapper
-    yield vars(torch.special), "softmax", wrap_softmax
-    flex_attention = unwrap_original(flex.flex_attention)
-    yield vars(flex), "flex_attention", wrap_flex_attention
-    yield vars(torch), "compile", wrap_compile
-    model_files = [id(namespace) for namespace in _find_namespaces(model)]
-    by_function = {id(sdpa): wrappers.wrap_sdpa, id(multi_head): wrappers.wrap_multi_head_attention}
-    by_function |= {
-        id(unwrap_original(getattr(torch, name))): make_wrapper for name, make_wrapper in own_softmax.items()
-    }
-    by_function[id(flex_attention)] = wrap_flex_attention
-    imported = list(find_imported(frozenset(by_function), is_compiled_flex_attention))
-    for namespace in imported + [vars(part) for part in model.modules()]:
-        if id(namespace) not in model_files:
-            for name, value in tuple(namespace.items()):
-                original = _unwrap_function(value)
-                if id(original) in by_function:
-                    yield namespace, name, by_function[id(original)]
-                elif is_compiled_flex_attention(original):
-                    yield namespace, name, wrap_flex_attention
-    for namespace, name, original in find_held_functions(
-        model, _find_namespaces(model), frozenset(by_function)
-    ):
-        yield namespace, name, by_function[id(original)]
-    modeling = sys.modules.get("transformers.modeling_utils")
-    interface = getattr(modeling, "AttentionInterface", None)
-    if interface is not None:
-        for name, function in tuple(interface._global_mapping.items()):
-            if unwrap_original(function) is getattr(modeling, "sdpa_attention_forward", None):
-                continue  # it calls F.scaled_dot_product_attention
-            yield interface._global_mapping, name, wrappers.wrap_attention_function
-    for namespace in _find_namespaces(model):
-        for name, value in tuple(namespace.items()):
-            original = unwrap_original(value)
-            if id(original) in by_function:
-                yield namespace, name, by_function[id(original)]
-            elif is_compiled_flex_attention(original):
-                yield namespace, name, wrap_flex_attention
-            elif original is attention or original is layer_attention:
-                yield namespace, name, wrap_regard_attention
-            elif _is_attention_function(original):
-                yield namespace, name, wrappers.wrap_attention_function
-            elif interface is not None and isinstance(value, interface):
-                for key in tuple(value._local_mapping):
-                    yield value._local_mapping, key, wrappers.wrap_attention_function
-
-
-def _find_namespaces(model: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the globals of the files that define the model's classes, except those of torch.
-
-    A public class may have the `__module__` of its package, so the modules of its methods count, too.
-    """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    methods = [
-        item for base in classes for item in vars(base).values() if isinstance(item, types.FunctionType)
-    ]
-    for name in sorted({item.__module__ for item in (*classes, *methods) if item.__module__}):
-        if not name.startswith("torch.") and name != "builtins" and name in sys.modules:
-            yield vars(sys.modules[name])
-
-
-def _unwrap_function(value: Any) -> Any:
-    """Return the function that a patch replaced, or the value itself; attributes of other objects are not read."""
-    is_wrapper = isinstance(value, types.FunctionType) and "_regard_original" in vars(value)
-    return unwrap_original(value) if is_wrapper else value
-
-
-def _is_attention_function(value: Any) -> bool:
-    """Return whether a function has the parameters of transformers' attention functions."""
-    if not isinstance(value, types.FunctionType):
-        return False
-    return value.__code__.co_varnames[:4] == ("module", "query", "key", "value")

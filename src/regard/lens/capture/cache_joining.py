@@ -339,6 +339,7 @@ class JoinedCalls:
             compact_mask=_join_masks([step.compact_mask for step in steps]),
             is_causal=any(step.is_causal for step in steps),
             steps=len(steps),
+            prompt_len=_count_prompt_rows(steps),
             query_offset=self._query_offset,
             edits=None if last.edits is None else last.edits.join(self._first_edits, self.shape),
         )
@@ -364,6 +365,13 @@ class JoinedCalls:
             tensor for step in self.steps for tensor in (step.query, step.lse, step.output, step.weights)
         ]
         return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+
+
+def _count_prompt_rows(steps: list[CallRows]) -> int:
+    """Return the number of rows before the last steps of one row each; a prompt may be read in several pieces."""
+    sizes = [int(step.query.shape[-2]) for step in steps]
+    last = max((i for i, size in enumerate(sizes) if size > 1), default=0)
+    return sum(sizes[: last + 1])
 
 
 def _have_same_settings(a: Call, b: Call) -> bool:

@@ -67,6 +67,7 @@ class Call:
         training: Whether the module was in training mode.
         query_offset: Position of the first query among the keys.
         steps: Number of calls that were joined.
+        prompt_len: Number of rows up to the first step of one row, those of the prompt; 0 if no call was joined.
         measures: Results by name with `watch(measures=…)`, else None.
         stored_shape: Shape of the matrix if query and key are None.
         versions: Tensors that are held by reference, each with its version.
@@ -105,6 +106,7 @@ class Call:
     training: bool = False
     query_offset: int = 0
     steps: int = 1
+    prompt_len: int = 0
     measures: dict[str, Any] | None = None
     stored_shape: tuple[int, ...] = ()
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
