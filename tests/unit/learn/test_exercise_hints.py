@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from regard.learn import cat, three_tokens
-from regard.learn.exercises import EXERCISES, check
+from regard.learn.exercises import check
+from regard.learn.exercises.catalog import EXERCISES
 from regard.testing.conformance import probe_calls
 
 NUMBERS = range(1, 9)

@@ -9,7 +9,8 @@ import pytest
 
 from regard import ArgumentError
 from regard.learn import cat, exercises
-from regard.learn.exercises import EXERCISES, check, keys, show, solution
+from regard.learn.exercises import check, keys, show, solution
+from regard.learn.exercises.catalog import EXERCISES
 
 NUMBERS = range(1, 9)
 S = [1, 2, 2, 1, 1.5]  # scores of "sat"
