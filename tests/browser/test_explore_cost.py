@@ -100,6 +100,51 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
     return steps
 
 
+def show_products(tab):
+    """Leave the story for every multiplication."""
+    tab.get_by_role("radio", name="every multiplication").check()
+    return tab
+
+
+def narration(Q, K, V, weights, names) -> list[str]:
+    """The sentence about each multiplication of the example, written by the rules that the page follows."""
+    said = []
+    for step in iter_multiplications(Q, K, V):
+        row, column, term = step.row, step.column, step.term
+        if step.table == "output":
+            share = f"{100 * weights[row, term]:.3g} %"
+            text = f"Of number {column} of “{names[term]}”, which is {format_number(V[term, column])}, "
+            text += f"“{names[row]}” takes {share}."
+            if term == len(K) - 1:
+                text += f" That makes {format_number(step.total)}"
+                text += f": the new “{names[row]}” is complete." if column == V.shape[1] - 1 else "."
+            said.append(text)
+            continue
+        product = step.left * step.right
+        text = f"Does “{names[column]}” offer what “{names[row]}” looks for? Compare them number by number. "
+        text = text if term == 0 else ""
+        text += f"In number {term} " + (
+            f"they agree, and the match grows by {format_number(product)}."
+            if product
+            else "one of them is 0, which adds nothing."
+        )
+        if term == Q.shape[1] - 1:
+            scores = Q[row] @ K[: column + 1].T
+            best = scores[:-1].max(initial=-np.inf)
+            rival = names[int(scores[:-1].argmax())] if column else ""
+            text += f" The score is {format_number(scores[-1])}" + (
+                "."
+                if not column
+                else f": the best match of “{names[row]}” so far."
+                if scores[-1] > best
+                else ": as good as the best so far."
+                if scores[-1] == best
+                else f": not as good as “{rival}”."
+            )
+        said.append(text)
+    return said
+
+
 def every_step(tab) -> list[dict]:
     steps = tab.evaluate(EVERY_STEP)
     for step in steps:
@@ -108,7 +153,7 @@ def every_step(tab) -> list[dict]:
 
 
 def test_the_example_step_by_step(show):
-    tab = show(explore.cost())
+    tab = show_products(show(explore.cost()))
     opening = tab.evaluate(SHOWN)
     assert opening["counters"] == [0] * 6 and opening["result"] == [["·"] * 3] * 3
     names = list(three_by_three.tokens)
@@ -120,6 +165,95 @@ def test_the_example_step_by_step(show):
     assert tab.locator("#counters dd").all_text_contents() == [f"{n} of {n}" for n in steps[-1]["counters"]]
 
 
+def test_every_multiplication_has_a_sentence(show):
+    tab = show_products(show(explore.cost()))
+    said = tab.evaluate("""() => {
+      const found = [];
+      while (!document.getElementById("step").disabled) {
+        document.getElementById("step").click();
+        found.push(document.getElementById("words").textContent);
+      }
+      return found;
+    }""")
+    weights = regard.attention(Q, K).to_dense()
+    want = narration(Q, K, V, weights, three_by_three.tokens)
+    assert said[:27] + said[30:] == want
+    assert said[27] == (
+        "Softmax turns the scores of “cats” into shares that make 100 %. “fish” matched best and gets 67 %."
+    )
+    assert said[29].endswith("“cats” and “fish” matched best and get 39 % each.")  # a tie
+
+
+STORY = """() => {
+  const text = (id) => document.getElementById(id).textContent, found = [];
+  for (;;) {
+    const marked = [...document.querySelectorAll("#product .factor, #product .line")].length;
+    found.push([text("walk-title"), text("sum"), text("words"), marked]);
+    if (document.getElementById("step").disabled) return found;
+    document.getElementById("step").click();
+  }
+}"""
+
+
+def test_the_story(show):
+    tab = show(explore.cost())
+    told = tab.evaluate(STORY)
+    assert len(told) == 27 and all(len(words) > 40 for _, _, words, _ in told)
+    assert len({words for _, _, words, _ in told}) == 27  # each says something of its own
+    titles = [title for title, *_ in told]
+    assert titles[:4] == ["The query", "The key", "The plan", "Score of “cats” → “cats”"]
+    assert titles[12:17] == ["Scale", "Weights of cats", "Weights of like", "Weights of fish", "The value"]
+    assert [marked for *_, marked in told[:4]] == [9, 9, 0, 6]  # what is introduced, then a row and a column
+    A = regard.attention(Q, K)
+    scores, output = Q @ K.T, A @ V
+    for n, (_, total, _, _) in enumerate(told[3:12]):
+        assert total.endswith(f" = {format_number(scores[n // 3, n % 3])}")
+    for n, (_, total, _, _) in enumerate(told[17:26]):
+        assert total.endswith(f" = {format_number(output[n // 3, n % 3])}")
+    assert told[20][2].endswith(
+        "Most of it comes from “fish”."
+    )  # 0.17 · 2, although “like” has the larger share
+    assert told[19][2].endswith("a mixture with 67 % of “fish”.")
+    assert told[25][2].endswith("a mixture with 39 % each of “cats” and “fish”.")
+    assert "54 multiplications" in told[26][2]
+    tab.keyboard.press("ArrowLeft")
+    assert tab.get_by_role("status").text_content().startswith("step 26 of 27. Output of “fish”, number 2: ")
+    show_products(tab)  # the same place, in single steps
+    assert done(tab) == 57
+    tab.locator("#steps").fill("5")
+    tab.get_by_role("radio", name="the story").check()
+    assert (
+        tab.locator("#walk-title").text_content() == "Score of “cats” → “cats”"
+    )  # the last that is complete
+    tab.get_by_role("navigation").get_by_role("button", name="Normalise").click()
+    assert tab.locator("#walk-title").text_content() == "Weights of cats"
+
+
+def test_the_story_of_masked_and_strange_numbers(show):
+    query, key = np.array([[1.0, -1.0], [0.0, 2.0]]), np.array([[1.0, 1.0], [np.nan, 1.0], [2.0, 0.0]])
+    mask = regard.dense(np.array([[True, False, True], [False] * 3]))
+    tab = show(explore.cost(query, key, np.zeros((3, 1)), mask=mask))
+    told = tab.evaluate(STORY)
+    assert [title for title, *_ in told][3:] == [
+        "Score of “query 0” → “key 0”",
+        "Score of “query 0” → “key 2”",
+        "Scale",
+        "Weights of query 0",
+        "Weights of query 1",
+        "The value",
+        "Output of “query 0”, number 0",
+        "Done",
+    ]
+    assert told[7][2] == "“query 1” may look at nothing: its shares are all 0."
+    show_products(tab)
+    tab.locator("#steps").fill("2")
+    assert (
+        tab.locator("#words")
+        .text_content()
+        .startswith("In number 1 they disagree, and the match shrinks by 1.")
+    )
+
+
 def test_own_arrays_with_a_mask(show):
     rng = np.random.default_rng(5)
     own = rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
@@ -128,20 +262,20 @@ def test_own_arrays_with_a_mask(show):
         (regard.dense(np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)), np.array([[1, 0, 1, 1], [0] * 4], bool)),
         (~regard.first(4), np.zeros((2, 4), bool)),
     ]:
-        tab = show(explore.cost(*own, mask=mask))
+        tab = show_products(show(explore.cost(*own, mask=mask)))
         steps = every_step(tab)
         assert steps == wanted(*own, ["query 0", "query 1"], [f"key {j}" for j in range(4)], seen)
         counts = attention_by_loops(*own, seen).counts
         assert steps[-1]["counters"] == [getattr(counts, name) for name in COUNTERS]
     causal = np.tril(np.ones((5, 5), bool))
-    tab = show(explore.cost(cat.Q, cat.K, cat.V, tokens=cat.tokens, mask=regard.causal()))
+    tab = show_products(show(explore.cost(cat.Q, cat.K, cat.V, tokens=cat.tokens, mask=regard.causal())))
     assert every_step(tab) == wanted(cat.Q, cat.K, cat.V, cat.tokens, cat.tokens, causal)
 
 
 def test_masked_numbers_that_are_not_finite_have_no_effect(show):
     key, value = K.copy(), V.copy()
     key[2], value[2] = np.nan, np.inf
-    tab = show(explore.cost(Q, key, value, mask=regard.first(2)))
+    tab = show_products(show(explore.cost(Q, key, value, mask=regard.first(2))))
     last = every_step(tab)[-1]
     output = attention_by_loops(Q, key, value, np.array([True, True, False])).output
     assert last["result"] == in_text(output) and np.isfinite(output).all()
@@ -152,10 +286,13 @@ def done(tab) -> int:
 
 
 def test_by_button_and_by_keyboard(show):
-    tab = show(explore.cost())
+    tab = show_products(show(explore.cost()))
     status = tab.get_by_role("status")
     tab.keyboard.press("ArrowRight")
-    assert status.text_content() == "step 1 of 57. Score of cats → cats: 1 · 1 = 1"
+    assert status.text_content() == (
+        "step 1 of 57. Score of cats → cats: 1 · 1 = 1 Does “cats” offer what “cats” looks for? "
+        "Compare them number by number. In number 0 they agree, and the match grows by 1."
+    )
     for key, at in [
         ("ArrowRight", 2),
         ("Shift+ArrowRight", 3),
@@ -198,8 +335,8 @@ def until(tab, met) -> None:
 
 
 def test_playing(show):
-    tab = show(explore.cost())
-    tab.locator("#speed").fill("4")
+    tab = show_products(show(explore.cost()))
+    tab.locator("#speed").fill("6")
     status = tab.get_by_role("status").text_content()
     tab.locator("#play").click()
     assert tab.locator("#play").text_content() == "Pause"
@@ -265,7 +402,7 @@ def test_the_board_has_as_many_cells_as_it_says(show):
 
 def test_hostile_tokens_are_shown_as_text(show):
     numbers = np.ones((len(HOSTILE), 1))
-    tab = show(explore.cost(numbers, numbers, numbers, tokens=HOSTILE))
+    tab = show_products(show(explore.cost(numbers, numbers, numbers, tokens=HOSTILE)))
     names = [escape_unprintable(token) for token in HOSTILE]
     assert tab.locator("#product .left tbody th").all_text_contents() == names
     assert tab.locator("#product .right thead th").all_text_contents() == names
@@ -277,14 +414,24 @@ def test_hostile_tokens_are_shown_as_text(show):
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
+)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {
         "viewport": {"width": width, "height": 800},
         "color_scheme": scheme,
         "reduced_motion": "reduce",
+        "has_touch": width == 390,
     }
     tab = show(explore.cost(mask=regard.causal()), **options)
+    button = tab.get_by_role("button", name="Step →")
+    for _ in range(4):
+        (button.tap if width == 390 else button.click)()
+    assert "How well does “cats” fit what “like” looks for?" in tab.locator("#words").text_content()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert faults(tab) == []
+    show_products(tab)
     for at in (4, 26):  # a score, an output
         tab.locator("#steps").fill(str(at))
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
@@ -294,7 +441,7 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
 
 
 def test_a_wide_product_is_followed_sideways(show):
-    tab = show(explore.cost(cat.Q, cat.K, cat.V), viewport={"width": 390, "height": 800})
+    tab = show_products(show(explore.cost(cat.Q, cat.K, cat.V), viewport={"width": 390, "height": 800}))
     in_view = """() => {
       const place = (what) => document.querySelector(what).getBoundingClientRect();
       const [cell, box] = [".at-work", "#product .scroll"].map(place);
