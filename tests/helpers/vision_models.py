@@ -1,4 +1,4 @@
-"""Tiny models that read images, their inputs, and an image that is drawn here."""
+"""Tiny models that read images, and their inputs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ import numpy as np
 import torch
 import transformers as hf
 
+from tests.helpers.images import draw_image
+
 IMAGE_ID = 90
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _TEXT = {**_SIZES, "vocab_size": 97, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 _VISION = {**_SIZES, "image_size": 32, "patch_size": 8}
-
-
-def draw_image(height: int = 32, width: int = 48) -> np.ndarray:
-    """Draw a disc and a square on a gradient, (height, width, 3), uint8."""
-    y, x = np.mgrid[:height, :width]
-    image = np.stack([40 + 150 * x / width, 70 + 100 * y / height, 190 - 120 * x / width], -1)
-    disc = (y - 0.35 * height) ** 2 + (x - 0.3 * width) ** 2 < (0.22 * min(height, width)) ** 2
-    image[disc] = (250, 210, 60)
-    image[round(0.55 * height) : round(0.9 * height), round(0.6 * width) : round(0.85 * width)] = (
-        200,
-        40,
-        50,
-    )
-    return image.astype(np.uint8)
 
 
 class VisionModel(NamedTuple):

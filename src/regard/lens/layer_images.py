@@ -19,11 +19,13 @@ class LayerImages(NamedTuple):
         layer_call: The call.
         entry: Batch entry of the call.
         grids: Images by their number in the batch entry of the model, each with its grid among the keys.
+        is_vision: The layer belongs to a vision model, whose tokens all attend at once.
     """
 
     layer_call: LayerCall
     entry: int
     grids: dict[int, PatchGrid]
+    is_vision: bool = False
 
 
 def find_layer_images(
@@ -80,7 +82,8 @@ def find_layer_images(
         layer_call = calls[sequence if image_pass.is_split else 0]
         [grid] = image_pass.grids[sequence]
         grid.check_length(layer_call.call.shape[-1], operation, f"keys of {module!r}")
-        images.append(LayerImages(layer_call, 0 if image_pass.is_split else sequence, {image: grid}))
+        entry = 0 if image_pass.is_split else sequence
+        images.append(LayerImages(layer_call, entry, {image: grid}, is_vision=True))
     return images
 
 

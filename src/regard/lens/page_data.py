@@ -66,7 +66,7 @@ def build_page(
     token_lists, key_lists = (
         None if given is None else as_token_lists(given, OPERATION) for given in (tokens, key_tokens)
     )
-    shown = build_page_layers(_select_calls(layer_calls, layers), token_lists, key_lists, heads, batch)
+    shown = build_page_layers(select_calls(layer_calls, layers), token_lists, key_lists, heads, batch)
     names = {layer.module for layer in shown}
     return build_model_page(
         shown,
@@ -83,7 +83,7 @@ def build_page(
     )
 
 
-def _select_calls(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None) -> list[LayerCall]:
+def select_calls(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None) -> list[LayerCall]:
     """Select calls by module name or pattern; skip empty matrices."""
     selected = [
         entry for entry in select_layers(layer_calls, layers, OPERATION) if math.prod(entry.call.shape)

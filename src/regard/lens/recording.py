@@ -545,12 +545,14 @@ class Recording(Mapping[str, AttentionMatrix]):
         tokens: Any = None,
         *,
         key_tokens: Any = None,
+        image: Any = None,
+        grid: PatchGrid | Sequence[PatchGrid] | None = None,
         batch: int = 0,
         layers: str | Sequence[str] | None = None,
         heads: Sequence[int] | None = None,
         findings: Findings | None = None,
         title: str | None = None,
-        max_bytes: int = 40_000_000,
+        max_bytes: int | None = None,
     ) -> Page:
         """Build a page with every head of the model: one HTML file that needs neither server nor network.
 
@@ -562,22 +564,30 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         The page carries queries and keys in half precision, computes the weights from them, and states the error.
 
+        With `image`, the page shows the picture instead: a patch or another token is chosen as query, and the maps of
+        the heads lie over it, for every layer that read it.
+
         Args:
             tokens: Tokens of queries and keys, (n,) or (batch, n).
             key_tokens: Tokens of the keys of cross-attention.
+            image: The image that the model read: a path, a Pillow image or an array, or a list of all images of the
+                batch entry. It is stretched over the patches; if the processor crops, pass
+                `regard.images.undo_normalisation(pixel_values[0], processor)`.
+            grid: Where the patches are, one for each image. Default: `recording.grids(name)` of each layer.
             batch: The batch entry to show.
             layers: Names of modules or patterns with `*`. Default: all.
             heads: The heads to show. Default: all.
-            findings: Default: those of `recording.diagnose(tokens)`.
+            findings: Default: those of `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.
             max_bytes: Heads carry all their weights until the file has this size. The others keep their map and
-                measures, and the page says so.
+                measures, or with an image maps of some queries, and the page says so. Default: 40 MB, with an image
+                10 MB.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.
 
         Raises:
-            ArgumentError: If there is no such layer, or the tokens fit no layer.
+            ArgumentError: If there is no such layer, the tokens fit no layer, or the image does not belong to them.
             IndexOutOfRangeError: If there is no such head or batch entry.
 
         >>> import regard, torch
@@ -588,18 +598,28 @@ class Recording(Mapping[str, AttentionMatrix]):
         <page "All attention heads", ... kB: save(path) writes it>
         """
         from regard.lens.page_data import build_page
+        from regard.lens.picture_data import build_image_page
 
+        chosen: dict[str, Any] = {"batch": batch, "layers": layers, "heads": heads, "title": title}
         with torch.no_grad():
+            if image is not None:
+                passes = self._module_hints.image_passes
+                return build_image_page(
+                    self._layer_calls(),
+                    passes,
+                    image=image,
+                    grid=grid,
+                    tokens=tokens,
+                    max_bytes=max_bytes,
+                    **chosen,
+                )
             return build_page(
                 self._layer_calls(),
                 self.diagnose(tokens) if findings is None else findings,
                 tokens=tokens,
                 key_tokens=key_tokens,
-                batch=batch,
-                layers=layers,
-                heads=heads,
-                title=title,
-                max_bytes=max_bytes,
+                max_bytes=40_000_000 if max_bytes is None else max_bytes,
+                **chosen,
             )
 
     def save(self, path: str | Path) -> None:

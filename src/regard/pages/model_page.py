@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regard.errors import RegardError
-from regard.pages.encoding import EncodedArray, encode_overview, live_cells
-from regard.pages.html import Page, build_page, encode_record
-from regard.pages.payload import ErrorEstimate, MatrixPayload, build_payload
+from regard.pages.encoding import encode_overview, live_cells
+from regard.pages.fitted_payload import FittedPayload, combine_errors, fit_payload
+from regard.pages.html import Page, build_page
+from regard.pages.payload import ErrorEstimate, MatrixPayload
+from regard.pages.stack_names import stack_names
 from regard.render.text import escape_unprintable
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 LONG_TEXT = 1024  # tokens above which the map of a head starts from an overview in the page
 THUMBNAIL_CELLS = 64  # cells along the edge of a head's thumbnail
 OVERVIEW_CELLS = 256  # cells along the edge of the overview of a head of a long text
-ELEMENT_OVERHEAD = 64  # characters around each array in the page
 
 
 @dataclass
@@ -103,7 +104,7 @@ def build_model_page(
     texts: dict[tuple[str, ...], int] = {}
     measures = [name for name in captions if any(name in layer.measures for layer in layers)]
     stacks, calls = (
-        _stack_names([layer.module for layer in layers]),
+        stack_names([layer.module for layer in layers]),
         Counter(layer.module for layer in layers),
     )
     records = [
@@ -145,10 +146,10 @@ def build_model_page(
             layer_record["payload_error"] = str(error)
             continue
         if payload is not None:
-            layer_record["payload"], error_estimate, size = payload
-            room -= size
-            errors.append(error_estimate)
-    record["error"] = _combine_errors(errors)
+            layer_record["payload"] = payload.record
+            room -= payload.size
+            errors.append(payload.error)
+    record["error"] = combine_errors(errors)
     return build_page(name, "modelPage", record)
 
 
@@ -157,20 +158,6 @@ def _text_index(tokens: list[Any] | None, texts: dict[tuple[str, ...], int]) -> 
     if tokens is None:
         return None
     return texts.setdefault(tuple(escape_unprintable(str(token)) for token in tokens), len(texts))
-
-
-def _stack_names(names: list[str]) -> dict[str, str]:
-    """Return what distinguishes the layers of several stacks: the parts of their names that differ, without numbers.
-
-    >>> _stack_names(["encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"])["decoder.0.cross"]
-    'decoder cross'
-    >>> _stack_names(["layers.0.attn", "layers.1.attn"])
-    {'layers.0.attn': '', 'layers.1.attn': ''}
-    """
-    parts = {name: [part for part in name.split(".") if not part.isdigit()] for name in names}
-    depth = max(map(len, parts.values()))
-    differ = [i for i in range(depth) if len({tuple(own[i : i + 1]) for own in parts.values()}) > 1]
-    return {name: " ".join(own[i] for i in differ if i < len(own)) for name, own in parts.items()}
 
 
 # Thumbnails
@@ -198,25 +185,22 @@ def _rows_per_cell(length: int, cells: int) -> Any:
 # Payloads
 
 
-def _build_layer_payload(
-    layer: PageLayer, room: int, operation: str
-) -> tuple[dict[str, Any], ErrorEstimate, int] | None:
-    """Build the payload of as many heads as fit into `room` characters; None if not even one fits.
+def _build_layer_payload(layer: PageLayer, room: int, operation: str) -> FittedPayload | None:
+    """Build the payload of as many heads as fit into `room` characters, with overviews if the text is long."""
 
-    Returns the record, the error of its weights, and its size in characters.
-    """
-    matrix, heads = layer.matrix, layer.heads
-    while heads:
-        if _estimate_size(layer, heads) <= room:
-            payload = build_payload(matrix.lazy[heads] if len(matrix.shape) > 2 else matrix, operation)
-            record = {"heads": heads, **payload.record}
-            if max(layer.shape) > LONG_TEXT:
-                record["overviews"] = _overviews(layer, payload)
-            size = _encoded_size(record)
-            if size <= room:
-                return record, payload.error, size
-        heads = heads[:-1]
-    return None
+    def add_overviews(record: dict[str, Any], payload: MatrixPayload) -> None:
+        if max(layer.shape) > LONG_TEXT:
+            record["overviews"] = _overviews(layer, payload)
+
+    return fit_payload(
+        layer.matrix,
+        layer.heads,
+        groups=layer.groups,
+        head_dim=layer.head_dim,
+        room=room,
+        operation=operation,
+        add=add_overviews,
+    )
 
 
 def _overviews(layer: PageLayer, payload: MatrixPayload) -> list[dict[str, Any]]:
@@ -226,31 +210,6 @@ def _overviews(layer: PageLayer, payload: MatrixPayload) -> list[dict[str, Any]]
         encode_overview(means, maxima, live_cells(*intervals, layer.shape, size), layer.shape)
         for means, maxima, intervals in zip(layer.means, layer.maxima, payload.intervals, strict=False)
     ]
-
-
-def _estimate_size(layer: PageLayer, heads: list[int]) -> float:
-    """Estimate the characters that heads take at least: halves of query and key, and each lse."""
-    q_len, kv_len = layer.shape
-    kv_heads = len({head // layer.groups for head in heads})
-    return (1.7 * layer.head_dim * (len(heads) * q_len + kv_heads * kv_len) + 3 * len(heads) * q_len) * 4 / 3
-
-
-def _encoded_size(record: Any) -> int:
-    """Return the characters that a record takes in a page, with its arrays."""
-    arrays: list[EncodedArray] = []
-    text = encode_record(record, arrays)
-    return len(text) + sum(ELEMENT_OVERHEAD + len(array.text) for array in arrays)
-
-
-def _combine_errors(errors: list[ErrorEstimate]) -> dict[str, Any] | None:
-    """Return the largest error of all layers, and the number of all weights that were compared."""
-    if not errors:
-        return None
-    worst = {name: max(getattr(error, name) for error in errors) for name in ErrorEstimate._fields}
-    return worst | {
-        "compared": sum(error.compared for error in errors),
-        "exact": all(error.exact for error in errors),
-    }
 
 
 def _describe_sizes(layers: Sequence[PageLayer]) -> str:

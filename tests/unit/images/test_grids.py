@@ -13,7 +13,8 @@ import torch
 import regard
 from regard.errors import ArgumentError, IndexOutOfRangeError, NotCapturedError
 from regard.images import PatchGrid, read_grids
-from tests.helpers.vision_models import IMAGE_ID, build_qwen2_vl, build_vision_model, draw_image
+from tests.helpers.images import draw_image
+from tests.helpers.vision_models import IMAGE_ID, build_qwen2_vl, build_vision_model
 
 SPECIAL = {
     "ViT": ("class",),
