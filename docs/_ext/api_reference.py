@@ -31,6 +31,7 @@ PAGE_ORDER = [
     "lens",
     "interventions",
     "monitor",
+    "transformers",
     "models",
     "plot",
     "explore",

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from regard import survey as survey
     from regard import testing as testing
     from regard import tiling as tiling
+    from regard import transformers as transformers
     from regard.core.explanation import Explanation
     from regard.interventions.intervene import intervene
     from regard.lens.compare import compare
@@ -128,6 +129,7 @@ __all__ = [
     "survey",
     "testing",
     "tiling",
+    "transformers",
     "watch",
 ]
 
@@ -144,6 +146,7 @@ _LAZY_PACKAGES = (
     "plot",
     "survey",
     "testing",
+    "transformers",
 )
 _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",

@@ -18,7 +18,7 @@ import regard
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs/_ext"))
 
-pytest.importorskip("torch")  # nn and lens need it
+pytest.importorskip("transformers")  # regard.transformers needs it, and nn and lens need torch
 
 # Classes of regard.learn are written to be read: inspect.getsource finds them by the module that defines them.
 SHOWS_SOURCE = "regard.learn"

@@ -160,7 +160,7 @@ class Watch:
         self._model = model
         self._selected = selected
         self._options = options
-        self._biases = list(_find_position_biases(model))
+        self._biases = list(find_position_biases(model))
         self._recording = Recording(spans)
         self._patches: list[Any] = []
         self._hooks: list[Any] = []
@@ -432,7 +432,7 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
     return selected
 
 
-def _find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
+def find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
     """Yield the relative position biases that a model such as T5 adds to its scores."""
     for module in model.modules():
         table = getattr(module, "relative_attention_bias", None)

@@ -214,7 +214,7 @@ def _recognise(
     biases: Sequence[ScoreMod],
 ) -> Call:
     q_len, kv_len, lead = query.shape[-2], key.shape[-2], tuple(query.shape[:-2])
-    mask = None if isinstance(args.attn_mask, BlockMask) else _combine_mask_and_bias(args, kv_len)
+    mask = None if isinstance(args.attn_mask, BlockMask) else combine_mask_and_bias(args, kv_len)
     if mask is None and isinstance(args.attn_mask, BlockMask):
         compact = _recognise_flex_cached(args.attn_mask, q_len, kv_len, options)
         if args.position_bias is not None:
@@ -276,7 +276,7 @@ def _is_broadcast(args: CapturedArgs) -> bool:
     return bool(args.key.shape[:stop] != lead or args.value.shape[:stop] != lead)
 
 
-def _combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
+def combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
     """Combine mask and position bias into one tensor, truncated to the keys."""
     mask, bias = args.attn_mask, args.position_bias
     if mask is None and bias is None:

@@ -1,0 +1,164 @@
+"""The attention function and the mask function that transformers calls for `attn_implementation="regard"`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from regard.errors import ArgumentError
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.patching import exclude_from_compile
+from regard.transformers.attention_weights import AttentionWeights
+from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
+from regard.transformers.recorded_call import RecordedCall, record_call
+
+try:  # absent in older releases, where every call records
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _active_collector = None
+
+Tensor = Any  # the types of torch are not followed
+
+NAME = "regard"
+
+# Whether the forward method of a class of layers has the parameter output_attentions.
+_has_parameter: dict[type[nn.Module], bool] = {}
+
+# Arguments that `sdpa` alone gets a mask for: transformers compares the name of the implementation.
+_REFUSED = {
+    "indices": "an index of keys for each query",
+    "block_indices": "an index of keys for each query",
+    "cache": "the cache of continuous batching",
+}
+
+
+def register() -> None:
+    """Register the attention function and the mask function with transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, AttentionWeights | UnrecordedWeights | None]:
+    """Compute the attention of a layer as `sdpa` does, and record it if weights are requested.
+
+    Args:
+        module: The layer.
+        query: (batch, heads, q_len, head_dim).
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, value_dim).
+        attention_mask: Boolean, True = attend, or added to the scores; None for none, or causal if the layer is.
+        dropout: Dropout probability of the weights. The recorded weights are those before dropout.
+        scaling: Factor of the scores; None for 1/√head_dim.
+        **kwargs: Further arguments of the model; `softcap`, `s_aux`, `position_bias` and `is_causal` have a meaning.
+
+    Returns:
+        The output, (batch, q_len, heads, value_dim), and the lazy weights; None if they are not requested.
+
+    Raises:
+        ArgumentError: If the model needs an argument that only `sdpa` supports, or applies dropout to scores with a
+            soft cap or a sink.
+    """
+    for name, meaning in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ArgumentError(
+                'attn_implementation="regard"',
+                received=f"{meaning} in {type(module).__name__}",
+                expected="a model that passes a mask",
+                hint='Load it with attn_implementation="sdpa", and record its attention with regard.watch.',
+            )
+    is_plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    requested = _is_requested(module, kwargs)
+    is_recorded = requested and is_chosen(module)
+    call = None
+    if is_recorded or not is_plain:
+        args = _collect(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        call = _record(module, args, keep=is_recorded)
+    if is_plain:
+        options = {name: argument for name, argument in kwargs.items() if name != "output_attentions"}
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        options |= {"dropout": dropout, "scaling": scaling}
+        output = sdpa(module, query, key, value, attention_mask, **options)[0]
+    else:
+        assert call is not None
+        output = _multiply(call, value, dropout)
+    if not requested:
+        return output, None
+    return output, AttentionWeights(call) if call is not None and is_recorded else UnrecordedWeights()
+
+
+# A compiled model leaves its graph here, and only if weights are requested.
+_record = exclude_from_compile(record_call)
+
+
+def _collect(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> CapturedArgs:
+    """Collect the arguments of a call, with the rule of `sdpa` for causal layers without a mask."""
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    sink = kwargs.get("s_aux")
+    return CapturedArgs(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=bool(query.shape[-2] > 1 and attention_mask is None and is_causal),
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        # A parameter has a gradient even where gradients are disabled.
+        sink=None if sink is None else (sink if torch.is_grad_enabled() else sink.detach()).reshape(-1),
+        position_bias=kwargs.get("position_bias"),
+        kernel=NAME,
+    )
+
+
+def _multiply(call: RecordedCall, value: Tensor, dropout: float) -> Tensor:
+    """Multiply the matrix of a call by the value, for scores that `sdpa` cannot compute."""
+    if dropout:
+        raise ArgumentError(
+            'attn_implementation="regard"',
+            received=f"dropout of {dropout:g} in a layer with a soft cap or a sink",
+            expected="no dropout of the weights",
+            hint="Call model.eval(), set attention_dropout=0 in the configuration, or train with eager attention.",
+        )
+    return (call.matrix @ value).transpose(1, 2).contiguous()
+
+
+def _is_requested(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether a model requests weights, as far as a layer can know it; if it cannot, it records them."""
+    requested = kwargs.get("output_attentions")
+    if requested:
+        return True
+    collected = None if _active_collector is None else _active_collector.get()
+    if collected is None:
+        return requested is None
+    if any("attentions" in name for name in collected):
+        return True
+    # Layers with this parameter return the weights to a model that collects them on its own.
+    layer_class = type(module)
+    if layer_class not in _has_parameter:
+        _has_parameter[layer_class] = "output_attentions" in inspect.signature(layer_class.forward).parameters
+    return _has_parameter[layer_class]

@@ -1,0 +1,420 @@
+"""`AttentionWeights`: the weights of one layer, a lazy matrix that reads like a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from regard.core.matrix import AttentionMatrix
+from regard.errors import ArgumentError, ArgumentTypeError, format_named_shape
+from regard.transformers.recorded_call import RecordedCall
+from regard.transformers.scaled_mean import ScaledMean
+from regard.transformers.tensor_index import resolve_dims
+
+Tensor = Any  # the types of torch are not followed
+
+# Functions of torch that run the method of the same name.
+_METHODS = frozenset(
+    (
+        "amax",
+        "argmax",
+        "clone",
+        "detach",
+        "div",
+        "max",
+        "mean",
+        "mul",
+        "squeeze",
+        "sum",
+        "topk",
+        "true_divide",
+    )
+)
+
+_DENSE_HINT = (
+    "Store the matrices first: attentions = [weights.to_dense() for weights in outputs.attentions]. "
+    "If transformers itself raised this, as generate() of Whisper does, record with regard.watch instead."
+)
+
+
+class AttentionWeights:
+    """The attention weights of one layer, as `outputs.attentions` holds them with `attn_implementation="regard"`.
+
+    They have the shape, dtype and device of the tensor that eager attention returns, and the methods below, which need
+    O(n) memory. Reading an index computes the weights there; an index of whole heads, and a mean or sum over heads,
+    stay lazy. Other operations raise an error: `to_dense()` returns the tensor. `matrix` is the `AttentionMatrix`, for
+    entropies, measures and pages.
+
+    A row that attends to no key is zero, where eager attention has equal weights. Weights are those before dropout.
+
+    >>> import torch, transformers
+    >>> import regard.transformers
+    >>> config = transformers.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2)
+    >>> model = transformers.GPT2Model._from_config(config, attn_implementation="regard").eval()
+    >>> with torch.no_grad():
+    ...     weights = model(torch.arange(4)[None], output_attentions=True).attentions[0]
+    >>> weights.shape, weights.mean(dim=1).shape
+    (torch.Size([1, 2, 4, 4]), torch.Size([1, 4, 4]))
+    >>> weights[0, 1].sum(dim=-1).round(decimals=3)
+    tensor([1., 1., 1., 1.])
+    >>> weights.mean(1)[0, -1].topk(2).indices.shape
+    torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        lazy: RecordedCall | ScaledMean,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        detached: bool = False,
+    ) -> None:
+        self._lazy = lazy if isinstance(lazy, ScaledMean) else ScaledMean(lazy)
+        self.dtype: torch.dtype = dtype or self._lazy.query.dtype
+        self.device: torch.device = device or self._lazy.query.device
+        self._detached = detached
+
+    def _replace(self, lazy: ScaledMean) -> AttentionWeights:
+        return AttentionWeights(lazy, self.dtype, self.device, self._detached)
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        """Convert what was computed to the dtype and the device of these weights."""
+        tensor = tensor.detach() if self._detached else tensor
+        return tensor.to(device=self.device, dtype=self.dtype if tensor.is_floating_point() else None)
+
+    # Attributes of a tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape, (batch, heads, q_len, kv_len)."""
+        return torch.Size(self._lazy.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or the size of one axis."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the number of axes."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of weights."""
+        return math.prod(self._lazy.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `to_dense()` would store."""
+        return self.numel() * int(self.dtype.itemsize)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow from the weights to the model."""
+        source = self._lazy.source
+        if isinstance(source, RecordedCall):
+            return source.requires_grad and not self._detached
+        tensors = (source.problem.query, source.problem.key)
+        return not self._detached and any(tensor.requires_grad for tensor in tensors)
+
+    def __len__(self) -> int:
+        return self._lazy.shape[0]
+
+    # Conversions
+
+    @property
+    def matrix(self) -> AttentionMatrix:
+        """The lazy matrix of `regard`, for `entropy()`, `measure(…)`, `explain(…)` and `page(…)`.
+
+        Raises:
+            ArgumentError: If these weights are a mean over heads, or multiplied by a number.
+        """
+        if self._lazy.averaged or self._lazy.factor != 1.0:
+            raise ArgumentError(
+                "weights.matrix",
+                received="a mean over heads, or weights multiplied by a number",
+                expected="the weights of a layer, or of some of its heads",
+                hint="Measure first, then average: weights.matrix.entropy().mean(1).",
+            )
+        return self._lazy.matrix
+
+    def to_dense(self) -> Tensor:
+        """Compute and store the whole tensor, of `nbytes`."""
+        return self._convert(self._lazy.to_dense())
+
+    def to(self, *args: Any, **kwargs: Any) -> AttentionWeights:
+        """Return weights on another device, or of another dtype.
+
+        Query and key of a layer are moved, so that their memory on the old device is released. Of some heads, or of a
+        mean, the results are moved.
+
+        Args:
+            *args: A device, a dtype, both, or a tensor that has them.
+            **kwargs: `device` and `dtype`; other arguments of `torch.Tensor.to` have no effect.
+        """
+        device, dtype, lazy = self.device, self.dtype, self._lazy
+        for arg in (*args, kwargs.get("device"), kwargs.get("dtype")):
+            if isinstance(arg, torch.Tensor | AttentionWeights):
+                device, dtype = arg.device, arg.dtype
+            elif isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, str | int | torch.device) and not isinstance(arg, bool):
+                device = torch.empty(0, device=arg).device  # with its number: "cuda" is the current one
+        if device != self.device and isinstance(lazy.source, RecordedCall):
+            lazy = replace(lazy, source=lazy.source.to(device))
+        return AttentionWeights(lazy, dtype, device, self._detached)
+
+    def cpu(self) -> AttentionWeights:
+        """Return weights on the CPU."""
+        return self.to("cpu")
+
+    def float(self) -> AttentionWeights:
+        """Return weights of dtype float32, in which they are computed."""
+        return self.to(torch.float32)
+
+    def half(self) -> AttentionWeights:
+        """Return weights of dtype float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> AttentionWeights:
+        """Return weights of dtype bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def double(self) -> AttentionWeights:
+        """Return weights of dtype float64."""
+        return self.to(torch.float64)
+
+    def detach(self) -> AttentionWeights:
+        """Return weights without gradients."""
+        lazy = self._lazy
+        if isinstance(lazy.source, RecordedCall):
+            lazy = replace(lazy, source=lazy.source.detach())
+        return AttentionWeights(lazy, self.dtype, self.device, detached=True)
+
+    def clone(self) -> AttentionWeights:
+        """Return the weights, which nothing can change."""
+        return self
+
+    def squeeze(self, dim: int | None = None) -> AttentionWeights:
+        """Return weights without an axis of batch or heads of size 1; by default, without any of them.
+
+        Args:
+            dim: The axis. If its size is not 1, nothing changes.
+        """
+        if dim is not None and dim % self.ndim >= self.ndim - 2:
+            self._refuse("squeeze", "Index the queries or keys instead: weights[..., 0, :].")
+        leading = range(self.ndim - 2)
+        dims = [
+            axis for axis in leading if self.shape[axis] == 1 and (dim is None or axis == dim % self.ndim)
+        ]
+        index = tuple(0 if axis in dims else slice(None) for axis in leading)
+        return self[index] if dims else self
+
+    # Entries
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return weights, equal to `to_dense()[index]`.
+
+        Args:
+            index: Integers, slices, an ellipsis and at most one array of integers or booleans, as in torch.
+
+        Returns:
+            The weights as a tensor; lazy weights if the index keeps all queries and keys, as in `weights[0]`.
+
+        Raises:
+            IndexOutOfRangeError: If the index is past the end of an axis, or has too many entries.
+            ArgumentTypeError: If the index has several arrays.
+            TooLargeError: If the result would take more than 256 MiB.
+        """
+        part = self._lazy.read(index)
+        return self._replace(part) if isinstance(part, ScaledMean) else self._convert(part)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    # Reductions
+
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        """Sum the weights.
+
+        Args:
+            dim: Axis or axes; None for all. A sum over batch or heads alone stays lazy.
+            keepdim: Keep the summed axes, of size 1.
+            dtype: Dtype of the result.
+
+        Returns:
+            A tensor, or lazy weights.
+        """
+        return self._add_up(resolve_dims(dim, self.ndim), keepdim, dtype, is_mean=False)
+
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        """Average the weights.
+
+        Args:
+            dim: Axis or axes; None for all. A mean over batch or heads alone stays lazy: `weights.mean(dim=1)`.
+            keepdim: Keep the averaged axes, of size 1.
+            dtype: Dtype of the result.
+
+        Returns:
+            A tensor, or lazy weights.
+        """
+        return self._add_up(resolve_dims(dim, self.ndim), keepdim, dtype, is_mean=True)
+
+    def _add_up(self, dims: list[int], keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool) -> Any:
+        weights = self if dtype is None else self.to(dtype)
+        tokens = [axis for axis in dims if axis >= self.ndim - 2]
+        count = math.prod(self.shape[axis] for axis in dims)
+        if not tokens:
+            if keepdim:
+                self._refuse("keepdim=True", "Leave it out: the result then has fewer axes, and stays lazy.")
+            return weights._replace(self._lazy.average(dims).scale(1 if is_mean else count))
+        total = self._lazy.sum(tokens[-1] - self.ndim)
+        if others := [axis for axis in dims if axis != tokens[-1]]:
+            total = total.sum(others)
+        if keepdim:
+            total = total.reshape([1 if axis in dims else size for axis, size in enumerate(self.shape)])
+        return weights._convert(total / count if is_mean else total)
+
+    def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        """Find the largest weights.
+
+        Args:
+            dim: −1 searches each row, −2 each column, None the whole tensor.
+            keepdim: Keep the axis, of size 1.
+
+        Returns:
+            A scalar for None, else a named tuple of `values` and `indices`. Ties go to the lowest index.
+        """
+        if dim is None:
+            return self._convert(self._lazy.max(-1)[0].max())
+        found = self._lazy.max(self._resolve_token_axis("max", dim))
+        values, indices = (self._convert(part.unsqueeze(dim) if keepdim else part) for part in found)
+        return torch.return_types.max((values, indices))
+
+    def amax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Return the largest weights; see `max`."""
+        return self.max() if dim is None else self.max(dim, keepdim).values
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Return the indices of the largest weights; see `max`. None gives an index into the flattened tensor."""
+        if dim is not None:
+            return self.max(dim, keepdim).indices
+        values, indices = self._lazy.max(-1)
+        row = values.flatten().argmax()
+        return self._convert(row * self.shape[-1] + indices.flatten()[row])
+
+    def topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        """Find the k largest weights of each row, largest first; ties go to the lowest index.
+
+        Args:
+            k: Number of keys, from 1 to kv_len.
+            dim: −1, the axis of the keys.
+            largest: True: the smallest weights of a causal row are zeros.
+            sorted: Accepted as by torch; the result is always sorted.
+
+        Returns:
+            A named tuple of `values` and `indices`, each (…, q_len, k).
+        """
+        if not largest or self._resolve_token_axis("topk", dim) != -1:
+            self._refuse("topk", "Call topk(k) for the largest weights of each row.")
+        values, indices = map(self._convert, self._lazy.topk(k))
+        return torch.return_types.topk((values, indices))
+
+    def _resolve_token_axis(self, operation: str, dim: int) -> int:
+        (axis,) = resolve_dims(dim, self.ndim)
+        if axis < self.ndim - 2:
+            hint = (
+                f"Over heads it has as many numbers as the matrix: weights.to_dense().{operation}(dim={dim})."
+            )
+            self._refuse(f"weights.{operation}(dim={dim})", hint)
+        return axis - self.ndim
+
+    # Arithmetic with numbers
+
+    def __mul__(self, number: Any) -> AttentionWeights:
+        """Multiply by a number; the result stays lazy."""
+        is_number = isinstance(number, int | float | np.number) or (
+            isinstance(number, torch.Tensor | np.ndarray) and number.ndim == 0
+        )
+        if not is_number:
+            self._refuse("weights * other", "Multiply what you read of them: weights[0, head, row] * other.")
+        return self._replace(self._lazy.scale(float(number)))
+
+    def __truediv__(self, number: Any) -> AttentionWeights:
+        """Divide by a number; the result stays lazy."""
+        return self.__mul__(1.0 / number)
+
+    __rmul__ = mul = __mul__
+    div = true_divide = __truediv__
+
+    # What is refused
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch that needs O(n) memory, such as `torch.mean(weights, dim=1)`; refuse others."""
+        name, kwargs = getattr(function, "__name__", str(function)), dict(kwargs or {})
+        if name in _METHODS:
+            if "input" in kwargs:
+                args = (kwargs.pop("input"), *args)
+            if name == "mul" and not isinstance(args[0], cls):
+                args = args[::-1]
+            if isinstance(args[0], cls):
+                return getattr(args[0], name)(*args[1:], **kwargs)
+        weights = next(_find_weights((args, kwargs)))
+        return weights._refuse(f"torch.{name}", _DENSE_HINT)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Refuse to convert to an array."""
+        self._refuse("numpy.asarray(weights)", "Store the matrix first: weights.to_dense().numpy().")
+
+    def numpy(self) -> NoReturn:
+        """Refuse to convert to an array."""
+        self._refuse("weights.numpy", "Store the matrix first: weights.to_dense().numpy().")
+
+    def _refuse_arithmetic(self, other: Any) -> NoReturn:
+        self._refuse("arithmetic with weights", "Store the matrix first: weights.to_dense().")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __matmul__ = __rmatmul__ = __pow__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'AttentionWeights' object has no attribute {name!r}")
+        # An AttributeError, so that hasattr and copy work.
+        raise AttributeError(
+            f"AttentionWeights are lazy and have no {name!r}. Call weights.to_dense().{name}, which stores "
+            f"{self.nbytes:,} bytes, or read fewer weights: weights[0, head, row]."
+        )
+
+    def _refuse(self, operation: str, hint: str) -> NoReturn:
+        raise ArgumentTypeError(
+            operation,
+            received=f"lazy weights of shape {tuple(self.shape)}, which would take {self.nbytes:,} bytes",
+            expected="a tensor, or an operation in O(n) memory: an index, sum, mean, max, argmax, topk, * number",
+            hint=hint,
+        )
+
+    def __repr__(self) -> str:
+        shape = format_named_shape(tuple(self.shape), "q_len", "kv_len")
+        if self._lazy.averaged:
+            shape = f"{tuple(self.shape)}, a mean over axes {self._lazy.averaged} of {tuple(self._lazy.source.shape)},"
+        factor = "" if self._lazy.factor == 1.0 else f" × {self._lazy.factor:g}"
+        return f"AttentionWeights{shape} {str(self.dtype).removeprefix('torch.')}{factor}"
+
+
+def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:
+    """Yield the lazy weights in nested arguments."""
+    if isinstance(arguments, AttentionWeights):
+        yield arguments
+    elif isinstance(arguments, dict):
+        yield from _find_weights(tuple(arguments.values()))
+    elif isinstance(arguments, list | tuple):
+        for argument in arguments:
+            yield from _find_weights(argument)

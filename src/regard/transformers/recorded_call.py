@@ -1,0 +1,193 @@
+"""The record of one call of the attention function: what is needed to compute its matrix."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.core.matrix import AttentionMatrix
+from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.compact_mask import CompactMask
+from regard.lens.capture.mask_recognition import recognise_mask
+from regard.lens.capture.record import combine_mask_and_bias
+from regard.lens.watch import find_position_biases
+from regard.score_mods import ScoreMod, bias, softcap
+from regard.transformers.key_store import KeyStore
+
+Tensor = Any  # the types of torch are not followed
+
+# Of each thread: the store of the last call of each module, and the last mask that was recognised.
+_thread = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One call of an attention layer; its matrix is built when it is read.
+
+    Args:
+        args: Arguments of the call, without key and value, and without mask and bias once they are recognised.
+        layer_class: Name of the module's class.
+        store: The store of its keys.
+        start: Position of its first key in the store.
+        kv_len: Number of its keys.
+        compact_mask: Mask and bias as they were recognised; None if that is left until the matrix is read.
+    """
+
+    args: CapturedArgs
+    layer_class: str
+    store: KeyStore
+    start: int
+    kv_len: int
+    compact_mask: CompactMask | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix, (batch, heads, q_len, kv_len)."""
+        return (*self.query.shape[:-1], self.kv_len)
+
+    @property
+    def query(self) -> Tensor:
+        """The query, (batch, heads, q_len, head_dim)."""
+        return self.args.query
+
+    @property
+    def matrix(self) -> AttentionMatrix:
+        """The lazy matrix; it has gradients if the model ran with them."""
+        return self._call.matrix
+
+    @cached_property
+    def _call(self) -> Call:
+        args = self.args._replace(key=self.store.read(self.start, self.kv_len))
+        return Call(
+            name="outputs.attentions",
+            layer_class=self.layer_class,
+            query=args.query,
+            key=args.key,
+            compact_mask=self.compact_mask or _recognise(args),
+            scale=_resolve_scale(args),
+            kernel=args.kernel,
+            softcap=None if args.softcap is None else softcap(args.softcap),
+            sink=args.sink,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the tensors; the matrix is built again."""
+        return {name: value for name, value in vars(self).items() if name != "_call"}
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow to query or key."""
+        return bool(self.query.requires_grad or self.store.requires_grad)
+
+    def detach(self) -> RecordedCall:
+        """Return the call without its graph."""
+        if not self.requires_grad:
+            return self
+        args = self.args._replace(query=self.query.detach())
+        return replace(self, args=args, store=self.store.detach())
+
+    def to(self, device: torch.device) -> RecordedCall:
+        """Return the call on another device; calls of one cache share the moved keys."""
+        if self.query.device == device:
+            return self
+        mask = self._call.compact_mask
+        if mask.dense_mask is not None:
+            mask = replace(mask, dense_mask=mask.dense_mask.to(device))
+        if (array := getattr(mask.bias, "array", None)) is not None:
+            mask = replace(mask, bias=bias(array.to(device)))
+        sink = None if self.args.sink is None else self.args.sink.to(device)
+        args = self.args._replace(query=self.query.to(device), sink=sink, attn_mask=None, position_bias=None)
+        return replace(self, args=args, store=self.store.to(device), compact_mask=mask)
+
+
+def _resolve_scale(args: CapturedArgs) -> float:
+    return 1.0 / math.sqrt(args.query.shape[-1]) if args.scale is None else float(args.scale)
+
+
+def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> RecordedCall:
+    """Record a call of a layer.
+
+    Args:
+        module: The layer.
+        args: What its attention function was called with.
+        keep: Store the keys, so that the record stays right after the model's next call.
+    """
+    store, start = _store_keys(module, args) if keep else (KeyStore(args.key, copy=False), 0)
+    kv_len, compact_mask = int(args.key.shape[-2]), None
+    # The mask of one row is small, and recognised if the row is read.
+    if args.query.shape[-2] > 1 or (args.attn_mask is None and args.position_bias is None):
+        compact_mask = _recognise_once(module, args)
+        args = args._replace(attn_mask=None, position_bias=None)
+    return RecordedCall(
+        args._replace(key=None, value=None), type(module).__name__, store, start, kv_len, compact_mask
+    )
+
+
+def _store_keys(module: nn.Module, args: CapturedArgs) -> tuple[KeyStore, int]:
+    """Append the keys to the store of the module's last call, or begin a new one; return it and the first position."""
+    if not hasattr(_thread, "stores"):
+        _thread.stores = weakref.WeakKeyDictionary()
+    last = _thread.stores.get(module)
+    # The store is held by the calls that use it. If none of them is left, the steps before are not needed.
+    store = None if last is None else last()
+    used, q_len = _count_used_keys(args), args.query.shape[-2]
+    if store is not None and (start := store.try_append(args.key, q_len, used)) is not None:
+        return store, start
+    store = KeyStore(args.key, used)
+    _thread.stores[module] = weakref.ref(store)
+    return store, 0
+
+
+def _count_used_keys(args: CapturedArgs) -> int:
+    """Return the number of keys up to the last one that the last query attends to; a static cache has more."""
+    q_len, kv_len = args.query.shape[-2], int(args.key.shape[-2])
+    mask = args.attn_mask
+    if mask is None:
+        return int(min(q_len, kv_len)) if args.is_causal else kv_len
+    if mask.shape[-1] < kv_len:
+        return kv_len
+    row = mask[..., -1, :kv_len]
+    visible = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min
+    used = visible.reshape(-1, kv_len).any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else kv_len
+
+
+def _recognise(args: CapturedArgs, biases: Sequence[ScoreMod] = ()) -> CompactMask:
+    """Recognise mask and bias of a call, in O(n) memory as far as they consist of intervals."""
+    q_len, kv_len = args.query.shape[-2], args.key.shape[-2]
+    return recognise_mask(
+        combine_mask_and_bias(args, kv_len),
+        is_causal=args.is_causal,
+        q_len=q_len,
+        kv_len=kv_len,
+        lead=tuple(args.query.shape[:-2]),
+        biases=biases,
+        sinks=args.sink is not None,
+    )
+
+
+def _recognise_once(module: nn.Module, args: CapturedArgs) -> CompactMask:
+    """Recognise mask and bias of a call, or return those of the last call if it had the same tensors."""
+    tensors = (args.attn_mask, args.position_bias)
+    settings = (args.query.shape, args.key.shape[-2], args.is_causal, args.sink is not None)
+    settings += tuple(
+        None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors
+    )
+    last: tuple[Any, Any, CompactMask] | None = getattr(_thread, "mask", None)
+    if last is not None and last[1] == settings:
+        references, _, compact = last
+        if all((r if r is None else r()) is tensor for r, tensor in zip(references, tensors, strict=True)):
+            return compact
+    compact = _recognise(args, list(find_position_biases(module)))
+    references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
+    _thread.mask = (references, settings, compact)
+    return compact
