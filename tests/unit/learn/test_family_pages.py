@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.learn import ScaledDotProductAttention, cat, family
+from regard.learn.family.gallery import make_anchor
 from regard.render.text import format_vector
 
 every_mechanism = pytest.mark.parametrize("mechanism", family.MECHANISMS, ids=lambda m: m.name)
@@ -160,3 +162,44 @@ def test_the_chapter_has_a_section_for_each_mechanism():
     headings = re.findall(r"^## \d+\. (.+)$", chapter, re.MULTILINE)
     assert headings == [mechanism.title for mechanism in family.MECHANISMS]
     assert re.findall(r'^family\.show\("(\w+)"\)$', chapter, re.MULTILINE) == list(NAMED)
+
+
+def test_the_gallery_has_a_heatmap_for_each_mechanism():
+    markup = family.gallery()._repr_html_()
+    root = ElementTree.fromstring(markup)
+    chapter = (Path(__file__).parents[3] / "docs/book/11-family.md").read_text("utf-8")
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == len(family.MECHANISMS) == 15
+    assert [link.text for link in root.iter("a")] == re.findall(r"^## (\d+\. .+)$", chapter, re.MULTILINE)
+    cells = [
+        len(list(svg.iter("{http://www.w3.org/2000/svg}rect")))
+        for svg in root.iter("{http://www.w3.org/2000/svg}svg")
+    ]
+    assert cells == [mechanism.run()[1].size for mechanism in family.MECHANISMS]
+
+
+def test_the_chapter_has_a_line_for_each_named_variant():
+    chapter = (Path(__file__).parents[3] / "docs/book/11-family.md").read_text("utf-8")
+    anchors = {
+        mechanism.name: f"(#{n}-{make_anchor(mechanism.title)})"
+        for n, mechanism in enumerate(family.MECHANISMS, 1)
+    }
+    for variant in family.NAMED_VARIANTS.values():
+        (line,) = (
+            line for line in chapter.splitlines() if line.startswith(f"| {variant.name}, {variant.year} |")
+        )
+        assert anchors[variant.mechanism] in line
+        assert variant.source.replace("arXiv ", "arXiv:").rpartition(", ")[2] in line
+
+
+def test_named_variants_keep_the_properties_of_their_mechanism():
+    plain, causal = (family.show(name).weights for name in ("scaled_dot_product", "causal"))
+    weights = {name: variant.compute_weights() for name, variant in family.NAMED_VARIANTS.items()}
+    for matrix in weights.values():
+        close(matrix.sum(axis=-1), np.ones(5))
+    close(weights["FlashAttention"], plain)
+    close(weights["Ring Attention"], plain)
+    close(weights["PagedAttention"], causal)
+    assert 0 < np.abs(weights["Performer"] - plain).sum(axis=-1).mean() / 2 < 0.05
+    assert weights["BigBird"].astype(bool).sum() > weights["Longformer"].astype(bool).sum()
+    assert np.all(weights["Longformer"][0] > 0) and np.all(weights["Longformer"][:, 0] > 0)
+    assert weights["StreamingLLM"][4].round(2).tolist() == [0.3, 0, 0, 0.3, 0.39]

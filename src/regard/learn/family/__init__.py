@@ -1,7 +1,8 @@
 """Fifteen kinds of attention on one example, so that every difference comes from the mechanism.
 
 Each is a subclass of `ScaledDotProductAttention` that overrides only what it changes. `show` prints one mechanism with
-every number of a row, `table` all of them side by side. Imports from `regard.learn` and below.
+every number of a row, `table` and `gallery` show all of them side by side, `named_table` the published variants.
+Imports from `regard.learn` and below.
 
 >>> from regard.learn import family
 >>> family.show("causal").weights[1].round(4)
@@ -19,9 +20,11 @@ from __future__ import annotations
 
 from regard.learn.family import worked_variants as _worked_variants  # noqa: F401 - registers the steps by hand
 from regard.learn.family.catalog import MECHANISMS
+from regard.learn.family.gallery import Gallery, gallery
 from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, mean_pool_heads
 from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
 from regard.learn.family.mechanism import FamilyTable, Mechanism, MechanismPage, PublishedUse
+from regard.learn.family.named_variants import NAMED_VARIANTS, NamedTable, NamedVariant, named_table
 from regard.learn.family.scores import (
     ALiBi,
     Biased,
@@ -47,6 +50,7 @@ __all__ = [
     "Cross",
     "FamilyTable",
     "Flash",
+    "Gallery",
     "GroupedQuery",
     "Linear",
     "MECHANISMS",
@@ -55,6 +59,9 @@ __all__ = [
     "MechanismPage",
     "MultiHead",
     "MultiQuery",
+    "NAMED_VARIANTS",
+    "NamedTable",
+    "NamedVariant",
     "PublishedUse",
     "RelativeBias",
     "Rotary",
@@ -65,7 +72,9 @@ __all__ = [
     "TileState",
     "WorkedRow",
     "WorkedStep",
+    "gallery",
     "mean_pool_heads",
+    "named_table",
     "show",
     "table",
 ]

@@ -170,19 +170,19 @@ class MechanismPage:
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
+        """Return the problem, the formula and the numbers; the steps by hand and the class are folded."""
         m = self.mechanism
         worked_rows = "\n\n".join(str(row) for row in self.worked_rows)
-        weights = "\n\n".join(
-            f"{name}\n{_format_weights(m, matrix)}" for name, matrix in self._weight_matrices()
-        )
-        uses = "\n".join(f"- {use}" for use in m.uses)
+        numbers = _format_beside(m, self.weights, self.output)
+        titles = " and ".join(row.title.partition(" by hand")[0] for row in self.worked_rows)
+        uses = "; ".join(str(use) for use in m.uses)
         return (
             f"{m.problem}\n\n$$\n{m.latex}\n$$\n\n"
             f"Here: `{m.call}`. {m.setting}\n\n"
-            f"```text\n{worked_rows}\n```\n\n"
-            f"```text\n{weights}\n\nOutput\n{_format_output(m, self.output)}\n```\n\n"
-            f"Used in\n\n{uses}\n\n"
-            f"```python\n{m.code}\n```\n"
+            f"```text\n{numbers}\n```\n\n"
+            + _fold(f"{titles} by hand", f"```text\n{worked_rows}\n```")
+            + _fold("The class", f"```python\n{m.code}\n```")
+            + f"Used in: {uses}.\n"
         )
 
     def _weight_matrices(self) -> list[tuple[str, Floats]]:
@@ -232,6 +232,29 @@ def _format_weights(m: Mechanism, weights: Floats) -> str:
 
 def _format_output(m: Mechanism, output: Floats) -> str:
     return _format_matrix(m, output, tuple(map(str, range(output.shape[-1]))))
+
+
+def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
+    """Format the weights of each head beside its columns of the output, so that a row can be read across."""
+    heads = weights if weights.ndim == 3 else weights[None]
+    width = output.shape[-1] // len(heads)
+    blocks = []
+    for h, head in enumerate(heads):
+        columns = range(h * width, (h + 1) * width)
+        rows = [
+            [name, *(f"{x:.4f}" for x in row), "→", *(f"{mixed[c]:.4f}" for c in columns)]
+            for name, row, mixed in zip(m.query_tokens, head, output, strict=True)
+        ]
+        title = f"Head {h}: weights" if len(heads) > 1 else "Weights"
+        blocks.append(
+            f"{title} → output\n{format_table(rows, ['', *m.example.tokens, '', *map(str, columns)])}"
+        )
+    return "\n\n".join(blocks)
+
+
+def _fold(title: str, body: str) -> str:
+    """Return Markdown that is folded until the reader opens it."""
+    return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n\n"
 
 
 def _format_matrix(m: Mechanism, matrix: Floats, headings: tuple[str, ...]) -> str:

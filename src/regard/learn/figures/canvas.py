@@ -126,11 +126,12 @@ class Canvas:
         *,
         accent: Accent | None = None,
         share: float = 1.0,
+        opacity: float = MAX_OPACITY,
     ) -> None:
-        """Draw a rectangle with an outline, filled with a share of an accent."""
+        """Draw a rectangle with an outline, filled with a share of an accent; without text on it, opacity may be 1."""
         fill = "none"
         if accent is not None and share > 0:
-            fill = f'{COLOURS[accent]}" fill-opacity="{MAX_OPACITY * min(share, 1):.3f}'
+            fill = f'{COLOURS[accent]}" fill-opacity="{opacity * min(share, 1):.3f}'
         self._add(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{fill}" '
             'stroke="currentColor" stroke-opacity="0.45"/>',
@@ -245,7 +246,10 @@ class Canvas:
             for j, number in enumerate(row):
                 share = abs(number) / largest if shade else 0
                 colour = accent if number >= 0 else other
-                self.box(x + j * width, y + i * height, width, height, accent=colour, share=share)
+                opacity = MAX_OPACITY if decimals is not None else 1.0
+                self.box(
+                    x + j * width, y + i * height, width, height, accent=colour, share=share, opacity=opacity
+                )
                 if decimals is not None:
                     at = (x + (j + 0.5) * width, y + (i + 0.5) * height + 0.36 * size)
                     self.text(*at, format_cell(number, decimals), size=size)
