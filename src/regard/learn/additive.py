@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.validation import Floats, as_count, as_floats, check_leading_axes
+from regard.learn.validation import Floats, TrueMeans, as_count, as_floats, check_leading_axes, read_mask
 from regard.render.table import format_table
 
 
@@ -53,7 +53,12 @@ class AdditiveAttention:
         self.w: Floats = rng.normal(scale=self.hidden_dim**-0.5, size=self.hidden_dim)
 
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
         """Compare, normalise and aggregate; only the comparison differs from the dot product.
 
@@ -61,7 +66,9 @@ class AdditiveAttention:
             Q: Queries (…, q_len, d_q).
             K: Keys (…, kv_len, d_k).
             V: Values (…, kv_len, d_v).
-            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len). Or of 0 and 1, with `true_means`.
+            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+                True means attend.
 
         Returns:
             The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
@@ -72,6 +79,7 @@ class AdditiveAttention:
         array([[1. , 0. ],
                [0.5, 0.5]])
         """
+        mask = read_mask("AdditiveAttention", mask, true_means)
         scores = self.compute_scores(Q, K)
         weights = self.compute_weights(scores, mask)
         return self.compute_output(weights, V, mask), weights

@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.errors import ArgumentError
-from regard.learn.validation import Floats, as_count, as_floats, as_mask, check_leading_axes
+from regard.learn.script_output import print_in_script
+from regard.learn.validation import (
+    Floats,
+    TrueMeans,
+    as_count,
+    as_floats,
+    as_mask,
+    check_leading_axes,
+    read_mask,
+)
 
 if TYPE_CHECKING:
     from regard.core.explanation import Explanation
@@ -44,8 +53,22 @@ class ScaledDotProductAttention:
     def __init__(self, d_k: int) -> None:
         self.d_k = as_count("ScaledDotProductAttention", "d_k", d_k, minimum=1)
 
+    @property
+    def scale(self) -> float:
+        """The factor of step 2, 1 / √d_k.
+
+        >>> ScaledDotProductAttention(d_k=4).scale
+        0.5
+        """
+        return 1 / math.sqrt(self.d_k)
+
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
         """Run all four steps.
 
@@ -53,7 +76,9 @@ class ScaledDotProductAttention:
             Q: Queries (…, q_len, d_k).
             K: Keys (…, kv_len, d_k).
             V: Values (…, kv_len, d_v).
-            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len). Or of 0 and 1, with `true_means`.
+            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+                True means attend.
 
         Returns:
             The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
@@ -67,7 +92,10 @@ class ScaledDotProductAttention:
         >>> output
         array([[5.],
                [6.]])
+        >>> attention.forward([[0]], [[1], [2]], [[5], [7]], mask=[[1, 0]], true_means="ignore")[1]
+        array([[0., 1.]])
         """
+        mask = read_mask("ScaledDotProductAttention", mask, true_means)
         scores = self.compute_scores(Q, K)
         scaled = self.scale_scores(scores)
         weights = self.compute_weights(scaled, mask)
@@ -139,6 +167,14 @@ class ScaledDotProductAttention:
         )  # a fully masked row stays zeros, not 0 / 0
         return np.where(scaled == -np.inf, 0.0, weights)  # also in a row whose total is NaN
 
+    def _softmax(self, scores: npt.ArrayLike) -> Floats:
+        """Compute the softmax of each row; step 3 without a mask.
+
+        >>> ScaledDotProductAttention(d_k=1)._softmax([[0, 0]])
+        array([[0.5, 0.5]])
+        """
+        return self.compute_weights(scores)
+
     def compute_output(
         self, weights: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
     ) -> Floats:
@@ -178,22 +214,31 @@ class ScaledDotProductAttention:
         return weights @ np.where(finite, V, 0.0) + (weights[..., None, :] @ not_finite)[..., 0, :]
 
     def explain(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, tokens: Sequence[str], query_idx: int
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        tokens: Sequence[str] | None = None,
+        query_idx: int = 0,
     ) -> Explanation:
         """Explain one query: the four steps with every number.
+
+        The steps are printed, unless a notebook shows the returned object by itself.
 
         Args:
             Q: Queries (q_len, d_k).
             K: Keys (kv_len, d_k).
             V: Values (kv_len, d_v).
-            tokens: A name for each key.
+            tokens: A name for each key. Default: "key 0", "key 1" and so on.
             query_idx: The row of Q to explain, counted from 0.
 
         Returns:
-            The steps as an object with the numbers as attributes; `print` it to read it.
+            The steps as an object with the numbers as attributes.
 
         >>> attention = ScaledDotProductAttention(d_k=2)
-        >>> steps = attention.explain([[1, 0]], [[2, 0], [0, 2]], [[4], [8]], tokens=["a", "b"], query_idx=0)
+        >>> steps = attention.explain([[1, 0]], [[2, 0], [0, 2]], [[4], [8]], tokens=["a", "b"])
+        How query 0 attends: 2 keys, head_dim 2
+        ...
         >>> steps.weights.round(3)
         array([0.804, 0.196])
         """
@@ -201,7 +246,7 @@ class ScaledDotProductAttention:
 
         Q, K = self._check_vectors("Q", Q, "q_len"), self._check_vectors("K", K, "kv_len")
         V = as_floats("explain", "V", V, "kv_len", "d_v")
-        return attention(Q, K).explain(query_idx, value=V, tokens=tokens)
+        return print_in_script(attention(Q, K).explain(query_idx, value=V, tokens=tokens))
 
     def _check_vectors(self, name: str, array: npt.ArrayLike, length: str) -> Floats:
         vectors = as_floats("ScaledDotProductAttention", name, array, length, "d_k")
@@ -216,7 +261,11 @@ class ScaledDotProductAttention:
 
 
 def scaled_dot_product_attention(
-    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+    Q: npt.ArrayLike,
+    K: npt.ArrayLike,
+    V: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    true_means: TrueMeans | None = None,
 ) -> tuple[Floats, Floats]:
     """Compute scaled dot-product attention; d_k is the last axis of Q.
 
@@ -224,7 +273,9 @@ def scaled_dot_product_attention(
         Q: Queries (…, q_len, d_k).
         K: Keys (…, kv_len, d_k).
         V: Values (…, kv_len, d_v).
-        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
 
     Returns:
         The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
@@ -236,4 +287,5 @@ def scaled_dot_product_attention(
     array([[0.5, 0.5]])
     """
     Q = as_floats("scaled_dot_product_attention", "Q", Q, "q_len", "d_k")
+    mask = read_mask("scaled_dot_product_attention", mask, true_means)
     return ScaledDotProductAttention(d_k=Q.shape[-1]).forward(Q, K, V, mask)

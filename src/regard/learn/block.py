@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.heads import MultiHeadAttention
-from regard.learn.validation import Floats, as_choice, as_count, as_floats, as_number
+from regard.learn.validation import Floats, TrueMeans, as_choice, as_count, as_floats, as_number, read_mask
 
 
 def relu(x: npt.ArrayLike) -> Floats:
@@ -189,12 +189,16 @@ class TransformerBlock:
         self.attention_norm = LayerNorm(embed_dim)
         self.feed_forward_norm = LayerNorm(embed_dim)
 
-    def forward(self, x: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> tuple[Floats, Floats]:
+    def forward(
+        self, x: npt.ArrayLike, mask: npt.ArrayLike | None = None, true_means: TrueMeans | None = None
+    ) -> tuple[Floats, Floats]:
         """Run the block.
 
         Args:
             x: Tokens (…, n, embed_dim).
-            mask: Boolean, True = attend; broadcasts to the shape of the weights.
+            mask: Boolean, True = attend; broadcasts to the shape of the weights. Or of 0 and 1, with `true_means`.
+            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+                True means attend.
 
         Returns:
             The output (…, n, embed_dim) and the weights of every head (…, num_heads, n, n).
@@ -206,6 +210,7 @@ class TransformerBlock:
                [1., 0., 0.]])
         """
         x = as_floats("TransformerBlock", "x", x, "n", "embed_dim")
+        mask = read_mask("TransformerBlock", mask, true_means)
         with np.errstate(invalid="ignore", over="ignore"):  # a masked row may be infinite
             if self.norm == "pre":
                 attended, weights = self.attention(self.attention_norm(x), mask=mask)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.attention import scaled_dot_product_attention
-from regard.learn.validation import Floats, as_count, as_floats
+from regard.learn.validation import Floats, TrueMeans, as_count, as_floats, read_mask
 
 
 class MultiHeadAttention:
@@ -60,6 +60,7 @@ class MultiHeadAttention:
         key: npt.ArrayLike | None = None,
         value: npt.ArrayLike | None = None,
         mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
         """Attend with all heads: self-attention without `key`, cross-attention with it.
 
@@ -67,7 +68,9 @@ class MultiHeadAttention:
             query: Tokens (…, q_len, embed_dim).
             key: Tokens (…, kv_len, embed_dim); `query` by default.
             value: Tokens (…, kv_len, embed_dim); `key` by default.
-            mask: Boolean, True = attend; broadcasts to the shape of the weights.
+            mask: Boolean, True = attend; broadcasts to the shape of the weights. Or of 0 and 1, with `true_means`.
+            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+                True means attend.
 
         Returns:
             The output (…, q_len, embed_dim) and the weights of every head (…, num_heads, q_len, kv_len).
@@ -84,6 +87,7 @@ class MultiHeadAttention:
                 expected="a key for every value",
                 hint="Pass key= too. If keys and values come from one sequence, key= alone is enough.",
             )
+        mask = read_mask("MultiHeadAttention", mask, true_means)
         key = query if key is None else key
         value = key if value is None else value
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.softmax_alternatives import normalised_relu
-from regard.learn.validation import Floats, as_floats, as_number, check_leading_axes
+from regard.learn.validation import Floats, TrueMeans, as_floats, as_number, check_leading_axes, read_mask
 
 
 def exponential_kernel(Q: Floats, K: Floats) -> Floats:
@@ -68,6 +68,7 @@ def kernel_attention(
     K: npt.ArrayLike,
     V: npt.ArrayLike,
     mask: npt.ArrayLike | None = None,
+    true_means: TrueMeans | None = None,
     *,
     kernel: Callable[[Floats, Floats], Floats] = exponential_kernel,
 ) -> tuple[Floats, Floats]:
@@ -77,7 +78,9 @@ def kernel_attention(
         Q: Queries (…, q_len, d_k).
         K: Keys (…, kv_len, d_k).
         V: Values (…, kv_len, d_v).
-        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
+        mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
         kernel: A function of Q and K that returns similarities (…, q_len, kv_len).
 
     Returns:
@@ -111,5 +114,6 @@ def kernel_attention(
             expected="a kernel that is never negative",
             hint="Use its exponential, or max(kernel, 0).",
         )
+    mask = read_mask("kernel_attention", mask, true_means)
     weights = normalised_relu(similarities, mask)  # none is negative: each is divided by the sum
     return ScaledDotProductAttention(d_k=Q.shape[-1]).compute_output(weights, V, mask), weights

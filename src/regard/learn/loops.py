@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.errors import ArgumentError
-from regard.learn.validation import Floats, as_floats, as_mask
+from regard.learn.validation import Floats, TrueMeans, as_floats, as_mask, read_mask
 from regard.render.table import format_table
 
 FLOAT_BYTES = np.dtype(np.float64).itemsize
@@ -85,7 +85,11 @@ class CountedAttention:
 
 
 def attention_by_loops(
-    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+    Q: npt.ArrayLike,
+    K: npt.ArrayLike,
+    V: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    true_means: TrueMeans | None = None,
 ) -> CountedAttention:
     """Compute attention with explicit loops, and count every operation.
 
@@ -95,7 +99,9 @@ def attention_by_loops(
         Q: Queries (q_len, d_k).
         K: Keys (kv_len, d_k).
         V: Values (kv_len, d_v).
-        mask: Boolean, True = attend; broadcasts to (q_len, kv_len).
+        mask: Boolean, True = attend; broadcasts to (q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
 
     Returns:
         The output (q_len, d_v), the weights and scaled scores (q_len, kv_len), and the counts.
@@ -121,6 +127,7 @@ def attention_by_loops(
             hint="Project queries and keys to the same d_k, and compute K and V from the same sequence.",
         )
     attend = np.ones((n_q, n_k), dtype=bool)
+    mask = read_mask("attention_by_loops", mask, true_means)
     if mask is not None:
         attend &= as_mask("attention_by_loops", mask, (n_q, n_k))
 

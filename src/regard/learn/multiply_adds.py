@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.validation import Bools, as_floats, as_mask
+from regard.learn.validation import Bools, TrueMeans, as_floats, as_mask, read_mask
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ class Multiplication:
 
 
 def iter_multiplications(
-    Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+    Q: npt.ArrayLike,
+    K: npt.ArrayLike,
+    V: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    true_means: TrueMeans | None = None,
 ) -> Iterator[Multiplication]:
     """Iterate over the multiply-adds: first those of the scores before scaling, then those of the output.
 
@@ -52,7 +56,9 @@ def iter_multiplications(
         Q: Queries (q_len, d_k).
         K: Keys (kv_len, d_k).
         V: Values (kv_len, d_v).
-        mask: Boolean, True = attend; broadcasts to (q_len, kv_len).
+        mask: Boolean, True = attend; broadcasts to (q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
 
     Returns:
         An iterator over the multiply-adds in order.
@@ -79,6 +85,7 @@ def iter_multiplications(
             expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v), one head of one sequence",
             hint="Select one head of one sequence, e.g. Q[0, 3].",
         )
+    mask = read_mask("iter_multiplications", mask, true_means)
     attention = ScaledDotProductAttention(d_k=Q.shape[-1])
     _, weights = attention(Q, K, V, mask)  # validates the shapes before the first step
     visible = np.ones(weights.shape, bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from regard.validation import as_array
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+TrueMeans = Literal["attend", "ignore"]
+
+MAX_MASK_ENTRIES = 36  # of a mask that an error repeats
 
 
 def as_floats(operation: str, name: str, array: npt.ArrayLike, *last_axes: str) -> Floats:
@@ -166,6 +169,50 @@ def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: 
     return counts
 
 
+def read_mask(
+    operation: str, mask: npt.ArrayLike | None, true_means: TrueMeans | None
+) -> npt.ArrayLike | None:
+    """Convert a mask of booleans, or of 0 and 1, to booleans with True = attend.
+
+    >>> read_mask("forward", [[1, 0]], "ignore")
+    array([[False,  True]])
+
+    Args:
+        operation: The function or class to name in an error.
+        mask: The mask, or None.
+        true_means: What True and 1 stand for: "attend" or "ignore". Without it, True means attend, and numbers are
+            refused.
+
+    Returns:
+        The mask in booleans, or None.
+
+    Raises:
+        ArgumentError: If `true_means` is not one of the two, or numbers other than 0 and 1 are passed with it.
+        ArgumentTypeError: If the mask has numbers and `true_means` is missing.
+    """
+    if mask is None:
+        return None
+    converted = as_array(mask, operation, "mask")
+    if true_means is None and converted.dtype != np.bool_:
+        raise _mask_error(operation, converted, takes_true_means=True)
+    if true_means not in (None, "attend", "ignore"):
+        raise ArgumentError(
+            operation,
+            received=f"true_means={true_means!r}",
+            expected='"attend" or "ignore"',
+            hint='"attend" if True or 1 marks the keys to look at, "ignore" if it marks those to leave out.',
+        )
+    if not _is_zero_or_one(converted):
+        raise ArgumentError(
+            operation,
+            received="a mask with other numbers than 0 and 1",
+            expected="a mask of booleans, or of 0 and 1",
+            hint="If it is a mask to add to the scores, with 0 and -inf, pass mask == 0.",
+        )
+    marked: Bools = converted.astype(bool)
+    return ~marked if true_means == "ignore" else marked
+
+
 def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:
     """Broadcast a boolean mask to the shape of the scores.
 
@@ -183,13 +230,7 @@ def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bool
     """
     converted = as_array(mask, operation, "mask")
     if converted.dtype != np.bool_:
-        raise ArgumentTypeError(
-            operation,
-            received=f"mask, {describe_argument(converted)}",
-            expected="a boolean mask, True = attend",
-            hint="Convert it: mask != 0 if 1 means attend; mask == 0 if 1 means masked, or if it is a mask to add to "
-            "the scores.",
-        )
+        raise _mask_error(operation, converted, takes_true_means=False)
     if not broadcasts_to(converted.shape, shape):
         raise ArgumentError(
             operation,
@@ -199,6 +240,43 @@ def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bool
             hint="Add axes of one to broadcast over: (batch, 1, 1, kv_len) fits (batch, heads, q_len, kv_len).",
         )
     return np.broadcast_to(converted, shape)
+
+
+def _is_zero_or_one(mask: npt.NDArray[Any]) -> bool:
+    return bool(np.isin(mask, (0, 1)).all()) if mask.dtype.kind in "biuf" else False
+
+
+def _mask_error(operation: str, mask: npt.NDArray[Any], *, takes_true_means: bool) -> ArgumentTypeError:
+    """Build the error for a mask of numbers; for 0 and 1, its hint has the two lines to choose from."""
+    received = f"mask, {describe_argument(mask)}"
+    if not _is_zero_or_one(mask):
+        hint = "If it is a mask to add to the scores, with 0 and -inf, pass mask == 0."
+        return ArgumentTypeError(
+            operation, received=received, expected="a boolean mask, True = attend", hint=hint
+        )
+    array = str(mask.astype(int).tolist()) if mask.size <= MAX_MASK_ENTRIES else "mask"
+    lines = []
+    for number, meaning, verb in ((1, "attend", "look here"), (0, "ignore", "do not look")):
+        if takes_true_means:
+            call = f'mask={array}, true_means="{meaning}"'
+        else:
+            call = f"mask=np.array({array}) == {number}"
+        lines.append(f"\n    {call}  # 1 = {verb}{_describe_first_row(mask == number)}")
+    return ArgumentTypeError(
+        operation,
+        received=f"{received}, of 0 and 1",
+        expected="a boolean mask, True = attend, or the meaning of 1",
+        hint="Pass one of these:" + "".join(lines),
+    )
+
+
+def _describe_first_row(visible: Bools) -> str:
+    """Describe the keys that the first query sees: ": query 0 sees keys 1, 2"."""
+    if not visible.ndim or not visible.size:
+        return ""
+    keys = np.flatnonzero(visible.reshape(-1, visible.shape[-1])[0]).tolist()
+    shown = ", ".join(map(str, keys[:5])) + (", …" if len(keys) > 5 else "")
+    return f": query 0 sees {'no key' if not keys else f'key {shown}' if len(keys) == 1 else f'keys {shown}'}"
 
 
 def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from regard import ArgumentTypeError
 from regard.learn import (
+    AdditiveAttention,
+    MultiHeadAttention,
     ScaledDotProductAttention,
+    TransformerBlock,
+    attention_by_loops,
     create_causal_mask,
     create_padding_mask,
     examples,
+    family,
+    iter_multiplications,
+    kernel_attention,
+    scaled_dot_product_attention,
 )
 from tests.helpers.attention_ways import by_class, by_function, by_loops, draw_qkv
 
@@ -180,13 +191,81 @@ def test_a_mask_that_is_not_boolean_raises(attend: Any, kind: Any) -> None:
     Q, K, V = draw_qkv(3, 3, 2, 2)
     with pytest.raises(TypeError) as caught:
         attend(Q, K, V, create_causal_mask(3).astype(kind))
-    for part in (
-        "received mask, an array of",
-        "expected a boolean mask, True = attend",
-        "mask != 0",
-        "mask == 0",
-    ):
+    parts = ["received mask, an array of", "expected a boolean mask, True = attend"]
+    if kind is object:
+        parts.append("pass mask == 0")
+    else:
+        parts += [
+            f'mask=[[1, 0, 0], [1, 1, 0], [1, 1, 1]], true_means="{word}"' for word in ("attend", "ignore")
+        ]
+        parts += ["1 = look here: query 0 sees key 0\n", "1 = do not look: query 0 sees keys 1, 2"]
+    for part in parts:
         assert part in str(caught.value)
+
+
+MASKED_CALLS: dict[str, Any] = {
+    "class": lambda Q, K, V, **mask: ScaledDotProductAttention(d_k=4)(Q, K, V, **mask)[1],
+    "function": lambda Q, K, V, **mask: scaled_dot_product_attention(Q, K, V, **mask)[1],
+    "loops": lambda Q, K, V, **mask: attention_by_loops(Q, K, V, **mask).weights,
+    "kernel": lambda Q, K, V, **mask: kernel_attention(Q, K, V, **mask)[1],
+    "additive": lambda Q, K, V, **mask: AdditiveAttention(d_q=4, d_k=4, hidden_dim=3)(Q, K, V, **mask)[1],
+    "heads": lambda Q, K, V, **mask: MultiHeadAttention(4, 2)(Q, K, V, **mask)[1],
+    "block": lambda Q, K, V, **mask: TransformerBlock(4, 2)(Q, **mask)[1],
+    "walk": lambda Q, K, V, **mask: [step.total for step in iter_multiplications(Q, K, V, **mask)],
+    "causal": lambda Q, K, V, **mask: family.Causal(d_k=4)(Q, K, V, **mask)[1],
+    "flash": lambda Q, K, V, **mask: family.Flash(d_k=4, tile_size=2)(Q, K, V, **mask)[1],
+    "cached": lambda Q, K, V, **mask: family.Cached(d_k=4)(Q, K, V, **mask)[1],
+    "multi-head": lambda Q, K, V, **mask: family.MultiHead(d_k=2, num_heads=2)(Q, K, V, **mask)[1],
+    "linear": lambda Q, K, V, **mask: family.Linear(d_k=4)(Q, K, V, **mask)[1],
+}
+
+
+@pytest.mark.parametrize("name", MASKED_CALLS)
+def test_a_mask_says_what_true_means(name: str) -> None:
+    call, arrays = MASKED_CALLS[name], draw_qkv(5, 5, 4, 4)
+    attend = np.random.default_rng(0).random((5, 5)) < 0.6
+    attend[np.arange(5), np.arange(5)] = True
+    want = call(*arrays, mask=attend)
+    for mask in (attend, attend.astype(float), attend.astype(int).tolist()):
+        np.testing.assert_array_equal(call(*arrays, mask=mask, true_means="attend"), want)
+    for mask in (~attend, 1.0 - attend, (~attend).astype(np.uint8)):
+        np.testing.assert_array_equal(call(*arrays, mask=mask, true_means="ignore"), want)
+    with pytest.raises(TypeError, match='true_means="ignore"  # 1 = do not look'):
+        call(*arrays, mask=np.tril(np.ones((5, 5))))
+    with pytest.raises(ValueError, match="received true_means='keep'"):
+        call(*arrays, mask=attend, true_means="keep")
+    with pytest.raises(ValueError, match="other numbers than 0 and 1"):
+        call(*arrays, mask=-1e9 * attend, true_means="attend")
+
+
+def test_a_boolean_tensor_with_true_as_masked() -> None:
+    torch = pytest.importorskip("torch")
+    Q, K, V = draw_qkv(4, 4, 3, 3)
+    future = torch.ones(4, 4).triu(1)
+    _, weights = ScaledDotProductAttention(d_k=3)(Q, K, V, future.bool(), true_means="ignore")
+    np.testing.assert_array_equal(weights == 0, future.bool().numpy())
+
+
+def test_the_hint_on_a_mask_can_be_used_as_it_is() -> None:
+    Q, K, V = draw_qkv(2, 3, 2, 2)
+    mask = [[1, 0, 1], [1, 1, 0]]
+    attention = ScaledDotProductAttention(d_k=2)
+    for call in (lambda: attention(Q, K, V, mask), lambda: attention.compute_weights(Q @ K.T, mask)):
+        with pytest.raises(ArgumentTypeError) as caught:
+            call()
+        lines = caught.value.hint.split("\n")[1:]
+        found = []
+        for line in lines:
+            start = "forward(Q, K, V" if "true_means" in line else "compute_weights(Q @ K.T"
+            code = f"attention.{start}, {line.strip()}\n)"
+            found.append(eval(code, {"attention": attention, "Q": Q, "K": K, "V": V, "np": np}))
+        weights = [result[1] if isinstance(result, tuple) else result for result in found]
+        np.testing.assert_array_equal(weights[0] > 0, np.array(mask) == 1)
+        np.testing.assert_array_equal(weights[1] > 0, np.array(mask) == 0)
+    with pytest.raises(
+        ArgumentTypeError, match=r'\n    mask=mask, true_means="attend"'
+    ):  # too large to repeat
+        attention(*draw_qkv(7, 7, 2, 2), np.tril(np.ones((7, 7))))
 
 
 @every_way
@@ -246,3 +325,34 @@ def test_explain_shows_one_query() -> None:
         assert shown >= set(weights[i].round(4).tolist())
     with pytest.raises(ValueError, match="since d_k is 3"):
         ScaledDotProductAttention(d_k=3).explain(Q, K, V, tokens, 0)
+
+
+def test_the_class_has_the_attributes_that_learners_use() -> None:
+    attention = ScaledDotProductAttention(d_k=16)
+    assert (attention.d_k, attention.scale) == (16, 0.25)
+    scores = np.array([[1.0, 2.0, 3.0]])
+    np.testing.assert_array_equal(attention._softmax(scores), attention.compute_weights(scores))
+    np.testing.assert_array_equal(attention.scale_scores(scores), scores * attention.scale)
+
+
+SCRIPT = """
+from regard.learn import ScaledDotProductAttention, cat, family
+{attention}.explain(cat.Q, cat.K, cat.V, cat.tokens)
+"""
+
+
+@pytest.mark.parametrize("attention", ["ScaledDotProductAttention(d_k=4)", "family.Causal(d_k=4)"])
+def test_explain_prints_once_in_a_script_and_at_a_prompt(attention: str) -> None:
+    script = SCRIPT.format(attention=attention)
+    for options in (["-"], ["-i", "-q"]):
+        command = [sys.executable, *options]
+        printed = subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout
+        assert printed.count("4. Aggregate") == 1 and "The" in printed
+
+
+def test_explain_does_not_print_where_a_notebook_shows_the_result(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    cat = examples.cat
+    steps = ScaledDotProductAttention(d_k=4).explain(cat.Q, cat.K, cat.V)
+    assert capsys.readouterr().out == "" and "key 0" in str(steps)

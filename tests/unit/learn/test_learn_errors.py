@@ -176,7 +176,13 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: softmax([1], temperature=math.nan), "softmax", "temperature nan", "at least 0", "sharpens"),
     (lambda: softmax([1], temperature="hot"), "softmax", "str 'hot'", "number", "sharpens"),  # type: ignore[arg-type]
     (lambda: softmax(1.0), "softmax", "shape ()", "(…, kv_len)", "one row"),
-    (lambda: sparsemax([1, 2], [1, 0]), "sparsemax", "mask, an array of int", "True = attend", "mask != 0"),
+    (
+        lambda: sparsemax([1, 2], [1, 0]),
+        "sparsemax",
+        "mask, an array of int",
+        "True = attend",
+        "np.array([1, 0]) == 0",
+    ),
     (lambda: hardmax([1, 2], [True] * 3), "hardmax", "(3,) for scores (kv_len 2)", "broadcasts", "axes"),
     (
         lambda: compare_softmax_alternatives(X32),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.core.attention import attention
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import cat
 from regard.learn.exercises.answer_types import NumericAnswer
@@ -171,8 +172,7 @@ def _list_mistakes() -> list[Mistake]:
 
 
 def _explain() -> str:
-    steps = ScaledDotProductAttention(D_K).explain(cat.Q, cat.K, cat.V, tokens=cat.tokens, query_idx=SAT)
-    return str(steps)
+    return str(attention(cat.Q, cat.K).explain(SAT, value=cat.V, tokens=cat.tokens))
 
 
 FOUR_STEPS = Exercise(

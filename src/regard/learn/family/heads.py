@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from regard.errors import ArgumentError
 from regard.learn.family.variant import AttentionVariant
-from regard.learn.validation import Floats, as_count, as_floats
+from regard.learn.validation import Floats, TrueMeans, as_count, as_floats
 
 
 class MultiHead(AttentionVariant):
@@ -33,9 +33,14 @@ class MultiHead(AttentionVariant):
         self.num_heads = as_count("MultiHead", "num_heads", num_heads, minimum=1)
 
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
-        output, weights = super().forward(*self.split_inputs(Q, K, V), mask)
+        output, weights = super().forward(*self.split_inputs(Q, K, V), mask, true_means)
         return self.merge(output), weights
 
     def split_inputs(

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.learn.family.variant import AttentionVariant, broadcast_mask, relative_positions
-from regard.learn.validation import Bools, Floats, as_count
+from regard.learn.validation import Bools, Floats, TrueMeans, as_count, read_mask
 
 
 class Masked(AttentionVariant):
@@ -19,9 +19,14 @@ class Masked(AttentionVariant):
     """
 
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
-        mask = broadcast_mask(Q, K, mask)
+        mask = broadcast_mask(Q, K, read_mask("mask", mask, true_means))
         return super().forward(Q, K, V, mask & self.create_mask(*mask.shape[-2:]))
 
     def create_mask(self, q_len: int, kv_len: int) -> Bools:

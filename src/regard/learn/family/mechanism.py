@@ -292,7 +292,8 @@ def _format_source(attention_class: type) -> str:
 
 
 def _format_signature(function: ast.FunctionDef) -> str:
-    """Format the first line of a method, without types."""
+    """Format the first line of a method, without types; a decorator stays on the line above."""
+    function.decorator_list = []
     for arg in function.args.args:
         arg.annotation = None
     function.returns, function.body = None, [ast.Pass()]

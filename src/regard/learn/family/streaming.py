@@ -11,7 +11,7 @@ import numpy.typing as npt
 from regard.learn.family.masking import Causal
 from regard.learn.family.variant import AttentionVariant, broadcast_mask
 from regard.learn.softmax_alternatives import normalised_relu
-from regard.learn.validation import Floats, as_count, as_floats
+from regard.learn.validation import Floats, TrueMeans, as_count, as_floats, read_mask
 
 
 class Linear(AttentionVariant):
@@ -118,8 +118,14 @@ class Flash(AttentionVariant):
         self.tile_size = as_count("Flash", "tile_size", tile_size, minimum=1)
 
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
+        mask = read_mask("mask", mask, true_means)
         *_, last = self.iter_tiles(Q, K, V, mask)
         row_sum = np.where(last.row_sum == 0.0, 1.0, last.row_sum)  # a fully masked row stays zeros
         # A kernel ends here. One number per row, the log-sum-exp, is enough to recompute any weight.
@@ -188,11 +194,16 @@ class Cached(Causal):
         self.V: Floats | None = None
 
     def forward(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
         K, V = self._check_vectors("K", K, "kv_len"), as_floats("Cached", "V", V, "kv_len", "d_v")
         K = K if self.K is None else np.concatenate([self.K, K], axis=-2)
         V = V if self.V is None else np.concatenate([self.V, V], axis=-2)
-        output, weights = super().forward(Q, K, V, mask)
+        output, weights = super().forward(Q, K, V, mask, true_means)
         self.K, self.V = K, V  # only after the call succeeded: an error leaves the cache unchanged
         return output, weights

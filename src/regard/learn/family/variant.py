@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.family.worked_row import WorkedRow, explain
-from regard.learn.validation import Bools, Floats, as_floats, as_mask, check_leading_axes
+from regard.learn.script_output import print_in_script
+from regard.learn.validation import Bools, Floats, TrueMeans, as_floats, as_mask, check_leading_axes
 
 
 class AttentionVariant(ScaledDotProductAttention):
@@ -18,32 +19,48 @@ class AttentionVariant(ScaledDotProductAttention):
     Args:
         d_k: Number of entries in each query and key.
 
-    >>> print(AttentionVariant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"], query_idx=0).steps[0])
+    >>> steps = AttentionVariant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"])
+    Query 0 "a" by hand
+    ...
+    >>> print(steps.steps[0])
     1. Compare the query [1] with each key
        a  1·2 = 2
     """
 
     def __call__(
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        mask: npt.ArrayLike | None = None,
+        true_means: TrueMeans | None = None,
     ) -> tuple[Floats, Floats]:
-        return self.forward(Q, K, V, mask)  # the subclass's forward
+        return self.forward(Q, K, V, mask, true_means)  # the subclass's forward
 
     def explain(  # type: ignore[override]  # steps differ between variants, so the record is a different one
-        self, Q: npt.ArrayLike, K: npt.ArrayLike, V: npt.ArrayLike, tokens: Sequence[str], query_idx: int
+        self,
+        Q: npt.ArrayLike,
+        K: npt.ArrayLike,
+        V: npt.ArrayLike,
+        tokens: Sequence[str] | None = None,
+        query_idx: int = 0,
     ) -> WorkedRow:
         """Work out one query by hand, with every number on the way to its output and its weights.
+
+        The steps are printed, unless a notebook or a Python prompt shows the returned object by itself.
 
         Args:
             Q: Queries (q_len, d_k).
             K: Keys (kv_len, d_k).
             V: Values (kv_len, d_v).
-            tokens: A name for each key.
+            tokens: A name for each key. Default: "key 0", "key 1" and so on.
             query_idx: The row of Q to work out, counted from 0.
 
         Returns:
-            The steps, the output and the weights of that row; `print` it to read it.
+            The steps, the output and the weights of that row.
         """
-        return explain(self, Q, K, V, tokens, query_idx)
+        tokens = [f"key {j}" for j in range(np.shape(K)[-2])] if tokens is None else tokens
+        return print_in_script(explain(self, Q, K, V, tokens, query_idx))
 
 
 def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
