@@ -19,13 +19,29 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model; `hidden` is the width of the MLP in each layer, 0 for attention only."""
+    """The sizes of a model.
+
+    `hidden` is the width of the MLP in each layer, 0 for attention only. `activation` is the function inside the MLP:
+    "gelu", or "relu2", the square of the positive part.
+    """
 
     vocabulary: int
     width: int
     heads: int
     layers: int
     hidden: int = 0
+    activation: str = "gelu"
+
+
+class SquaredReLU(nn.Module):
+    """Square the positive numbers and set the others to 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to each number."""
+        return x.relu().square()
+
+
+ACTIVATIONS = {"gelu": nn.GELU, "relu2": SquaredReLU}
 
 
 class Layer(nn.Module):
@@ -38,7 +54,7 @@ class Layer(nn.Module):
         self.attention = MultiheadAttention(width, config.heads, bias=False, rope="half")
         self.mlp = None
         if hidden:
-            parts = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
+            parts = nn.Linear(width, hidden), ACTIVATIONS[config.activation](), nn.Linear(hidden, width)
             self.mlp = nn.Sequential(nn.RMSNorm(width), *parts)
 
     def forward(self, x: Tensor, cache: KVCache | None) -> tuple[Tensor, Any]:

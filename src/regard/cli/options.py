@@ -18,6 +18,7 @@ class ExplorerName(StrEnum):
     geometry = "geometry"
     cost = "cost"
     code = "code"
+    model = "model"
 
 
 class AblationName(StrEnum):

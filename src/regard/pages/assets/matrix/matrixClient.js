@@ -1,5 +1,6 @@
 // The page's side of the lazy matrix: requests to a worker, or to the page itself if there is no worker.
 import { decodeArray } from "./payload.js";
+import { loadText } from "./storedText.js";
 import { MEAN } from "./weights.js";
 import { createWorkerApi } from "./workerApi.js";
 
@@ -7,15 +8,6 @@ const WORKER = source("./worker.js");
 const MAX_MEASURES = 1000; // entries of the performance timeline that are kept
 
 // -- Arrays that are stored in the page --
-
-// The text of an array, once all of it is loaded: the script starts before the page is complete.
-async function loadText(number) {
-  const find = () => document.getElementById(`array${number}`);
-  if (document.readyState === "loading" && !find()?.nextElementSibling) {
-    await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve, { once: true }));
-  }
-  return find().textContent;
-}
 
 // Resolve to the numbers of an encoded array, decoded in the page itself.
 export async function loadArray({ array, encoding }) {

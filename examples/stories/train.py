@@ -1,0 +1,234 @@
+"""Train the model of children's stories that `regard.explore.model` shows.
+
+python -m examples.stories.train FOLDER [--steps N] [--seed N] [--out FOLDER]
+
+FOLDER has the files that README.md names. A checkpoint is written every 200 steps; the same command resumes from it.
+Needs the extras torch, hf (for safetensors) and plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from examples.induction import baselines
+from examples.induction.data import TextSplit
+from examples.induction.model import Config, Model, load, save
+from examples.induction.train import build_progress_bar, measure_bits, round_figures
+from examples.stories.data import read_stories
+from examples.stories.muon import Muon
+
+CONFIG = Config(vocabulary=256, width=128, heads=4, layers=4, hidden=512, activation="relu2")
+CONTEXT = 256
+STEPS = 6000
+WARMUP_STEPS = 50
+DECAY = 0.3  # part of the steps during which the learning rates fall to 0
+MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
+CHECKPOINT_STEPS, MEASURE_STEPS = 200, 100
+OUT = Path("build/stories")
+
+
+def rate_factor(step: int, steps: int) -> float:
+    """Return the factor of the learning rates: it rises during the first steps, and falls to 0 during the last.
+
+    Args:
+        step: Number of the step, from 0.
+        steps: Number of steps of the whole run.
+
+    Returns:
+        A number between 0 and 1.
+    """
+    return min(1, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY * steps))
+
+
+class Trainer:
+    """A model in training, with everything needed to resume.
+
+    Until the learning rates fall, training does not depend on the number of steps, so a checkpoint of a longer run can
+    be resumed with fewer: the result is that of a run with this number from the start.
+
+    Args:
+        text: The training text and the held-out text.
+        seed: Seed of the parameters and the batches.
+        config: The sizes of the model.
+        batch: Number of pieces of text in a step.
+    """
+
+    def __init__(self, text: TextSplit, seed: int = 0, config: Config = CONFIG, batch: int = 8) -> None:
+        torch.manual_seed(seed)
+        self.text, self.batch = text, batch
+        self.whole = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.model = Model(config)
+        matrices = [p for name, p in self.model.layers.named_parameters() if p.dim() == 2]
+        for layer in self.model.layers:
+            torch.nn.init.zeros_(layer.attention.out_proj.weight)
+            torch.nn.init.zeros_(layer.mlp[3].weight)
+        chosen = {id(matrix) for matrix in matrices}
+        others = [p for p in self.model.parameters() if id(p) not in chosen]
+        self.optimisers: list[tuple[float, torch.optim.Optimizer]] = [
+            (MATRIX_RATE, Muon(matrices, MATRIX_RATE, weight_decay=0.05)),
+            (OTHER_RATE, torch.optim.AdamW(others, OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0)),
+        ]
+        self.step, self.seconds = 0, [0.0, 0.0]
+        self.history: list[dict[str, Any]] = []
+
+    def draw_batch(self) -> Tensor:
+        """Draw pieces of the training text at random positions, (batch, CONTEXT + 1)."""
+        starts = torch.randint(len(self.whole) - CONTEXT, (self.batch, 1), generator=self.generator)
+        return self.whole[starts + torch.arange(CONTEXT + 1)].long()
+
+    def train_step(self, steps: int) -> float:
+        """Make one step of a run.
+
+        Args:
+            steps: Number of steps of the whole run, which decides when the learning rates fall.
+
+        Returns:
+            The loss in nats.
+        """
+        factor = rate_factor(self.step, steps)
+        tokens = self.draw_batch()
+        loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for rate, optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * factor
+            optimiser.step()
+            optimiser.zero_grad()
+        self.step += 1
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs."""
+        return {
+            "model": self.model.state_dict(),
+            "optimisers": [optimiser.state_dict() for _, optimiser in self.optimisers],
+            "generator": self.generator.get_state(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "history": self.history,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: The result of `state`.
+        """
+        self.model.load_state_dict(state["model"])
+        for (_, optimiser), saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        self.generator.set_state(state["generator"])
+        self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+
+
+def run(trainer: Trainer, steps: int, folder: Path) -> None:
+    """Train to the end of a run, with checkpoints.
+
+    Args:
+        trainer: The model in training.
+        steps: Number of steps of the whole run.
+        folder: Folder for the checkpoints.
+    """
+    show = build_progress_bar(steps)
+    clocks = time.perf_counter(), time.process_time()
+    before = trainer.seconds
+    while trainer.step < steps:
+        figures: dict[str, Any] = {"step": trainer.step + 1, "loss": trainer.train_step(steps)}
+        if trainer.step == 1 or trainer.step % MEASURE_STEPS == 0 or trainer.step == steps:
+            trainer.model.eval()
+            figures["held out"] = measure_bits(trainer.model, trainer.text.held_out[:8_000], CONTEXT)
+            trainer.model.train()
+            trainer.history.append(round_figures(figures))
+        spent = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+        trainer.seconds = [old + new for old, new in zip(before, spent, strict=True)]
+        if trainer.step % CHECKPOINT_STEPS == 0:
+            torch.save(trainer.state(), folder / f"step-{trainer.step}.pt")
+        show(trainer.step, figures)
+
+
+def describe(model: Model, trainer: Trainer, seed: int) -> dict[str, Any]:
+    """Measure a trained model against other methods, and say how it was trained.
+
+    Args:
+        model: The model, with the weights as they are stored.
+        trainer: The finished training.
+        seed: Seed of the training.
+
+    Returns:
+        Data for the header of the checkpoint.
+    """
+    text = trainer.text
+    return {
+        "task": "stories",
+        "context": CONTEXT,
+        "steps": trainer.step,
+        "seed": seed,
+        "batch": trainer.batch,
+        "seconds": round(trainer.seconds[0]),
+        "cpu_seconds": round(trainer.seconds[1]),
+        "bits": {
+            "model": measure_bits(model, text.held_out, CONTEXT),
+            "zlib": baselines.measure_zlib(text),
+            "xz": baselines.measure_xz(text),
+            "counting": baselines.measure_ngrams(text),
+        },
+        "seen": [byte for byte, _ in Counter(text.train).most_common()],
+        "text": {
+            "name": "TinyStories (CDLA-Sharing-1.0)",
+            "train_bytes": len(text.train),
+            "held_out_bytes": len(text.held_out),
+            "sha256": hashlib.sha256(b"\0".join(text)).hexdigest(),
+        },
+        "history": trainer.history,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: The arguments; those of the process by default.
+    """
+    from examples.induction.pictures import plot_losses  # before training, in case the extra is missing
+
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.stories.train", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("text", type=Path, help="folder with the training text")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(read_stories(options.text), options.seed)
+    # A checkpoint from the time before the rates fall serves runs of any length.
+    constant = (1 - DECAY) * options.steps
+    saved = [(int(path.stem.split("-")[1]), path) for path in options.out.glob("step-*.pt")]
+    usable = [(step, path) for step, path in saved if step <= constant]
+    if usable:
+        trainer.restore(torch.load(max(usable)[1]))
+    run(trainer, options.steps, options.out)
+    path = options.out / "stories.safetensors"
+    save(trainer.model, path)
+    model = load(path)  # the figures are about the stored float16 weights
+    about = describe(model, trainer, options.seed)
+    save(model, path, about)
+    plot_losses(load(path), options.out / "stories-loss.svg")
+    print("\n".join(f"{name}: {value}" for name, value in about.items() if name != "history"))
+
+
+if __name__ == "__main__":
+    main()
