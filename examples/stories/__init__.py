@@ -16,5 +16,5 @@ CHECKPOINT = Path(model_explorer.__file__).parent / model_explorer.STORED_MODEL
 
 
 def load_stories() -> Model:
-    """Load the stored model, also for commands: `regard look examples.stories:load_stories --text "Once upon a time"`."""
+    """Load the stored model, also for commands such as `regard look examples.stories:load_stories`."""
     return load(CHECKPOINT)

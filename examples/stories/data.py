@@ -36,7 +36,9 @@ def read_stories(folder: Path) -> TextSplit:
         content = (folder / name).read_bytes()
         found = hashlib.sha256(content).hexdigest()
         if found != expected:
-            raise ValueError(f"{folder / name} has the SHA-256 {found}, not {expected}. README.md says where it is.")
+            raise ValueError(
+                f"{folder / name} has the SHA-256 {found}, not {expected}. README.md says where it is."
+            )
         texts.append(clean(content.decode()))
     last = texts.pop()
     cut = last.index("\n", len(last) - HELD_OUT_BYTES) + 1

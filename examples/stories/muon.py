@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic polynomial by Keller Jordan, https://kellerjordan.github.io/posts/muon/
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic polynomial by Keller Jordan, https://kellerjordan.github.io/posts/muon/
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -22,13 +22,16 @@ slow = pytest.mark.slow  # starts a browser
 TEXT = "Once upon a time, there was a little girl named Lily. One day, Li"
 # Resolves when the page has read the text with its heads, and has drawn everything.
 SETTLED = """async () => {
-  while (document.querySelector("#app").getAttribute("aria-busy") !== "false") await new Promise((resolve) => setTimeout(resolve, 10));
+  const app = document.querySelector("#app"), pause = () => new Promise((resolve) => setTimeout(resolve, 10));
+  while (app.getAttribute("aria-busy") !== "false") await pause();
 }"""
 
 
 def wait_until(tab, condition: str) -> None:
     """Wait for a JavaScript expression; Playwright's own waiting needs `eval`, which the policy of the page forbids."""
-    tab.evaluate(f"async () => {{ while (!({condition})) await new Promise((resolve) => setTimeout(resolve, 20)); }}")
+    tab.evaluate(
+        f"async () => {{ while (!({condition})) await new Promise((resolve) => setTimeout(resolve, 20)); }}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +279,10 @@ def test_it_fits_and_axe_finds_no_serious_fault(open_page, scheme, width):
 @slow
 def test_less_motion_writes_a_word_at_a_time(open_page):
     tab = open_page(reduced_motion="reduce")
-    assert tab.locator(".guesses .fill").first.evaluate("node => getComputedStyle(node).transitionDuration") == "0s"
+    assert (
+        tab.locator(".guesses .fill").first.evaluate("node => getComputedStyle(node).transitionDuration")
+        == "0s"
+    )
     tab.locator("#play").click()
     wait_until(tab, f"document.querySelector('#text').value.length > {len(TEXT) + 3}")
     tab.locator("#play").click()

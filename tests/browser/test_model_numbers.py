@@ -29,7 +29,9 @@ def in_javascript(sentences, folder, off=()):
     heads = json.dumps([int(pair in off) for pair in range(16)])
     script = READ_ALL.replace("SENTENCES", json.dumps([list(s) for s in sentences]))
     arrays = run_javascript(script.replace("OFF", f"Uint8Array.from({heads})"), folder)
-    return [dict(zip(("guess", "maps", "lens"), arrays[i : i + 3], strict=True)) for i in range(0, len(arrays), 3)]
+    return [
+        dict(zip(("guess", "maps", "lens"), arrays[i : i + 3], strict=True)) for i in range(0, len(arrays), 3)
+    ]
 
 
 def test_50_sentences_agree_with_pytorch(tmp_path):
@@ -63,7 +65,8 @@ EDITS = """
 const texts = ["The cat sat", "The cat sat on", "The dog sat on the mat", "The", "A cat", "The dog sat on the mat", ""];
 const offs = [[], [3], [3], [0, 15], [], [7], []];
 texts.forEach((text, i) => {
-  const bytes = new TextEncoder().encode(text), off = Uint8Array.from({ length: 16 }, (_, pair) => Number(offs[i].includes(pair)));
+  const bytes = new TextEncoder().encode(text);
+  const off = Uint8Array.from({ length: 16 }, (_, pair) => Number(offs[i].includes(pair)));
   const fresh = create();
   for (const used of [model, fresh]) {
     used.read(bytes, off);

@@ -57,7 +57,7 @@ def load_torch(dtype: str = "float32") -> Any:
 
 
 def run_torch(text: bytes, dtype: str = "float32", edit: Any = None) -> dict[str, np.ndarray]:
-    """Return guesses (n, 256), maps (layers · heads, n, n) and the guesses after each place of the stream (places, 256)."""
+    """Return guesses (n, 256), maps (layers · heads, n, n) and guesses at each place of the stream (places, 256)."""
     import torch
 
     import regard
@@ -85,15 +85,16 @@ def run_torch(text: bytes, dtype: str = "float32", edit: Any = None) -> dict[str
 
 
 def run_javascript(script: str, folder: Path) -> list[np.ndarray]:
-    """Run a script in Node with `model`, `create()` for another one, and `put(array)`; return the arrays that were put."""
+    """Run a script in Node with `model`, `create()` for another one, and `put(array)`; return what was put."""
     stored = model_explorer.read_checkpoint()
     numbers = np.concatenate([tensor.ravel() for tensor in stored.tensors.values()])
     shapes = {name: list(tensor.shape) for name, tensor in stored.tensors.items()}
     start = f"""
 import {{ appendFileSync }} from "node:fs";
 const tensors = splitTensors({json.dumps(shapes)}, await decodeArray("half", "{encode_array(numbers).text}"));
-const create = () => createTransformer({{ ...{json.dumps(dict(stored.config))}, context: 192 }}, tensors), model = create();
-const put = (array) => appendFileSync({json.dumps(str(folder / "arrays"))}, Buffer.from(Float64Array.from([array.length, ...array]).buffer));
+const create = () => createTransformer({{ ...{json.dumps(dict(stored.config))}, context: 192 }}, tensors);
+const model = create(), file = {json.dumps(str(folder / "arrays"))};
+const put = (array) => appendFileSync(file, Buffer.from(Float64Array.from([array.length, ...array]).buffer));
 """
     run_in_node(start + script, "matrix/payload", "gpt/transformer", "gpt/sampling")
     whole, arrays, at = np.fromfile(folder / "arrays"), [], 0
