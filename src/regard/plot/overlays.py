@@ -15,6 +15,7 @@ from regard.render.text import format_number
 from regard.validation import as_array
 
 COLORMAP_NAME = "inferno"  # its dark end dims the image, its light end shows on any
+LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # of red, green and blue
 MAX_OTHERS = 10  # tokens beside the patches that are drawn one by one
 
 
@@ -27,6 +28,7 @@ def overlay(
     tokens: Sequence[str] | None = None,
     ax: Any = None,
     alpha: float = 0.6,
+    grey: bool = True,
     colorbar: bool = True,
     **imshow: Any,
 ) -> Any:
@@ -44,6 +46,7 @@ def overlay(
         tokens: Names of all tokens, of which those that are no patches are written. Default: those of the grid.
         ax: Axes to draw on. Default: a new figure.
         alpha: Opacity of the map, from 0 to 1.
+        grey: Draw the image in grey, so that colours mean weights only.
         colorbar: Whether to draw a colour bar.
         **imshow: Arguments of `Axes.imshow` for the map, such as `vmax=1`, `norm="log"` or `cmap=`.
 
@@ -89,6 +92,8 @@ def overlay(
     ax = ensure_axes(ax, 6.4, 6.4 * min(2.0, max(0.4, pixels.shape[0] / pixels.shape[1])))
     height, width = pixels.shape[:2]
     extent = (0, width, height, 0)
+    if grey:
+        pixels = np.repeat((pixels @ LUMINANCE).round().astype(np.uint8)[..., None], 3, -1)
     ax.imshow(pixels, extent=extent, interpolation="antialiased")
     drawn = np.ma.masked_invalid(grid.to_map(row.astype(np.float64)))
     style: dict[str, Any] = {"cmap": COLORMAP_NAME, "vmin": 0, "alpha": alpha, "interpolation": "nearest"}

@@ -36,6 +36,8 @@ def test_the_map_over_the_image_is_the_weights(weights):
     ax = plot.overlay(IMAGE, weights, GRID, query=(1, 4), alpha=0.4)
     picture, drawn = ax.images
     np.testing.assert_array_equal(drawn.get_array(), weights[GRID.positions])
+    assert np.ptp(picture.get_array(), axis=-1).max() == 0  # grey
+    np.testing.assert_array_equal(plot.overlay(IMAGE, weights, GRID, grey=False).images[0].get_array(), IMAGE)
     assert drawn.get_extent() == picture.get_extent() == [0, 48, 32, 0]
     assert drawn.get_alpha() == 0.4 and drawn.get_clim() == (0, weights[5:].max())
     assert [box.get_bbox().bounds for box in ax.patches] == [(32, 8, 8, 8)] * 2

@@ -4,6 +4,7 @@ import { el } from "./dom.js";
 import { formatCount } from "./format.js";
 
 const MAX_HEIGHT = 0.72; // of the window
+const SHARP = 4; // times that a picture is enlarged and still smoothed
 const MIN_DOT = 7; // pixels of a patch in which a dot is drawn
 
 // The token of a patch, as `regard.images.PatchGrid.positions` has it.
@@ -33,7 +34,7 @@ export function mapLevels(grid, weights, scale) {
 }
 
 export function paintOverlay(context, picture, map, opacity, x, y, width, height) {
-  context.imageSmoothingEnabled = true;
+  context.imageSmoothingEnabled = width < SHARP * picture.width;
   context.globalAlpha = 1;
   context.drawImage(picture, x, y, width, height);
   if (!map) return;
