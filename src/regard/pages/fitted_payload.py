@@ -65,7 +65,7 @@ def fit_payload(
             record = {"heads": heads, **payload.record}
             if add is not None:
                 add(record, payload)
-            size = encoded_size(record)
+            size = count_characters(record)
             if size <= room:
                 return FittedPayload(record, payload.error, size)
         heads = heads[:-1]
@@ -78,7 +78,7 @@ def estimate_size(heads: Sequence[int], q_len: int, kv_len: int, groups: int, he
     return (1.7 * head_dim * (len(heads) * q_len + kv_heads * kv_len) + 3 * len(heads) * q_len) * 4 / 3
 
 
-def encoded_size(record: Any) -> int:
+def count_characters(record: Any) -> int:
     """Return the characters that a record takes in a page, with its arrays."""
     arrays: list[EncodedArray] = []
     text = encode_record(record, arrays)

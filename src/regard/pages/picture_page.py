@@ -16,7 +16,7 @@ from regard.pages.encoding import LEVEL_DECADES, encode_array, encode_levels
 from regard.pages.fitted_payload import (
     FittedPayload,
     combine_errors,
-    encoded_size,
+    count_characters,
     estimate_size,
     fit_payload,
 )
@@ -265,7 +265,7 @@ def _fit_some(
             hint="Raise max_bytes, or choose layers= or heads=.",
         )
     rows: list[dict[str, Any] | None] = [_encode_rows(layer, count) for layer in layers]
-    sizes = [encoded_size(record) for record in rows]
+    sizes = [count_characters(record) for record in rows]
     room -= sum(sizes)
     payloads: list[FittedPayload | None] = [None] * len(layers)
     for i in reversed(range(len(layers))):

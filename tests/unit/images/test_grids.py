@@ -189,6 +189,68 @@ def test_wrong_grids_are_refused(arguments, message):
         PatchGrid(**arguments)
 
 
+def build_other_qwen(version: str, images: list[np.ndarray]):
+    """Build Qwen2.5-VL or Qwen3-VL without layers in its vision model, with the inputs of Qwen2-VL."""
+    import transformers as hf
+
+    model, inputs, layer = build_qwen2_vl(0, images)
+    vision = {
+        "depth": 0,
+        "num_heads": 4,
+        "patch_size": 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+    }
+    name = {"2.5": "Qwen2_5_VL", "3": "Qwen3VL"}[version]
+    if version == "3":
+        vision |= {"deepstack_visual_indexes": [], "num_position_embeddings": 64}
+    text = model.config.text_config.to_dict() | {"head_dim": 8}
+    text.pop("model_type")
+    ids = {
+        key: getattr(model.config, key)
+        for key in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+    }
+    config = getattr(hf, f"{name}Config")(text_config=text, vision_config=vision, video_token_id=91, **ids)
+    torch.manual_seed(0)
+    return getattr(hf, f"{name}ForConditionalGeneration")(config).eval(), inputs, layer
+
+
+@pytest.mark.parametrize("version", ["2.5", "3"])
+def test_patches_of_other_qwen_models_change_with_their_pixels(version):
+    images = [draw_image(32, 64), draw_image(48, 32)]
+    model, inputs, layer = build_other_qwen(version, images)
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(**inputs)
+    for image, row, column in [(0, 1, 2), (1, 2, 0)]:
+        other = [picture.copy() for picture in images]
+        other[image][16 * row + 2, 16 * column + 5] ^= 255
+        inputs_of_other = build_qwen2_vl(0, other).inputs
+        changed = changed_tokens(model, layer.removesuffix(".self_attn"), inputs, inputs_of_other)
+        [grid] = recording.grids(layer, batch=image)
+        assert np.argwhere(changed).tolist() == [[image, grid.positions[row, column]]]
+
+
+def test_padded_patches_of_siglip_2():
+    import transformers as hf
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = hf.Siglip2VisionModel(hf.Siglip2VisionConfig(**sizes, patch_size=4, num_patches=16)).eval()
+    shapes = torch.tensor([[2, 4], [3, 3]])
+    inputs = {
+        "pixel_values": torch.rand(2, 12, 48),
+        "pixel_attention_mask": (torch.arange(12) < shapes.prod(1, keepdim=True)).long(),
+        "spatial_shapes": shapes,
+    }
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(**inputs)
+    layer = next(iter(recording))
+    assert recording.grids(layer) == [PatchGrid(2, 4, after=4)]
+    assert recording.grids(layer, batch=1) == [PatchGrid(3, 3, after=3)]
+    assert read_grids(model.config, inputs) == [[PatchGrid(2, 4, after=4)], [PatchGrid(3, 3, after=3)]]
+
+
 # -- Other models -------------------------------------------------------------------------------------------
 
 
