@@ -116,6 +116,30 @@ def test_the_pointer_moves_query_and_keys(show):
 
 
 @slow
+def test_arrows_that_end_at_one_point_can_be_told_apart(show):
+    tab = show(explore.geometry())  # the query "it" equals the key "animal"
+    text = "“it” ends where another arrow ends. Drag it by the ring beside it."
+    assert tab.locator("#same-place").text_content() == text
+    spots = {
+        name: tab.get_by_role("slider", name=name, exact=True).locator("circle").bounding_box()
+        for name in ("query", "key animal")
+    }
+    gaps = [spots["query"][axis] - spots["key animal"][axis] for axis in ("x", "y")]
+    sizes = [box["width"] / 2 for box in spots.values()]
+    assert np.hypot(*gaps) > 10 and min(sizes) >= 8
+    drag(tab, "key animal", (-2.0, -2.0), reach=5)  # each moves alone
+    key = np.array(pronoun.K)
+    key[0] = [1.0, -1.0]
+    assert table(tab) == expected(pronoun.Q, key, pronoun.tokens)
+    assert tab.locator("#same-place").text_content() == "" and tab.locator(".handle.apart").count() == 0
+    same = np.array([[4.0, 0.0]] * 3)
+    tab = show(explore.geometry(same[:1], same, tokens=["a", "b", "c"]))
+    assert tab.locator("#same-place").text_content().startswith("“b”, “c”, “query 0” ends where")
+    drag(tab, "key c", (-3.0, 1.0), reach=5)
+    assert table(tab)[2][0] == "c [1, 1]"
+
+
+@slow
 def test_the_keyboard_moves_query_and_keys(show):
     tab = show(explore.geometry())
     names = []

@@ -265,6 +265,15 @@ def test_heads_are_sorted_by_every_measure(cat, show):
             assert float(first) == pytest.approx(rows[0][measure], rel=5e-2)
     tab.get_by_label("Sort heads by").select_option("layer")
     assert heads.evaluate_all(GRID) == [head_key(row) for row in table]
+    tab.get_by_text("What these numbers mean").click()  # every name on the page is explained
+    explained = dict(
+        zip(*(tab.locator(f"#measures-help {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True)
+    )
+    assert list(explained) == [name.replace("_", " ") for name in table.columns[4:]]
+    assert explained["within 16"] == "the share on keys less than 16 tokens away"
+    assert min(map(len, explained.values())) > 20
+    options = tab.locator("#sort option").all_inner_texts()
+    assert options == ["layer", *explained]
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import regard
 from regard import explore
+from regard.learn import cat
 from regard.pages import html
 from regard.pages.bundle import bundle
 from regard.render.text import format_number
@@ -19,8 +21,11 @@ from tests.helpers.pages import (
     HOSTILE,
     faults,
     import_modules,
+    misfits,
     rows_of_scores,
     run_in_node,
+    wait_for_frames,
+    wait_until,
 )
 
 APPS = sorted(path.stem for path in (ASSETS / "apps").glob("*.js"))
@@ -134,6 +139,44 @@ def test_a_notebook_shows_the_page_in_a_sandbox(browser):
     frame.get_by_role("button", name="Next").click()
     assert frame.locator("#formula").text_content().endswith(" = 2")
     assert tab.locator("iframe").get_attribute("sandbox") == "allow-scripts"
+    assert said == []
+    context.close()
+
+
+SITE_SCRIPT = (Path(__file__).parents[2] / "docs/_static/site.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [736, 390])
+def test_a_frame_gets_the_height_of_its_page(browser, width):
+    pages = [make() for make in EXPLORERS] + [regard.attention(cat.Q, cat.K).page(cat.tokens)]
+    frames = "".join(page._repr_html_() for page in pages)
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    tab = context.new_page()
+    said = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.set_content(f"<!DOCTYPE html><title>chapter</title><body style='margin: 0'>{frames}")
+    assert len(misfits(tab)) >= len(pages) - 1  # each still has the height of 760
+    # The script comes after the frames reported their heights, as on a slow connection.
+    tab.add_script_tag(content="const DOCUMENTATION_OPTIONS = {};" + SITE_SCRIPT)
+    wait_for_frames(tab)
+
+    def heights() -> dict[str, int]:
+        script = "frames => Object.fromEntries(frames.map((it) => [it.title, it.clientHeight]))"
+        return tab.locator("iframe").evaluate_all(script)
+
+    fitted = heights()
+    assert 400 < min(fitted.values()) and max(fitted.values()) < 2600
+    listing = tab.frame_locator("iframe[title='Attention, line by line']")
+    listing.locator(".line", has_text="import math").click()  # less to show: the frame stays
+    tab.wait_for_timeout(100)
+    assert heights() == fitted
+    name = "Attention as matrices"
+    tab.frame_locator(f"iframe[title='{name}']").get_by_text("Every number of this step").click()
+    wait_until(tab, lambda: heights()[name] > fitted[name])  # more to show: it grows
+    tab.set_viewport_size({"width": width + 100, "height": 900})  # another width: each is fitted again
+    tab.wait_for_timeout(250)
+    wait_for_frames(tab)
     assert said == []
     context.close()
 

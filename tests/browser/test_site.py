@@ -17,7 +17,7 @@ import pytest
 import regard
 from regard.learn import cat
 from regard.render.text import format_vector
-from tests.helpers.pages import faults
+from tests.helpers.pages import faults, wait_for_frames
 
 pytest.importorskip("myst_nb")
 pytestmark = pytest.mark.slow  # builds the whole site
@@ -153,8 +153,25 @@ def test_pages_log_nothing_and_fit_a_phone(site, browser):
             tab.goto(page.as_uri())
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 events.append(f"{page.name} is wider than {width}")
+            if tab.locator("iframe").count():
+                wait_for_frames(tab)
         context.close()
     assert events == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [1300, 390])
+def test_frames_fit_at_each_of_twenty_loads(site, browser, width):
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    tab = context.new_page()
+    checked = 0
+    for _ in range(20):
+        for source in CHAPTERS:
+            tab.goto((site / f"book/{source.stem}.html").as_uri())
+            wait_for_frames(tab)
+            checked += len(tab.frames) - 1
+    assert checked >= 20 * len(CHAPTERS)
+    context.close()
 
 
 def test_axe_finds_no_serious_fault(site, browser):

@@ -90,6 +90,35 @@ def darkest_pixel(canvas, below: float = 0.0, left: int = 0) -> list[int]:
     return canvas.evaluate(script, [below, left])
 
 
+def wait_until(tab, met, tries: int = 250) -> None:
+    """Wait for a condition; the content policy of a page forbids Playwright's own wait."""
+    for _ in range(tries):
+        if met():
+            return
+        tab.wait_for_timeout(20)
+    raise AssertionError("the condition was never met")
+
+
+def misfits(tab) -> list[str]:
+    """Return the frames of a page whose height is not that of the page in them."""
+    found = []
+    for frame in tab.frames[1:]:
+        own = frame.frame_element().evaluate("frame => frame.clientHeight")
+        inner = frame.evaluate("document.body.offsetHeight")
+        if inner < 50 or abs(own - inner) > 1:
+            found.append(f"{frame.evaluate('document.title')}: frame {own}, page {inner}")
+    return found
+
+
+def wait_for_frames(tab) -> None:
+    """Wait until every frame has the height of its page; the error names those that have not."""
+    for _ in range(250):
+        if not (found := misfits(tab)):
+            return
+        tab.wait_for_timeout(20)
+    raise AssertionError("; ".join(found))
+
+
 LOADED = "performance.timing.domComplete - performance.timing.responseEnd"
 
 

@@ -24,12 +24,12 @@ OPERATION = "recording.page"
 WINDOWS = (16, 128)
 # The measures of `Recording.heads` in the order in which the page offers them, each with its caption.
 CAPTIONS = {
-    "entropy": "how widely a row is spread, in nats",
-    "first": "the share on the first token, the sink",
+    "entropy": "how widely a row is spread, in nats; 0 if all its weight is on one key",
+    "first": "the share of the weight on the first token, the sink",
     "previous": "the share on the token before",
-    "distance": "how many tokens away the keys are",
+    "distance": "how many tokens away the keys are, on average",
     **{f"within_{window}": f"the share on keys less than {window} tokens away" for window in WINDOWS},
-    "heavy": "the share of the top tenth of the keys",
+    "heavy": "the share that goes to the tenth of the keys that receives most",
     "duplicate": "the share on earlier copies of the token itself",
     "induction": "the share on what came after earlier copies",
 }

@@ -3,7 +3,7 @@
 import { checkbox, radioGroup, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, svgElement, tokenElement } from "../components/dom.js";
 import { formatNumber, formatVector, parseNumbers } from "../components/format.js";
-import { arrow, createHandle, createVectorPlane, dot, label, segment, spreadLabels } from "../components/vectorPlane.js";
+import { arrow, createHandle, createVectorPlane, dot, label, segment, separateHandles, spreadLabels } from "../components/vectorPlane.js";
 import { softmax } from "../matrix/softmax.js";
 
 const MAX_RADIUS = 17; // of the dot of a weight of 1; its area is proportional to the weight
@@ -60,9 +60,11 @@ const queryHandle = createHandle(compare, "query", (to) => {
   const old = state.queries[state.query];
   setState({ queries: replaceAt(state.queries, state.query, moveArrow(old, to)) });
 });
+const samePlace = el("p", { id: "same-place", class: "soft" });
 const keyHandles = data.tokens.map((name, j) =>
   createHandle(compare, `key ${name}`, (to) => setState({ keys: replaceAt(state.keys, j, moveArrow(state.keys[j], to)) })),
 );
+queryHandle.node.classList.add("of-query");
 compare.front.append(...keyHandles.map((h) => h.node), queryHandle.node);
 
 function drawCompare(row) {
@@ -96,11 +98,15 @@ function drawCompare(row) {
 
   const top = row.weights.indexOf(Math.max(...row.weights));
   const summary = row.weights[top] > 0 ? `largest weight ${formatNumber(row.weights[top])} on ${data.tokens[top]}` : "every key is masked";
-  queryHandle.show(row.query, 11, `${formatVector(row.query)}, ${summary}`);
+  const offsets = separateHandles(compare, [...row.keys, row.query]);
+  queryHandle.show(row.query, 11, `${formatVector(row.query)}, ${summary}`, offsets.at(-1));
   keyHandles.forEach((handle, j) => {
     const text = isLive(j) ? `weight ${formatNumber(row.weights[j])}` : "masked";
-    handle.show(row.keys[j], Math.max(13, radius(row.weights[j])), `${formatVector(row.keys[j])}, ${text}`);
+    handle.show(row.keys[j], Math.max(13, radius(row.weights[j])), `${formatVector(row.keys[j])}, ${text}`, offsets[j]);
   });
+  const shared = [...data.tokens, data.queries[state.query]].filter((_, i) => offsets[i].some((part) => part !== 0));
+  samePlace.replaceChildren(...(shared.length
+    ? [...shared.flatMap((name, i) => [i ? ", " : "", "“", tokenElement(name), "”"]), " ends where another arrow ends. Drag it by the ring beside it."] : []));
   return summary;
 }
 
@@ -207,7 +213,7 @@ document.getElementById("app").append(
     ? [radioGroup("query", "Query", data.queries.map(tokenElement), (query) => setState({ query }))]
     : []),
   el("div", { class: mix ? "planes" : "planes alone" },
-    el("figure", { class: "card" }, compare.root, queryLine,
+    el("figure", { class: "card" }, compare.root, queryLine, samePlace,
       caption("Query and keys.", "The larger the dot, the larger the weight. A dotted line projects each key onto the query’s direction: the farther out it ends, the higher the score.")),
     mix ? el("figure", { class: "card" }, mix.root, outputLine,
       caption("Values.", "The path adds up weight · value. It ends at the output, a weighted mean of the values, so never outside their convex hull.")) : []),

@@ -105,15 +105,22 @@ function pushHistory() {
 
 // -- Grid, search and one head --
 
+// "within_16" as "within 16".
+function measureLabel(name) {
+  return name.replaceAll("_", " ");
+}
+
 const measuresLine = el("p", { id: "head-measures", class: "soft", "aria-hidden": "true" });
 const grid = createHeadGrid({ cells, onOpen: (cell) => openHead(cell), onPoint: (cell) => {
   if (cell.isMean) return measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))));
-  const values = Object.entries(cell.measures).filter(([, value]) => !Number.isNaN(value)).map(([name, value]) => `${name} ${formatShort(value)}`);
+  const values = Object.entries(cell.measures).filter(([, value]) => !Number.isNaN(value)).map(([name, value]) => `${measureLabel(name)} ${formatShort(value)}`);
   return measuresLine.replaceChildren(el("b", {}, capitalise(headName(cell))), `: ${values.join(", ")}`);
 } });
+const measuresHelp = el("details", { id: "measures-help" }, el("summary", {}, "What these numbers mean"),
+  el("dl", {}, data.measures.map((name) => el("div", {}, el("dt", {}, measureLabel(name)), el("dd", {}, data.captions[name])))));
 
 const sortSelect = el("select", { id: "sort", onchange: () => sortHeads(sortSelect.value, state.descending) },
-  el("option", { value: "" }, "layer"), data.measures.map((name) => el("option", { value: name }, name)));
+  el("option", { value: "" }, "layer"), data.measures.map((name) => el("option", { value: name }, measureLabel(name))));
 const orderSelect = el("select", { id: "order", "aria-label": "Order", onchange: () => sortHeads(state.sort, orderSelect.value === "largest") },
   el("option", { value: "largest" }, "largest first"), el("option", { value: "smallest" }, "smallest first"));
 const caption = el("span", { class: "soft", id: "measure-caption" });
@@ -148,7 +155,7 @@ function drawThumbnails() {
 const gridSection = el("section", { id: "grid", "aria-label": "All heads" },
   el("div", { class: "controls" }, el("label", { for: "sort" }, "Sort heads by"), sortSelect, orderSelect, caption,
     isSingle ? [] : [el("label", { for: "thumbnails" }, "Cells show"), thumbnailSelect]),
-  grid.node, measuresLine, thumbnailCaption);
+  grid.node, measuresLine, measuresHelp, thumbnailCaption);
 
 const headView = createHeadView({
   cells,

@@ -44,8 +44,25 @@ export function pageHeader(title, subtitle) {
   return el("header", {}, el("h1", {}, title), el("p", { class: "lead" }, subtitle));
 }
 
-// In a frame, post the height of the page to the page around it, which may adapt the frame.
-if (parent !== window) {
-  const postHeight = () => parent.postMessage({ regardHeight: document.body.offsetHeight }, "*");
-  new ResizeObserver(postHeight).observe(document.body);
+const FRAME_VIEW = 800; // pixels
+
+// A frame may take the height of its page, so a page in a frame must not take its height from the frame.
+const isFramed = parent !== window;
+
+// The height of the window that sizes may depend on.
+export function viewHeight() {
+  return isFramed ? FRAME_VIEW : innerHeight;
+}
+
+// In a frame, post the height of the page to the page around it: whenever it changes, and when the page around it asks,
+// which may have missed the first messages.
+if (isFramed) {
+  document.documentElement.classList.add("framed");
+  const postHeight = (isAnswer) => {
+    if (innerWidth > 50) parent.postMessage({ regardHeight: document.body.offsetHeight, regardAnswer: isAnswer }, "*"); // before it is laid out, the width is 0
+  };
+  new ResizeObserver(() => postHeight(false)).observe(document.body);
+  addEventListener("message", ({ source, data }) => {
+    if (source === parent && data?.regardAskHeight) postHeight(true);
+  });
 }

@@ -1,6 +1,6 @@
 // A picture with the map of a head over it: a patch is chosen by a click, a tap or the keyboard.
 import { colorLevel, paintLevels } from "./colorScale.js";
-import { el } from "./dom.js";
+import { el, viewHeight } from "./dom.js";
 import { formatCount } from "./format.js";
 
 const MAX_HEIGHT = 0.72; // of the window
@@ -56,7 +56,7 @@ export function createPictureView({ picture, name, onPoint, onChoose }) {
   function resize() {
     const aspect = picture.width / picture.height;
     canvas.style.aspectRatio = `${picture.width} / ${picture.height}`;
-    canvas.style.width = `min(100%, ${Math.round(MAX_HEIGHT * innerHeight * aspect)}px)`;
+    canvas.style.width = `min(100%, ${Math.round(MAX_HEIGHT * viewHeight() * aspect)}px)`;
     const ratio = devicePixelRatio || 1, [width, height] = sizeOf();
     canvas.width = Math.max(1, Math.round(width * ratio));
     canvas.height = Math.max(1, Math.round(height * ratio));

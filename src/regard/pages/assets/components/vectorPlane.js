@@ -4,6 +4,8 @@ import { setAttributes, svgElement } from "./dom.js";
 const SIDE = 400; // units of the picture, which the browser scales to the space there is
 const MAX_LABEL_LENGTH = 18;
 const LINE_HEIGHT = 16; // from one label to the next below it
+const SAME_PLACE = 6; // points closer than this look like one
+const HANDLE_DISTANCE = 34;
 
 // 1, 2 or 5 times a power of ten, so that about eight grid lines cross the picture.
 function gridSpacing(reach) {
@@ -105,14 +107,27 @@ export function spreadLabels(labels) {
   return labels.map(({ node }) => node);
 }
 
+// Offsets that keep the handles of points at the same place apart: later ones move away from the origin, or towards it at
+// the edge of the picture.
+export function separateHandles(plane, points) {
+  const places = points.map(plane.toPicture), origin = plane.toPicture([0, 0]);
+  return places.map(([x, y], i) => {
+    const before = places.slice(0, i).filter(([a, b]) => Math.hypot(a - x, b - y) < SAME_PLACE).length;
+    if (!before) return [0, 0];
+    const [dx, dy] = [x - origin[0], y - origin[1]], length = Math.hypot(dx, dy), [ux, uy] = length > 1 ? [dx / length, dy / length] : [1, 0];
+    const away = HANDLE_DISTANCE * before, fits = [x + ux * away, y + uy * away].every((part) => part > 12 && part < SIDE - 12);
+    return [ux, uy].map((part) => (fits ? part : -part) * away);
+  });
+}
+
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] };
 const roundOff = (x) => Number(x.toPrecision(12)) + 0; // 0.1 + 0.2 becomes 0.3, and −0 becomes 0
 
 // A handle to drag: it snaps to a fine grid; the arrow keys move it too, ten times as far with Shift.
 export function createHandle(plane, name, onMove) {
-  const spot = svgElement("circle", { class: "spot" });
+  const spot = svgElement("circle", { class: "spot" }), leader = svgElement("line", { class: "leader", "aria-hidden": "true" });
   const node = svgElement("g", { class: "handle", tabindex: "0", role: "slider", "aria-label": name,
-    "aria-valuemin": "-180", "aria-valuemax": "180" }, spot);
+    "aria-valuemin": "-180", "aria-valuemax": "180" }, leader, spot);
   let at = [0, 0], grip = null; // the pointer's distance from the handle while it is dragged
   const moveTo = (target) => onMove(plane.clampToView(target).map(roundOff));
   node.addEventListener("pointerdown", (event) => {
@@ -138,10 +153,14 @@ export function createHandle(plane, name, onMove) {
   });
   return {
     node,
-    show(newAt, radius, text) {
+    // `offset` in units of the picture moves the handle away from its point, with a line that leads to it.
+    show(newAt, radius, text, offset = [0, 0]) {
       at = newAt;
-      const [cx, cy] = plane.toPicture(at);
-      setAttributes(spot, { cx, cy, r: radius });
+      const [x, y] = plane.toPicture(at), isApart = offset.some((part) => part !== 0);
+      const [cx, cy] = [x + offset[0], y + offset[1]];
+      node.classList.toggle("apart", isApart);
+      setAttributes(leader, { x1: x, y1: y, x2: cx, y2: cy });
+      setAttributes(spot, { cx, cy, r: isApart ? Math.min(radius, 10) : radius });
       setAttributes(node, { "aria-valuenow": Math.round((Math.atan2(at[1], at[0]) * 180) / Math.PI), "aria-valuetext": text });
     },
   };

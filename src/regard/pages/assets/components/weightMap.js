@@ -5,7 +5,7 @@ import { levelWeights, poolCells, widenLarge } from "../matrix/overview.js";
 import { createTileCache, PROBES, TILE_CELLS } from "../matrix/tileCache.js";
 import { colorLevel, createPalette, createScale, paintLevels, scaleLegend } from "./colorScale.js";
 import { radioGroup } from "./controls.js";
-import { el } from "./dom.js";
+import { el, viewHeight } from "./dom.js";
 import { formatCount } from "./format.js";
 import { drawAxes, drawCellWeights, drawMarks, MIN_LABEL_SIZE } from "./mapAxes.js";
 import { listenToPointers } from "./pointerInput.js";
@@ -90,7 +90,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
   }
 
   function resize() {
-    const width = box.clientWidth, cap = Math.max(280, Math.min(width, 0.74 * innerHeight));
+    const width = box.clientWidth, cap = Math.max(280, Math.min(width, 0.74 * viewHeight()));
     const fit = (width - marginsAt(0).left) / columns;
     const margin = tokens && fit >= MIN_LABEL_SIZE ? 96 : TOP_MARGIN;
     const high = margin + rows * clamp(fit, Math.min(MIN_CELL, (cap - TOP_MARGIN) / rows), MAX_CELL);
