@@ -510,6 +510,7 @@ def test_nothing_stays_patched_after_exceptions_nesting_and_threads(model, x):
     assert torch.equal(model(x), plain)
 
 
+@pytest.mark.nightly
 def test_a_thousand_interventions_leak_nothing():
     layer = nn.Sequential(Attention(heads=2, kv_heads=1, width=8)).eval()
     x, edit = torch.ones(1, 3, 8), knockout(queries=2, keys=0)

@@ -322,7 +322,7 @@ def test_compiled_for_autograd():
     compiled(build_layer(24, 4, num_kv_heads=2, rope="half"), "aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @by_compiler
 def test_compiled_by_the_inductor():
     compiled(build_layer(24, 4, num_kv_heads=2, rope="half"), "inductor")

@@ -16,6 +16,7 @@ import pytest
 import regard
 from regard import ArgumentError, ArgumentTypeError, causal, learn, sliding_window
 from regard.engines.numpy import NumpyEngine
+from regard.images import PatchGrid
 from regard.learn import cat
 from regard.render.text import escape_unprintable
 from tests.helpers.pages import HOSTILE
@@ -234,6 +235,7 @@ def plot_functions() -> list[Any]:
         partial(plot.row, A, 0),
         partial(plot.heads, table),
         partial(plot.effects, effects),
+        partial(plot.overlay, np.zeros((8, 8, 3), np.uint8), [0.4, 0.1, 0.3, 0.2], PatchGrid(2, 2)),
         plot.cost,
     ]
     assert len(every) == len(plot.__all__)

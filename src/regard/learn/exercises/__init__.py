@@ -26,7 +26,7 @@ from regard.learn.exercises.class_report import (
     find_submissions,
 )
 from regard.learn.exercises.exercise import CheckResult, ExerciseTask, Solution, wrap
-from regard.learn.exercises.starter import starter
+from regard.learn.exercises.starter_file import starter
 from regard.learn.exercises.submission import SubmissionResult, check_file
 
 __all__ = [

@@ -3,7 +3,7 @@ import { createPalette, createScale, scaleLegend } from "../components/colorScal
 import { checkbox, slider, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
 import { describeError } from "../components/errorStatement.js";
-import { capitalise, formatCount, formatShort } from "../components/format.js";
+import { capitalise, formatShort } from "../components/format.js";
 import { createHeadMaps } from "../components/headMaps.js";
 import { createPictureView, patchAt, patchPosition } from "../components/pictureView.js";
 import { createTokenButtons } from "../components/tokenButtons.js";
