@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +139,14 @@ TINY = {
 needs_t5_attention = pytest.mark.skipif(
     not hf.T5ForConditionalGeneration._supports_sdpa, reason="T5 of this release computes its own softmax"
 )
+
+
+@contextmanager
+def softmax_in_own_dtype() -> Iterator[None]:
+    """Compute softmaxes in the dtype of their input; many models compute them in float32 whatever their dtype."""
+    softmax = torch.nn.functional.softmax
+    with mock.patch.object(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim)):
+        yield
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:

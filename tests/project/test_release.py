@@ -123,6 +123,7 @@ def test_every_file_is_named_by_its_hash_and_no_registry_is():
     names = {path.stem for path in (ROOT / "requirements").iterdir()} - {"licences"}  # a list of licences
     engines = {"lowest", "newest", "numpy-tests"}
     assert {
+        "bertviz",
         "ci",
         "loggers",
         "run",

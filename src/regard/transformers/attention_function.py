@@ -152,6 +152,8 @@ def _is_requested(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     requested = kwargs.get("output_attentions")
     if requested:
         return True
+    if torch.compiler.is_compiling() and not getattr(_active_collector, "compiling", False):
+        return False  # a compiled layer cannot read what the model around it collects
     collected = None if _active_collector is None else _active_collector.get()
     if collected is None:
         return requested is None

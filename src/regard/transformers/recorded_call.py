@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +27,10 @@ from regard.transformers.key_store import KeyStore
 
 Tensor = Any  # the types of torch are not followed
 
-# Of each thread: the store of the last call of each module, and the last mask that was recognised.
+# Layers share their masks: those of self-attention with and without a window, and of cross-attention.
+RECENT_MASKS = 4
+
+# Of each thread: the store of the last call of each module, and the last masks that were recognised.
 _thread = threading.local()
 
 
@@ -164,6 +169,9 @@ def _count_used_keys(args: CapturedArgs) -> int:
 def _recognise(args: CapturedArgs, biases: Sequence[ScoreMod] = ()) -> CompactMask:
     """Recognise mask and bias of a call, in O(n) memory as far as they consist of intervals."""
     q_len, kv_len = args.query.shape[-2], args.key.shape[-2]
+    if args.is_causal and args.position_bias is not None:
+        causal = torch.ones((q_len, kv_len), dtype=torch.bool, device=args.position_bias.device).tril()
+        args = args._replace(attn_mask=causal, is_causal=False)
     return recognise_mask(
         combine_mask_and_bias(args, kv_len),
         is_causal=args.is_causal,
@@ -176,18 +184,17 @@ def _recognise(args: CapturedArgs, biases: Sequence[ScoreMod] = ()) -> CompactMa
 
 
 def _recognise_once(module: nn.Module, args: CapturedArgs) -> CompactMask:
-    """Recognise mask and bias of a call, or return those of the last call if it had the same tensors."""
+    """Recognise mask and bias of a call, or return those of a recent call that had the same tensors."""
     tensors = (args.attn_mask, args.position_bias)
-    settings = (args.query.shape, args.key.shape[-2], args.is_causal, args.sink is not None)
-    settings += tuple(
-        None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors
-    )
-    last: tuple[Any, Any, CompactMask] | None = getattr(_thread, "mask", None)
-    if last is not None and last[1] == settings:
-        references, _, compact = last
-        if all((r if r is None else r()) is tensor for r, tensor in zip(references, tensors, strict=True)):
-            return compact
+    versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    settings = (args.query.shape, args.key.shape[-2], args.is_causal, args.sink is not None, *versions)
+    if not hasattr(_thread, "masks"):
+        _thread.masks = deque(maxlen=RECENT_MASKS)
+    for references, known, compact in _thread.masks:
+        same = (None if reference is None else reference() for reference in references)
+        if known == settings and all(map(operator.is_, same, tensors)):
+            return compact  # type: ignore[no-any-return]
     compact = _recognise(args, list(find_position_biases(module)))
     references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-    _thread.mask = (references, settings, compact)
+    _thread.masks.append((references, settings, compact))
     return compact

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noq
 from regard.testing import assert_matches  # noqa: E402
 from regard.testing.tolerance import epsilon  # noqa: E402
 from regard.transformers import AttentionWeights, scaled_mean  # noqa: E402
-from tests.helpers.tiny_models import TINY  # noqa: E402
+from tests.helpers.tiny_models import TINY, softmax_in_own_dtype  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +23,7 @@ def layer():
     """Weights of one layer: lazy, by eager attention, and by eager attention in float64."""
     inputs = TINY["Llama"].inputs("right")
     runs = (("regard", torch.float32), ("eager", torch.float32), ("eager", torch.float64))
-    softmax = torch.nn.functional.softmax
-    with torch.no_grad(), mock.patch.object(torch.nn.functional, "softmax") as patched:
-        # The model computes the softmax in float32 whatever its dtype.
-        patched.side_effect = lambda x, dim, dtype=None: softmax(x, dim)
+    with torch.no_grad(), softmax_in_own_dtype():
         return [
             TINY["Llama"].build(implementation, dtype)(**inputs, output_attentions=True).attentions[1]
             for implementation, dtype in runs
