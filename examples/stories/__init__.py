@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.induction.model import Model, load
-from regard.explore import model_explorer
+from regard.learn import tiny_gpt
 
-CHECKPOINT = Path(model_explorer.__file__).parent / model_explorer.STORED_MODEL
+CHECKPOINT = Path(tiny_gpt.__file__).parent / tiny_gpt.STORED_MODEL
 
 
 def load_stories() -> Model:

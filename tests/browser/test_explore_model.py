@@ -346,11 +346,11 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "short").write_bytes(b"\x05")
     (tmp_path / "text").write_text("no model")
     for path, words in [
-        (HERE / "text.safetensors", "of another model"),
-        (HERE / "induction.safetensors", "of another model"),
+        (HERE / "text.safetensors", "another kind of model"),
+        (HERE / "induction.safetensors", "another kind of model"),
         (tmp_path / "short", "which cannot be read"),
         (tmp_path / "text", "which cannot be read"),
         (tmp_path / "gone", "No such file"),
     ]:
         with pytest.raises(regard.ArgumentError, match=words):
-            explore.model(checkpoint=path)
+            explore.model(path=path)

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from regard.explore import model_explorer
+from regard.learn import TinyGPT
 from regard.pages.encoding import encode_array
 from tests.helpers.pages import run_in_node
 
-CHECKPOINT = Path(model_explorer.__file__).parent / model_explorer.STORED_MODEL
 NAMES = ["Lily", "Tom", "Max", "Mia", "the dog", "a little bird", "Grandma", "the old car"]
 VERBS = ["loved", "saw", "wanted", "did not like", "found", "ran to"]
 THINGS = ["the park", "a red ball", "her mom", "the big tree", "a cake", "it"]
@@ -47,9 +46,9 @@ def load_torch(dtype: str = "float32") -> Any:
     """Load the stored model in PyTorch; in float64, its norms keep the epsilon of float32."""
     import torch
 
-    from examples.induction.model import load
+    from examples.stories import load_stories
 
-    model = load(CHECKPOINT).to(getattr(torch, dtype))
+    model = load_stories().to(getattr(torch, dtype))
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.eps = float(np.finfo(np.float32).eps)
@@ -86,9 +85,9 @@ def run_torch(text: bytes, dtype: str = "float32", edit: Any = None) -> dict[str
 
 def run_javascript(script: str, folder: Path) -> list[np.ndarray]:
     """Run a script in Node with `model`, `create()` for another one, and `put(array)`; return what was put."""
-    stored = model_explorer.read_checkpoint()
-    numbers = np.concatenate([tensor.ravel() for tensor in stored.tensors.values()])
-    shapes = {name: list(tensor.shape) for name, tensor in stored.tensors.items()}
+    stored = TinyGPT()
+    numbers = np.concatenate([array.ravel() for array in stored.parameters.values()]).astype(np.float16)
+    shapes = {name: list(array.shape) for name, array in stored.parameters.items()}
     start = f"""
 import {{ appendFileSync }} from "node:fs";
 const tensors = splitTensors({json.dumps(shapes)}, await decodeArray("half", "{encode_array(numbers).text}"));

@@ -53,6 +53,7 @@ from regard.learn.softmax_alternatives import (
     softmax_jacobian,
     sparsemax,
 )
+from regard.learn.tiny_gpt import TinyGPT, TinyGPTRun
 from regard.learn.variance import (
     Sharpness,
     VarianceExperiment,
@@ -88,6 +89,8 @@ __all__ = [
     "Sharpness",
     "StepCost",
     "StepTable",
+    "TinyGPT",
+    "TinyGPTRun",
     "TransformerBlock",
     "VarianceExperiment",
     "VarianceRow",
