@@ -1,4 +1,4 @@
-"""Measure the page of `regard.explore.model` in Chromium: size, first paint, and the time from a keystroke to new guesses.
+"""Measure the page of `regard.explore.model` in Chromium: size, first paint, and keystroke to new guesses.
 
 python benchmarks/tiny_gpt.py [--rounds 15]
 
@@ -22,6 +22,10 @@ TEXT = "Once upon a time, there was a little girl named Lily. One day, L"  # 64 
 SETTLED = """async () => {
   const app = document.querySelector("#app"), pause = () => new Promise((resolve) => setTimeout(resolve, 5));
   while (app.getAttribute("aria-busy") !== "false") await pause();
+}"""
+FIRST_GUESSES = """() => {
+  const read = performance.getEntriesByName("read")[0];
+  return read.startTime + read.duration;
 }"""
 TIMES = "name => performance.getEntriesByName(name).map((entry) => entry.duration)"
 
@@ -64,8 +68,7 @@ def main() -> None:
             tab.locator("#guesses .share").first.wait_for()
             tab.evaluate(SETTLED)
             paints.append(tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
-            read = "(() => { const read = performance.getEntriesByName('read')[0]; return read.startTime + read.duration; })()"
-            guesses.append(tab.evaluate(read))
+            guesses.append(tab.evaluate(FIRST_GUESSES))
         print(f"first paint               {statistics.median(paints):8.0f} ms")
         print(f"first guesses             {statistics.median(guesses):8.0f} ms")
         print(f"keystroke at the end      {measure_keystrokes(tab, 'End', rounds):8.1f} ms")

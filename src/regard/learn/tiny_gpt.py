@@ -190,7 +190,8 @@ def _as_bytes(text: str | bytes) -> bytes:
 
 def _rms_norm(x: Floats, weight: Floats) -> Floats:
     """Divide each vector by the root of its mean square, and multiply it by the weights of the norm."""
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * weight
+    size: Floats = np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON)
+    return x / size * weight
 
 
 def _read_safetensors(content: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Floats]]:

@@ -1,6 +1,6 @@
 // What a head looks at, in words, measured on one text.
 
-const SPACES = new Set([10, 32]);
+const SPACES = new Set([10, 32]), MARKS = new Set(Array.from(".,!?", (mark) => mark.charCodeAt(0)));
 
 // For each letter the position of the last space before its word, or −1.
 function wordStarts(bytes) {
@@ -9,6 +9,16 @@ function wordStarts(bytes) {
     const start = last;
     if (SPACES.has(byte)) last = i;
     return start;
+  });
+}
+
+// For each letter the position of the last comma, full stop or other mark before it, or −1.
+function lastMarks(bytes) {
+  let last = -1;
+  return Array.from(bytes, (byte, i) => {
+    const mark = last;
+    if (MARKS.has(byte)) last = i;
+    return mark;
   });
 }
 
@@ -37,6 +47,7 @@ const HABITS = [
   ["the letter that came next the last time (an induction head)", (i, j, bytes) => j > 0 && bytes[j - 1] === bytes[i] && j - 1 < i, 0.45],
   ["earlier copies of the same letter", (i, j, bytes) => j < i && bytes[j] === bytes[i], 0.45],
   ["the space before the word", (i, j, bytes, starts) => j === starts[i] && starts[i] >= 0, 0.4],
+  ["the last comma or full stop", (i, j, bytes, starts, marks) => j === marks[i] && marks[i] >= 0, 0.3],
   ["the first letter of the text", (i, j) => j === 0, 0.5],
   ["the letters of the word so far", (i, j, bytes, starts) => j > starts[i], 0.6],
   ["the last eight letters", (i, j) => i - j < 8, 0.6],
@@ -44,9 +55,9 @@ const HABITS = [
 
 // { text, share }: where most of the weight of a head lies, and its mean share.
 export function describeHabit(map, bytes) {
-  const n = bytes.length, starts = wordStarts(bytes);
+  const n = bytes.length, starts = wordStarts(bytes), marks = lastMarks(bytes);
   for (const [text, isOn, least] of HABITS) {
-    const share = meanWeight(map, n, (i, j) => isOn(i, j, bytes, starts));
+    const share = meanWeight(map, n, (i, j) => isOn(i, j, bytes, starts, marks));
     if (share >= least) return { text, share };
   }
   return { text: "letters all over the text", share: meanWeight(map, n, (i, j) => i - j >= 8) };
