@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -22,7 +21,6 @@ from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.analysis.span_rows import compute_span_mass, select_call
 from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
-from regard.lens.capture.captured_args import CapturedArgs, RowSettings
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.capture.record import Uncaptured
@@ -71,38 +69,26 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._joined_calls: dict[str, list[JoinedCalls]] = {}
         self._uncaptured: dict[str, Uncaptured] = {}
         self._cache_faults: dict[str, list[CacheFault]] = {}
-        self._num_calls: Counter[str] = Counter()
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
         self._lock = threading.Lock()
 
-    def _try_add_row(self, name: str, args: CapturedArgs, settings: RowSettings) -> bool:
-        """Add a step of `generate()` by the short way, if it extends the last call of its layer."""
-        with self._lock:
-            groups = self._joined_calls.get(name)
-            if not groups or not groups[-1].try_append_row(args, settings):
-                return False
-            self._num_calls[name] += 1
-            return True
-
-    def _add(self, call: Call, settings: RowSettings | None = None) -> None:
-        """Add a call; append it to the calls of its cache if there are any."""
+    def _add(self, call: Call) -> JoinedCalls | None:
+        """Add a call; append it to the calls of its cache if there are any, and return these if they are the latest."""
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
-            number = self._num_calls[call.name]
-            self._num_calls[call.name] += 1
+            number = sum(joined.num_calls for joined in groups)
             if call.measures is None:
                 tokens = call.query.shape[-2]
                 # The latest first: a layer that several depths share has one cache for each.
                 for joined in reversed(groups):
                     if joined.try_append(call):
-                        joined.keep_row_settings(settings if joined is groups[-1] else None)
                         if call.num_missing_values and not joined.is_cross_attention:
                             fault = CacheFault(
                                 number, "values missing", tokens, tokens - call.num_missing_values
                             )
                             self._cache_faults.setdefault(call.name, []).append(fault)
-                        return
+                        return joined if joined is groups[-1] else None
                 for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
                     found = joined.find_fault(call)
                     if found is not None:
@@ -110,6 +96,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                         self._cache_faults.setdefault(call.name, []).append(fault)
                         break
             groups.append(JoinedCalls(call))
+            return None
 
     def _layer_calls(self) -> list[LayerCall]:
         """List every call with its layer.

@@ -14,7 +14,7 @@ from regard.lens.table import Table
 from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
-    pass
+    from regard.pages.html import Page
 
 __all__ = ["LayerSpans", "SpanMass"]
 
@@ -153,6 +153,38 @@ class SpanMass(Mapping[str, Array]):
 
     def _name(self, row: Array) -> dict[str, float]:
         return dict(zip(self.names, row.tolist(), strict=True))
+
+    def page(
+        self,
+        tokens: Sequence[str],
+        *,
+        batch: int = 0,
+        title: str | None = None,
+        max_bytes: int = 10_000_000,
+    ) -> Page:
+        """Build a page that colours the answer by what it attended to: one HTML file that needs no network.
+
+        Each token has the colour of the span that got most of its attention, stronger the larger the share. Layer and
+        head are chosen on the page, or means over them. A chosen token shows its shares, and those of every layer.
+
+        Args:
+            tokens: Texts of the whole sequence, prompt and answer.
+            batch: The batch entry.
+            title: Title of the page.
+            max_bytes: If the masses of all heads would make the page larger, it holds the means of layers.
+
+        Returns:
+            The page: `page.save(path)` writes it, and a notebook shows it.
+
+        Raises:
+            IndexOutOfRangeError: If there is no such batch entry.
+            ArgumentError: If there are fewer texts than tokens.
+        """
+        from regard.lens.answer_page import build_page
+
+        self.check_batch(batch, "mass.page")
+        self.check_tokens(tokens, "mass.page")
+        return build_page(self, tokens, batch=batch, title=title, max_bytes=max_bytes)
 
     def check_batch(self, batch: int, operation: str) -> None:
         """Refuse a batch entry that does not exist.

@@ -182,6 +182,7 @@ class Watch:
                 expected="one with block at a time",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
+        wrappers.row_steps.clear()  # the watches of a module change
         try:
             for name, module in self._model.named_modules():
                 selected_name = name if name in self._selected else None
@@ -236,6 +237,7 @@ class Watch:
             else:
                 del wrappers.watchers[module_id]
         self._watched_ids.clear()
+        wrappers.row_steps.clear()
         self._captures_before.clear()
         self._speculative_modes.clear()
         self._recording._projections.close()
@@ -250,15 +252,13 @@ class Watch:
                 hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
             )
         mode = self._speculative_modes.get(threading.get_ident(), "")
-        settings = (
-            args.row_settings if self._options.is_default and not mode and not module.training else None
-        )
-        if settings is not None and self._recording._try_add_row(name, args, settings):
-            return
+        wrappers.row_steps.pop(id(module), None)
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call):
             call.speculative_mode = mode
-            self._recording._add(call, settings)
+            joined = self._recording._add(call)
+            if joined is not None and self._options.is_default and not mode:
+                wrappers.follow_rows(module, joined.follow_rows(args))
             if self._options.values:
                 output = getattr(args.dense, "output", None) if args.output is None else args.output
                 self._recording._projections.expect(module, name, call.shape[-3], output)

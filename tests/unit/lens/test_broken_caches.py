@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
-from regard.lens.capture.cache_joining import JoinedCalls  # noqa: E402
+from regard.lens.capture.row_steps import RowSteps  # noqa: E402
 
 PREFILL, STEPS = 10, 6
 
@@ -107,8 +107,8 @@ def test_a_fault_after_healthy_steps_is_reported_in_its_call(fault, kind, health
 
 def test_the_short_way_of_a_step_records_what_the_long_one_does(monkeypatch):
     rows = []
-    append = JoinedCalls.try_append_row
-    monkeypatch.setattr(JoinedCalls, "try_append_row", lambda *args: rows.append(append(*args)) or rows[-1])
+    matches = RowSteps.matches
+    monkeypatch.setattr(RowSteps, "matches", lambda *args: rows.append(matches(*args)) or rows[-1])
     (short,) = record("").calls("layer")
     assert rows.count(True) == STEPS - 1  # the first step is checked in every respect
     rows.clear()

@@ -5,7 +5,6 @@ Only the newest keys are held, and the keys that a rolling cache evicted; each c
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,15 +13,16 @@ import numpy as np
 import torch
 
 from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import NUMPY_DTYPES, CapturedArgs, RowSettings
+from regard.lens.capture.captured_args import NUMPY_DTYPES, CapturedArgs
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import recognise_mask
+from regard.lens.capture.row_steps import RowSteps, have_equal_keys
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
 
 # Keys with at most this many numbers are compared whole with the previous call's; of more, a sample and the newest.
-MAX_COMPARED, NEWEST, SAMPLES = 1 << 18, 512, 64
+MAX_COMPARED, NEWEST = 1 << 18, 512
 
 
 class CacheFault(NamedTuple):
@@ -84,16 +84,15 @@ class JoinedCalls:
     """
 
     def __init__(self, call: Call) -> None:
-        self.last = call
-        self.steps: list[CallRows] = []
+        self._last = call
+        self._steps: list[CallRows] = []
+        self._rows: RowSteps | None = None  # what collects rows by the short way
         self.num_rows = 0
+        self._num_calls = 0  # without rows that wait to be joined
         self.evicted_keys: list[Tensor] = []  # by a rolling cache
         self.key_offset = 0  # position of the newest call's first key among all keys
         self.is_cross_attention = False  # every call attends to the same keys
         self._joined: Call | None = None
-        self._row_settings: RowSettings | None = None
-        self._old_key: Any = None  # of the last call, for the next row
-        self._last_number: tuple[int, ...] = ()
         if call.measures is None:
             call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
             self._add_rows(call)
@@ -101,11 +100,18 @@ class JoinedCalls:
         self._first_edits = call.edits
 
     def _add_rows(self, call: Call) -> None:
-        self.last, self._joined = call, None
+        self._last, self._joined = call, None
         mask, weights = call.compact_mask, call.weights
         rows = CallRows(call.query, call.lse, call.output, mask, call.is_causal, weights, self.key_offset)
-        self.steps.append(rows)
+        self._steps.append(rows)
+        self._num_calls += 1
         self.num_rows += call.query.shape[-2]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls, those included whose rows were discarded."""
+        self._join_rows()
+        return max(1, self._num_calls)
 
     @property
     def _has_grown(self) -> bool:
@@ -122,7 +128,7 @@ class JoinedCalls:
         """Shape of the joined matrix, (…, heads, q_len, kv_len)."""
         if self.last.measures is not None:
             return self.last.shape
-        *lead, _, kv_len = self.last.shape
+        *lead, _, kv_len = self.last.shape  # joins the rows first
         return (*lead, self.num_rows, self.key_offset + kv_len)
 
     def try_append(self, call: Call) -> bool:
@@ -175,47 +181,14 @@ class JoinedCalls:
         self._add_rows(call)
         return True
 
-    def try_append_row(self, args: CapturedArgs, settings: RowSettings) -> bool:
-        """Append one unmasked row over the keys of the last call and one more, as steps of `generate()` are.
-
-        The result is that of `try_append`, at a fraction of the cost: only what differs between such steps is read.
+    def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
+        """Prepare for steps by the short way, after a call was appended.
 
         Args:
             args: What the layer was called with.
-            settings: Its `row_settings`.
 
         Returns:
-            Whether it was appended. If not, `try_append` decides.
-        """
-        last, query, key, value = self.last, args.query, args.key, args.value
-        length = key.shape[-2]
-        if (
-            settings != self._row_settings
-            or length != self._old_key.shape[-2] + 1
-            or value.shape[-2] != length
-        ):
-            return False
-        if key.is_inference() or key._version or query._version:
-            return False  # they may be overwritten, so they are copied
-        if key.requires_grad or query.requires_grad or value.requires_grad:
-            query, key, value = query.detach(), key.detach(), value.detach()
-        # NumPy slices, reads and compares in a fraction of torch's time.
-        new_key = key.numpy()
-        if not value.numpy()[self._last_number] or not _have_equal_keys(new_key[..., :-1, :], self._old_key):
-            return False
-        mask = recognise_mask(None, is_causal=False, q_len=1, kv_len=length, lead=())
-        last.query, last.key, last.compact_mask, last.query_offset = query, key, mask, length - 1
-        last.versions, last.source_key = ((query, 0), (key, 0)), (weakref.ref(args.key), 0)
-        last.lse = None if args.lse is None else args.lse.detach()
-        self._old_key = new_key
-        self._add_rows(last)
-        return True
-
-    def keep_row_settings(self, settings: RowSettings | None) -> None:
-        """Prepare for `try_append_row` after a call was appended.
-
-        Args:
-            settings: The `row_settings` of its arguments.
+            What collects the steps; None if the next ones must be recorded in full.
         """
         last = self.last
         is_plain = (
@@ -225,14 +198,41 @@ class JoinedCalls:
             and last.query_offset + 1 == self.num_rows
             and len(last.versions) == 2  # neither query nor key was copied
             and last.compact_mask.visible_keys is None
-            and last.key.is_cpu
-            and last.key.dtype in NUMPY_DTYPES
-            and last.key.shape[:-2]
-            == (settings.key_lead if settings else None)  # no repeated heads were dropped
+            and RowSteps.accept(args)
+            and last.key.shape[:-2] == args.key.shape[:-2]  # no repeated heads were dropped
         )
-        self._row_settings = settings if is_plain else None
-        if is_plain:
-            self._old_key, self._last_number = last.key.numpy(), (-1,) * last.key.ndim
+        self._rows = RowSteps(last.query, last.key, args.value, args[4:8]) if is_plain else None
+        return self._rows
+
+    def _join_rows(self) -> None:
+        """Add the rows that were collected by the short way; the result is that of `try_append`."""
+        rows = self._rows
+        if rows is None or not rows.queries:
+            return
+        with rows.lock:
+            queries, lses, key = rows.queries, rows.lses, rows.key
+            rows.queries, rows.lses = [], []
+        last, length = self._last, key.shape[-2] - len(queries)
+        for query, lse in zip(queries, lses, strict=True):
+            length += 1
+            mask = recognise_mask(None, is_causal=False, q_len=1, kv_len=length, lead=())
+            self._steps.append(CallRows(query, lse.detach(), None, mask, False, None, self.key_offset))
+        self.num_rows, self._num_calls = self.num_rows + len(queries), self._num_calls + len(queries)
+        last.query, last.key, last.compact_mask, last.query_offset = query, key, mask, length - 1
+        last.versions, last.source_key = ((query, 0), (key, 0)), (weakref.ref(key), 0)
+        last.lse, self._joined = lse.detach(), None
+
+    @property
+    def last(self) -> Call:
+        """The last call."""
+        self._join_rows()
+        return self._last
+
+    @property
+    def steps(self) -> list[CallRows]:
+        """The rows of each call."""
+        self._join_rows()
+        return self._steps
 
     def _append(self, call: Call, old: Tensor, new: Tensor) -> bool:
         """Append a call with the keys `new` if they extend the keys `old` of the last call."""
@@ -443,18 +443,8 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     if a.requires_grad or b.requires_grad:
         a, b = a.detach(), b.detach()
     if a.is_cpu and a.dtype in NUMPY_DTYPES:
-        return _have_equal_keys(a.numpy(), b.numpy())
-    return _have_equal_keys(a, b)
-
-
-def _have_equal_keys(a: Any, b: Any) -> bool:
-    """Compare keys as `_are_equal` does, of NumPy, which compares several numbers at once, or of torch."""
-    if math.prod(a.shape) > MAX_COMPARED:
-        stride = max(1, a.shape[-2] // SAMPLES)
-        if not bool((a[..., ::stride, :] == b[..., ::stride, :]).all()):
-            return False
-        a, b = a[..., -NEWEST:, :], b[..., -NEWEST:, :]
-    return bool((a == b).all())
+        a, b = a.numpy(), b.numpy()
+    return have_equal_keys(a, b, NEWEST, MAX_COMPARED)
 
 
 def _agree(a: Any, b: Any, past: int) -> bool:

@@ -47,19 +47,6 @@ class CapturedArgs(NamedTuple):
     edited_weights: Tensor | None = None
 
     @property
-    def row_settings(self) -> RowSettings | None:
-        """What the steps of one cache share; None unless this is a call of SDPA for one unmasked row."""
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = self[:8]
-        if self.edits is not None or self.lse is None or attn_mask is not None or is_causal:
-            return None
-        if query.shape[-2] != 1:
-            return None
-        key_lead, value_lead = key.shape[:-2], value.shape[:-2]
-        return RowSettings(
-            query.shape, query.dtype, key_lead, value_lead, dropout_p, scale, enable_gqa, self.kernel
-        )
-
-    @property
     def sdpa_args(self) -> tuple[Any, ...]:
         """The arguments of `F.scaled_dot_product_attention`."""
         return self[:8]
@@ -67,19 +54,6 @@ class CapturedArgs(NamedTuple):
 
 # Dtypes that NumPy has, too: for single numbers and comparisons, its functions take a fraction of the time.
 NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
-
-
-class RowSettings(NamedTuple):
-    """What the steps of one cache share if each is one unmasked row."""
-
-    query_shape: tuple[int, ...]
-    dtype: Any
-    key_lead: tuple[int, ...]
-    value_lead: tuple[int, ...]
-    dropout_p: float
-    scale: float | None
-    enable_gqa: bool
-    kernel: str
 
 
 def read_number(tensor: Tensor, row: int) -> float:

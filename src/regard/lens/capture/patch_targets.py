@@ -18,6 +18,7 @@ from regard.lens.capture import wrappers
 from regard.lens.capture.flex_wrappers import is_compiled_flex_attention, wrap_compile, wrap_flex_attention
 from regard.lens.capture.held_functions import find_held_functions
 from regard.lens.capture.imported_names import find_imported
+from regard.lens.capture.native_wrappers import wrap_encoder_layer, wrap_native_multi_head_attention
 from regard.lens.capture.own_softmax import wrap_exp, wrap_softmax
 from regard.lens.capture.patching import class_namespace, unwrap_original
 from regard.lens.capture.regard_layers import wrap_regard_attention
@@ -35,8 +36,8 @@ def find_patch_targets(
     multi_head = unwrap_original(functional["multi_head_attention_forward"])
     yield functional, "scaled_dot_product_attention", wrappers.wrap_sdpa
     yield functional, "multi_head_attention_forward", wrappers.wrap_multi_head_attention
-    yield vars(torch), "_native_multi_head_attention", wrappers.wrap_native_multi_head_attention
-    yield vars(torch), "_transformer_encoder_layer_fwd", wrappers.wrap_encoder_layer
+    yield vars(torch), "_native_multi_head_attention", wrap_native_multi_head_attention
+    yield vars(torch), "_transformer_encoder_layer_fwd", wrap_encoder_layer
     yield class_namespace(CausalBias), "__torch_function__", wrappers.wrap_causal_bias
     own_softmax = {"softmax": wrap_softmax, "exp": wrap_exp, "exp_": wrap_exp}
     for name, make_wrapper in own_softmax.items():

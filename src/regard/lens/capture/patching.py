@@ -87,7 +87,6 @@ def exclude_from_compile(function: Function) -> Function:
     if get_callback is None:
         return excluded
 
-    # `disable` costs time at every call, and a token of generate() has a dozen calls: skip it if nothing compiles.
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if get_callback() is None else excluded(*args, **kwargs)
@@ -96,10 +95,14 @@ def exclude_from_compile(function: Function) -> Function:
 
     # torch.export rejects a function that is excluded this way, and runs it in Python anyway. The flag is read because
     # the compiler of torch 2.9 takes is_exporting() for True.
-    compiler = torch.compiler
+    compiler, is_compiling = torch.compiler, torch.compiler.is_compiling
 
     @wraps(function)
     def call_or_export(*args: Any, **kwargs: Any) -> Any:
+        # `disable` costs time at every call, and a token of generate() has a dozen calls: skip it if nothing compiles.
+        # While it traces, the compiler takes is_compiling() for True, and reads no further.
+        if not is_compiling() and get_callback() is None:
+            return function(*args, **kwargs)
         is_exporting = getattr(compiler, "_is_exporting_flag", False)
         return function(*args, **kwargs) if is_exporting else dispatched(*args, **kwargs)
 

@@ -25,6 +25,7 @@ from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.dense_attention import hold_products
 from regard.lens.capture.followed_tensor import SoftmaxTrace
 from regard.lens.capture.patching import unwrap_original
+from regard.lens.capture.row_steps import RowSteps
 
 Tensor = Any  # the types of torch are not followed
 
@@ -51,6 +52,8 @@ class Watcher(Protocol):
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
 watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
+# For the id of a module with one watcher: what collects steps of `generate()` by the short way.
+row_steps: dict[int, RowSteps] = {}
 _thread = threading.local()
 
 # Functions of transformers that propose tokens and may discard them.
@@ -85,9 +88,24 @@ def find_running_module() -> nn.Module | None:
     return None
 
 
+def follow_rows(module: nn.Module, rows: RowSteps | None) -> None:
+    """Record the next steps of a module by the short way, if no other watch needs them in full."""
+    if rows is not None and len(watchers.get(id(module), ())) == 1:
+        row_steps[id(module)] = rows
+
+
 def is_selected(module: nn.Module) -> bool:
     """Return whether any watch selects a module."""
     return any(name is not None for _, name in watchers.get(id(module), ()))
+
+
+def _has_numbers() -> bool:
+    """Return whether a call runs outside of traces, transforms of torch.func and probes."""
+    return not (
+        torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or getattr(_thread, "probing", False)
+    )
 
 
 def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
@@ -173,6 +191,20 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         module = find_running_module()
         if module is None:
             return original(*args, **kwargs)
+        rows = row_steps.get(id(module))
+        if (
+            rows is not None
+            and bias is None
+            and original is kernels.SDPA
+            and _has_numbers()
+            and rows.matches(module, args, kwargs)
+        ):
+            query, key, value = args[:3]
+            step = kernels.run_flash_with_lse(query, key, value, None, *rows.options)
+            if step is not None and step[1] is not None:
+                rows.append(query, key, step[1])
+                _thread.captures = count_captures() + 1
+                return step[0]
         obstacle = find_obstacle(*args[:4], *kwargs.values())
         if obstacle is not None:
             report_uncaptured(module, *obstacle)
@@ -311,7 +343,7 @@ def _replace_result(result: Any, captured: CapturedArgs) -> Any:
     return (output, *((captured.edited_weights, *rest[1:]) if captured.edited_weights is not None else rest))
 
 
-def _project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply the output projection to (batch, heads, q_len, head_dim): (batch, q_len, width)."""
     return F.linear(attended.transpose(1, 2).flatten(2).to(weight.dtype), weight, bias)
 
@@ -336,7 +368,7 @@ def _keeps_grad(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(watcher.keeps_grad for watcher in watching)
 
 
-def _probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
+def probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
     """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
     _thread.probing, _thread.probe = True, None
     try:
@@ -366,12 +398,12 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
                 report_uncaptured(module, *obstacle)
                 return output, weights
             arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
-            captured = _probe(module, original, **arguments)
+            captured = probe(module, original, **arguments)
             if captured is not None:
                 captured = captured._replace(weights=weights, kernel="torch: softmax (need_weights)")
                 captured = notify(module, captured._replace(dense=held[-1] if held else None))
                 if captured.edited_output is not None:
-                    projected = _project(
+                    projected = project(
                         captured.edited_output, arguments["out_proj_weight"], arguments["out_proj_bias"]
                     )
                     output = projected.transpose(0, 1).reshape(output.shape)
@@ -379,93 +411,3 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
         return output, weights
 
     return multi_head_attention_forward
-
-
-def wrap_native_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `torch._native_multi_head_attention`, the fast path of `nn.MultiheadAttention`."""
-
-    @wraps(original)
-    def native_multi_head_attention(*args: Any) -> Any:
-        result = original(*args)
-        module = find_running_module()
-        if module is not None:
-            x, mask, mask_type = args[0], args[9], args[12] if len(args) > 12 else None
-            edited = _notify_fast_path(module, "", x, args[3:9], mask, mask_type)
-            return result if edited is None else (_project(edited, *args[7:9]), *result[1:])
-        return result
-
-    return native_multi_head_attention
-
-
-def wrap_encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `torch._transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer`."""
-
-    @wraps(original)
-    def encoder_layer(*args: Any) -> Any:
-        result = original(*args)
-        module = find_running_module()
-        if module is not None:
-            x, mask, mask_type = args[0], args[18], args[19]
-            if args[8] and not x.is_nested:  # norm_first
-                x = F.layer_norm(x, x.shape[-1:], args[10], args[11], args[9])
-            edited = _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
-            return result if edited is None else _finish_encoder_layer(edited, args)
-        return result
-
-    return encoder_layer
-
-
-def _finish_encoder_layer(attended: Tensor, args: Any) -> Tensor:
-    """Compute a `nn.TransformerEncoderLayer` from the edited output of its attention and the fused call's arguments."""
-    x, out_weight, out_bias, use_gelu, norm_first, eps = (args[i] for i in (0, 5, 6, 7, 8, 9))
-    linear1, linear2 = args[14:16], args[16:18]
-
-    def normalise(x: Tensor, first: int) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], args[first], args[first + 1], eps)
-
-    def feed_forward(x: Tensor) -> Tensor:
-        hidden = F.linear(x, *linear1)
-        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), *linear2)
-
-    x = x + _project(attended, out_weight, out_bias)
-    if norm_first:
-        return x + feed_forward(normalise(x, 12))
-    x = normalise(x, 10)
-    return normalise(x + feed_forward(x), 12)
-
-
-def _notify_fast_path(
-    module: nn.Module, submodule: str, x: Tensor, weights: Any, mask: Any, mask_type: Any
-) -> Tensor | None:
-    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask.
-
-    Returns:
-        The output of its attention, (batch, heads, q_len, head_dim), if an intervention changes it; else None.
-    """
-    obstacle = find_obstacle(x)
-    if obstacle is not None:
-        report_uncaptured(module, *obstacle, submodule)
-        return None
-    if x.is_nested:
-        report_uncaptured(
-            module,
-            "nn.TransformerEncoder converted the padded batch to nested tensors",
-            "Build it with nn.TransformerEncoder(…, enable_nested_tensor=False).",
-            submodule,
-        )
-        return None
-    width, heads, in_weight, in_bias, out_weight, out_bias = weights
-    key_padding_mask, attn_mask = (mask, None) if mask_type == 1 else (None, mask)
-    if attn_mask is not None and attn_mask.ndim == 4:
-        attn_mask = attn_mask.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
-    sequence_first = x.transpose(0, 1)
-    captured = _probe(
-        module, unwrap_original(F.multi_head_attention_forward), sequence_first, sequence_first, sequence_first, width,
-        heads,
-        in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=False,
-        key_padding_mask=key_padding_mask, need_weights=False, attn_mask=attn_mask,
-    )  # fmt: skip
-    if captured is None:
-        return None
-    captured = captured._replace(kernel="torch: fused encoder layer (fast path)")
-    return notify(module, captured, submodule).edited_output

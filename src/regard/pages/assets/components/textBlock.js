@@ -16,7 +16,8 @@ function createWriter(names) {
 }
 
 // `onSelect(position)` is called when a token is clicked, `onPoint(position)` when it is pointed at or focused.
-export function createTextBlock({ names, label, onSelect, onPoint }) {
+// `decorate(button, position)`, if given, sets the colour and the label of a token in place of its weight.
+export function createTextBlock({ names, label, onSelect, onPoint, decorate = null }) {
   const write = createWriter(names), parts = Math.ceil(names.length / PART);
   const lines = el("p", { class: "running", role: "group", "aria-label": `${label}: arrow keys move, Enter selects a token` });
   const range = el("span", { class: "soft", role: "status" });
@@ -54,6 +55,7 @@ export function createTextBlock({ names, label, onSelect, onPoint }) {
       const position = part * PART + n, weight = weightAt(position);
       button.style.setProperty("--share", weight > 0 ? Math.sqrt(weight / top) : 0);
       button.setAttribute("aria-pressed", String(position === selected));
+      if (decorate) return decorate(button, position);
       const shown = weight === null ? "" : `, weight ${formatNumber(weight)}`;
       button.setAttribute("aria-label", `${names[position]}, token ${position}${shown}`);
       button.title = `${position}${weight === null ? "" : `: ${formatNumber(weight)}`}`;
