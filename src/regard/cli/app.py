@@ -236,6 +236,12 @@ def survey(
         str | None,
         typer.Option("--name-field", metavar="NAME", help="Field or column that holds a document's name."),
     ] = None,
+    prompt_field: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-field", metavar="NAME", help="Field or column with the prompt that a text answers."
+        ),
+    ] = None,
     shard_size: Annotated[
         int,
         typer.Option(
@@ -268,6 +274,7 @@ def survey(
         "executor": executor.value,
         "text_field": text_field,
         "name_field": name_field,
+        "prompt_field": prompt_field,
         "shard_size": shard_size,
         "timeout": timeout,
         "device": device,

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.errors import ArgumentError
+from regard.survey.line_reader import iter_lines, read_up_to
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -25,7 +26,6 @@ LINE_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".parquet", ".p
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst", ".lz4")
 # The average line length is estimated from this much of the first JSON lines file; compressed files use the default.
 SAMPLE_BYTES, DEFAULT_LINE_BYTES = 1 << 18, 4096
-BLOCK_BYTES = 1 << 20
 
 
 class CorpusDocument(NamedTuple):
@@ -34,6 +34,7 @@ class CorpusDocument(NamedTuple):
     id: str
     text: str = ""
     name: str | None = None
+    prompt: str | None = None  # what comes before the text, if the corpus has a prompt field
     problem: tuple[str, str] | None = None
 
 
@@ -76,6 +77,7 @@ class Corpus:
         name_field: Field or column that holds the name of a document, if there is one.
         shard_size: Approximate number of documents in a shard.
         max_bytes: Documents with more bytes are rejected.
+        prompt_field: Field or column that holds the prompt that a text answers, if there is one.
 
     >>> Corpus("pages/*.txt").root
     'pages'
@@ -86,6 +88,7 @@ class Corpus:
     name_field: str | None = None
     shard_size: int = 64
     max_bytes: int = 1 << 24
+    prompt_field: str | None = None
 
     def __reduce__(self) -> Any:
         """Pickle the settings only; the file listing stays with the driver."""
@@ -221,7 +224,7 @@ class Corpus:
             ) from None
         missing = [
             field
-            for field in (self.text_field, self.name_field)
+            for field in (self.text_field, self.name_field, self.prompt_field)
             if field is not None and field not in columns
         ]
         if missing:
@@ -248,7 +251,7 @@ class Corpus:
         path = self._full_path(file_range.path)
         try:
             with self._filesystem[0].open_input_stream(path, compression="detect") as file:
-                data = _read_up_to(file, self.max_bytes + 1)
+                data = read_up_to(file, self.max_bytes + 1)
         except (FileNotFoundError, PermissionError) as error:
             yield CorpusDocument(name, problem=("unreadable", _first_line(error)))
         else:
@@ -278,13 +281,16 @@ class Corpus:
             return CorpusDocument(
                 name, problem=("not text", f"the line is a JSON {kind}, expected an object")
             )
-        own_name = fields.get(self.name_field) if self.name_field else None
-        return self._build_document(name, fields.get(self.text_field), own_name)
+        own_name, prompt = (
+            fields.get(field) if field else None for field in (self.name_field, self.prompt_field)
+        )
+        return self._build_document(name, fields.get(self.text_field), own_name, prompt)
 
     def _read_table(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
         from pyarrow import parquet
 
-        columns = [self.text_field] + ([self.name_field] if self.name_field else [])
+        fields = (self.text_field, self.name_field, self.prompt_field)
+        columns = list(dict.fromkeys(field for field in fields if field))
         with self._filesystem[0].open_input_file(self._full_path(file_range.path)) as file:
             table = parquet.ParquetFile(file)
             first, groups, offset = None, [], 0
@@ -298,15 +304,14 @@ class Corpus:
             for batch in table.iter_batches(256, row_groups=groups, columns=columns):
                 low, high = max(file_range.start - offset, 0), min(file_range.stop - offset, len(batch))
                 for row in range(low, high):
-                    text, *own_name = (batch.column(column)[row].as_py() for column in columns)
-                    yield self._build_document(
-                        f"{name}@{offset + row}", text, own_name[0] if own_name else None
-                    )
+                    found = {column: batch.column(column)[row].as_py() for column in columns}
+                    values = (found[field] if field else None for field in fields)
+                    yield self._build_document(f"{name}@{offset + row}", *values)
                 offset += len(batch)
                 if offset >= file_range.stop:
                     return
 
-    def _build_document(self, document_id: str, text: Any, name: Any) -> CorpusDocument:
+    def _build_document(self, document_id: str, text: Any, name: Any, prompt: Any = None) -> CorpusDocument:
         problem = None
         try:
             if isinstance(text, bytes) and len(text) <= self.max_bytes:
@@ -315,7 +320,9 @@ class Corpus:
                 text.encode()
             if not isinstance(text, str | bytes):
                 problem = "not text", f"the text field is of type {type(text).__name__}"
-            elif len(text) > self.max_bytes:
+            elif self.prompt_field is not None and not isinstance(prompt, str):
+                problem = "not text", f"the prompt field is of type {type(prompt).__name__}"
+            elif len(text) + len(prompt or "") > self.max_bytes:
                 problem = self._too_long
             elif not text.strip():
                 problem = "not text", "the text is empty or white space"
@@ -323,8 +330,8 @@ class Corpus:
             problem = "not text", f"not valid UTF-8: {_first_line(error)}"
         name = None if name is None else str(name)
         if problem:
-            return CorpusDocument(document_id, "", name, problem)
-        return CorpusDocument(document_id, text, name)
+            return CorpusDocument(document_id, "", name, problem=problem)
+        return CorpusDocument(document_id, text, name, prompt)
 
     @property
     def _too_long(self) -> tuple[str, str]:
@@ -356,54 +363,6 @@ def _detect_format(name: str) -> tuple[str, bool]:
             name, compressed = name.removesuffix(suffix), True
     kind = "lines" if name.endswith(LINE_SUFFIXES) else "table" if name.endswith(TABLE_SUFFIXES) else "text"
     return kind, compressed
-
-
-def iter_lines(file: BinaryIO, start: int, stop: int, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    r"""Yield the lines that begin in bytes start … stop, each with its byte offset.
-
-    A line longer than `max_bytes` is None. Blank lines are skipped. Consecutive ranges yield every line once.
-
-    >>> import io
-    >>> [list(iter_lines(io.BytesIO(b"ab\n\ncdef\ng"), *bounds, 3)) for bounds in ((0, 3), (3, 5), (5, 10))]
-    [[(0, b'ab')], [(4, None)], [(9, b'g')]]
-    """
-    # `in_range` is False until the first line that begins at or after `start`.
-    offset, in_range = start, start == 0
-    if start:
-        offset = start - 1  # if a line ends there, the next one begins at `start`
-        file.seek(offset)
-    begin, pieces, size = offset, [], 0
-    while block := file.read(BLOCK_BYTES):
-        position = 0
-        while position < len(block):
-            end = block.find(b"\n", position)
-            piece = block[position : len(block) if end < 0 else end]
-            size += len(piece)
-            if in_range and size <= max_bytes:
-                pieces.append(piece)
-            if end < 0:
-                break
-            if in_range and size:
-                line = b"".join(pieces) if size <= max_bytes else None
-                if line is None or line.strip():
-                    yield begin, line
-            position, begin, in_range = end + 1, offset + end + 1, True
-            pieces, size = [], 0
-            if begin >= stop:
-                return
-        offset += len(block)
-    if in_range and size:
-        line = b"".join(pieces) if size <= max_bytes else None
-        if line is None or line.strip():
-            yield begin, line
-
-
-def _read_up_to(file: BinaryIO, count: int) -> bytes:
-    pieces = []
-    while count > 0 and (piece := file.read(min(count, BLOCK_BYTES))):
-        pieces.append(piece)
-        count -= len(piece)
-    return b"".join(pieces)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from regard.survey.errors import SurveyError
 from regard.survey.executors import EXECUTORS, Executor
 from regard.survey.manifest import Manifest
 from regard.survey.progress import Progress, ProgressTracker
-from regard.survey.schema import MEASURES, SCHEMA_VERSION, list_columns
+from regard.survey.schema import MEASURES, PROMPT_MEASURES, SCHEMA_VERSION, list_columns
 from regard.survey.shard_writer import ShardJob, ShardResult, build_write_error
 from regard.survey.worker_process import ModelSpec, PickledModel, TextMeasurer
 
@@ -36,6 +36,7 @@ def run(
     executor: Literal["local", "ray"] = "local",
     text_field: str = "text",
     name_field: str | None = None,
+    prompt_field: str | None = None,
     shard_size: int = 64,
     timeout: float = 600.0,
     max_bytes: int = 1 << 24,
@@ -57,13 +58,16 @@ def run(
         corpus: A file, a directory or a pattern of text files, JSON lines or Parquet.
         out: The output directory: new, empty, or that of the survey to resume. With `executor="ray"`, all machines
             must share it.
-        measures: Some of "entropy", "distance", "first", "heavy" and "copies"; all by default.
+        measures: Some of "entropy", "distance", "first", "heavy" and "copies", and with `prompt_field` "lookback"; all
+            by default.
         max_tokens: Documents are truncated to this many tokens.
         workers: Number of worker processes, each with its own copy of the model.
         executor: "local" runs the workers on this machine, "ray" as actors of Ray Data, on this machine or on the
             cluster that `ray.init` connected to.
         text_field: Field of JSON lines, or column of Parquet, that holds the text.
         name_field: Field or column that holds the name of a document.
+        prompt_field: Field or column that holds the prompt that a text answers. The model reads both, and the lookback
+            ratio says how much of the attention of the answer is on the prompt.
         shard_size: Approximate number of documents that are committed together.
         timeout: Seconds that a document may take.
         max_bytes: Longer documents are quarantined.
@@ -86,8 +90,9 @@ def run(
     except ImportError as error:
         raise ImportError("survey.run: pyarrow is not installed. pip install 'regard[survey]'") from error
     source = str(model) if isinstance(model, str | Path) else PickledModel.dump(model)
-    spec = ModelSpec(source, _check_measures(measures), max_tokens, device, threads, dtype, trust_remote_code)
-    documents = Corpus(str(corpus), text_field, name_field, shard_size, max_bytes)
+    selected = _check_measures(measures, has_prompts=prompt_field is not None)
+    spec = ModelSpec(source, selected, max_tokens, device, threads, dtype, trust_remote_code)
+    documents = Corpus(str(corpus), text_field, name_field, shard_size, max_bytes, prompt_field)
     for name, value in {
         "max_tokens": max_tokens,
         "workers": workers,
@@ -188,14 +193,18 @@ def _iter_remaining(corpus: Corpus, done: set[int]) -> Iterator[Shard]:
     return (shard for shard in corpus.iter_shards() if shard.number not in done)
 
 
-def _check_measures(measures: Iterable[str] | None) -> tuple[str, ...]:
-    selected = MEASURES if measures is None else tuple([measures] if isinstance(measures, str) else measures)
-    unknown = [measure for measure in selected if measure not in MEASURES]
+def _check_measures(measures: Iterable[str] | None, *, has_prompts: bool) -> tuple[str, ...]:
+    known = MEASURES + (PROMPT_MEASURES if has_prompts else ())
+    selected = known if measures is None else tuple([measures] if isinstance(measures, str) else measures)
+    unknown = [measure for measure in selected if measure not in known]
     if unknown or not selected:
+        needs_prompts = bool(unknown) and unknown[0] in PROMPT_MEASURES
         raise ArgumentError(
             "survey.run",
             received=f"measures with {unknown[0]!r}" if unknown else "no measures",
-            expected="some of " + ", ".join(map(repr, MEASURES)),
-            hint="Omit measures to compute all of them.",
+            expected="some of " + ", ".join(map(repr, known)),
+            hint="Pass prompt_field, the field that holds the prompt of each text."
+            if needs_prompts
+            else "Omit measures to compute all of them.",
         )
-    return tuple(measure for measure in MEASURES if measure in selected)
+    return tuple(measure for measure in known if measure in selected)

@@ -17,7 +17,7 @@ from regard.lens.analysis.head_table import (
     heavy_hitter_share,
     mean_over_rows,
 )
-from regard.lens.analysis.measures import ReceivedFrom, WeightAt
+from regard.lens.analysis.measures import GroupMass, ReceivedFrom, WeightAt
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call
 from regard.measures import Entropy, Measure, as_slice
@@ -76,6 +76,7 @@ def measure_call(
     tokens: list[list[Any]] | None,
     copies: dict[Any, Any],
     measures: Collection[str] = MEASURES,
+    prompt_len: int = 0,
 ) -> dict[str, Array]:
     """Measure the heads of one call.
 
@@ -83,7 +84,8 @@ def measure_call(
         call: The call to measure.
         tokens: The tokens of each batch entry; None skips the copies.
         copies: A cache that the calls of one forward pass share.
-        measures: Some of `MEASURES`.
+        measures: Some of `MEASURES` and `PROMPT_MEASURES`.
+        prompt_len: Number of tokens of the prompt, which the text answers; 0 without one.
 
     Returns:
         The columns that `list_columns` lists: (heads,) for a number, (heads, bins) for a histogram. Numbers are means
@@ -110,6 +112,9 @@ def measure_call(
     repeated = None
     if "copies" in measures and one_sequence and tokens is not None:
         selected["copies"], repeated = build_copies_measure(token_rows, tokens, copies)
+    has_answer = one_sequence and 0 < prompt_len < call.shape[-1]
+    if "lookback" in measures and has_answer:
+        selected["lookback"] = GroupMass((np.arange(call.shape[-1]) >= prompt_len).astype(np.int64), 2)
     results = {
         name: as_numpy_per_head(result) for name, result in call.matrix.measure(**selected)._asdict().items()
     }
@@ -122,10 +127,30 @@ def measure_call(
         columns["first"] = mean_over_rows(results["first"], token_rows.rows)
     if "offsets" in results:
         columns |= _measure_distances(results["offsets"], results["first"], token_rows)
+    if "lookback" in results:
+        columns["lookback"] = _measure_lookback(results["lookback"], token_rows, prompt_len)
     if repeated is not None:
         for i, name in enumerate(("duplicate", "induction")):
             columns[name] = mean_over_rows(results["copies"][..., i], repeated)
     return columns
+
+
+def _measure_lookback(masses: Array, token_rows: TokenRows, prompt_len: int) -> Array:
+    """Compute the mean lookback ratio of the rows that predict tokens of the text, (heads,).
+
+    The first of them is left out: it has no token of the text to attend to. So is the last row, which predicts none.
+
+    Args:
+        masses: Weight on the prompt and on the text, (…, heads, q_len, 2).
+        token_rows: The tokens of the call.
+        prompt_len: Number of tokens of the prompt.
+    """
+    own = token_rows.own_keys
+    context = masses[..., 0] / max(1, int(token_rows.keys[..., :prompt_len].sum(-1).max()))
+    generated = masses[..., 1] / np.maximum(own - prompt_len + 1, 1)
+    total = context + generated
+    rows = token_rows.rows & (own >= prompt_len) & (own < token_rows.keys.shape[-1] - 1)
+    return mean_over_rows(context / np.where(total > 0, total, 1.0), rows & (total > 0))
 
 
 def _bin_entropy(entropy: Array, rows: Array) -> Array:

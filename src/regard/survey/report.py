@@ -31,6 +31,7 @@ CAPTIONS = {
     "heavy": "The share of all weight that goes to the tenth of the tokens that receives most.",
     "duplicate": "Of repeated tokens: the share on their earlier copies.",
     "induction": "Of repeated tokens: the share on the tokens after their earlier copies.",
+    "lookback": "Of answers: the mean weight of a token of the prompt, divided by itself plus that of one answered.",
 }
 
 

@@ -21,9 +21,11 @@ Schema version 1. The size of a row does not depend on the length of its documen
 | `first` | float32 | mean weight on the first token |
 | `heavy` | float32 | share of all weight that goes to the tenth of the keys that receives most |
 | `duplicate`, `induction` | float32 | for repeated tokens: weight on the earlier copies, and on the tokens after them |
+| `lookback` | float32 | if texts answer a prompt: mean lookback ratio of the rows that predict the text's tokens |
 
 Means are taken over the document's tokens. A value is null if it is undefined: distances if queries and keys belong to
-two sequences, copies if no token is repeated. A shard is one file. The JSON under `regard.survey` in its footer holds
+two sequences, copies if no token is repeated, the lookback ratio if a text has no prompt or fewer than two tokens. A
+survey without prompts has no column `lookback`. A shard is one file. The JSON under `regard.survey` in its footer holds
 the schema version, the number of the shard and its quarantined documents.
 """
 
@@ -47,6 +49,8 @@ DISTANCE_BINS = 18
 # The entropy of a row in bits: below 1, below 2, … below 16, and above.
 ENTROPY_BINS = 17
 MEASURES = ("entropy", "distance", "first", "heavy", "copies")
+# Measures of texts that answer a prompt, beside the others.
+PROMPT_MEASURES = ("lookback",)
 ID_COLUMNS = ("document", "name", "tokens", "truncated", "layer", "head", "kv_head", "module")
 
 
@@ -64,9 +68,10 @@ def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
         "first": {"first": 1},
         "heavy": {"heavy": 1},
         "copies": {"duplicate": 1, "induction": 1},
+        "lookback": {"lookback": 1},
     }
     return {
-        name: width for measure in MEASURES if measure in measures for name, width in widths[measure].items()
+        name: width for measure, own in widths.items() if measure in measures for name, width in own.items()
     }
 
 

@@ -138,7 +138,7 @@ class ShardWorker:
     def _measure(self, document: CorpusDocument) -> dict[str, Any] | Rejected:
         if document.problem is not None:
             return Rejected(*document.problem)
-        return self.client.measure(document.text)
+        return self.client.measure(document.text, document.prompt)
 
     def _check_lock(self) -> None:
         """Refuse to write if a worker has outlived its driver and another run owns the directory."""

@@ -39,14 +39,15 @@ class WorkerClient:
         info: ModelInfo = self._start(describe=True)
         return info
 
-    def measure(self, text: str) -> dict[str, Any] | Rejected:
-        """Return the rows of a text as columns, or the reason why it was rejected."""
+    def measure(self, text: str, prompt: str | None = None) -> dict[str, Any] | Rejected:
+        """Return the rows of a text, and of its prompt if it has one, as columns, or the reason of its rejection."""
+        request = (text,) if prompt is None else (text, prompt)
         for retry in (False, True):
             if self._connection is None:
                 self._start()
             assert self._connection is not None
             try:
-                self._connection.send(text)
+                self._connection.send(request)
                 if not self._connection.poll(self.timeout):
                     self.close()
                     return Rejected("timeout", f"no result within {self.timeout:g} s")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from regard.lens.capture.call import Call
+    from regard.models import LoadedModel
 
 TRIAL_TEXT = "One sentence, to see that the model runs. One sentence, to see that it runs."
 
@@ -44,7 +45,7 @@ class TextMeasurer(Protocol):
         """Return the properties of the model."""
 
     def measure(self, text: str) -> dict[str, Any]:
-        """Return the rows of a text as columns."""
+        """Return the rows of a text as columns. If the corpus has a prompt field, the prompt is a second argument."""
 
 
 class PickledModel(NamedTuple):
@@ -121,12 +122,18 @@ class ModelRunner:
             "notes": list(self.loaded.notes),
         }
 
-    def measure(self, text: str) -> dict[str, Any]:
-        """Return the rows of a text as columns: layer, head, kv_head, module, then the measures as float32."""
+    def measure(self, text: str, prompt: str = "") -> dict[str, Any]:
+        """Return the rows of a text as columns: layer, head, kv_head, module, then the measures as float32.
+
+        Args:
+            text: The text.
+            prompt: What the model reads before it.
+        """
         from regard.lens.watch import watch
         from regard.survey.head_stats import measure_call
 
-        encoded = self.loaded.encode(text, self.spec.max_tokens)
+        encoded = self.loaded.encode(prompt + text, self.spec.max_tokens)
+        prompt_len = count_prompt_tokens(self.loaded, prompt, text) if prompt else 0
         tokens = [encoded.ids[0].tolist()]
         copies: dict[Any, Any] = {}
         if self.spec.device is not None:
@@ -134,7 +141,7 @@ class ModelRunner:
         layers: list[tuple[str, int, dict[str, Any]]] = []
 
         def collect(call: Call) -> dict[str, Any]:
-            columns = measure_call(call, tokens, copies, self.spec.measures)
+            columns = measure_call(call, tokens, copies, self.spec.measures, prompt_len)
             for name in ("entropy", "first", "heavy"):
                 if not np.isfinite(columns.get(name, 0.0)).all():
                     raise NotFiniteError(f"the attention weights of {call.name} are not finite")
@@ -162,6 +169,30 @@ class ModelRunner:
         for name in layers[0][2]:
             rows[name] = np.concatenate([columns[name] for _, _, columns in layers]).astype(np.float32)
         return rows
+
+
+def count_prompt_tokens(loaded: LoadedModel, prompt: str, text: str) -> int:
+    """Count the tokens of a prompt in the encoding of prompt and text, special tokens before it included.
+
+    Args:
+        loaded: The model and its tokenizer.
+        prompt: The prompt.
+        text: The text after it.
+
+    Returns:
+        The number of tokens that begin in the prompt. Without offsets of the tokenizer, tokens at its end that merge
+        with the text do not count.
+    """
+    if getattr(loaded.tokenizer, "is_fast", False):
+        offsets = loaded.tokenizer(prompt + text, return_offsets_mapping=True, truncation=False)[
+            "offset_mapping"
+        ]
+        return next(
+            (i for i, (start, stop) in enumerate(offsets) if stop > start >= len(prompt)), len(offsets)
+        )
+    alone, both = (loaded.encode(part).ids[0].tolist() for part in (prompt, prompt + text))
+    pairs = enumerate(zip(alone, both, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(alone), len(both)))
 
 
 def hash_weights(model: torch.nn.Module) -> str:
@@ -202,7 +233,8 @@ def hash_tokenizer(tokenizer: Any) -> str:
 def main(channel: int, parent: int) -> None:
     """Answer the requests on a connection until it closes or the parent process exits.
 
-    The first two messages are a `ModelSpec` and whether to describe the model; every later one is a text.
+    The first two messages are a `ModelSpec` and whether to describe the model. Every later one is a tuple: a text, and
+    its prompt if it has one.
 
     Args:
         channel: File descriptor of the connection.
@@ -219,11 +251,11 @@ def main(channel: int, parent: int) -> None:
         return
     while True:
         try:
-            text = connection.recv()
+            request = connection.recv()
         except EOFError:
             return
         try:
-            answer: tuple[str, Any] = ("rows", measurer.measure(text))
+            answer: tuple[str, Any] = ("rows", measurer.measure(*request))
         except Exception as error:  # a document may raise anything; it is reported, and the next one is read
             answer = ("not finite" if isinstance(error, NotFiniteError) else "error", format_error(error))
         connection.send(answer)

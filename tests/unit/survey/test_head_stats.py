@@ -68,6 +68,21 @@ def test_histograms_and_kept_windows_equal_those_of_the_dense_matrix(recording):
         np.testing.assert_allclose(found[name].sum(-1), 1.0, rtol=1e-6)
 
 
+def test_the_lookback_ratio_equals_that_of_span_mass(recording):
+    """A document with a prompt is an answer whose tokens were all read: the last row predicts none of them."""
+    prompt = 100
+    for name, own in recording.span_mass({"prompt": (0, prompt)}, prompt=prompt).lookback.items():
+        columns = measure_call(recording.calls(name)[0], None, {}, ("lookback",), prompt)
+        np.testing.assert_allclose(columns["lookback"], np.nanmean(own[0, :, :-1], -1), rtol=1e-6)
+        weights = recording[name].to_dense().double().numpy()[0]  # (heads, n, n)
+        rows = range(prompt, weights.shape[1] - 1)
+        context = np.stack([weights[:, i, :prompt].mean(-1) for i in rows], -1)
+        answer = np.stack([weights[:, i, prompt : i + 1].mean(-1) for i in rows], -1)
+        np.testing.assert_allclose(columns["lookback"], (context / (context + answer)).mean(-1), rtol=1e-5)
+        undefined = measure_call(recording.calls(name)[0], None, {}, ("lookback",), 0)
+        assert list(undefined) == ["lookback"] and np.isnan(undefined["lookback"]).all()
+
+
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.sliding_window(4)])
 @pytest.mark.parametrize("xp", [np.asarray, torch.tensor])
 def test_offsets_are_sums_along_diagonals_for_any_tiling(xp, mask, small):

@@ -139,6 +139,34 @@ def test_document_names_are_stored(tmp_path):
     assert set(table.column("document").to_pylist()) == {"a.jsonl@0"}
 
 
+def test_prompts_give_a_column_for_the_lookback_ratio(tmp_path):
+    prompt, text = "the prompt. " * 4, "an answer to it. " * 3
+    lines = [{"text": text, "prompt": prompt}, {"text": text}, {"text": text, "prompt": ""}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    model = {"model": "tests.helpers.survey_models:tiny"}
+    survey = run(tmp_path / "a.jsonl", tmp_path / "out", prompt_field="prompt", **model)
+    assert [entry["reason"] for entry in survey.quarantined] == ["the prompt field is of type NoneType"]
+    assert survey.settings["measures"] == [*MEASURES, "lookback"]
+    rows = survey.to_pandas(["document", "tokens", "lookback"])
+    first, empty = (rows[rows.document == name] for name in rows.document.unique())
+    assert first.tokens.eq(len(prompt + text)).all() and first.lookback.between(0, 1, "neither").all()
+    assert empty.tokens.eq(len(text)).all() and empty.lookback.isna().all()
+    assert "lookback" in survey.page().html
+    # A survey without prompts has the columns, and the settings, that it always had.
+    plain = run(tmp_path / "a.jsonl", tmp_path / "plain")
+    assert "lookback" not in plain.settings["columns"] and plain.settings["measures"] == list(MEASURES)
+    with pytest.raises(regard.ArgumentError, match="Pass prompt_field"):
+        run(tmp_path / "a.jsonl", tmp_path / "none", measures=["lookback"])
+
+
+def test_a_survey_from_before_there_were_prompts_is_resumed(corpus, tmp_path):
+    whole = run(corpus, tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    del settings["corpus"]["prompt_field"]
+    (tmp_path / "out" / "settings.json").write_text(json.dumps(settings))
+    assert run(corpus, tmp_path / "out").documents == whole.documents
+
+
 def test_progress_is_reported(corpus, tmp_path):
     reports = []
     run(corpus, tmp_path / "out", workers=2, progress=reports.append)

@@ -55,6 +55,7 @@ const colorOf = (token) => (state.color >= 0 ? state.color
 const setColor = (node, name) => {
   node.style.setProperty("--hue", `${(210 + name * 137.5) % 360}`);
   node.classList.toggle("rest", isRest(name));
+  node.classList.toggle("own", names[name] === "generated");
 };
 const swatch = (name) => {
   const node = el("span", { class: "swatch", "aria-hidden": "true" });
@@ -117,7 +118,7 @@ function drawToken() {
     return [layer, sums];
   });
   card.replaceChildren(...[
-    el("h2", {}, tokenElement(tokens[token]), el("sub", {}, String(data.first + token))),
+    el("h2", {}, tokenElement(tokens[token].replace(/^[Ġ▁](?=.)/, "")), el("sub", {}, String(data.first + token))),
     el("p", { class: "soft" }, data.prompt === null ? "Attention of this token: " : "Attention of the row that produced this token: ", describeRows(), "."),
     el("table", { class: "shares" }, el("thead", { class: "visually-hidden" }, el("tr", {}, ["part", "share"].map((text) => el("th", { scope: "col" }, text)), el("td", {}))),
       el("tbody", {}, shares.map((share, name) => el("tr", {}, el("th", { scope: "row" }, swatch(name), tokenElement(names[name])),
@@ -182,8 +183,8 @@ document.getElementById("app").append(
   el("div", { class: "controls" }, layers.length ? [el("label", { for: "layer" }, "Layer"), layerSelect, el("label", { for: "head" }, "Head"), headSelect] : []),
   data.note ? el("p", { class: "soft", id: "note" }, data.note) : [],
   colors, legend,
-  el("div", { class: "beside answer" }, answer.node, card),
-  el("p", { class: "soft" }, "Colours follow the square root of the share, up to the largest of the answer. Arrow keys move, Enter selects a token."),
+  el("div", { class: "beside answer" }, el("div", {}, answer.node,
+    el("p", { class: "soft" }, "Colours follow the square root of the share, up to the largest of the answer. Arrow keys move, Enter selects a token.")), card),
   promptText());
 draw();
 document.getElementById("app").dataset.ready = "";
