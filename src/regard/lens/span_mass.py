@@ -64,8 +64,8 @@ class SpanMass(Mapping[str, Array]):
     ((1, 2, 4, 2), ('first half', 'other'))
     >>> print(mass.heads())
     module     layer  head  first half  other  lookback
-    self_attn      0     0       0.500  0.500       nan
-    self_attn      0     1       0.500  0.500       nan
+    self_attn      0     0       0.500  0.500         –
+    self_attn      0     1       0.500  0.500         –
     """
 
     def __init__(
