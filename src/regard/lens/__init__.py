@@ -32,8 +32,9 @@ from regard.lens.analysis.finding import Finding, Findings
 from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
 from regard.lens.experiments.examination import doctor
+from regard.lens.layer_spans import LayerSpans
 from regard.lens.recording import Recording
-from regard.lens.span_mass import LayerSpans, SpanMass
+from regard.lens.span_mass import SpanMass
 from regard.lens.spans import token_spans
 from regard.lens.table import Table
 from regard.lens.watch import Watch

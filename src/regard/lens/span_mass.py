@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from regard.errors import ArgumentError, IndexOutOfRangeError
+from regard.lens.layer_spans import LayerSpans, mean_defined
 from regard.lens.table import Table
 from regard.types import Array, IntArray
 
@@ -17,25 +17,6 @@ if TYPE_CHECKING:
     from regard.pages.html import Page
 
 __all__ = ["LayerSpans", "SpanMass"]
-
-
-@dataclass(frozen=True)
-class LayerSpans:
-    """The masses of one layer.
-
-    Args:
-        module: Name of the module.
-        layer: Number of the layer, from 0, in the order in which the layers ran.
-        mass: (batch, heads, tokens, names).
-        lookback: Lookback ratio, (batch, heads, tokens); NaN where nothing was generated yet.
-        plan: How the masses were computed, as `AttentionMatrix.plan` says it.
-    """
-
-    module: str
-    layer: int
-    mass: Array
-    lookback: Array
-    plan: str
 
 
 class SpanMass(Mapping[str, Array]):
@@ -184,7 +165,17 @@ class SpanMass(Mapping[str, Array]):
 
         self.check_batch(batch, "mass.page")
         self.check_tokens(tokens, "mass.page")
-        return build_page(self, tokens, batch=batch, title=title, max_bytes=max_bytes)
+        return build_page(
+            self.layers,
+            self.names,
+            self.positions,
+            self.prompt,
+            self.labels[batch if len(self.labels) > 1 else 0],
+            [str(token) for token in tokens],
+            batch=batch,
+            title=title,
+            max_bytes=max_bytes,
+        )
 
     def check_batch(self, batch: int, operation: str) -> None:
         """Refuse a batch entry that does not exist.
@@ -220,10 +211,3 @@ class SpanMass(Mapping[str, Array]):
         layers = "1 layer" if len(self) == 1 else f"{len(self)} layers"
         what = "tokens" if self.prompt is None else "generated tokens"
         return f"SpanMass({', '.join(self.names)}; {len(self.positions)} {what}, {layers})"
-
-
-def mean_defined(values: Array, axis: int | tuple[int, ...]) -> Array:
-    """Compute the mean of the values that are not NaN; NaN if all are."""
-    defined = ~np.isnan(values)
-    count = defined.sum(axis)
-    return np.where(count > 0, np.where(defined, values, 0.0).sum(axis) / np.maximum(count, 1), np.nan)

@@ -14,7 +14,8 @@ from regard.lens.analysis.find import select_layers
 from regard.lens.analysis.measures import GroupMass
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call, LayerCall
-from regard.lens.span_mass import LayerSpans, SpanMass
+from regard.lens.layer_spans import LayerSpans
+from regard.lens.span_mass import SpanMass
 from regard.lens.spans import GENERATED, OTHER, Spans
 from regard.types import IntArray
 
