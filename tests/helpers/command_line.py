@@ -16,4 +16,5 @@ def run_process(*arguments: object, **options: Any) -> subprocess.CompletedProce
     """Run `python -m regard` with these arguments."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", "regard", *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, **options)
+    options = {"timeout": 120} | options
+    return subprocess.run(command, env=env, capture_output=True, text=True, **options)

@@ -138,6 +138,7 @@ def build_speaking_whisper(**options: Any) -> tuple[Any, Any]:
     ids |= {"decoder_start_token_id": mark_id["startoftranscript"], "vocab_size": len(tokenizer)}
     model = build_whisper(**{"max_source_positions": 50, "init_std": 0.3} | ids | options)
     settings = model.generation_config
+    settings._from_model_config = False  # or a saved one is made again from the configuration
     settings.alignment_heads = [[0, 1], [1, 0], [1, 1]]
     settings.no_timestamps_token_id = mark_id["notimestamps"]
     settings.is_multilingual = True

@@ -11,9 +11,12 @@ import typer
 from regard.cli.learn_app import exercise, explain, explore
 from regard.cli.options import (
     AblationName,
+    AudioOption,
     DtypeOption,
     ExecutorName,
     FileOption,
+    GenerateOption,
+    ImageOption,
     JsonOption,
     LayersOption,
     MaxTokensOption,
@@ -46,8 +49,11 @@ def look(
     model: ModelName,
     text: TextOption = None,
     file: FileOption = None,
+    image: ImageOption = None,
+    audio: AudioOption = None,
+    generate: GenerateOption = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PAGE", help="File to write.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write, or a picture: FILE.png.")
     ] = LOOK_PAGE,
     layers: LayersOption = None,
     max_tokens: MaxTokensOption = None,
@@ -56,11 +62,12 @@ def look(
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Write a page with every head of a model on a text: attention maps, measures and findings."""
-    from regard.cli.model_commands import ModelOptions, look
+    """Write a page with every head of a model on a text, an image or sound: maps, measures and findings."""
+    from regard.cli.look_command import LookOptions, look
+    from regard.cli.model_commands import ModelOptions
 
     options = ModelOptions(model, text, file, tuple(layers or ()), max_tokens, dtype, trust)
-    return look(Printer(as_json), options, output, show)
+    return look(Printer(as_json), options, LookOptions(image, audio, generate), output, show)
 
 
 def doctor(

@@ -1,4 +1,4 @@
-"""`regard look`, `doctor` and `heads`: run a model on a text and inspect its attention."""
+"""`regard doctor` and `heads`: run a model on a text and inspect its attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import csv
 import io
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regard.cli.files import read_text
 from regard.cli.output import NUMBER_STYLE, Printer, style_text
-from regard.cli.page_files import check_output, save_page
 from regard.errors import ArgumentError, NotCapturedError
 from regard.models import EncodedText, LoadedModel, load
-from regard.render.text import escape_unprintable
 
 if TYPE_CHECKING:
     from regard.lens.analysis.finding import Severity
@@ -53,28 +52,6 @@ class ModelRun:
     text: EncodedText
     recording: Recording
     record: dict[str, Any]
-
-
-def look(printer: Printer, options: ModelOptions, output: Path, show: bool) -> int:
-    """Write the page of a model on a text.
-
-    Args:
-        printer: Prints the result.
-        options: The model and the text.
-        output: File to write.
-        show: Open the page in a browser.
-
-    Returns:
-        The exit code.
-    """
-    check_output(output, "look")
-    run = run_model(printer, options, "look")
-    with printer.progress("Building the page"):
-        # Pages are shared, so the title has only the end of a folder's path.
-        name = escape_unprintable("/".join(Path(options.model).parts[-2:]).strip("/"))
-        page = run.recording.page(run.text.tokens, title=f"{name} on {len(run.text):,} tokens")
-    save_page(printer, page, output, show, run.record)
-    return 0
 
 
 def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidirectional: bool = False) -> int:
@@ -195,56 +172,133 @@ def run_model(printer: Printer, options: ModelOptions, command: str, *, values: 
     with printer.progress(f"Loading {Path(options.model).name}"):
         loaded = load(options.model, trust_remote_code=options.trust, dtype=options.dtype)
         text = loaded.encode(content, options.max_tokens)
-    info = loaded.info
     for note in loaded.notes:
         printer.warn(note)
+    warn_if_truncated(printer, text, options.max_tokens)
+    total = loaded.num_chunks(text)
+    recording, seconds = record_run(
+        printer,
+        loaded,
+        options.layers,
+        f"{len(text):,} tokens",
+        lambda advance: _run_chunks(loaded, text, advance),
+        total=total if total > 1 else None,
+        values=values,
+        # `doctor` reports layers that were not captured as a finding.
+        accept_missed=command == "doctor",
+    )
+    print_run(printer, options.model, loaded, f"{len(text):,} tokens", recording, seconds)
+    record = describe_run(loaded, recording, seconds) | {"tokens": len(text), "text_tokens": text.full_length}
+    return ModelRun(loaded.model, text, recording, record)
+
+
+def warn_if_truncated(printer: Printer, text: EncodedText, max_tokens: int | None) -> None:
+    """Print a warning if a text was truncated, and by what.
+
+    Args:
+        printer: Prints the warning.
+        text: The text.
+        max_tokens: The limit of --max-tokens.
+    """
     if len(text) < text.full_length:
-        limit = "--max-tokens" if len(text) == options.max_tokens else "the model's maximum length"
+        limit = "--max-tokens" if len(text) == max_tokens else "the model's maximum length"
         printer.warn(
             f"The text has {text.full_length:,} tokens; truncated to the first {len(text):,} ({limit})."
         )
+
+
+def record_run(
+    printer: Printer,
+    loaded: LoadedModel,
+    layers: tuple[str, ...],
+    description: str,
+    run: Callable[[Callable[[], None]], None],
+    *,
+    total: int | None = None,
+    values: bool = False,
+    accept_missed: bool = False,
+) -> tuple[Recording, float]:
+    """Run a model under the lens.
+
+    Args:
+        printer: Prints progress.
+        loaded: The model.
+        layers: Names of modules or patterns; empty for all.
+        description: What it runs on, such as "12 tokens".
+        run: Runs the model, and calls its argument after each step.
+        total: Number of steps; None for one, whose progress is the layers that have run.
+        values: Record values and outputs, too.
+        accept_missed: Return the recording if some layers were not captured.
+
+    Returns:
+        The recording, and the seconds that the run took.
+    """
     from regard.lens.watch import watch
 
-    watcher = watch(loaded.model, layers=options.layers or None, values=values)
+    watcher = watch(loaded.model, layers=layers or None, values=values)
     start = time.perf_counter()
-    chunks = loaded.num_chunks(text)
     recording: Any = None
     try:
         with watcher as recording:
-            # The bar counts chunks if there are several, else the layers that have run.
-            total, count_done = (
-                (chunks, None) if chunks > 1 else (_count_layers(loaded), lambda: len(recording))
-            )
-            with printer.progress(f"Running {len(text):,} tokens", total, count_done) as advance:
-                for _ in loaded.forward_chunks(text):
-                    advance()
+            steps, count_done = (total, None) if total else (_count_layers(loaded), lambda: len(recording))
+            with printer.progress(f"Running {description}", steps, count_done) as advance:
+                run(advance)
     except NotCapturedError:
-        # `doctor` reports layers that were not captured as a finding.
-        if command != "doctor" or not len(recording):
+        if not accept_missed or not len(recording):
             raise
-    seconds = time.perf_counter() - start
-    calls = [call for name in recording for call in recording.calls(name)]
-    count = sum(call.shape[-3] for call in calls)
+    return recording, time.perf_counter() - start
+
+
+def print_run(
+    printer: Printer, name: str, loaded: LoadedModel, description: str, recording: Recording, seconds: float
+) -> None:
+    """Print one line about a run: the model, what it ran on, layers, heads and time.
+
+    Args:
+        printer: Prints the line.
+        name: The name that the user gave.
+        loaded: The model.
+        description: What it ran on, such as "12 tokens".
+        recording: The recording.
+        seconds: How long it took.
+    """
+    info = loaded.info
+    count = sum(call.shape[-3] for module in recording for call in recording.calls(module))
     stored = ""
     if info.get("stored_dtype", info["dtype"]) != info["dtype"]:
         stored = f" (stored as {info['stored_dtype']})"
     printer.info(
         style_text(
-            (options.model, "bold"),
+            (name, "bold"),
             f": {info['class']}, {info['parameters']:,} parameters, {info['dtype']}{stored}; ",
-            (f"{len(text):,}", NUMBER_STYLE), " tokens, ", (f"{len(recording):,}", NUMBER_STYLE), " layers, ",
-            (f"{count:,}", NUMBER_STYLE), f" heads, {seconds:.1f} s",
+            description, ", ", (f"{len(recording):,}", NUMBER_STYLE), " layer" + "s" * (len(recording) != 1), ", ",
+            (f"{count:,}", NUMBER_STYLE), " head" + "s" * (count != 1), f", {seconds:.1f} s",
         )
     )  # fmt: skip
-    record: dict[str, Any] = {
-        "model": {"name": loaded.name, **info},
+
+
+def describe_run(loaded: LoadedModel, recording: Recording, seconds: float) -> dict[str, Any]:
+    """Return the facts about a run, for --json.
+
+    Args:
+        loaded: The model.
+        recording: The recording.
+        seconds: How long it took.
+
+    Returns:
+        The facts by name.
+    """
+    return {
+        "model": {"name": loaded.name, **loaded.info},
         "notes": list(loaded.notes),
-        "tokens": len(text),
-        "text_tokens": text.full_length,
         "layers": len(recording),
         "seconds": seconds,
     }
-    return ModelRun(loaded.model, text, recording, record)
+
+
+def _run_chunks(loaded: LoadedModel, text: EncodedText, advance: Callable[[], None]) -> None:
+    for _ in loaded.forward_chunks(text):
+        advance()
 
 
 def _count_layers(loaded: LoadedModel) -> int | None:

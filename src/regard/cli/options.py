@@ -83,6 +83,16 @@ FileOption = Annotated[
     Path | None,
     typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file; - is standard input."),
 ]
+ImageOption = Annotated[
+    Path | None, typer.Option("--image", metavar="FILE", help="Image to run the model on.")
+]
+AudioOption = Annotated[
+    Path | None,
+    typer.Option("--audio", metavar="FILE", help="WAV file to run the model on; --text is its transcript."),
+]
+GenerateOption = Annotated[
+    int | None, typer.Option("--generate", metavar="N", min=1, help="Generate up to N tokens, greedily.")
+]
 LayersOption = Annotated[
     list[str] | None,
     typer.Option(

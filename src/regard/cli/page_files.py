@@ -1,7 +1,8 @@
-"""Write the pages of commands."""
+"""Write the pages and pictures of commands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,31 @@ def save_page(printer: Printer, page: Page, output: Path, show: bool, record: di
         show: Open the page in a browser.
         record: Further results for --json.
     """
-    page.save(output)
+    save_file(printer, page.title, output, show, record, page.save)
+
+
+def save_file(
+    printer: Printer,
+    title: str,
+    output: Path,
+    show: bool,
+    record: dict[str, Any],
+    write: Callable[[Path], object],
+) -> None:
+    """Write a file, print its path and size, and open it in a browser if requested.
+
+    Args:
+        printer: Prints the result.
+        title: What the file shows.
+        output: File to write.
+        show: Open the file in a browser.
+        record: Further results for --json.
+        write: Writes the file.
+    """
+    write(output)
     size = output.stat().st_size
-    printer.record(record | {"title": page.title, "page": str(output), "bytes": size})
-    printer.print(style_text((page.title, "bold"), f": {output}, ", (format_bytes(size), NUMBER_STYLE)))
+    printer.record(record | {"title": title, "page": str(output), "bytes": size})
+    printer.print(style_text((title, "bold"), f": {output}, ", (format_bytes(size), NUMBER_STYLE)))
     if show:
         import webbrowser
 

@@ -40,10 +40,12 @@ class LoadedModel:
     Args:
         name: The name it was loaded by.
         model: A `torch.nn.Module`.
-        tokenizer: A transformers tokenizer, an object with `encode`, or a function that maps text to ids. Without one,
-            `encode` passes the bytes of a text to a model with at most 256 tokens.
+        tokenizer: A transformers tokenizer or processor, an object with `encode`, or a function that maps text to ids.
+            Without one, `encode` passes the bytes of a text to a model with at most 256 tokens.
         notes: Remarks that matter for reading results, such as randomly initialised weights.
         info: "class", "parameters" and "dtype" of the model, and "stored_dtype" if its configuration names one.
+        source: The folder or the name on the Hub that transformers loaded it from; "" if it did not.
+        source_options: Arguments of `from_pretrained` with which further files are loaded from there.
     """
 
     name: str
@@ -51,6 +53,8 @@ class LoadedModel:
     tokenizer: Any = None
     notes: tuple[str, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    source_options: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, max_tokens: int | None = None) -> EncodedText:
         """Tokenize a text and truncate it to the positions of the model.
@@ -73,7 +77,7 @@ class LoadedModel:
                 hint="Omit max_tokens to encode the whole text.",
             )
         limit = min(max_tokens or sys.maxsize, self.max_positions)
-        ids, tokens, full_length = tokenize(self.name, self.tokenizer, self._vocab_size, text, limit)
+        ids, tokens, full_length = tokenize(self.name, self.text_tokenizer, self._vocab_size, text, limit)
         if not tokens:
             raise ArgumentError(
                 "encode",
@@ -138,13 +142,18 @@ class LoadedModel:
         return -(-len(text) // CHUNK_SIZE) if generates and has_cache and len(text) > CHUNK_ABOVE else 1
 
     @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer, or that of the processor in its place."""
+        return getattr(self.tokenizer, "tokenizer", self.tokenizer)
+
+    @property
     def max_positions(self) -> int:
         """The number of positions by the configuration of model and tokenizer; `sys.maxsize` if none is given."""
         config = getattr(self.model, "config", None)
         config = getattr(config, "text_config", None) or config  # of a model that reads images, too
         names = ("max_position_embeddings", "n_positions", "max_target_positions")
         limits = [getattr(config, name, None) for name in names]
-        limits.append(getattr(self.tokenizer, "model_max_length", None))
+        limits.append(getattr(self.text_tokenizer, "model_max_length", None))
         return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from regard.errors import ArgumentError
 from regard.models.function_loading import load_from_function
@@ -11,13 +12,20 @@ from regard.models.loaded_model import LoadedModel
 from regard.models.transformers_loading import check_folder, is_hub_reachable, load_with_transformers
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+PARTS = ("text", "whole")
 
 
-def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None) -> LoadedModel:
+def load(
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    dtype: str | None = None,
+    part: Literal["text", "whole"] = "text",
+) -> LoadedModel:
     """Load a model and its tokenizer by name, in eval mode.
 
     Weights are read from safetensors only, since reading a pickled file can run any code. The class is the one that
-    config.json names. Of a model with encoder and decoder, the encoder is loaded.
+    config.json names.
 
     Args:
         name: A folder (config.json, *.safetensors, the tokenizer's files); a name on the Hugging Face Hub, through
@@ -26,6 +34,8 @@ def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None
         trust_remote_code: Run code that comes with the model. By default such a model is refused.
         dtype: "float32", "bfloat16", "float16", or "auto" for the dtype the weights are stored in. The default is
             float32, except that the weights of a model from `module:function` stay as they are.
+        part: "text" for the part of the model that reads a text alone: of an encoder-decoder model the encoder, of CLIP
+            the text encoder. "whole" for all of it. A model from `module:function` stays as it is.
 
     Returns:
         The model, its tokenizer, and notes about both.
@@ -48,6 +58,13 @@ def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None
             expected=", ".join(DTYPES),
             hint="The default is float32.",
         )
+    if part not in PARTS:
+        raise ArgumentError(
+            "load",
+            received=f"part {part!r}",
+            expected=" or ".join(PARTS),
+            hint='The default is "text".',
+        )
     path = Path(name).expanduser()
     if path.is_dir():
         check_folder(path)
@@ -57,6 +74,7 @@ def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None
             trust_remote_code=trust_remote_code,
             dtype=dtype or "float32",
             local_files_only=True,
+            part=part,
         )
     if path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
         raise ArgumentError(
@@ -80,4 +98,5 @@ def load(name: str, *, trust_remote_code: bool = False, dtype: str | None = None
         trust_remote_code=trust_remote_code,
         dtype=dtype or "float32",
         local_files_only=not is_hub_reachable(),
+        part=part,
     )

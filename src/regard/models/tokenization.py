@@ -40,11 +40,33 @@ def tokenize(
                 hint="Put the tokenizer files in the folder, or return (model, tokenizer) from module:function.",
             )
         ids = list(text.encode(errors="surrogateescape"))
-        return ids[:limit], [_format_byte(byte) for byte in ids[:limit]], len(ids)
-    ids = _flatten_ids(tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text))
+    else:
+        ids = _flatten_ids(tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text))
+    return ids[:limit], name_tokens(tokenizer, ids[:limit]), len(ids)
+
+
+def name_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return printable tokens.
+
+    Args:
+        tokenizer: A transformers tokenizer, an object with `decode`, a function, or None for bytes.
+        ids: The ids.
+
+    Returns:
+        One text for each id; the id itself if nothing decodes it.
+    """
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        return (
+            [decode_byte_level(token) for token in tokens]
+            if type(decoder).__name__ == "ByteLevel"
+            else tokens
+        )
+    if tokenizer is None:
+        return [_format_byte(token) if token < 256 else str(token) for token in ids]
     decode = getattr(tokenizer, "decode", None)
-    tokens = [str(token) if decode is None else str(decode([token])) for token in ids[:limit]]
-    return ids[:limit], tokens, len(ids)
+    return [str(token) if decode is None else str(decode([token])) for token in ids]
 
 
 def check_ids(ids: list[int], vocab_size: int | None) -> Any:
@@ -72,11 +94,7 @@ def _tokenize_with_transformers(tokenizer: Any, text: str, limit: int) -> tuple[
         if full_length > limit:
             # Tokenize again, so that the tokenizer appends its end-of-text tokens after truncation.
             ids = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if type(decoder).__name__ == "ByteLevel":
-        tokens = [decode_byte_level(token) for token in tokens]
-    return ids, tokens, full_length
+    return ids, name_tokens(tokenizer, ids), full_length
 
 
 def _flatten_ids(ids: Any) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def check_folder(path: Path) -> None:
 
 
 def load_with_transformers(
-    name: str, source: str, *, trust_remote_code: bool, dtype: str, local_files_only: bool
+    name: str, source: str, *, trust_remote_code: bool, dtype: str, local_files_only: bool, part: str
 ) -> LoadedModel:
     """Load a model and its tokenizer with transformers.
 
@@ -57,10 +58,12 @@ def load_with_transformers(
         trust_remote_code: Run code that comes with the model.
         dtype: Name of a dtype, or "auto" for the stored one.
         local_files_only: Read the cache only.
+        part: "whole", or "text" for the part that reads a text alone: of an encoder-decoder model, the encoder, or the
+            decoder if the encoder reads audio or images; of a model with a text encoder and an image encoder such as
+            CLIP, the text encoder.
 
     Returns:
-        The model in eval mode; of an encoder-decoder model, the encoder, or the decoder if the encoder reads audio or
-        images; of a model with a text encoder and an image encoder such as CLIP, the text encoder.
+        The model in eval mode.
 
     Raises:
         ArgumentError: If transformers cannot load the model.
@@ -79,20 +82,37 @@ def load_with_transformers(
             tokenizer, tokenizer_error = transformers.AutoTokenizer.from_pretrained(source, **options), ""
         except Exception as error:  # the model is usable without its tokenizer
             tokenizer, tokenizer_error = None, first_line(error)
-    notes = [] if tokenizer is not None else [f"The tokenizer could not be loaded ({tokenizer_error})."]
+    notes = []
+    if tokenizer is None and find_token_embedding(model) is not None:
+        notes.append(f"The tokenizer could not be loaded ({tokenizer_error}).")
     if missing := sorted(loading_info["missing_keys"]):
         some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         notes.append(
             f"{len(missing)} weights are missing in the file and were initialised at random: {some}."
         )
-    model, note = _select_text_part(model)
-    if note:
-        notes.append(note)
     info = model_info(model, getattr(config, "dtype", None))
-    return LoadedModel(name, model.eval(), tokenizer, tuple(notes), info)
+    loaded = LoadedModel(name, model.eval(), tokenizer, tuple(notes), info, source, options)
+    return loaded if part == "whole" else select_part(loaded, *find_text_part(model))
 
 
-def _select_text_part(model: Any) -> tuple[Any, str]:
+def select_part(loaded: LoadedModel, model: Any, note: str) -> LoadedModel:
+    """Return a part of a model in its place.
+
+    Args:
+        loaded: The model.
+        model: The part, or the model itself.
+        note: A remark about it; "" for none.
+
+    Returns:
+        The part, with the notes of the model and this one.
+    """
+    if model is loaded.model:
+        return loaded
+    info = model_info(model, loaded.info.get("stored_dtype"))
+    return replace(loaded, model=model, notes=(*loaded.notes, note), info=info)
+
+
+def find_text_part(model: Any) -> tuple[Any, str]:
     """Return the part of a model that reads a text alone, and a note about it; the model and "" if it does itself."""
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = model.get_encoder()

@@ -1,0 +1,403 @@
+"""`prepare_inputs`: turn a text, an image or sound into the arguments of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regard.errors import ArgumentError, RegardError
+from regard.images.pixels import load_pixels, undo_normalisation
+from regard.models.audio import read_wav, resample
+from regard.models.loaded_model import EncodedText, LoadedModel, find_token_embedding
+from regard.models.optional_imports import first_line, import_optional, silence_transformers
+from regard.models.processors import Kind, find_processor
+from regard.models.tokenization import name_tokens
+from regard.models.transformers_loading import find_text_part, select_part
+from regard.types import Array
+
+
+@dataclass(frozen=True)
+class Media:
+    """What a model is to read; at least one of them.
+
+    Args:
+        text: A text. Beside sound, it is the transcript.
+        image: An image file.
+        audio: A WAV file.
+    """
+
+    text: str | None = None
+    image: Path | None = None
+    audio: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a model is run on.
+
+    Args:
+        loaded: The model, or the part of it that reads the inputs.
+        arguments: Arguments of its forward, without `decoder_input_ids`.
+        tokens: The tokens of `input_ids`; empty without a text.
+        text: The encoded text; None if a processor joined it with an image or sound.
+        decoder_ids: (1, n), what the decoder of an encoder-decoder model reads; None for other models.
+        image: (height, width, 3), the image as the model saw it.
+        seconds: Seconds that the frames of the encoder stand for, padding included.
+        notes: Remarks that matter for reading results, such as a change of the sampling rate.
+        description: The inputs in a few words, such as "12 tokens".
+    """
+
+    loaded: LoadedModel
+    arguments: dict[str, Any]
+    tokens: tuple[str, ...] = ()
+    text: EncodedText | None = None
+    decoder_ids: Any = None
+    image: Array | None = None
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    description: str = ""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder and a decoder, which read different sequences."""
+        return self.decoder_ids is not None
+
+    @property
+    def decoder_tokens(self) -> tuple[str, ...]:
+        """The tokens that the decoder reads, or the only sequence of the model."""
+        if self.decoder_ids is None:
+            return self.tokens
+        return tuple(name_tokens(self.loaded.text_tokenizer, self.decoder_ids[0].tolist()))
+
+    def forward(self, operation: str = "forward") -> Any:
+        """Run the model once, without gradients.
+
+        Args:
+            operation: Name of the calling function, for error messages.
+
+        Returns:
+            Its output.
+
+        Raises:
+            ArgumentError: If the model refuses what its processor made.
+        """
+        import torch
+
+        parameters = inspect.signature(self.loaded.model.forward).parameters
+        wanted = {"use_cache": False, "logits_to_keep": 1}
+        options = {name: value for name, value in wanted.items() if name in parameters}
+        if self.decoder_ids is not None:
+            options["decoder_input_ids"] = self.decoder_ids
+        try:
+            with torch.no_grad():
+                return self.loaded.model(**self.arguments, **options)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, RegardError) or self.text is not None:
+                raise
+            raise ArgumentError(
+                operation,
+                received=f"{self.description}, which {self.loaded.info['class']} refused ({first_line(error)})",
+                expected="inputs of the size that the model reads",
+                hint="Check that the processor belongs to the model.",
+            ) from error
+
+
+def prepare_inputs(
+    loaded: LoadedModel, media: Media, max_tokens: int | None = None, operation: str = "prepare_inputs"
+) -> ModelInputs:
+    """Turn a text, an image or sound into the arguments of a model.
+
+    Of a model with several parts, the one that reads the inputs is taken: CLIP's image encoder for an image alone. An
+    encoder-decoder model is run as a whole; its decoder reads its start token, or with sound the transcript.
+
+    Args:
+        loaded: The whole model: `load(name, part="whole")`.
+        media: What it is to read.
+        max_tokens: Truncate the text to this number of tokens.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        The inputs, and the part of the model that reads them.
+
+    Raises:
+        ArgumentError: If the model does not read such inputs, has no processor for them, or a file cannot be read.
+        ImportError: If an image is to be read, and Pillow is not installed.
+    """
+    if media.image is not None and media.audio is not None:
+        raise ArgumentError(
+            operation, received="an image and sound", expected="at most one of them", hint="Omit one."
+        )
+    if media.audio is not None:
+        return _prepare_audio(loaded, media.audio, media.text, max_tokens, operation)
+    if media.image is not None:
+        return _prepare_image(loaded, media.image, media.text, max_tokens, operation)
+    assert media.text is not None
+    is_text_to_text = _is_encoder_decoder(loaded) and find_text_part(loaded.model)[0] is not _decoder(loaded)
+    if not is_text_to_text:
+        loaded = select_part(loaded, *find_text_part(loaded.model))
+    text = loaded.encode(media.text, max_tokens)
+    return ModelInputs(
+        loaded,
+        {"input_ids": text.ids},
+        tuple(text.tokens),
+        text,
+        _start_decoder(loaded, operation) if is_text_to_text else None,
+        description=_count_tokens(text),
+    )
+
+
+def _prepare_audio(
+    loaded: LoadedModel, path: Path, text: str | None, max_tokens: int | None, operation: str
+) -> ModelInputs:
+    reads_text = _reads_beside_text(loaded, "audio_config")
+    if not reads_text and _main_input(loaded) not in ("input_features", "input_values"):
+        raise _unread(loaded, "sound", operation)
+    kind: Kind = "text and audio" if reads_text else "audio"
+    processor = find_processor(loaded, kind, operation)
+    extractor = getattr(processor, "feature_extractor", processor)
+    samples, rate = read_wav(path, operation)
+    duration, notes = len(samples) / rate, []
+    if rate != extractor.sampling_rate:
+        notes.append(
+            f"The sound was resampled from {rate:,} to {extractor.sampling_rate:,} samples per second."
+        )
+        samples = resample(samples, rate, extractor.sampling_rate)
+    description = f"{duration:.1f} s of sound"
+    options = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt"}
+    if reads_text:
+        inputs = _join_with_text(loaded, processor, text, "audio", {"audio": samples, **options}, operation)
+        return ModelInputs(loaded, *inputs, notes=tuple(notes), description=description)
+    if text is not None and not _is_encoder_decoder(loaded):
+        raise _unread(loaded, "text beside sound", operation)
+    with _translate_errors(loaded, "the sound", operation):
+        features = dict(extractor(samples, return_attention_mask=True, **options))
+    longest = getattr(extractor, "n_samples", None)
+    if longest is not None and len(samples) > longest:
+        limit = longest / extractor.sampling_rate
+        notes.append(
+            f"The sound has {duration:.1f} s; truncated to the first {limit:g} s, which the model reads."
+        )
+    decoder_ids, encoded = _read_transcript(loaded, text, max_tokens, operation)
+    if encoded is not None:
+        description += f" and {_count_tokens(encoded)}"
+        notes += _note_truncation(encoded)
+    return ModelInputs(
+        loaded,
+        _select_arguments(loaded, features),
+        decoder_ids=decoder_ids,
+        seconds=_measure_seconds(features, extractor),
+        notes=tuple(notes),
+        description=description,
+    )
+
+
+def _prepare_image(
+    loaded: LoadedModel, path: Path, text: str | None, max_tokens: int | None, operation: str
+) -> ModelInputs:
+    model = loaded.model
+    has_two_encoders = all(getattr(model, name, None) is not None for name in ("text_model", "vision_model"))
+    is_joined = not has_two_encoders and _reads_beside_text(loaded, "vision_config")
+    if not is_joined and not has_two_encoders and _main_input(loaded) != "pixel_values":
+        raise _unread(loaded, "images", operation)
+    processor = find_processor(loaded, "text and image" if is_joined else "image", operation)
+    pixels = load_pixels(path, operation)
+    picture = import_optional("PIL.Image", "hf").fromarray(pixels)
+    height, width = pixels.shape[:2]
+    description = f"an image of {width:,} × {height:,} pixels"
+    if is_joined:
+        if max_tokens is not None:
+            raise ArgumentError(
+                operation,
+                received=f"max_tokens={max_tokens} with an image among the tokens",
+                expected="a text that is read as a whole",
+                hint="Omit max_tokens, and shorten the text.",
+            )
+        given = {"images": picture, "return_tensors": "pt"}
+        arguments, tokens = _join_with_text(loaded, processor, text, "image", given, operation)
+        return ModelInputs(
+            loaded,
+            arguments,
+            tokens,
+            image=_recover_image(arguments, processor, pixels),
+            description=f"{len(tokens):,} tokens with {description}",
+        )
+    if has_two_encoders and text is not None:
+        raise ArgumentError(
+            operation,
+            received=f"a text and an image, for {loaded.info.get('class', 'a model')}, which has an encoder for each",
+            expected="one of them: no attention connects the encoders",
+            hint="Run it once on the image and once on the text.",
+        )
+    if text is not None and not _is_encoder_decoder(loaded):
+        raise _unread(loaded, "text beside an image", operation)
+    with _translate_errors(loaded, "the image", operation):
+        features = dict(processor(images=picture, return_tensors="pt"))
+    image = _recover_image(features, processor, pixels)
+    if has_two_encoders:
+        note = "The model has a text encoder and an image encoder; only the image encoder is used."
+        loaded = select_part(loaded, model.vision_model, note)
+    decoder_ids, encoded = _read_transcript(loaded, text, max_tokens, operation)
+    if encoded is not None:
+        description += f" and {_count_tokens(encoded)}"
+    return ModelInputs(
+        loaded,
+        _select_arguments(loaded, features),
+        decoder_ids=decoder_ids,
+        image=image,
+        notes=() if encoded is None else tuple(_note_truncation(encoded)),
+        description=description,
+    )
+
+
+def _join_with_text(
+    loaded: LoadedModel,
+    processor: Any,
+    text: str | None,
+    kind: str,
+    options: dict[str, Any],
+    operation: str,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Let a processor put an image or sound into a text, and return the arguments and the tokens."""
+    if text is None:
+        raise ArgumentError(
+            operation,
+            received=f"{kind} alone, for {loaded.info.get('class', 'a model')}",
+            expected=f"a text, too: the model reads the {kind} as part of it",
+            hint="Add a text, e.g. a question.",
+        )
+    with _translate_errors(loaded, f"the {kind} and the text", operation):
+        mark = getattr(processor, f"{kind}_token", None)
+        if mark is not None and str(mark) in text:
+            prompt = text
+        elif getattr(processor, "chat_template", None):
+            content = [{"type": kind}, {"type": "text", "text": text}]
+            messages = [{"role": "user", "content": content}]
+            prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        else:
+            prompt = f"{mark or ''}{text}"
+        arguments = _select_arguments(loaded, dict(processor(text=[prompt], **options)))
+    names = name_tokens(loaded.text_tokenizer, arguments["input_ids"][0].tolist())
+    return arguments, tuple(names)
+
+
+def _is_encoder_decoder(loaded: LoadedModel) -> bool:
+    return bool(getattr(getattr(loaded.model, "config", None), "is_encoder_decoder", False))
+
+
+def _decoder(loaded: LoadedModel) -> Any:
+    return loaded.model.get_decoder() if hasattr(loaded.model, "get_decoder") else None
+
+
+def _read_transcript(
+    loaded: LoadedModel, text: str | None, max_tokens: int | None, operation: str
+) -> tuple[Any, EncodedText | None]:
+    """Return what the decoder of an encoder-decoder model reads, (1, n) or None, and the text if there is one."""
+    if not _is_encoder_decoder(loaded):
+        return None, None
+    if text is None:
+        return _start_decoder(loaded, operation), None
+    encoded = loaded.encode(text, max_tokens)
+    # The end token is what the model predicts last; it does not read it.
+    is_complete = encoded.ids[0, -1] == getattr(loaded.text_tokenizer, "eos_token_id", None)
+    return encoded.ids[:, :-1] if is_complete and len(encoded) > 1 else encoded.ids, encoded
+
+
+def _start_decoder(loaded: LoadedModel, operation: str) -> Any:
+    """Return the start token of a decoder, (1, 1)."""
+    import torch
+
+    settings = (getattr(loaded.model, "generation_config", None), loaded.model.config)
+    names = ("decoder_start_token_id", "bos_token_id")
+    found = [getattr(part, name, None) for name in names for part in settings]
+    start = next((token for token in found if isinstance(token, int)), None)
+    if start is None:
+        raise ArgumentError(
+            operation,
+            received=f"{loaded.name!r}, whose decoder has no start token",
+            expected="decoder_start_token_id or bos_token_id in config.json",
+            hint="Set it: model.config.decoder_start_token_id = …, and save the model again.",
+        )
+    return torch.tensor([[start]])
+
+
+def _select_arguments(loaded: LoadedModel, features: dict[str, Any]) -> dict[str, Any]:
+    """Return the outputs of a processor that the model accepts, in the dtype of its weights."""
+    parameters = inspect.signature(loaded.model.forward).parameters
+    dtype = next(loaded.model.parameters()).dtype
+    return {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in features.items()
+        if name in parameters
+    }
+
+
+def _recover_image(features: dict[str, Any], processor: Any, pixels: Array) -> Array:
+    """Return the image as the model saw it: after resizing and cropping, if the processor returns one image."""
+    values = features.get("pixel_values")
+    if values is None or values.ndim != 4:
+        return pixels
+    try:
+        return undo_normalisation(values[0].float(), processor)
+    except ArgumentError:  # the processor normalises in another way
+        return pixels
+
+
+def _measure_seconds(features: dict[str, Any], extractor: Any) -> float | None:
+    """Return the seconds that features stand for, padding included; None if that is unknown."""
+    if "input_values" in features:
+        return float(features["input_values"].shape[-1] / extractor.sampling_rate)
+    hop, values = getattr(extractor, "hop_length", None), features.get("input_features")
+    if hop is None or values is None:
+        return None
+    size = getattr(extractor, "feature_size", None)
+    frames = values.shape[-1] if values.shape[1] == size else values.shape[1]
+    return float(frames * hop / extractor.sampling_rate)
+
+
+def _note_truncation(text: EncodedText) -> list[str]:
+    if len(text) == text.full_length:
+        return []
+    return [f"The text has {text.full_length:,} tokens; truncated to the first {len(text):,}."]
+
+
+def _count_tokens(text: EncodedText) -> str:
+    return "1 token" if len(text) == 1 else f"{len(text):,} tokens"
+
+
+def _reads_beside_text(loaded: LoadedModel, config: str) -> bool:
+    """Return whether a language model reads images or sound among its tokens, by the part of its configuration."""
+    has_part = getattr(getattr(loaded.model, "config", None), config, None) is not None
+    return has_part and not _is_encoder_decoder(loaded) and find_token_embedding(loaded.model) is not None
+
+
+def _main_input(loaded: LoadedModel) -> str | None:
+    return getattr(loaded.model, "main_input_name", None)
+
+
+def _unread(loaded: LoadedModel, what: str, operation: str) -> ArgumentError:
+    return ArgumentError(
+        operation,
+        received=f"{loaded.info.get('class', loaded.name)}, which reads no {what}",
+        expected="what the model reads" + (f": {_main_input(loaded)}" if _main_input(loaded) else ""),
+        hint="Choose a model of transformers that reads it, or omit the option.",
+    )
+
+
+@contextmanager
+def _translate_errors(loaded: LoadedModel, what: str, operation: str) -> Iterator[None]:
+    """Raise errors of a processor as one-line `ArgumentError`s."""
+    try:
+        with silence_transformers(import_optional("transformers", "hf")):
+            yield
+    except Exception as error:  # a processor may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ArgumentError(
+            operation,
+            received=f"{what}, which the processor of {loaded.name!r} refused ({reason})",
+            expected="inputs that the processor of the model accepts",
+            hint="Check that the processor belongs to the model.",
+        ) from error
