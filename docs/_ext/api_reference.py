@@ -28,6 +28,7 @@ PAGE_ORDER = [
     "measures",
     "feature_maps",
     "nn",
+    "distributed",
     "lens",
     "interventions",
     "monitor",

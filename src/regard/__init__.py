@@ -41,6 +41,7 @@ from regard.positions import rope, sinusoidal
 from regard.score_mods import ScoreMod, alibi, bias, relative_bias, softcap
 
 if TYPE_CHECKING:
+    from regard import distributed as distributed
     from regard import engines as engines
     from regard import explore as explore
     from regard import feature_maps as feature_maps
@@ -98,6 +99,7 @@ __all__ = [
     "causal",
     "compare",
     "dense",
+    "distributed",
     "document",
     "engines",
     "explore",
@@ -134,6 +136,7 @@ __all__ = [
 ]
 
 _LAZY_PACKAGES = (
+    "distributed",
     "explore",
     "feature_maps",
     "images",

@@ -9,6 +9,7 @@ Every error is also the built-in exception that Python code would expect:
         ├── IndexOutOfRangeError  (IndexError)   index past the end of an axis
         ├── TooLargeError         (MemoryError)  result too large to store without an explicit call
         ├── NotCapturedError      (KeyError)     layer that a recording does not hold
+        ├── distributed.RankError (RuntimeError) rank that died, hangs, or called with other arguments
         ├── monitor.AlarmError    (RuntimeError) alarm of a training run that stops it
         └── survey.SurveyError    (RuntimeError) survey that cannot continue
 """

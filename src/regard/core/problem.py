@@ -20,7 +20,8 @@ from regard.types import Array, IntArray
 class Spec:
     """The checked arguments of `attention`, before their leading axes are broadcast.
 
-    A part of a matrix has no query of its own (`query` is None), only a `Problem`.
+    A part of a matrix has no query of its own (`query` is None), only a `Problem`. If the keys of a longer sequence are
+    not all here, `kv_len` is its length.
     """
 
     engine: Engine
@@ -34,12 +35,13 @@ class Spec:
     groups: int
     q_len: int | None = None
     problem_class: type[Problem] | None = None
+    kv_len: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, (…, heads, q_len, kv_len)."""
         q_len = self.query.shape[-2] if self.q_len is None else self.q_len
-        return (*self.leading_shape, q_len, self.key.shape[-2])
+        return (*self.leading_shape, q_len, self.key.shape[-2] if self.kv_len is None else self.kv_len)
 
     def to_problem(self) -> Problem:
         """Convert to canonical form."""

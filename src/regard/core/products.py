@@ -43,7 +43,7 @@ def flatten_operand(array: Any, spec: Spec, operation: str, *, transposed: bool)
     is_vector = array.ndim == 1
     if is_vector:
         array = array[:, None]
-    length = spec.shape[-2 if transposed else -1]
+    length = spec.shape[-2] if transposed else spec.key.shape[-2]
     if array.ndim < 2 or array.shape[-2] != length:
         raise ArgumentError(
             operation,
@@ -146,7 +146,7 @@ class Product(Measure):
     """The product of the matrix, or of its transpose, with an array.
 
     Attributes:
-        array: (own pairs, kv_len, width), or (own pairs, q_len, width) if `transposed`.
+        array: (own pairs, kv_len, width), the values of the keys here, or (own pairs, q_len, width) if `transposed`.
         pair_index: For each pair of the whole matrix, its pair in `array`.
         transposed: Whether the transpose is multiplied.
         finite: Whether all entries of the array are finite.
@@ -179,8 +179,9 @@ class Product(Measure):
         assert self.problem is not None
         engine = self.problem.engine
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
-        columns = as_slice(summed)
-        part = engine.take(self.array, self.pair_index, np.arange(columns.start, columns.stop), self.dtype)
+        columns, first = as_slice(summed), 0 if self.transposed else self.problem.first_key
+        positions = np.arange(columns.start - first, columns.stop - first)
+        part = engine.take(self.array, self.pair_index, positions, self.dtype)
         weights = engine.cast(weights, self.dtype)  # the array may have a wider dtype
         transpose = xp.matrix_transpose if self.transposed else lambda tile: tile
         if self.finite:

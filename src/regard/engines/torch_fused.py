@@ -1,4 +1,4 @@
-"""Products by fused kernels: run the calls that a mask was lowered to, and merge their outputs by their lse.
+"""Products by fused kernels, and their gradients over a block of keys.
 
 Two guarantees that the kernels do not give are restored here: rows without live keys become zeros, and where NaN or
 inf could reach a row that must not depend on it, the block loop takes over.
@@ -17,8 +17,8 @@ import torch
 from regard.engines import torch_kernels as kernels
 from regard.engines import torch_lowering as lowering
 from regard.engines.native.library import load_library
+from regard.engines.torch_bands import UPCAST, BlockwiseProduct, KernelCall, differentiate_bands, run_bands
 from regard.engines.torch_kernels import Kernel
-from regard.engines.torch_lowering import KernelBlock, LoweredBand, TileBuilder
 from regard.engines.torch_precision import has_ieee_products
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
 from regard.masks import Mask
@@ -30,24 +30,11 @@ if TYPE_CHECKING:
 
 Tensor = Any  # torch's types are not checked
 
-_UPCAST = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # Outputs of at most so many entries, of these dtypes, are scanned for NaN and inf on one core.
 MAX_SCANNED, _SCANNED = 4096, (torch.float32, torch.float64)
 # With fewer keys the kernel returns zeros for a row whose scores are all NaN.
 FEW_KEYS = 64
 MAX_PAIRS = kernels.MAX_PAIRS
-
-
-class KernelCall(NamedTuple):
-    """Arguments of the kernel calls for one group of pairs, beside the tensors."""
-
-    kernel: Kernel
-    bands: list[LoweredBand]
-    first_row: int
-    first_key: int
-    build_tile: TileBuilder
-    scale: float
-    names: set[str]  # of the kernels that ran
 
 
 def run_fused_product(
@@ -78,40 +65,18 @@ def run_fused_product(
     checked = tensors if mask is not None or problem.score_mods else tensors[:2]
     if (len(checked) > 2 or problem.key.shape[-2] < FEW_KEYS) and not _all_finite(*checked):
         return None
-    width = max(problem.query.shape[-1], value.shape[-1])
-    if width != min(problem.query.shape[-1], value.shape[-1]):
-        width = -(-width // 16) * 16  # if padding is needed anyway, pad to whole vectors
     outputs, lses, num_calls = [], [], 0
     names: set[str] = set()
     for group in _split_pairs(problem):
-        part = problem.select_pairs(group)
-        k_index, v_index = part.key_index, value_index[part.pair_ids]
-        can_group = kernel.takes_groups and np.array_equal(k_index, v_index)
-        group_size = _find_group_size(k_index) if can_group else 1
-        q = _to_heads(part.query, part.query_index, width, common)
-        scale = part.scale
-        if scale <= 0:  # the kernel masks before it scales: −inf · 0 would be NaN
-            q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
-        k = _to_heads(part.key, k_index[::group_size], width, common)
-        v = _to_heads(value, v_index[::group_size], width, common)
-        q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
-        bands = lowering.lower_mask(part.frame, mask, q_range, part.kv_range, bool(part.score_mods))
-        sink = (
-            None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.pair_ids))
-        )
-        # The CPU's operator reads a mask tile as the dtype of the query, whatever its own dtype is. CUDA's takes no
-        # other dtype, which 0 and −inf do not need.
-        is_exact = kernel.dtypes is not None and not part.score_mods
-        wide = replace(part, dtype=common if is_exact else torch.promote_types(part.dtype, common))
-        build_tile = lowering.make_tile_builder(wide)
-        call = KernelCall(kernel, bands, q_range.start, part.first_key, build_tile, scale, names)
+        q, k, v, sink, call = _prepare_call(problem.select_pairs(group), value, value_index, kernel, names)
+        bands = call.bands
         is_single_call = (
             len(bands) == 1 and len(bands[0].blocks) == 1 and not bands[0].blocks[0].has_tile and sink is None
         )
         if differentiates and not is_single_call:
-            output, lse = _BlockwiseProduct.apply(q, k, v, sink, call)
+            output, lse = BlockwiseProduct.apply(q, k, v, sink, call)
         else:
-            output, lse = _run_bands(q, k, v, sink, call)
+            output, lse = run_bands(q, k, v, sink, call)
         if not (bool((lse < math.inf).all()) and _all_finite(output)):
             return None  # a live NaN or inf, which the kernel spreads farther than guaranteed
         outputs.append(output[0, ..., : value.shape[-1]])
@@ -123,6 +88,72 @@ def run_fused_product(
     if not _has_exact_lse(kernel, common, problem.query.device.type):
         return output, None, name
     return output, lses[0] if len(lses) == 1 else torch.cat(lses), name
+
+
+def run_fused_backward(
+    problem: Problem, value: Tensor, value_index: IntArray, grad: Tensor, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Compute the gradients of query, key and value with a fused kernel, for a block of the keys of each row.
+
+    Args:
+        problem: Matrix in canonical form, or a block of its keys, without a sink; float32 or wider.
+        value: Values of these keys: (own pairs, keys, value_dim).
+        value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+        grad: Gradient of the output: (pairs, rows, value_dim).
+        output: Output of each row over all keys: (pairs, rows, value_dim).
+        lse: Logsumexp of each row over all keys: (pairs, rows).
+
+    Returns:
+        The gradients, of the shapes of query, key and value; None if no fused kernel may be used.
+    """
+    kernel, _ = find_kernel(problem)
+    if kernel is None or kernel.backward is None or not value.numel():
+        return None
+    if not _all_finite(problem.query, problem.key, value, grad, output):
+        return None
+    with torch.enable_grad():
+        leaves = [array.detach().requires_grad_() for array in (problem.query, problem.key, value)]
+        own = replace(problem, query=leaves[0], key=leaves[1])
+        totals = [torch.zeros_like(leaf) for leaf in leaves]
+        for group in _split_pairs(problem):
+            q, k, v, _, call = _prepare_call(own.select_pairs(group), leaves[2], value_index, kernel, set())
+            lead = slice(int(group[0]), int(group[-1]) + 1)
+            padding = (0, v.shape[-1] - grad.shape[-1])
+            own_grad, own_output = (torch.nn.functional.pad(x[lead], padding)[None] for x in (grad, output))
+            with torch.no_grad():
+                grads = differentiate_bands(q, k, v, own_grad, own_output, lse[lead][None], call)
+            # Back through the padding and the choice of heads.
+            found = torch.autograd.grad((q, k, v), leaves, grads, allow_unused=True)
+            totals = [total if x is None else total + x for total, x in zip(totals, found, strict=True)]
+    return totals[0], totals[1], totals[2]
+
+
+def _prepare_call(
+    part: Problem, value: Tensor, value_index: IntArray, kernel: Kernel, names: set[str]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, KernelCall]:
+    """Convert a group of pairs to the tensors and the calls that a kernel takes, and its sink."""
+    common = torch.promote_types(torch.promote_types(part.query.dtype, part.key.dtype), value.dtype)
+    width = max(part.query.shape[-1], value.shape[-1])
+    if width != min(part.query.shape[-1], value.shape[-1]):
+        width = -(-width // 16) * 16  # if padding is needed anyway, pad to whole vectors
+    k_index, v_index = part.key_index, value_index[part.pair_ids]
+    can_group = kernel.takes_groups and np.array_equal(k_index, v_index)
+    group_size = _find_group_size(k_index) if can_group else 1
+    q = _to_heads(part.query, part.query_index, width, common)
+    scale = part.scale
+    if scale <= 0:  # the kernel masks before it scales: −inf · 0 would be NaN
+        q, scale = (-q, -scale) if scale else (q * 0.0, 1.0)
+    k = _to_heads(part.key, k_index[::group_size], width, common)
+    v = _to_heads(value, v_index[::group_size], width, common)
+    q_range = range(int(part.positions[0]), int(part.positions[-1]) + 1)
+    bands = lowering.lower_mask(part.frame, part.mask, q_range, part.kv_range, bool(part.score_mods))
+    sink = None if part.sink is None else part.frame.per_head(part.sink, "sink").expand(len(part.pair_ids))
+    # The CPU's operator reads a mask tile as the dtype of the query, whatever its own dtype is. CUDA's takes no
+    # other dtype, which 0 and −inf do not need.
+    is_exact = kernel.dtypes is not None and not part.score_mods
+    wide = replace(part, dtype=common if is_exact else torch.promote_types(part.dtype, common))
+    build_tile = lowering.make_tile_builder(wide)
+    return q, k, v, sink, KernelCall(kernel, bands, q_range.start, part.first_key, build_tile, scale, names)
 
 
 class FastProduct(NamedTuple):
@@ -174,7 +205,7 @@ class FastProduct(NamedTuple):
             is_finite = self.scan(self.dtype is torch.float64, output.data_ptr(), self.num_outputs)
         else:
             checked = output.detach() if output.requires_grad else output
-            total = checked.sum(dtype=torch.float32) if self.dtype in _UPCAST else checked.sum()
+            total = checked.sum(dtype=torch.float32) if self.dtype in UPCAST else checked.sum()
             is_finite = math.isfinite(total.item())
         if not is_finite:
             return None
@@ -233,7 +264,7 @@ def _has_exact_lse(kernel: Kernel, dtype: Any, device_type: str) -> bool:
 
     At half precision the lse of the CPU's kernel is no better than that, and the block loop computes a better one.
     """
-    if dtype in _UPCAST:
+    if dtype in UPCAST:
         return kernel.has_float32_lse
     return dtype is not torch.float32 or has_ieee_products(device_type)
 
@@ -274,122 +305,13 @@ def needs_exact_rows(problem: Problem) -> bool:
     return not math.prod(norms) * abs(problem.scale) < EXACT_ROWS_LIMIT  # NaN needs exact rows, too
 
 
-# Kernel calls
-
-
-def _run_bands(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: KernelCall
-) -> tuple[Tensor, Tensor]:
-    """Compute output and lse, (1, heads, rows, …), of all bands."""
-    outputs, lses = [], []
-    for rows, blocks in call.bands:
-        band_q = q[:, :, rows.start - call.first_row : rows.stop - call.first_row]
-        results = [_run_block(band_q, k, v, rows, block, call) for block in blocks]
-        if not results:
-            shape = band_q.shape[:-1]
-            results = [(band_q.new_zeros((*shape, v.shape[-1])), _empty_lse(band_q, shape))]
-        output, lse = results[0]
-        for block_output, block_lse in results[1:]:
-            output, lse = _merge_outputs(output, lse, block_output, block_lse)
-        lse = lse.to(results[0][1].dtype)
-        if sink is not None:
-            total = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
-            output, lse = output * _compute_share(lse, total)[..., None].to(output.dtype), total
-        outputs.append(output)
-        lses.append(lse)
-    if len(outputs) == 1:
-        return outputs[0], lses[0]
-    return torch.cat(outputs, 2), torch.cat(lses, 2)
-
-
-def _run_block(
-    q: Tensor, k: Tensor, v: Tensor, rows: range, block: KernelBlock, call: KernelCall
-) -> tuple[Tensor, Tensor]:
-    """Compute output and lse of one block of columns."""
-    columns = slice(block.columns.start - call.first_key, block.columns.stop - call.first_key)
-    tile = call.build_tile(rows, block.columns) if block.has_tile else None
-    k, v = k[:, :, columns], v[:, :, columns]
-    kernel = call.kernel if block.has_tile else call.kernel.select(q, k, v, block.is_causal, call.scale)
-    call.names.add(kernel.name)
-    output, lse = kernel.forward(q, k, v, block.is_causal, tile, call.scale)
-    # The kernel returns an lse of 0 for a row without live keys. Asking whether there is one makes a GPU wait.
-    if tile is not None and (not q.is_cpu or (lse == 0).any()):
-        is_empty = (tile == -math.inf).all(-1)
-        if not q.is_cpu or is_empty.any():
-            lse = lse.masked_fill(is_empty, -math.inf)
-            output = output.masked_fill(is_empty[..., None], 0.0)
-    return output, lse
-
-
-def _empty_lse(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.full(shape, -math.inf, dtype=dtype, device=q.device)
-
-
-def _compute_share(lse: Tensor, total: Tensor) -> Tensor:
-    """Compute exp(lse − total), the share of a part of a row in the whole row."""
-    return torch.exp(lse - torch.where(total == -math.inf, 0.0, total))
-
-
-def _merge_outputs(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs of the same rows over two blocks of columns."""
-    # Rounded to float32 at every block, the lse would err by one ulp per block.
-    lse = torch.logaddexp(a_lse.double(), b_lse.double())
-    wide = _UPCAST.get(a.dtype, a.dtype)
-    parts = (
-        x.to(wide) * _compute_share(x_lse, lse)[..., None].to(wide) for x, x_lse in ((a, a_lse), (b, b_lse))
-    )
-    return sum(parts), lse
-
-
-class _BlockwiseProduct(torch.autograd.Function):  # type: ignore[misc]
-    """`_run_bands` with its gradient, which the kernel computes for each block from the final output and lse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: KernelCall
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = _run_bands(q, k, v, sink, call)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, output, lse)
-        ctx.call = call
-        ctx.mark_non_differentiable(lse)
-        return output, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-        q, k, v, sink, output, lse = ctx.saved_tensors
-        call: KernelCall = ctx.call
-        assert call.kernel.backward is not None
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        finite_lse = torch.where(lse == -math.inf, 0.0, lse)
-        for rows, blocks in call.bands:
-            r = slice(rows.start - call.first_row, rows.stop - call.first_row)
-            for block in blocks:
-                c = slice(block.columns.start - call.first_key, block.columns.stop - call.first_key)
-                tile = call.build_tile(rows, block.columns) if block.has_tile else None
-                grads = call.kernel.backward(
-                    grad[:, :, r].contiguous(), q[:, :, r], k[:, :, c], v[:, :, c],
-                    output[:, :, r], finite_lse[:, :, r], block.is_causal, tile, call.scale,
-                )  # fmt: skip
-                dq[:, :, r] += grads[0]
-                dk[:, :, c] += grads[1]
-                dv[:, :, c] += grads[2]
-        dsink = None
-        if sink is not None:
-            inner = (grad * output).sum(-1).to(lse.dtype)  # (1, heads, rows)
-            share = _compute_share(sink.to(lse.dtype)[None, :, None].expand_as(lse), lse)
-            dsink = -(share * inner).sum((0, 2)).to(sink.dtype)
-        return dq, dk, dv, dsink, None
-
-
 # Tensors as the kernel takes them
 
 
 def _all_finite(*tensors: Tensor) -> bool:
     """Return whether the sum of each tensor is finite; if a sum overflows, the block loop does the work."""
     with torch.no_grad():
-        return all(math.isfinite(tensor.sum(dtype=_UPCAST.get(tensor.dtype)).item()) for tensor in tensors)
+        return all(math.isfinite(tensor.sum(dtype=UPCAST.get(tensor.dtype)).item()) for tensor in tensors)
 
 
 def _split_pairs(problem: Problem) -> list[IntArray]:

@@ -21,7 +21,7 @@ from regard.lens.capture.patch_targets import find_patch_targets
 from regard.lens.capture.patching import exclude_from_compile, patch, unpatch
 from regard.lens.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
 from regard.lens.recording import Recording
-from regard.lens.spans import SpanRanges, Spans, parse_spans
+from regard.lens.spans import SpanRanges, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
 from regard.score_mods import ScoreMod, relative_bias
@@ -61,6 +61,8 @@ def watch(
     values: bool = False,
     max_dense_bytes: int = MAX_DENSE_BYTES,
     grad: bool = False,
+    group: Any = None,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
 ) -> Watch:
     """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
@@ -89,6 +91,11 @@ def watch(
         grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
             a loss may contain the entropy of a head. By default, recorded tensors are detached. Analyses such as
             `Recording.heads`, and files, have no gradients.
+        group: Process group of `torch.distributed` whose ranks hold parts of the sequence. All ranks must watch, and
+            each matrix is that of all ranks: a `regard.distributed.DistributedMatrix`. Layers must use
+            `regard.distributed.attention`, or collect the keys of all ranks in their order before they call an
+            attention function. By default, each rank records what it computes.
+        layout: Which part of the sequence each rank holds, as in `regard.distributed.attention`.
 
     Returns:
         A context manager whose value is the `Recording`.
@@ -137,7 +144,21 @@ def watch(
             hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
         )
     parsed = None if spans is None else parse_spans(spans, "watch")
-    return Watch(model, _select_modules(model, layers), options, parsed)
+    recording = None
+    if group is not None:
+        if grad or values or measures is not None or spans is not None:
+            raise ArgumentError(
+                "watch",
+                received="group with grad, values, measures or spans",
+                expected="group alone",
+                hint="Compute measures from the recording, on all ranks: recording[name].measure(…).",
+            )
+        from regard.lens.sharded_recording import ShardedRecording
+
+        recording = ShardedRecording(group, layout)
+    return Watch(
+        model, _select_modules(model, layers), options, Recording(parsed) if recording is None else recording
+    )
 
 
 class Watch:
@@ -155,13 +176,17 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, selected: set[str], options: CaptureOptions, spans: Spans | None = None
+        self,
+        model: nn.Module,
+        selected: set[str],
+        options: CaptureOptions,
+        recording: Recording | None = None,
     ) -> None:
         self._model = model
         self._selected = selected
         self._options = options
         self._biases = list(find_position_biases(model))
-        self._recording = Recording(spans)
+        self._recording = Recording() if recording is None else recording
         self._patches: list[Any] = []
         self._hooks: list[Any] = []
         self._watched_ids: list[int] = []
@@ -264,6 +289,15 @@ class Watch:
                 self._recording._projections.expect(module, name, call.shape[-3], output)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
+
+    def record_matrix(self, name: str, matrix: Any) -> None:
+        """Record the matrix of a layer whose tokens are on several ranks; the wrappers call it."""
+        add_matrix = getattr(self._recording, "_add_matrix", None)
+        if add_matrix is None:
+            reason = "its tokens are on the ranks of a process group"
+            self.report_uncaptured(name, reason, "Pass the group: regard.watch(model, group=group).")
+        else:
+            add_matrix(name, matrix.detach())
 
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Return the arguments of a call; a watch changes nothing."""

@@ -15,6 +15,7 @@ from torch.nn.attention.bias import CausalBias
 
 from regard.core.attention import attention, layer_attention
 from regard.lens.capture import wrappers
+from regard.lens.capture.distributed_layers import wrap_distributed_attention
 from regard.lens.capture.flex_wrappers import is_compiled_flex_attention, wrap_compile, wrap_flex_attention
 from regard.lens.capture.held_functions import find_held_functions
 from regard.lens.capture.imported_names import find_imported
@@ -66,6 +67,11 @@ def find_patch_targets(
         model, _find_namespaces(model), frozenset(by_function)
     ):
         yield namespace, name, by_function[id(original)]
+    distributed = sys.modules.get("regard.distributed")
+    distributed_attention = None
+    if distributed is not None:
+        distributed_attention = unwrap_original(vars(distributed)["attention"])
+        yield vars(distributed), "attention", wrap_distributed_attention
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is not None:
@@ -82,6 +88,8 @@ def find_patch_targets(
                 yield namespace, name, wrap_flex_attention
             elif original is attention or original is layer_attention:
                 yield namespace, name, wrap_regard_attention
+            elif distributed_attention is not None and original is distributed_attention:
+                yield namespace, name, wrap_distributed_attention
             elif _is_attention_function(original):
                 yield namespace, name, wrappers.wrap_attention_function
             elif interface is not None and isinstance(value, interface):

@@ -20,6 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
+from regard.core.matrix import AttentionMatrix
 from regard.engines import torch_kernels as kernels
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.dense_attention import hold_products
@@ -165,6 +166,15 @@ def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captu
     for watcher, name in entries:
         watcher.record(module, name, args)
     return args
+
+
+def notify_matrix(module: nn.Module, matrix: AttentionMatrix) -> None:
+    """Pass the matrix of a layer whose tokens are on several ranks to the watchers that record such matrices."""
+    _thread.captures = count_captures() + 1
+    for watcher, name in tuple(watchers.get(id(module), ())):
+        record_matrix = getattr(watcher, "record_matrix", None)
+        if name is not None and record_matrix is not None:
+            record_matrix(name, matrix)
 
 
 def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:

@@ -1,0 +1,30 @@
+"""One sequence over many ranks: the attention matrix of tokens that are spread over a process group.
+
+Entry point: `attention(query, key, group=…)`, which every rank calls with its own tokens. The result has the methods of
+`regard.AttentionMatrix`. The package imports `regard.core` and below, and torch.
+
+Design notes:
+- One mechanism serves products, gradients, lse and measures: the keys of a rank travel as a block, each rank that needs
+  them computes with them, and the results of blocks merge. What belongs to the keys (their gradient, the weight they
+  received) travels behind them and ends at their rank.
+- A block is an ordinary problem of `regard.core` with the keys of a part of the sequence, so masks, kernels and
+  measures do not depend on ranks.
+- Ranks compare their arguments before each operation, so that what follows cannot differ between them. A heartbeat in
+  the store of the group says which rank stopped: a neighbour that does not answer may itself wait for another one.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401 - required by every module of the package
+except ImportError as error:
+    raise ImportError("regard.distributed: torch is not installed. pip install 'regard[torch]'") from error
+
+from regard._public import set_public_module
+from regard.distributed.constructor import attention, gather, shard
+from regard.distributed.errors import RankError
+from regard.distributed.matrix import DistributedMatrix
+
+__all__ = ["DistributedMatrix", "RankError", "attention", "gather", "shard"]
+
+set_public_module(globals())

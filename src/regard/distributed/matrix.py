@@ -1,0 +1,338 @@
+"""The attention matrix of a sequence that is spread over many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from regard.core.arguments import Axis, check_not_empty, check_result_size, name_measures, resolve_reduction
+from regard.core.block_loop import SoftmaxStats
+from regard.core.indexing import ResolvedIndex
+from regard.core.matrix import AttentionMatrix
+from regard.core.problem import Spec
+from regard.core.products import DenseWeights, Product, SelectedWeights, flatten_operand
+from regard.distributed.fingerprint import describe_argument_content
+from regard.distributed.measuring import can_compile, count_norms, run_measure_pass, run_stats_pass
+from regard.distributed.product import multiply
+from regard.distributed.ring_problem import Operation, RingProblem
+from regard.distributed.states import SelectedScores
+from regard.errors import ArgumentError, RegardError
+from regard.frame import EXACT_ROWS_LIMIT
+from regard.measures import MaxWeight, Measure, Output, Sum
+from regard.types import Array
+
+Tensor = Any  # torch's types are not checked
+
+
+class DistributedMatrix(AttentionMatrix):
+    """The rows of this rank of an attention matrix whose queries and keys are spread over the ranks of a group.
+
+    `regard.distributed.attention` returns it. Its methods are those of `regard.AttentionMatrix`, and all ranks of the
+    group must call them in the same order. Its shape is (…, heads, own queries, keys of all ranks), and indices of keys
+    count the whole sequence. Results for each query are those of this rank's queries; results for each key, such as the
+    weight that it received, are those of this rank's keys; results for the whole matrix are equal on all ranks.
+
+    Gradients flow through `A @ value`; measures have none.
+    """
+
+    def __init__(
+        self, spec: Spec, ring: RingProblem, lse_stats: SoftmaxStats | None = None,
+        exact_stats: dict[bool, SoftmaxStats] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, ring.problem)
+        self._ring = ring
+        self._lse_stats = lse_stats
+        self._exact_stats = exact_stats or {}
+
+    _fast_product = None  # of one process
+
+    @property
+    def positions(self) -> Array:
+        """Positions of this rank's queries in the whole sequence: (own queries,), NumPy."""
+        return self._problem.positions.copy()
+
+    def detach(self) -> DistributedMatrix:
+        """Return the matrix without gradients; nothing is communicated."""
+        spec = replace(self._spec, key=self._spec.key.detach())
+        if spec.query is not None:
+            spec = replace(spec, query=spec.query.detach())
+        problem = self._problem
+        sink = None if problem.sink is None else problem.sink.detach()
+        problem = replace(problem, query=problem.query.detach(), key=problem.key.detach(), sink=sink)
+        ring = replace(self._ring, problem=problem)
+        return DistributedMatrix(spec, ring, self._lse_stats, dict(self._exact_stats))
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that `A @ value` ran last for a block, or would run."""
+        ring = self._ring
+        name = self._kernel_used or self._problem.engine.kernel_name(self._problem)
+        return f"ring of {ring.peers.size} ranks, {ring.layout_name}; {name}"
+
+    @property
+    def lse(self) -> Array:
+        """The natural-log logsumexp of each of this rank's rows over all keys: (…, heads, own queries)."""
+        if self._lse_stats is None and not self._exact_stats:
+            self._refuse_gradients("A.lse")
+            self._run_operation("A.lse", {})
+        stats = self._lse_stats or next(iter(self._exact_stats.values()))
+        lse = stats.lse(self._problem.engine.xp)
+        return self._restore_leading_axes(lse.to(self._problem.dtype))
+
+    def to_dense(self) -> Array:
+        """Compute and store this rank's rows of the whole matrix: (…, heads, own queries, keys of all ranks)."""
+        self._refuse_gradients("A.to_dense()")
+        return self._restore_leading_axes(
+            self._run_operation("A.to_dense()", {"dense": DenseWeights()})["dense"]
+        )
+
+    def plan(self, *measures: Measure, **named: Measure) -> str:
+        """Describe how `measure` would compute these measures, without computing them."""
+        chosen = name_measures(measures, named)
+        ring = self._ring
+        passes = "one pass of the keys" if self._lse_stats else "two passes of the keys (lse, then weights)"
+        rest = [name for name, measure in chosen.items() if not isinstance(measure, Output)]
+        lines = [f"{self.kernel}, one pass of keys and values: {name}" for name in chosen if name not in rest]
+        if rest or not lines:
+            lines.append(
+                f"ring of {ring.peers.size} ranks, {ring.layout_name}, {passes}: {', '.join(rest) or 'lse'}"
+            )
+        return "\n".join(lines)
+
+    # Reductions over everything
+
+    def sum(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Sum the weights: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks."""
+        if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
+            total = self.measure(Sum(-1)).sum.sum().reshape(1)
+            return torch.stack(self._exchange("A.sum()", total)).sum()
+        return self.measure(Sum(resolved)).sum
+
+    def mean(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Average the weights: −1 over the keys, −2 over the queries of all ranks, None over everything."""
+        resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
+        counts = {-1: self.shape[-1], None: math.prod(self.shape), -2: self.shape[-2]}
+        count: Any = torch.tensor([float(counts[resolved])], dtype=torch.float64)
+        if resolved != -1:
+            count = torch.stack(self._exchange("A.mean()", count.to(self._problem.query.device))).sum()
+        return self.sum(resolved) / count
+
+    def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Find the largest weights: −1 of each row, −2 of each column over all ranks, None of the whole matrix."""
+        if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
+            return self._find_largest("A.max()")[0]
+        return self.measure(top=MaxWeight(resolved)).top.values
+
+    def argmax(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+        """Find the indices of the largest weights in the whole sequence; ties go to the lowest index.
+
+        −1 gives keys, −2 queries, None an index into the flattened matrix of all ranks.
+        """
+        if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
+            return self._find_largest("A.argmax()")[1]
+        return self.measure(top=MaxWeight(resolved)).top.indices
+
+    def _find_largest(self, operation: str) -> tuple[Tensor, Tensor]:
+        """Find the largest weight of the matrix of all ranks, and its index in the flattened matrix."""
+        problem = self._problem
+        check_not_empty((*self.shape[:-2], problem.frame.q_len, problem.frame.kv_len), operation)
+        values, keys = (x.reshape(problem.shape[:2]) for x in self.measure(top=MaxWeight(-1)).top)
+        rows = torch.as_tensor(problem.positions, device=keys.device)
+        pairs = torch.arange(len(values), device=keys.device)[:, None]
+        flat = (pairs * problem.frame.q_len + rows) * problem.frame.kv_len + keys
+        own = torch.full((2,), -1.0, dtype=torch.float64, device=keys.device)
+        if values.numel():
+            largest = values.max()
+            is_largest = values.isnan() if largest.isnan() else values == largest
+            # An index of a matrix of 2⁵³ entries is exact in float64.
+            own = torch.stack([largest.double(), flat[is_largest].min().double()])
+        found = torch.stack(self._exchange(operation, own))
+        largest = found[:, 0].max()
+        is_largest = found[:, 0].isnan() if largest.isnan() else found[:, 0] == largest
+        return largest, found[is_largest, 1].min().long()
+
+    def _exchange(self, operation: str, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, of equal shape."""
+        with self._ring.operate(operation):
+            return [tensors[0] for tensors in self._ring.peers.exchange_all([tensor])]
+
+    # What needs the keys of all ranks in one place
+
+    def explain(
+        self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
+    ) -> NoReturn:
+        """Raise an `ArgumentError`: an explanation needs the keys of all ranks in one process."""
+        self._refuse("A.explain(…)", "explain(…)")
+
+    def page(
+        self,
+        tokens: Sequence[str] | None = None,
+        *,
+        query_tokens: Sequence[str] | None = None,
+        title: str = "",
+    ) -> NoReturn:
+        """Raise an `ArgumentError`: a page needs the keys of all ranks in one process."""
+        self._refuse("A.page(…)", "page(…)")
+
+    def __repr__(self) -> str:
+        return f"{self._describe()}, rows of rank {self._ring.peers.rank} of {self._ring.peers.size}"
+
+    def _repr_html_(self) -> str:
+        from regard.render import notebook
+
+        return notebook.render_matrix(repr(self), None, "Its keys are on several ranks: A[row] reads a row.")
+
+    def _refuse(self, operation: str, method: str) -> NoReturn:
+        raise ArgumentError(
+            operation,
+            received="a matrix whose keys are on several ranks",
+            expected="a matrix of one process",
+            hint="Collect what it needs: whole = regard.distributed.gather(key, layout=…), then "
+            f"regard.attention(gather(query), whole).{method}.",
+        )
+
+    # Private: what the methods of `AttentionMatrix` call
+
+    def _select(self, resolved: ResolvedIndex) -> AttentionMatrix:
+        part = super()._select(resolved)
+        *leading, rows = resolved.positions[:-1]
+        pairs = (
+            np.arange(len(self._problem.pair_ids)).reshape(self._spec.leading_shape)[np.ix_(*leading)].ravel()
+        )
+
+        def select(stats: SoftmaxStats) -> SoftmaxStats:
+            return stats.select((pairs[:, None], rows))
+
+        return DistributedMatrix(
+            replace(part._spec, kv_len=self._spec.kv_len),
+            replace(self._ring, problem=part._problem),
+            None if self._lse_stats is None else select(self._lse_stats),
+            {kind: select(stats) for kind, stats in self._exact_stats.items()},
+        )
+
+    def _get_stats(self) -> None:
+        return None  # statistics of a rank are kept apart: the ranks must agree on which they use
+
+    def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
+        self._refuse_gradients(operation)
+        block_shape = tuple(map(len, resolved.positions))
+        check_result_size(
+            math.prod(block_shape) * int(self.dtype.itemsize),
+            operation,
+            f"an index with a result of shape {block_shape}",
+            "Take fewer rows at a time, or A.coarsen(512) for a picture.",
+        )
+        part, columns = self._select(resolved), resolved.positions[-1]
+        assert isinstance(part, DistributedMatrix)
+        measure = SelectedWeights(columns) if weights else SelectedScores(columns)
+        block = part._run_operation(operation, {"entries": measure})["entries"]
+        self._adopt_stats(part)
+        return block.reshape(block_shape)[resolved.local]
+
+    def _adopt_stats(self, part: DistributedMatrix) -> None:
+        """Keep statistics that a part computed, if it has all rows."""
+        if part._problem.shape == self._problem.shape and np.array_equal(
+            part._problem.positions, self._problem.positions
+        ):
+            self._lse_stats, self._exact_stats = part._lse_stats, part._exact_stats
+
+    def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
+        array = as_local(array)
+        operand = flatten_operand(array, self._spec, operation, transposed=transposed)
+        array, engine = operand.array, self._problem.engine
+        if transposed:
+            self._refuse_gradients(operation, array)
+            dtype = engine.working_dtype(self._problem.query, self._problem.key, array)
+            measure = Product(array, operand.pair_index, True, bool(array.isfinite().all()), dtype)
+            product = self._run_operation(operation, {"product": measure}, f"{tuple(array.shape[2:])}")[
+                "product"
+            ]
+        else:
+            needs_grad = engine.requires_grad(self._problem, array)
+            output, lse, self._kernel_used = multiply(self._ring, array, operand.pair_index, needs_grad)
+            product = output
+            if self._lse_stats is None:
+                self._lse_stats = SoftmaxStats(lse.detach(), None)
+        product = engine.cast(self._restore_leading_axes(product), array.dtype)
+        return product[..., 0] if operand.is_vector else product
+
+    def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
+        self._refuse_gradients("A.measure(…)")
+        results: dict[str, Any] = {
+            name: self @ measure.value for name, measure in chosen.items() if isinstance(measure, Output)
+        }
+        rest = {name: measure for name, measure in chosen.items() if name not in results}
+        if rest or not results:
+            computed = self._run_operation("A.measure(…)", rest)
+            results |= {name: self._restore_leading_axes(result) for name, result in computed.items()}
+        return results
+
+    def _run_operation(self, operation: str, chosen: dict[str, Measure], content: str = "") -> dict[str, Any]:
+        """Compute measures together with the other ranks; results begin with the axis of pairs."""
+        ring, measures = self._ring, list(chosen.values())
+        # Entries of each rank are its own choice.
+        is_own_choice = any(isinstance(measure, SelectedWeights | SelectedScores) for measure in measures)
+        texts = [
+            type(m).__name__ if is_own_choice or content else describe_argument_content(m) for m in measures
+        ]
+        same = {"measures": "; ".join(texts) + content}
+        compiled, error = False, None
+        try:
+            compiled = can_compile(ring, measures)
+        except RegardError as found:
+            error = found
+        query_norm, key_norm = self._norms
+        own = {
+            "query_norm": query_norm,
+            "key_norm": key_norm,
+            "has_lse": self._lse_stats is not None,
+            "is_small": self._lse_stats is not None and self._lse_stats.is_small(self._problem.engine.xp),
+            "has_exact": compiled in self._exact_stats,
+        }
+        with torch.no_grad(), ring.operate(operation, same, own, error=error) as begun:
+            known = self._agree_on_stats(begun, compiled)
+            results = run_measure_pass(ring, begun.travel, measures, known) if measures else []
+        return dict(zip(chosen, results, strict=True))
+
+    def _agree_on_stats(self, begun: Operation, compiled: bool) -> SoftmaxStats:
+        """Return the statistics that all ranks use: of a kernel's lse, or exact ones; computed if a rank lacks them."""
+        ring, told = self._ring, begun.told
+        norms = [max(other[name] for other in told) for name in ("query_norm", "key_norm")]
+        has_nan = any(math.isnan(other[name]) for other in told for name in ("query_norm", "key_norm"))
+        is_exact = has_nan or not math.prod(norms) * abs(self._problem.scale) < EXACT_ROWS_LIMIT
+        if self._problem.score_mods and all(other["has_lse"] for other in told):
+            is_exact = is_exact or not all(other["is_small"] for other in told)
+        if is_exact:
+            if not all(other["has_exact"] for other in told):
+                self._exact_stats[compiled] = run_stats_pass(ring, begun.travel, compiled=compiled)
+            return self._exact_stats[compiled]
+        if not all(other["has_lse"] for other in told):
+            stats = run_stats_pass(ring, begun.travel, compiled=True)
+            lse = stats.lse(self._problem.engine.xp).to(self._problem.dtype)
+            self._lse_stats = SoftmaxStats(lse, None)
+        assert self._lse_stats is not None
+        return self._lse_stats
+
+    @cached_property
+    def _norms(self) -> tuple[float, float]:
+        return count_norms(self._problem)
+
+    def _refuse_gradients(self, operation: str, *arrays: Tensor) -> None:
+        if self._problem.engine.requires_grad(self._problem, *arrays):
+            raise ArgumentError(
+                operation,
+                received="query or key that require a gradient",
+                expected="torch.no_grad(), or detached tensors: over many ranks only A @ value has a gradient",
+                hint="Compute measures in a block of `with torch.no_grad():`.",
+            )
+
+
+def as_local(array: Any) -> Any:
+    """Return the part of a `DTensor` that this rank holds; other arrays unchanged."""
+    return array.to_local() if hasattr(array, "to_local") else array

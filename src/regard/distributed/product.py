@@ -1,0 +1,210 @@
+"""`A @ value` over many ranks: products with each block of keys, merged by their lse; its gradient is another ring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from regard.core.block_loop import run_block_loop
+from regard.core.problem import Problem
+from regard.core.products import Product
+from regard.distributed.key_blocks import split_parts, take_part
+from regard.distributed.part_gradients import differentiate_part
+from regard.distributed.ring import KeyBlock
+from regard.distributed.ring_problem import RingProblem
+from regard.engines.torch_fused import run_fused_backward
+from regard.types import IntArray
+
+Tensor = Any  # torch's types are not checked
+
+
+def multiply(
+    ring: RingProblem, value: Tensor, value_index: IntArray, requires_grad: bool
+) -> tuple[Tensor, Tensor, str]:
+    """Compute the rows of this rank of `A @ value`.
+
+    Args:
+        ring: The rows of this rank.
+        value: Values of this rank's keys: (own pairs, keys, value_dim).
+        value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+        requires_grad: Whether a gradient is required.
+
+    Returns:
+        Output (pairs, rows, value_dim) in the dtype of the scores or wider, lse (pairs, rows), and the name of the
+        kernel.
+    """
+    names: list[str] = []
+    problem = ring.problem
+    if requires_grad:
+        output, lse = _RingProduct.apply(
+            problem.query, problem.key, value, problem.sink, ring, value_index, names
+        )
+    else:
+        with torch.no_grad():
+            output, lse = _run_forward(ring, value, value_index, names)
+    return output, lse, names[-1] if names else "no keys"
+
+
+class _Rows:
+    """Output and lse of the rows of a rank over the blocks that have passed."""
+
+    def __init__(self, pairs: int, rows: int, width: int, dtype: Any, device: Any) -> None:
+        self.output = torch.zeros((pairs, rows, width), dtype=dtype, device=device)
+        # Rounded to float32 at every block, the lse would err by one ulp per block.
+        self.lse = torch.full((pairs, rows), -math.inf, dtype=torch.float64, device=device)
+
+    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
+        """Merge the output and lse of some rows over further keys."""
+        before, lse = self.lse[:, rows], lse.double()
+        total = torch.logaddexp(before, lse)
+        finite = torch.where(total == -math.inf, 0.0, total)
+        dtype = self.output.dtype
+        own_share, share = (torch.exp(x - finite)[..., None].to(dtype) for x in (before, lse))
+        # In place, as outputs are as large as the values.
+        self.output[:, rows].mul_(own_share).add_(output.to(dtype).mul_(share))
+        before.copy_(total)
+
+    def add_sink(self, sink: Tensor) -> None:
+        """Include the sink's score (pairs or 1,): it takes its share and adds nothing."""
+        total = torch.logaddexp(self.lse, sink.double()[:, None].expand_as(self.lse))
+        finite = torch.where(total == -math.inf, 0.0, total)
+        self.output *= torch.exp(self.lse - finite)[..., None].to(self.output.dtype)
+        self.lse = total
+
+
+def _run_forward(
+    ring: RingProblem, value: Tensor, value_index: IntArray, names: list[str]
+) -> tuple[Tensor, Tensor]:
+    key, problem = ring.take_keys()
+    dtype = problem.engine.working_dtype(problem.query, problem.key, value)
+    pairs, rows, _ = problem.shape
+    done = _Rows(pairs, rows, value.shape[-1], dtype, value.device)
+    kernel = _BlockKernel(names)
+
+    def compute(block: KeyBlock) -> None:
+        block_key, block_value = block.tensors
+        for part in split_parts(problem, ring.keys.chunks[block.owner]):
+            own = take_part(problem, block_key, part)
+            done.add(part.rows, *kernel.multiply(own, block_value[:, part.keys], value_index))
+
+    same = {"value": _describe(value), "dtype of the value": str(value.dtype)}
+    with ring.operate("A @ value", same) as operation:
+        ring.run_pass(operation.travel, [key, value], compute)
+    if problem.sink is not None:
+        done.add_sink(problem.frame.per_head(problem.sink, "sink"))
+    return done.output, done.lse.to(problem.dtype)
+
+
+class _BlockKernel:
+    """Multiplies blocks by the fused kernel, or by the block loop where the kernel cannot."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._is_upcast = False
+
+    def multiply(self, block: Problem, value: Tensor, value_index: IntArray) -> tuple[Tensor, Tensor]:
+        """Return output and lse of the rows over the keys of a block."""
+        if block.can_fuse:
+            fused = self._run_fused(block, value, value_index)
+            if fused is not None and fused[1] is None and not self._is_upcast:
+                # The lse of half precision would merge the blocks with wrong shares.
+                self._is_upcast = True
+                fused = self._run_fused(block, value, value_index)
+            if fused is not None and fused[1] is not None:
+                self._names.append(fused[2])
+                return fused[0], fused[1]
+        dtype = block.engine.working_dtype(block.query, block.key, value)
+        measure = Product(value, value_index, False, bool(value.isfinite().all()), dtype)
+        (output,), stats = run_block_loop(block, [measure])
+        assert stats is not None
+        self._names.append(block.fallback_kernel)
+        return output, stats.lse(block.engine.xp)
+
+    def _run_fused(self, block: Problem, value: Tensor, value_index: IntArray) -> Any:
+        if self._is_upcast:
+            block = replace(block, query=block.query.to(block.dtype), key=block.key.to(block.dtype))
+        return block.product(value, value_index)
+
+
+class _RingProduct(torch.autograd.Function):  # type: ignore[misc]
+    """The product with its gradient: keys, values and their gradients travel together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ring: RingProblem,
+        value_index: IntArray, names: list[str],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        output, lse = _run_forward(ring, value, value_index, names)
+        ctx.save_for_backward(query, key, value, sink, output, lse)
+        ctx.ring, ctx.value_index = ring, value_index
+        ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        query, key, value, sink, output, lse = ctx.saved_tensors
+        ring = replace(ctx.ring, problem=replace(ctx.ring.problem, query=query, key=key, sink=sink))
+        with torch.no_grad():
+            dq, dk, dv = _run_backward(ring, value, ctx.value_index, grad, output, lse)
+        dsink = None
+        if sink is not None and sink.requires_grad:
+            dsink = _differentiate_sink(ring.problem, sink, grad, output, lse)
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsink, None, None, None
+
+
+def _run_backward(
+    ring: RingProblem, value: Tensor, value_index: IntArray, grad: Tensor, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of this rank's query, key and value."""
+    key, problem = ring.take_keys()
+    dtype = output.dtype
+    grad = grad.to(dtype)
+    dq = torch.zeros(problem.query.shape, dtype=dtype, device=grad.device)
+
+    def compute(block: KeyBlock) -> list[Tensor]:
+        dk, dv = (torch.zeros(x.shape, dtype=dtype, device=grad.device) for x in block.tensors)
+        block_key, block_value = (x.to(dtype) for x in block.tensors)
+        wide = replace(problem, query=problem.query.to(dtype), dtype=dtype)
+        for part in split_parts(problem, ring.keys.chunks[block.owner]):
+            own = take_part(wide, block_key, part)
+            rows = (x[:, part.rows] for x in (grad, output, lse))
+            arguments = (own, block_value[:, part.keys], value_index, *rows)
+            grads = run_fused_backward(*arguments) or differentiate_part(*arguments)
+            for total, index, found in (
+                (dq, part.rows, grads[0]), (dk, part.keys, grads[1]), (dv, part.keys, grads[2]),
+            ):  # fmt: skip
+                total[:, index] += found
+        return [dk, dv]
+
+    def returns(owner: int) -> list[tuple[tuple[int, ...], Any]]:
+        length = ring.keys.lengths[owner]
+        return [((len(x), length, x.shape[-1]), dtype) for x in (key, value)]
+
+    same = {"gradient": _describe(grad), "dtype of the gradient": str(grad.dtype)}
+    with ring.operate("gradient of A @ value", same) as operation:
+        dk, dv = ring.run_pass(operation.travel, [key, value], compute, returns)
+    if len(dk) != len(ring.problem.key):  # only some heads were used
+        whole = torch.zeros(ring.problem.key.shape, dtype=dtype, device=grad.device)
+        whole[ring.key_pairs] = dk
+        dk = whole
+    return dq, dk, dv
+
+
+def _differentiate_sink(problem: Problem, sink: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> Tensor:
+    """Compute the gradient of the sink from the rows of this rank."""
+    with torch.enable_grad():
+        leaf = sink.detach().requires_grad_()
+        scores = problem.frame.per_head(leaf, "sink").to(lse.dtype)[:, None].expand_as(lse)
+        share = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)).detach()
+        weight = -share * (grad.to(output.dtype) * output).sum(-1).to(lse.dtype)
+        (found,) = torch.autograd.grad((scores * weight).sum(), leaf)
+    return found
+
+
+def _describe(tensor: Tensor) -> str:
+    """Describe the shape of a tensor but for its length, which is the rank's own."""
+    return f"({len(tensor)}, own, {tensor.shape[-1]})"

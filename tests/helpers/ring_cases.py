@@ -1,0 +1,101 @@
+"""What ranks compute in the tests of `regard.distributed`; every function gets the process group first."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from regard import distributed, first
+from regard.distributed.layouts import build_layout
+from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
+from regard.testing import Case, build_inputs
+from regard.testing.cases.engine_check import from_engine, to_engine
+from regard.tiling import use_tile_sizes
+
+TILE = 16
+# Tiles so small that the tokens of a rank are split into several.
+SMALL_TILES = {"rows": 16, "columns": 32, "mask_rows": 16, "mask_tile_rows": 24, "joined_columns": 48}
+
+
+class Split(NamedTuple):
+    """How a sequence is split over ranks: the layout, and the number of queries and keys of each rank."""
+
+    layout: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def positions(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the queries and keys of a rank."""
+        return tuple(build_layout(self.layout, own).positions(rank) for own in (self.queries, self.keys))
+
+
+def take(array: Any, positions: np.ndarray) -> Any:
+    """Return the tokens of a rank: (…, tokens, width)."""
+    return array[..., positions, :]
+
+
+def list_measures(cells: int | None) -> list[Measure]:
+    measures: list[Measure] = [Entropy(), Received(), Distance("lower_right"), Mass(first(3)), MaxScore()]
+    return measures if cells is None else [*measures, Coarse(cells)]
+
+
+def compute_cases(group: Any, cases: list[tuple[Case, Split, int | None]]) -> list[Any]:
+    """Compute the results of cases; an error of a case is returned instead of its results."""
+    return [compute_case(group, *case) for case in cases]
+
+
+def compute_case(group: Any, case: Case, split: Split, cells: int | None) -> dict[str, Any]:
+    """Compute output, lse, weights and measures of the rows of this rank."""
+    inputs = build_inputs(case, TILE)
+    assert inputs is not None
+    queries, keys = split.positions(dist.get_rank(group))
+    query, key, value = (to_engine(x, "torch fused") for x in (inputs.query, inputs.key, inputs.value))
+    with use_tile_sizes(**SMALL_TILES):
+        A = distributed.attention(
+            take(query, queries), take(key, keys), group=group, layout=split.layout, **inputs.arguments
+        )
+        results = {"weights": A.to_dense()} if case.seed % 2 else {}  # half of the cases before the product
+        results["output"] = A @ take(value, keys)
+        results["lse"] = A.lse
+        results["weights"] = A.to_dense() if not case.seed % 2 else results["weights"]
+        results |= A.measure(*list_measures(cells))._asdict()
+    return {name: from_engine(result) for name, result in results.items()}
+
+
+def join_results(results: list[dict[str, Any]], split: Split) -> dict[str, Any]:
+    """Join the results of the ranks to those of the whole matrix."""
+    joined = {}
+    for name, example in results[0].items():
+        if name == "coarse":
+            for other in results[1:]:
+                np.testing.assert_array_equal(other[name], example)
+            joined[name] = example
+            continue
+        axis = -2 if name in ("output", "weights") else -1
+        of_keys = name == "received"
+        length = sum(split.keys if of_keys else split.queries)
+        shape = list(example.shape)
+        shape[axis] = length
+        joined[name] = np.full(shape, 1e300 if example.dtype == np.float64 else 1e30, example.dtype)
+        for rank, result in enumerate(results):
+            positions = split.positions(rank)[of_keys]
+            index = (..., positions) if axis == -1 else (..., positions, slice(None))
+            joined[name][index] = result[name]
+    return joined
+
+
+def differentiate(group: Any, arrays: list[Any], grad: Any, split: Split, arguments: dict) -> Any:
+    """Compute the gradients of this rank's query, key, value and sink for a gradient of the output."""
+    query, key, value, *sink = arrays
+    queries, keys = split.positions(dist.get_rank(group))
+    leaves = [take(query, queries), take(key, keys), take(value, keys), *sink]
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    if sink:
+        arguments = {**arguments, "sink": leaves[3]}
+    with use_tile_sizes(**SMALL_TILES):
+        A = distributed.attention(leaves[0], leaves[1], group=group, layout=split.layout, **arguments)
+        output = A @ leaves[2]
+        output.backward(take(grad, queries))
+    return [leaf.grad for leaf in leaves]

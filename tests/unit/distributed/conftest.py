@@ -1,0 +1,21 @@
+"""The ranks of the tests: processes that are started once."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Three processes; the first two of them are a group of their own."""
+    if not torch.distributed.is_available() or sys.platform == "win32":
+        pytest.skip("torch.distributed with gloo is not available")
+    from tests.helpers.rank_processes import RankProcesses
+
+    started = RankProcesses(3)
+    yield started
+    started.stop()

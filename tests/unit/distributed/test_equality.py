@@ -1,0 +1,88 @@
+"""Output, lse, weights and measures of many ranks equal the definition under the error rule of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from regard.testing import Case, build_inputs, draw_cases
+from regard.testing.cases.engine_check import compute_bounds
+from tests.helpers.ring_cases import TILE, Split, compute_cases, join_results
+
+
+def draw_split(rng: np.random.Generator, size: int, q_len: int, kv_len: int) -> Split:
+    """Split two lengths at random positions; a part may be empty."""
+
+    def cut(length: int) -> tuple[int, ...]:
+        edges = np.sort(rng.integers(0, length + 1, size - 1))
+        return tuple(np.diff([0, *edges, length]).tolist())
+
+    return Split(str(rng.choice(["contiguous", "zigzag"])), cut(q_len), cut(kv_len))
+
+
+def check(ranks, cases: list[Case], size: int, seed: int = 0) -> list[str]:
+    """Compute cases on `size` ranks, and return what breaks the error rule."""
+    rng = np.random.default_rng(seed)
+    inputs = [build_inputs(case, TILE) for case in cases]
+    splits = [draw_split(rng, size, x.query.shape[-2], x.key.shape[-2]) for x in inputs]
+    return check_splits(ranks, cases, inputs, splits, size)
+
+
+def check_splits(ranks, cases, inputs, splits, size: int) -> list[str]:
+    bounds = [compute_bounds(case, x) for case, x in zip(cases, inputs, strict=True)]
+    cells = [own.coarse_cells if "coarse" in own.measures else None for own in bounds]
+    calls = list(zip(cases, splits, cells, strict=True))
+    results = ranks.run(compute_cases, calls, ranks=range(size))
+    failures = []
+    for i, (case, split, own) in enumerate(zip(cases, splits, bounds, strict=True)):
+        joined = join_results([result[i] for result in results], split)
+        by_name = {"output": own.output, "lse": own.lse, "weights": own.weights, **own.measures}
+        assert joined.keys() == by_name.keys()
+        for name, result in joined.items():
+            try:
+                by_name[name].check(result)
+            except AssertionError as error:
+                failures.append(f"{split} {case}\n    {name}: {error}")
+    return failures
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_cases_of_the_case_matrix(ranks, size, request) -> None:
+    count = request.config.getoption("--cases") // 200
+    cases = [case for case, possible in draw_cases(count, seed=size, tile=TILE) if possible]
+    failures = check(ranks, cases, size)
+    assert not failures, "\n".join([f"{len(failures)} of {len(cases)} cases", *failures[:5]])
+
+
+MASKS = (
+    "none",
+    "causal",
+    "window",
+    "two_sided",
+    "padding",
+    "document",
+    "causal & padding",
+    "window | ~dense",
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_split_gives_the_same_numbers(ranks, data) -> None:
+    size = data.draw(st.sampled_from([2, 3]), "ranks")
+    layout = data.draw(st.sampled_from(["contiguous", "zigzag"]), "layout")
+    lengths = st.tuples(*[st.integers(0, 12)] * size)
+    queries, keys = data.draw(lengths, "queries"), data.draw(lengths, "keys")
+    heads = data.draw(st.sampled_from(["none", "grouped"]), "heads")
+    case = Case(
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16"]), "dtype"),
+        mask=data.draw(st.sampled_from(MASKS), "mask"),
+        q_len=sum(queries), kv_len=sum(keys), head_dim=8, value_dim="head_dim", heads=heads, layout="contiguous",
+        values="normal", change="none", seed=data.draw(st.integers(0, 99), "seed"),
+    )  # fmt: skip
+    failures = check_splits(ranks, [case], [build_inputs(case, TILE)], [Split(layout, queries, keys)], size)
+    assert not failures, "\n".join(failures)
