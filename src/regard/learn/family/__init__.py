@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from regard.learn.family import worked_variants as _worked_variants  # noqa: F401 - registers the steps by hand
 from regard.learn.family.catalog import MECHANISMS
-from regard.learn.family.gallery import Gallery, gallery
 from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, mean_pool_heads
 from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
 from regard.learn.family.mechanism import FamilyTable, Mechanism, MechanismPage, PublishedUse
+from regard.learn.family.mechanism_gallery import Gallery, gallery
 from regard.learn.family.named_variants import NAMED_VARIANTS, NamedTable, NamedVariant, named_table
 from regard.learn.family.scores import (
     ALiBi,
