@@ -72,8 +72,6 @@ def build_qwen2_vl(depth: int = 2, images: list[np.ndarray] | None = None) -> Vi
 
     The image sizes come from the processor of transformers.
     """
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     ids = {"video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
     vision = {
@@ -85,7 +83,7 @@ def build_qwen2_vl(depth: int = 2, images: list[np.ndarray] | None = None) -> Vi
         image_token_id=IMAGE_ID, **ids,
     )  # fmt: skip
     limits = {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
-    processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=limits)
+    processor = hf.Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=limits)
     images = [draw_image(32, 64), draw_image(48, 32)] if images is None else images
     inputs = dict(processor(images, return_tensors="pt"))
     texts = [([5, 6, 92], [93, 7, 8, 9]), ([11, 92], [93, 12])]

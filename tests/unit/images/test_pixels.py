@@ -51,11 +51,11 @@ def test_a_tensor_is_read():
 
 
 def test_the_picture_that_clip_saw_is_the_middle_of_the_image():
-    pytest.importorskip("transformers")
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
+    transformers = pytest.importorskip("transformers")
     pixels = draw_image(32, 64)
-    processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
     values = processor(pixels, return_tensors="np")["pixel_values"][0]
     np.testing.assert_allclose(undo_normalisation(values, processor), pixels[:, 16:48], atol=1)
     with pytest.raises(ArgumentError, match="undo_normalisation"):
