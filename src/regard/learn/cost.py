@@ -73,7 +73,7 @@ class Cost:
         """Multiply-adds of the scores and the output together."""
         return self.score_multiply_adds + self.value_multiply_adds
 
-    def by_step(self) -> StepTable:
+    def by_step(self) -> FourStepTable:
         """Split the cost between the four steps; `attention_by_loops` counts the same numbers one by one.
 
         Returns:
@@ -89,7 +89,7 @@ class Cost:
         n, pairs, outputs = self.q_len, self.entries, self.q_len * self.d_v
         # A row of m scores takes m - 1 comparisons, m subtractions, m exponentials, m additions and m divisions.
         softmax = 5 * pairs - n if self.kv_len else 0
-        return StepTable(
+        return FourStepTable(
             (
                 StepCost("1. compare", "Q @ K.T", "n_q·n_k·d_k", self.score_multiply_adds, "n_q·n_k", pairs),
                 StepCost("2. scale", "scores / sqrt(d_k)", "n_q·n_k", pairs, "n_q·n_k", pairs),
@@ -119,7 +119,7 @@ class StepCost:
 
 
 @dataclass(frozen=True)
-class StepTable:
+class FourStepTable:
     """The costs of the four steps, one `StepCost` in `rows` for each; prints as a table.
 
     >>> [row.operations for row in Cost(q_len=5, kv_len=5, d_k=4, d_v=4).by_step().rows]

@@ -14,7 +14,7 @@ from regard.learn import exercises
 from regard.learn.exercises import SubmissionResult
 from regard.learn.exercises.catalog import EXERCISES
 from regard.learn.exercises.class_report import NUMBER
-from regard.learn.exercises.progress import Progress, load_progress
+from regard.learn.exercises.progress import CourseProgress, load_progress
 from regard.learn.exercises.submission_process import check_here
 
 NUMBERS = range(1, len(EXERCISES) + 1)
@@ -126,7 +126,7 @@ def test_progress_counts_and_keeps_the_first_success(tmp_path):
     assert load_progress(path).exercises == {}
     wrong = SubmissionResult("not yet", "scale: …", "…", ("variance",), 3, 0.1)
     right = SubmissionResult("right", "", "…", ("variance", "scale", "keys_only"), 3, 0.1)
-    Progress().record(5, wrong).save(path)
+    CourseProgress().record(5, wrong).save(path)
     load_progress(path).record(5, right).save(path)
     solved = load_progress(path).exercises[5].solved
     assert solved.endswith("+00:00")

@@ -37,10 +37,10 @@ class ExerciseProgress:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CourseProgress:
     """The progress of a learner, by the number of the exercise; `record` returns it with one more check.
 
-    >>> Progress().exercises
+    >>> CourseProgress().exercises
     {}
     """
 
@@ -49,7 +49,7 @@ class Progress:
     def __init__(self, exercises: Mapping[int, ExerciseProgress] | None = None) -> None:
         object.__setattr__(self, "exercises", dict(exercises or {}))
 
-    def record(self, n: int, result: SubmissionResult) -> Progress:
+    def record(self, n: int, result: SubmissionResult) -> CourseProgress:
         """Return the progress after one more check.
 
         Args:
@@ -65,7 +65,7 @@ class Progress:
             solved=before.solved or (now if result.correct else ""),
             hint=result.hint,
         )
-        return Progress({**self.exercises, n: after})
+        return CourseProgress({**self.exercises, n: after})
 
     def save(self, path: Path) -> None:
         """Write the file; it is replaced as a whole, so an interrupted write loses nothing."""
@@ -75,11 +75,11 @@ class Progress:
         temporary.replace(path)
 
 
-def load_progress(path: Path) -> Progress:
+def load_progress(path: Path) -> CourseProgress:
     """Read the progress of a learner.
 
     Args:
-        path: The file that `Progress.save` wrote; if there is none, nothing has been done.
+        path: The file that `CourseProgress.save` wrote; if there is none, nothing has been done.
 
     Returns:
         The progress.
@@ -88,12 +88,12 @@ def load_progress(path: Path) -> Progress:
         ArgumentError: If the file is not such a file.
     """
     if not path.exists():
-        return Progress()
+        return CourseProgress()
     try:
         stored = json.loads(path.read_text("utf-8"))
         if stored["format"] != FORMAT:
             raise ValueError(f"format {stored['format']}")
-        return Progress(
+        return CourseProgress(
             {
                 int(n): ExerciseProgress(**entry | {"right_parts": tuple(entry["right_parts"])})
                 for n, entry in stored["exercises"].items()

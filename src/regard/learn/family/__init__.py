@@ -1,7 +1,7 @@
 """Fifteen kinds of attention on one example, so that every difference comes from the mechanism.
 
 Each is a subclass of `ScaledDotProductAttention` that overrides only what it changes. `show` prints one mechanism with
-every number of a row, `table` and `gallery` show all of them side by side, `named_table` the published variants.
+every number of a row, `table` and `gallery` show all side by side, `tabulate_named_variants` the published variants.
 Imports from `regard.learn` and below.
 
 >>> from regard.learn import family
@@ -24,7 +24,12 @@ from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, mean_
 from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
 from regard.learn.family.mechanism import FamilyTable, Mechanism, MechanismPage, PublishedUse
 from regard.learn.family.mechanism_gallery import Gallery, gallery
-from regard.learn.family.named_variants import NAMED_VARIANTS, NamedTable, NamedVariant, named_table
+from regard.learn.family.named_variants import (
+    NAMED_VARIANTS,
+    NamedTable,
+    NamedVariant,
+    tabulate_named_variants,
+)
 from regard.learn.family.scores import (
     ALiBi,
     Biased,
@@ -74,7 +79,7 @@ __all__ = [
     "WorkedStep",
     "gallery",
     "mean_pool_heads",
-    "named_table",
+    "tabulate_named_variants",
     "show",
     "table",
 ]

@@ -133,7 +133,7 @@ class NamedTable:
     attention.
 
     >>> from regard.learn import family
-    >>> len(family.named_table().rows)
+    >>> len(family.tabulate_named_variants().rows)
     15
     """
 
@@ -159,13 +159,13 @@ class NamedTable:
     __repr__ = __str__
 
 
-def named_table() -> NamedTable:
+def tabulate_named_variants() -> NamedTable:
     """Run the named variants on the example, and tabulate the weights that "mat" gives to each token.
 
     Returns:
         The table; `print` it to read it.
 
-    >>> print(str(named_table()).splitlines()[10])
+    >>> print(str(tabulate_named_variants()).splitlines()[10])
     Performer  ...
     """
     return NamedTable(tuple((variant, variant.compute_weights()) for variant in _VARIANTS))
