@@ -59,7 +59,10 @@ def test_fused_products_of_blocks_merge_to_the_product(mask, score_mod, arrays) 
 def test_states_of_blocks_merge_to_the_results(mask, compiled, arrays) -> None:
     query, key, _ = arrays
     measures = [Entropy(), Received(), Distance("lower_right"), Position(), Mass(first(15)), TopK(5)]
-    with native.use_instruction_set(native.list_instruction_sets()[-1] if compiled else None):
+    instruction_sets = native.list_instruction_sets()
+    if compiled and not instruction_sets:
+        pytest.skip("the compiled pass is not built")
+    with native.use_instruction_set(instruction_sets[-1] if compiled else None):
         A = regard.attention(query, key, mask=mask, enable_gqa=True)
         expected = A.measure(*measures)
         problem = A.problem
