@@ -125,7 +125,9 @@ class Source:
         for error_class in sorted({"RegardError", *error_classes}):
             for call, function in self.calls.get(error_class, []):
                 if call.args:
-                    parts = {word.arg: word.value for word in call.keywords if word.arg}
+                    # Errors may have more arguments, such as the ranks that failed; these are not part of the message.
+                    message = ("received", "expected", "hint")
+                    parts = {word.arg: word.value for word in call.keywords if word.arg in message}
                     for bindings in self.find_bindings(call.args[0], function):
                         texts = {
                             name: self.template(part, function, bindings) for name, part in parts.items()

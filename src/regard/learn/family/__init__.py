@@ -79,9 +79,9 @@ __all__ = [
     "WorkedStep",
     "gallery",
     "mean_pool_heads",
-    "tabulate_named_variants",
     "show",
     "table",
+    "tabulate_named_variants",
 ]
 
 
