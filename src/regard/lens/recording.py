@@ -19,6 +19,7 @@ from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.analysis.span_rows import compute_span_mass, select_call
+from regard.lens.capture.cache_faults import find_cache_fault
 from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
@@ -31,6 +32,7 @@ from regard.lens.recording_errors import (
     build_speculative_error,
     format_shapes,
 )
+from regard.lens.recording_summary import count_mask_bytes, render_layers
 from regard.lens.serialization import write_calls
 from regard.lens.span_mass import SpanMass
 from regard.lens.spans import SpanRanges, Spans, require_spans
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
     from regard.pages.html import Page
 
 __all__ = ["Recording"]
-
-# A call that extends no cache is compared with this many of the latest ones to find out why.
-MAX_FAULTY_CACHES = 8
 
 
 class Recording(Mapping[str, AttentionMatrix]):
@@ -89,12 +88,9 @@ class Recording(Mapping[str, AttentionMatrix]):
                             )
                             self._cache_faults.setdefault(call.name, []).append(fault)
                         return joined if joined is groups[-1] else None
-                for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
-                    found = joined.find_fault(call)
-                    if found is not None:
-                        fault = CacheFault(number, found[0], tokens, found[1])
-                        self._cache_faults.setdefault(call.name, []).append(fault)
-                        break
+                fault = find_cache_fault(groups, call, number)
+                if fault is not None:
+                    self._cache_faults.setdefault(call.name, []).append(fault)
             groups.append(JoinedCalls(call))
             return None
 
@@ -161,17 +157,9 @@ class Recording(Mapping[str, AttentionMatrix]):
     def nbytes(self) -> int:
         """Bytes held: queries, keys, lse, and masks of q_len × kv_len that intervals could not replace."""
         groups = self._joined_calls.values()
-        return sum(joined.nbytes for calls in groups for joined in calls) + self._mask_nbytes()
-
-    def _mask_nbytes(self) -> int:
-        """Return the bytes of masks and biases stored as arrays; those that layers share count once."""
-        sizes = {
-            array.data_ptr(): int(array.nbytes)
-            for calls in self._joined_calls.values()
-            for joined in calls
-            for array in joined.last.compact_mask.stored_arrays
-        }
-        return sum(sizes.values())
+        return sum(joined.nbytes for calls in groups for joined in calls) + count_mask_bytes(
+            self._joined_calls
+        )
 
     def __repr__(self) -> str:
         layers = (f"  {name}: {format_shapes(groups)}" for name, groups in self._joined_calls.items())
@@ -184,27 +172,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return f"Recording({layers}, {self.nbytes:,} bytes held)"
 
     def _repr_html_(self) -> str:
-        from regard.render import notebook
-
-        shown = list(self._joined_calls.items())[: notebook.MAX_ROWS]
-        rows = [
-            [
-                str(number),
-                name,
-                format_shapes(groups),
-                groups[-1].last.kernel,
-                f"{sum(joined.nbytes for joined in groups):,}",
-            ]
-            for number, (name, groups) in enumerate(shown)
-        ]
-        more = len(self) - len(shown)
-        closing = f"… and {more:,} more layers. " if more else ""
-        if self._uncaptured:
-            names = list(self._uncaptured)
-            closing += f"Not captured: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
-        columns = ["layer", "module", "shape", "kernel", "bytes"]
-        is_text = [False, True, True, True, False]
-        return notebook.render_table(self._summary(), columns, rows, is_text, closing)
+        return render_layers(self._summary(), self._joined_calls, list(self._uncaptured))
 
     def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
         """Measure every head: a table with one row for each layer and head, from one pass for each layer.
