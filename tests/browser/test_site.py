@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # builds the whole site
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "docs/book").glob("[01]*.md"))
 EXERCISES = sorted((ROOT / "docs/exercises").glob("[01]*.md"))
-GUIDES = sorted((ROOT / "docs/guides").glob("[01]*.md"))
+GUIDES = sorted((ROOT / "docs/guides").glob("[0-9]*.md"))
 NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
 
