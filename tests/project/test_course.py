@@ -221,8 +221,8 @@ def test_what_the_course_covers_is_shown_by_tests_and_commands_that_exist():
 
     commands = set(typer.main.get_command(app).commands)
     entries = json.loads((DOCS / "course-coverage.json").read_text("utf-8"))
-    assert {entry["row"] for entry in entries} >= set(range(7, 17))
-    assert len({entry["described"] for entry in entries}) == len(entries) <= 36
+    assert {entry["row"] for entry in entries} == set(range(1, 17))
+    assert len({entry["described"] for entry in entries}) == len(entries) == 36
     for entry in entries:
         assert set(entry) == {"row", "described", "where", "check"}
         for target in re.findall(r"\]\(([^)#]+)", entry["where"]):
