@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,12 @@ copyright = "the regard developers"
 release = version = regard.__version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
-extensions = ["myst_nb", "sphinx_copybutton", "pages"]  # pages.py writes the reference from the docstrings
+# Of our own: pages writes the reference from the docstrings, course the contents, notebooks what is downloaded.
+extensions = ["myst_nb", "sphinx_copybutton", "pages", "course", "notebooks"]
+# Address of the repository on GitHub, for links that open the notebooks in hosted services. They are read from the
+# branch on which the built site is published: scripts/docs docs/_build -D repository=https://github.com/owner/name
+repository = ""
+notebook_branch = "gh-pages"
 exclude_patterns = ["_build", "jupyter_execute", "_ext"]
 templates_path = ["_templates"]
 nitpicky = True
@@ -82,34 +86,15 @@ def mathml(visitor: Any, node: nodes.Element, block: bool) -> None:
     raise nodes.SkipNode
 
 
-def notebook_path(docname: str, app: Sphinx) -> Path:
-    """Return the path of the executed notebook, if the page is one."""
-    return Path(app.outdir).parent / "jupyter_execute" / f"{docname}.ipynb"
-
-
-def add_notebook_link(
-    app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any
-) -> None:
-    """Tell the template the name of the notebook beside the page, and fix the headings of the navigation."""
-    if notebook_path(docname, app).exists():
-        context["notebook"] = Path(docname).name + ".ipynb"
-    # Captions have the role of a heading, which needs a level for screen readers.
+def fix_navigation(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give the captions of the navigation a level: they have the role of a heading, and screen readers need one."""
     tree = context["furo_navigation_tree"]
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
-
-
-def copy_notebooks(app: Sphinx, failure: Exception | None) -> None:
-    if failure is None and app.builder.name == "html":
-        for docname in app.env.found_docs:
-            source = notebook_path(docname, app)
-            if source.exists():
-                shutil.copy(source, Path(app.outdir) / f"{docname}.ipynb")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
     )
-    app.connect("html-page-context", add_notebook_link, priority=900)  # after the theme built the navigation
-    app.connect("build-finished", copy_notebooks)
+    app.connect("html-page-context", fix_navigation, priority=900)  # after the theme built the navigation
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -125,7 +125,7 @@ def test_a_chapter_has_an_explorer_in_place(site, source):
 def unsupported(notebook: list[dict]) -> set[str]:
     """Numbers with a decimal point in the text that occur in no cell."""
     prose = "\n".join("".join(cell["source"]) for cell in notebook if cell["cell_type"] == "markdown")
-    prose = re.sub(r"\]\([^)]*\)|arXiv:\S+|`[^`]*`", "", prose)  # links, papers, names in code
+    prose = re.sub(r"\]\([^)]*\)|(?:arXiv|doi):\S+|`[^`]*`", "", prose)  # links, papers, names in code
     code = "\n".join(shown(cell) for cell in notebook if cell["cell_type"] == "code")
     return {number for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)", prose) if number not in code}
 
