@@ -9,7 +9,7 @@ import regard
 from regard import explore
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, faults, pace, table
+from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, SCREENS, faults, pace, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -222,9 +222,7 @@ def test_heatmap_shows_hostile_tokens_as_text(show):
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
-)
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_heatmap_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": width == 390}
     tab = show(explore.heatmap(), **options)

@@ -13,7 +13,7 @@ from regard import explore
 from regard.explore.cost_explorer import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
 from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import HOSTILE, faults
+from tests.helpers.pages import HOSTILE, SCREENS, faults
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -414,9 +414,7 @@ def test_hostile_tokens_are_shown_as_text(show):
     assert tab.locator("script").count() == 2 and tab.locator("img").count() == 0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
-)
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {
         "viewport": {"width": width, "height": 800},

@@ -12,7 +12,7 @@ from regard.explore import annotated_listing, code_explorer
 from regard.explore.annotated_listing import AnnotatedListing, load_listing, read_listing
 from regard.learn import ScaledDotProductAttention, cat, create_causal_mask
 from regard.render.text import format_number
-from tests.helpers.pages import LOADED, faults, pace
+from tests.helpers.pages import LOADED, SCREENS, faults, pace
 
 slow = pytest.mark.slow  # starts a browser
 LISTINGS = [tab.listing for tab in code_explorer.LISTING_TABS]
@@ -184,9 +184,7 @@ def test_without_torch_the_lines_still_have_notes(show, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
-)
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": width == 390}
     tab = show(explore.code(), **options)

@@ -13,7 +13,7 @@ from regard import explore
 from regard.explore.pipeline_explorer import MAX_NUMBERS
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import HOSTILE, LOADED, faults, pace, run_in_node
+from tests.helpers.pages import HOSTILE, LOADED, SCREENS, faults, pace, run_in_node
 
 slow = pytest.mark.slow  # starts a browser
 STEPS = ["Compare", "Scale", "Normalise", "Aggregate"]
@@ -430,9 +430,7 @@ def test_hostile_tokens_are_text(show):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 390), ("light", 390), ("dark", 1280)]
-)
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     touch = width == 390
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": touch}

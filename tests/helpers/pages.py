@@ -32,6 +32,14 @@ HOSTILE = [
 
 
 # The page of `explore.model` carries a whole model; its tests are in test_explore_model.py.
+# Colour scheme and width. CI sees each of them once, the nightly run all combinations.
+SCREENS = [
+    ("light", 1280),
+    ("dark", 390),
+    pytest.param("light", 390, marks=pytest.mark.nightly),
+    pytest.param("dark", 1280, marks=pytest.mark.nightly),
+]
+
 EXPLORERS = [getattr(explore, name) for name in explore.__all__ if name not in ("Page", "model")]
 
 
