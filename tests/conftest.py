@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-dtype", action="store_true", help="run each shape and mask of the GPU kernels at every dtype"
     )
+    parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 
@@ -37,6 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--block-loop"):
         library.LIBRARY_FILE = Path("not built")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--nightly"):
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 @pytest.fixture
