@@ -122,7 +122,17 @@ def test_the_lists_agree_with_each_other():
 def test_every_file_is_named_by_its_hash_and_no_registry_is():
     names = {path.stem for path in (ROOT / "requirements").iterdir()} - {"licences"}  # a list of licences
     engines = {"lowest", "newest", "numpy-tests"}
-    assert {"ci", "run", "release", "torch", "torch-cpu", "triton", "weights", "wheels"} | engines == names
+    assert {
+        "ci",
+        "loggers",
+        "run",
+        "release",
+        "torch",
+        "torch-cpu",
+        "triton",
+        "weights",
+        "wheels",
+    } | engines == names
     for name in names:
         assert pins(name)
         assert {package for package, pin in pins(name).items() if not pin.hashes} == set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from regard.errors import RegardError
 
 Row = dict[str, Any]
+HeadHistory = Mapping[tuple[str, int], Sequence[Row]]
 
 
 class Alarm(NamedTuple):
@@ -81,12 +82,12 @@ class AlarmError(RegardError, RuntimeError):
 class AlarmRule(Protocol):
     """A rule: an object with a method `check`."""
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step.
 
         Args:
             rows: The rows of this step, one for each layer and head.
-            history: The rows of all monitored steps, this one included, in order.
+            history: The rows of each head, by module and head: all monitored steps, this one included, in order.
         """
 
 
@@ -115,7 +116,7 @@ class ScoreGrowth:
     window: int = 3
     floor: float = 30.0
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         hint = (
             "Scores that grow without bound precede divergence: lower the learning rate, normalise query and key "
@@ -128,17 +129,13 @@ class ScoreGrowth:
                     "score growth", row, score, self.value, f"the largest score is {score:.1f}", hint
                 )
             elif score > self.floor:
-                past = [
-                    old["max_score"]
-                    for old in history
-                    if old["module"] == row["module"] and old["head"] == row["head"]
-                ]
-                recent = past[-1 - self.window :]
+                past = history[row["module"], row["head"]]
+                start, recent = past[0]["max_score"], [old["max_score"] for old in past[-1 - self.window :]]
                 is_rising = len(recent) > self.window and all(a < b for a, b in pairwise(recent))
-                limit = self.factor * abs(past[0])
+                limit = self.factor * abs(start)
                 if is_rising and score > limit:
                     message = (
-                        f"the largest score rose from {past[0]:.1f} to {score:.1f}, and in each of the last "
+                        f"the largest score rose from {start:.1f} to {score:.1f}, and in each of the last "
                         f"{self.window} monitored steps"
                     )
                     yield _build("score growth", row, score, limit, message, hint)
@@ -159,13 +156,10 @@ class EntropyCollapse:
     share: float = 0.1
     min_score: float = 30.0
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
-        firsts: dict[tuple[str, int], float] = {}
-        for old in history:
-            firsts.setdefault((old["module"], old["head"]), old["entropy"])
         for row in rows:
-            start = firsts[row["module"], row["head"]]
+            start = history[row["module"], row["head"]][0]["entropy"]
             entropy, limit = row["entropy"], self.share * start
             if entropy < limit and row["max_score"] > self.min_score:
                 yield _build(
@@ -192,7 +186,7 @@ class SaturatedHead:
     share: float = 0.9
     min_score: float = 30.0
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         for row in rows:
             if row["saturated"] > self.share and row["max_score"] > self.min_score:
@@ -220,7 +214,7 @@ class DeadHead:
 
     share: float = 0.995
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         for row in rows:
             if row["first"] > self.share:
@@ -239,7 +233,7 @@ class DeadHead:
 class NonFinite:
     """Alarm if rows of a head have NaN or inf; only the first layer of the step that has any is named."""
 
-    def check(self, rows: Sequence[Row], history: Sequence[Row]) -> Iterator[Alarm]:
+    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         bad = [row for row in rows if row["nonfinite"]]
         for row in bad:

@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,6 +136,7 @@ class Monitor:
         self._table = StepTable(self._measures)
         self._num_last_rows = 0
         self._layout: Layout | None = None  # what the processes have agreed on
+        self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
 
     # Steps
@@ -279,7 +281,9 @@ class Monitor:
 
     def _check_alarms(self, rows: list[dict[str, Any]], step: int, rank: int) -> None:
         """Report the alarms that were not active in the last monitored step; every process raises, rank 0 reports."""
-        found = [alarm for rule in self._rules for alarm in rule.check(rows, self.history)]
+        for row in rows:
+            self._head_history[row["module"], row["head"]].append(row)
+        found = [alarm for rule in self._rules for alarm in rule.check(rows, self._head_history)]
         new = [alarm for alarm in found if alarm.place not in self._active]
         self._active = {alarm.place: step for alarm in found}
         self.raised.extend(new)

@@ -28,7 +28,8 @@ def row(step: int = 0, head: int = 0, **numbers: float) -> dict[str, object]:
 
 
 def check(rule: object, *steps: dict[str, object]) -> list[tuple[str, int, float]]:
-    return [(alarm.kind, alarm.head, alarm.value) for alarm in rule.check(list(steps[-1:]), list(steps))]
+    history = {("attn", steps[-1]["head"]): list(steps)}
+    return [(alarm.kind, alarm.head, alarm.value) for alarm in rule.check(list(steps[-1:]), history)]
 
 
 def test_score_growth_by_value_and_by_trend() -> None:

@@ -15,7 +15,7 @@ from regard.core.attention import attention
 from regard.core.matrix import AttentionMatrix
 from regard.engines import find_engine, get_engine, native
 from regard.masks import first
-from regard.measures import Coarse, Distance, Entropy, Mass, Received
+from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Received
 from regard.testing.cases.factors import Case
 from regard.testing.cases.inputs import CaseInputs, visible_keys
 from regard.testing.tolerance import ErrorBound, epsilon
@@ -165,6 +165,9 @@ def compute_bounds(case: Case, inputs: CaseInputs) -> CaseBounds:
     own_size = np.abs(np.where(np.isfinite(exact.lse), exact.lse, 0))
     common: dict[str, Any] = {"dtype": working, "ordinary": inputs.ordinary}
     cells = max(1, min(*exact.weights.shape[-2:], 4))
+    measures = _compute_measure_bounds(exact.weights, naive.weights, drift, cells, working)
+    max_scores = (np.max(scores, axis=-1, initial=-np.inf) for scores in (exact.scores, naive.scores))
+    measures["max_score"] = ErrorBound.compute(*max_scores, magnitude=1 + largest, what="max_score", **common)
     return CaseBounds(
         ErrorBound.compute(
             exact.output, naive.output, magnitude=summed, score_error=drift[..., None], dtype=case.dtype,
@@ -172,7 +175,7 @@ def compute_bounds(case: Case, inputs: CaseInputs) -> CaseBounds:
         ),
         ErrorBound.compute(exact.lse, naive.lse, magnitude=np.maximum(own_size, 1 + largest), what="lse", **common),
         ErrorBound.compute(exact.weights, naive.weights, score_error=drift[..., None], what="weights", **common),
-        _compute_measure_bounds(exact.weights, naive.weights, drift, cells, working),
+        measures,
         cells,
     )  # fmt: skip
 
@@ -269,7 +272,7 @@ def compute_results(
 
 
 def _compute_measures_of(matrix: AttentionMatrix, bounds: CaseBounds) -> Iterator[tuple[ErrorBound, Any]]:
-    measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3))]
+    measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3)), MaxScore()]
     measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
     for name, result in matrix.measure(*measures)._asdict().items():
         yield bounds.measures[name], from_engine(result)
