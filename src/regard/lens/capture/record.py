@@ -346,9 +346,9 @@ def _may_be_overwritten(tensor: Tensor) -> bool:
 def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
     """Copy, move or reference the tensors of a call, as the options ask."""
 
-    def store(tensor: Tensor) -> Tensor:
+    def store(tensor: Tensor, copy: bool = options.copy) -> Tensor:
         if options.device is None and options.dtype is None:
-            return tensor.clone() if options.copy or _may_be_overwritten(tensor) else tensor
+            return tensor.clone() if copy or _may_be_overwritten(tensor) else tensor
         device, dtype = options.device or tensor.device, options.dtype or tensor.dtype
         return tensor.to(device=device, dtype=dtype, copy=True)
 
@@ -368,14 +368,15 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
     if options.values and call.weights is not None and args.dense is not None:
         call.value = call.cached
         output = args.dense.output if args.edited_output is None else args.edited_output
-        call.output = None if output is None else store(output.detach())
+        # Always a copy: some layers add a convolution or relative positions to the output in place.
+        call.output = None if output is None else store(output.detach(), copy=True)
     elif options.values:
         call.value = store(drop_repeated_heads(options.detach(args.value), query))
         output = args.output if args.edited_output is None else args.edited_output
         if output is not None:
             # A copy of the output would not be a part of the graph, so its gradient would be None.
             is_kept = options.grad and not options.copy and options.device is None and options.dtype is None
-            call.output = output if is_kept else store(options.detach(output))
+            call.output = output if is_kept else store(options.detach(output), copy=True)
     return call
 
 
