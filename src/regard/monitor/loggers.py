@@ -145,7 +145,8 @@ class TensorBoardLogger:
             self._writer.add_scalar(name, value, step)
         for column in IMAGES:
             image = draw_heads(rows, column)
-            self._writer.add_image(f"attention/{column}", image, step, dataformats="HWC")
+            # TensorBoard shows one kind of data for a tag, so images have tags that scalars have not.
+            self._writer.add_image(f"attention/heads/{column}", image, step, dataformats="HWC")
 
 
 def draw_heads(rows: Sequence[Row], column: str) -> Any:

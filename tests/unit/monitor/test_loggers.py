@@ -59,7 +59,11 @@ def test_tensorboard_has_scalars_and_an_image_of_layers_and_heads(tmp_path: Path
     assert [event.step for event in scalars] == [0, 2]
     row = monitor.history.filter(step=2, layer=1, head=2)[0]
     assert scalars[1].value == np.float32(row["entropy"])
-    images = events.Images("attention/max_score")
+    tags = events.Tags()
+    assert tags["images"] and not set(tags["images"]) & set(
+        tags["scalars"]
+    )  # the server shows one kind for a tag
+    images = events.Images("attention/heads/max_score")
     assert [event.step for event in images] == [0, 2]
     assert (images[0].height, images[0].width) == (2 * PIXELS, 4 * PIXELS)
     from PIL import Image  # tensorboard's images need it, too
