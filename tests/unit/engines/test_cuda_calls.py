@@ -38,10 +38,8 @@ def test_no_call_is_illegal():
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:5]])
 
 
-@pytest.mark.slow
-def test_no_call_of_three_thousand_cases_is_illegal(request):
-    if request.config.getoption("--cases") <= 7000:
-        pytest.skip("the nightly run has 70,000 cases, and these")
+@pytest.mark.nightly
+def test_no_call_of_three_thousand_cases_is_illegal():
     failures = count_failures(3000, seed=21)
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:5]])
 

@@ -55,11 +55,9 @@ def test_cases_agree_with_the_definition(has_float64):
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:5]])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @BOTH
-def test_every_case_agrees_with_the_definition(has_float64, request):
-    if request.config.getoption("--cases") <= 7000:
-        pytest.skip("the nightly run has 70,000 cases, and these")
+def test_every_case_agrees_with_the_definition(has_float64):
     failures = list_failures(1000, seed=31, has_float64=has_float64)
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:5]])
 
