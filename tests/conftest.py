@@ -88,7 +88,7 @@ def show(browser, tmp_path):
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
         contexts.append(context)
         tab = context.new_page()
-        tab.set_default_timeout(5000)
+        tab.set_default_timeout(60_000)  # a busy machine may take its time
         tab.on("console", lambda message: events.append(f"console {message.text}"))
         tab.on("pageerror", lambda error: events.append(f"error {error}"))
         tab.on("dialog", dialog)

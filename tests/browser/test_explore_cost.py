@@ -327,7 +327,7 @@ def test_by_button_and_by_keyboard(show):
 
 def until(tab, met) -> None:
     """Wait for a condition; the page's content policy forbids Playwright's own wait."""
-    for _ in range(250):
+    for _ in range(3000):
         if met():
             return
         tab.wait_for_timeout(20)

@@ -43,7 +43,6 @@ def page():
 def open_page(show, page):
     def open_page(**options):
         tab = show(page, **{"viewport": {"width": 1280, "height": 900}, **options})
-        tab.set_default_timeout(20_000)
         tab.evaluate(SETTLED)
         return tab
 
@@ -298,7 +297,7 @@ def test_a_notebook_runs_it_in_a_sandbox(browser, page):
     tab.on("console", lambda message: said.append(message.text))
     tab.set_content(f"<!DOCTYPE html><title>notebook</title>{page._repr_html_()}")
     frame = tab.frame_locator("iframe")
-    frame.locator("#lens-table tbody tr").first.wait_for(timeout=20_000)
+    frame.locator("#lens-table tbody tr").first.wait_for()
     assert frame.locator("#guesses button").count() == 8 and said == []
     context.close()
 

@@ -381,7 +381,6 @@ def test_weights_on_screen_are_those_of_python(whole, show):
     rng = np.random.default_rng(0)
     places = [[int(rng.integers(n)) for n in (6, 12, 512, 512)] for _ in range(100)]
     tab = show(page)
-    tab.set_default_timeout(30_000)
     shown = tab.evaluate(READ, places)
     names, error = list(recording), stated(page)
     dense = {

@@ -196,7 +196,7 @@ def quiet(browser):
     events: list[str] = []
     context = browser.new_context(viewport={"width": 1300, "height": 1000})
     tab = context.new_page()
-    tab.set_default_timeout(5000)
+    tab.set_default_timeout(60_000)  # a busy machine may take its time
     tab.on("console", lambda message: events.append(f"console {message.text}"))
     tab.on("pageerror", lambda error: events.append(f"error {error}"))
     yield tab

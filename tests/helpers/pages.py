@@ -98,7 +98,7 @@ def darkest_pixel(canvas, below: float = 0.0, left: int = 0) -> list[int]:
     return canvas.evaluate(script, [below, left])
 
 
-def wait_until(tab, met, tries: int = 250) -> None:
+def wait_until(tab, met, tries: int = 3000) -> None:
     """Wait for a condition; the content policy of a page forbids Playwright's own wait."""
     for _ in range(tries):
         if met():
@@ -120,7 +120,7 @@ def misfits(tab) -> list[str]:
 
 def wait_for_frames(tab) -> None:
     """Wait until every frame has the height of its page; the error names those that have not."""
-    for _ in range(250):
+    for _ in range(3000):
         if not (found := misfits(tab)):
             return
         tab.wait_for_timeout(20)
