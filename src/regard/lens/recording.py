@@ -83,10 +83,9 @@ class Recording(Mapping[str, AttentionMatrix]):
                 for joined in reversed(groups):
                     if joined.try_append(call):
                         if call.num_missing_values and not joined.is_cross_attention:
-                            fault = CacheFault(
-                                number, "values missing", tokens, tokens - call.num_missing_values
-                            )
-                            self._cache_faults.setdefault(call.name, []).append(fault)
+                            values = tokens - call.num_missing_values
+                            missing = CacheFault(number, "values missing", tokens, values)
+                            self._cache_faults.setdefault(call.name, []).append(missing)
                         return joined if joined is groups[-1] else None
                 fault = find_cache_fault(groups, call, number)
                 if fault is not None:
