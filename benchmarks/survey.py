@@ -247,6 +247,8 @@ def benchmark_driver(folder: Path, documents: int, executor: str, shard_size: in
     survey = run_survey()
     size = sum(path.stat().st_size for path in survey.files)
     manifest = (folder / "out/manifest.jsonl").stat().st_size
+    assert survey.documents == documents, f"{survey.documents:,} documents in the tables"
+    print(f"{survey.documents:,} documents surveyed")
     print(f"{survey}\n{time.perf_counter() - begin:.0f} s, {len(survey.files):,} files of {size:,} bytes, "
           f"a manifest of {manifest:,}")  # fmt: skip
     for step, action in (("resume with nothing to do", run_survey), ("report", lambda: survey.page().html)):

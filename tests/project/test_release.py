@@ -390,6 +390,7 @@ def test_jobs_may_do_what_they_must_and_no_more():
     more = {name: job["permissions"] for name, job in jobs() if job["permissions"] != {"contents": "read"}}
     assert more == {
         "compatibility.yml, report": {"issues": "write"},
+        "nightly.yml, report": {"issues": "write"},
         "release.yml, publish": {"id-token": "write"},
         "release.yml, announce": {"contents": "write"},
     }
@@ -414,7 +415,7 @@ def test_workflows_name_what_is_there():
     commands = [step["run"] for _, job in jobs() for step in job.get("steps", []) if "run" in step]
     assert not any("${{" in command for command in commands)  # values come in by the environment
     named = re.findall(r"(?:scripts|requirements|\.ci)/[\w./-]+", " ".join(commands))
-    scripts = {"scripts/compat", "scripts/release", "scripts/sbom"}
+    scripts = {f"scripts/{name}" for name in ("compat", "nightly", "release", "sbom", "setup")}
     assert {".ci/run", "requirements/release.txt", "requirements/wheels.txt"} | scripts == set(named)
     assert all((ROOT / name).is_file() for name in named)
 

@@ -1,0 +1,160 @@
+"""The nightly run: stages that cover every test, results that belong to a commit, and the page made from them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NIGHTLY = runpy.run_path(str(ROOT / "scripts/nightly"))
+STAGES = {stage.name: stage for stage in NIGHTLY["STAGES"]}
+RESULTS = json.loads((ROOT / "docs/nightly.json").read_text())
+
+
+def make_stage(code: str, *, minutes: float = 1, **patterns: str):
+    return NIGHTLY["Stage"]("small", "a test", minutes, ((sys.executable, "-c", code),), **patterns)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def find_test_paths(stage) -> tuple[list[str], list[str]]:
+    """Return the paths that a stage gives to pytest, and those it leaves out."""
+    words = [word for command in stage.commands if "pytest" in command for word in command]
+    ignored = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+    return [word for word in words if word.startswith("tests/")], ignored
+
+
+def test_every_test_is_in_one_stage_that_reads_pytests_count():
+    found: dict[str, list[str]] = {}
+    for name, stage in STAGES.items():
+        paths, ignored = find_test_paths(stage)
+        for path in paths:
+            target = ROOT / path
+            files = [target] if target.is_file() else sorted(target.rglob("test_*.py"))
+            assert files, path
+            for file in files:
+                relative = file.relative_to(ROOT).as_posix()
+                if relative not in ignored:
+                    found.setdefault(relative, []).append(name)
+    every = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert every - found.keys() == set()
+    assert {path: names for path, names in found.items() if len(names) > 1} == {}
+
+
+def test_scripts_of_the_stages_exist_and_no_stage_outlasts_a_hosted_runner():
+    for stage in STAGES.values():
+        assert stage.minutes <= 330
+        for _, word, *_ in stage.commands:
+            assert word == "-m" or (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize(
+    ("code", "patterns", "cases", "failures", "problem"),
+    [
+        ("print('1,200 cases ran')", {"cases": r"([\d,]+) cases"}, 1200, 0, ""),
+        ("print('a: x\\na: y')", {"cases": r"(?m)^a: "}, 2, 0, ""),
+        (
+            "print('2 ran, 1 failed'); exit(1)",
+            {"cases": r"(\d) ran", "failures": r"(\d) failed"},
+            2,
+            1,
+            "exit code 1",
+        ),
+        ("print('=== 1 failed, 4 passed, 1 error in 2.00s ===')", {}, 5, 2, ""),
+        ("exit(3)", {}, 0, 1, "exit code 3"),
+        ("print('fine')", {}, 0, 1, "nothing ran"),
+    ],
+)
+def test_a_stage_counts_cases_and_failures(tmp_path, code, patterns, cases, failures, problem):
+    result = NIGHTLY["run_stage"](make_stage(code, **patterns), tmp_path)
+    assert (result["cases"], result["failures"], result["problem"]) == (cases, failures, problem)
+    assert f"{cases:,} cases" in NIGHTLY["format_result"]("small", result)
+
+
+def test_a_stage_is_stopped_by_its_time_limit_with_its_children(tmp_path):
+    child = "import time; time.sleep(60)"
+    start = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', '{child}'])"
+    code = f"{start}; print(p.pid, flush=True); p.wait()"
+    result = NIGHTLY["run_stage"](make_stage(code, minutes=1 / 60), tmp_path)
+    assert result["problem"] == "stopped by its time limit" and result["seconds"] < 30
+    pid = int((tmp_path / "small.log").read_text().split()[-1])
+    end = time.monotonic() + 10  # a signal takes a moment
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def test_a_state_of_another_commit_is_not_resumed(tmp_path):
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps({"commit": "a" * 40, "changed": False, "stages": {}}))
+    command = [sys.executable, ROOT / "scripts/nightly", "--resume", "--stage", "faults", "--state", state]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and "has results of commit aaaaaaaaaa" in run.stderr
+
+
+def test_a_stage_that_passed_is_not_run_again(tmp_path):
+    state, result = (
+        tmp_path / "state.json",
+        {"date": "", "cases": 7, "failures": 0, "seconds": 60, "problem": ""},
+    )
+    stages = {name: result for name in STAGES}
+    state.write_text(json.dumps({"commit": NIGHTLY["read_commit"](), "changed": False, "stages": stages}))
+    command = [sys.executable, ROOT / "scripts/nightly", "--resume", "--state", state]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = run.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(STAGES)
+    assert all(line.endswith("ok") and "7 cases" in line for line in lines)
+    assert list(tmp_path.iterdir()) == [state]  # no log, so nothing ran
+
+
+def test_states_of_two_commits_or_of_changed_files_make_no_page():
+    first, second = ({"commit": letter * 40, "changed": False, "stages": {}} for letter in "ab")
+    with pytest.raises(SystemExit, match="several commits: aaaaaaaaaa, bbbbbbbbbb"):
+        NIGHTLY["merge_states"]([first, second])
+    with pytest.raises(SystemExit, match="not in the commit"):
+        NIGHTLY["merge_states"]([first, {**first, "changed": True}])
+
+
+def test_the_page_is_generated_from_the_results():
+    assert (ROOT / "docs/nightly.md").read_text() == NIGHTLY["format_page"](RESULTS)
+    assert "\nnightly\n" in (ROOT / "docs/index.md").read_text()
+    assert RESULTS["stages"].keys() <= STAGES.keys()
+
+
+def test_every_failure_on_the_page_has_a_reason():
+    failed = {name: result for name, result in RESULTS["stages"].items() if result["failures"]}
+    assert [name for name, result in failed.items() if not result.get("reason")] == []
+
+
+def test_the_page_shows_failures_and_stages_that_did_not_run():
+    result = {"date": "2030-01-01", "cases": 1000, "failures": 2, "seconds": 90, "problem": "exit code 1"}
+    page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": {"faults": result}})
+    assert "| 1,000 | **2** | 1.5 | 2030-01-01 |" in page and "- faults: exit code 1" in page
+    assert page.count("| not run |") == len(STAGES) - 1
+
+
+def test_the_workflow_runs_every_stage_and_opens_an_issue():
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    jobs = workflow["jobs"]
+    assert workflow[True]["schedule"][0]["cron"]  # YAML reads the key `on` as true
+    assert "scripts/nightly --list --json" in jobs["stages"]["steps"][-1]["run"]
+    assert jobs["stage"]["strategy"]["matrix"]["include"] == "${{ fromJSON(needs.stages.outputs.stages) }}"
+    assert jobs["stage"]["strategy"]["fail-fast"] is False
+    assert jobs["stage"]["timeout-minutes"] >= max(stage.minutes for stage in STAGES.values()) + 30
+    listed = subprocess.run(
+        [sys.executable, ROOT / "scripts/nightly", "--list", "--json"], capture_output=True, check=True
+    )
+    assert [entry["stage"] for entry in json.loads(listed.stdout)] == list(STAGES)
+    assert "gh issue create" in jobs["report"]["steps"][0]["run"] and "failure" in jobs["report"]["if"]
