@@ -37,6 +37,7 @@ PAGE_ORDER = [
     "plot",
     "explore",
     "survey",
+    "policy",
     "learn",
     "testing",
     "engines",

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from regard import monitor as monitor
     from regard import nn as nn
     from regard import plot as plot
+    from regard import policy as policy
     from regard import positions as positions
     from regard import score_mods as score_mods
     from regard import survey as survey
@@ -120,6 +121,7 @@ __all__ = [
     "nn",
     "padding",
     "plot",
+    "policy",
     "positions",
     "prefix",
     "relative_bias",
@@ -147,6 +149,7 @@ _LAZY_PACKAGES = (
     "monitor",
     "nn",
     "plot",
+    "policy",
     "survey",
     "testing",
     "transformers",
