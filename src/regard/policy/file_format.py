@@ -105,9 +105,9 @@ def read_policy(path: Path) -> tuple[list[str], list[list[int | None]], list[lis
             raise _build_error(path, f"a layer {number} without a name")
         for key, minimum in (("windows", 1), ("sinks", 0)):
             counts = row.get(key)
-            valid = isinstance(counts, list) and all(
-                _is_count(count, minimum) or (count is None and key == "windows") for count in counts
-            )
+            if not isinstance(counts, list):
+                counts = []
+            valid = all(_is_count(count, minimum) or (count is None and key == "windows") for count in counts)
             if not valid or not 0 < len(counts) <= MAX_HEADS or len(counts) != len(rows[0]["windows"]):
                 raise _build_error(path, f"a layer {number} whose {key} are not counts, one for each kv head")
         layers.append(row["name"])
