@@ -45,7 +45,7 @@ def test_help_is_short_and_lists_the_exit_codes(run):
 
 @pytest.mark.parametrize("command", ["explore", "look", "survey", "report"])
 def test_commands_that_write_have_an_output_option(command, run):
-    assert re.search(r"-o, --output +(PAGE|DIR)", run(command, "-h")[0])
+    assert re.search(r"-o, --output +(PAGE|FILE|DIR)", run(command, "-h")[0])
 
 
 def test_every_command_in_the_docs_exists(run):
