@@ -17,6 +17,7 @@ from regard.lens.capture.patching import exclude_from_compile
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
 from regard.transformers.recorded_call import RecordedCall, record_call
+from regard.transformers.sdpa_support import supports_sdpa
 
 try:  # absent in older releases, where every call records
     from transformers.utils.output_capturing import _active_collector
@@ -41,7 +42,24 @@ _REFUSED = {
 def register() -> None:
     """Register the attention function and the mask function with transformers."""
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(NAME, create_mask)
+
+
+def create_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """Create a mask as `sdpa` does, and always for a family that does not support `sdpa`.
+
+    Args:
+        *args: Arguments of the mask function of `sdpa`.
+        config: Configuration of the model.
+        **kwargs: Arguments of the mask function of `sdpa`.
+
+    Returns:
+        Boolean, (batch, 1, q_len, kv_len), True = attend; None if the layers can do without.
+    """
+    if config is not None and not supports_sdpa(config):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, config=config, **kwargs)
+    return mask
 
 
 def attention_forward(
@@ -81,6 +99,8 @@ def attention_forward(
                 expected="a model that passes a mask",
                 hint='Load it with attn_implementation="sdpa", and record its attention with regard.watch.',
             )
+    if attention_mask is None and not supports_sdpa(module):
+        kwargs["is_causal"] = False
     is_plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
     requested = _is_requested(module, kwargs)
     is_recorded = requested and is_chosen(module)

@@ -15,7 +15,7 @@ import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from regard.transformers import AttentionWeights  # noqa: E402
-from regard.transformers.attention_function import attention_forward  # noqa: E402
+from regard.transformers.attention_function import attention_forward, create_mask  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights, output_tensors, softmax_in_own_dtype  # noqa: E402
 
 
@@ -23,7 +23,20 @@ def test_both_functions_are_registered():
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     assert hf.AttentionInterface()["regard"] is attention_forward
-    assert ALL_MASK_ATTENTION_FUNCTIONS["regard"] is ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert ALL_MASK_ATTENTION_FUNCTIONS["regard"] is create_mask
+
+
+def test_a_family_without_sdpa_is_not_taken_for_causal():
+    """Its layers do not declare `is_causal`, and `sdpa` would apply a causal mask where it gets none."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = hf.AlignTextModel(hf.AlignTextConfig(vocab_size=50, **sizes)).eval()
+    assert not model._supports_sdpa
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        eager = model(tokens).last_hidden_state
+        model.set_attn_implementation("regard")
+        torch.testing.assert_close(model(tokens).last_hidden_state, eager)
 
 
 CASES = [
