@@ -32,7 +32,7 @@ NAME = "regard"
 _has_parameter: dict[type[nn.Module], bool] = {}
 
 # Arguments that `sdpa` alone gets a mask for: transformers compares the name of the implementation.
-_REFUSED = {
+REFUSED_ARGUMENTS = {
     "indices": "an index of keys for each query",
     "block_indices": "an index of keys for each query",
     "cache": "the cache of continuous batching",
@@ -91,7 +91,7 @@ def attention_forward(
         ArgumentError: If the model needs an argument that only `sdpa` supports, or applies dropout to scores with a
             soft cap or a sink.
     """
-    for name, meaning in _REFUSED.items():
+    for name, meaning in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise ArgumentError(
                 'attn_implementation="regard"',
