@@ -101,12 +101,20 @@ def policy_attention(
         ArgumentError: If the model needs an argument that only `sdpa` supports, or weights are requested.
     """
     layer = getattr(key, "policy_layer", None)
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not isinstance(layer, PolicyLayer) or not layer.is_staged(key, value):
-        is_causal = kwargs.get("is_causal")
-        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        if is_causal:
             attention_mask = _add_causality(attention_mask, query, key)
-        options = kwargs | {"dropout": dropout, "scaling": scaling}
-        return attention_forward(module, query, key, value, attention_mask, **options)
+        others = kwargs | {"dropout": dropout, "scaling": scaling}
+        return attention_forward(module, query, key, value, attention_mask, **others)
+    if not is_causal:
+        raise ArgumentError(
+            "policy.cache",
+            received=f"{type(module).__name__}, which attends to later tokens",
+            expected="a decoder, whose tokens attend to earlier ones",
+            hint="Set is_decoder=True in the configuration if the model has it.",
+        )
     refused = REFUSED_ARGUMENTS | {"position_bias": "a bias for each pair of positions"}
     if kwargs.get("output_attentions"):
         refused = refused | {"output_attentions": "output_attentions=True"}
@@ -116,7 +124,7 @@ def policy_attention(
                 "policy.cache",
                 received=f"{meaning} in {type(module).__name__}",
                 expected="a model that passes a mask",
-                hint="Apply the policy as masks: regard.intervene(model, policy.edits()).",
+                hint="Apply the policy as masks instead: regard.interventions.restrict.",
             )
     sink = kwargs.get("s_aux")
     softcap = kwargs.get("softcap")

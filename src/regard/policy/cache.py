@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.policy.attention_function import register
 from regard.policy.cache_layer import NAME, Handover, PolicyLayer
+from regard.policy.policy import FULL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 Tensor = Any  # the types of torch are not followed
 
-FULL = -1
-
 # Layer types with keys and values of every token.
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -33,7 +32,7 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_TYPES = ("conv", "linear_attention", "mlp", "moe")
 
 
-class PolicyCache(Cache):
+class PolicyCache(Cache):  # type: ignore[misc]
     """Cache whose attention layers store what a policy keeps; `policy.cache(model)` returns one.
 
     Args:
@@ -55,7 +54,9 @@ class PolicyCache(Cache):
             ArgumentError: If the number is positive, or tokens of a window were evicted since.
         """
         blocked = [
-            layer for layer in self.layers if isinstance(layer, PolicyLayer) and not layer.can_crop(-tokens_to_remove)
+            layer
+            for layer in self.layers
+            if isinstance(layer, PolicyLayer) and not layer.can_crop(-tokens_to_remove)
         ]
         for layer in [*blocked, *self.layers]:
             layer.crop(tokens_to_remove)
@@ -81,10 +82,12 @@ def build_cache(policy: CachePolicy, model: PreTrainedModel) -> Cache:
             "policy.cache",
             received=describe_argument(model),
             expected="a model of transformers",
-            hint="For other models apply the policy as masks: regard.intervene(model, policy.edits()).",
+            hint="Apply the policy to other models as masks: regard.interventions.restrict.",
         )
     if model.config.is_encoder_decoder:
-        raise _refuse(model, "an encoder and a decoder", "its cross-attention keys have no distance to a query")
+        raise _refuse(
+            model, "an encoder and a decoder", "its cross-attention keys have no distance to a query"
+        )
     config = model.config.get_text_config(decoder=True)
     layer_types, settings = _read_layer_types(model, config)
     rows = _match_layers(policy, model, layer_types)
@@ -127,14 +130,24 @@ def says_config(
     return True
 
 
-def _read_layer_types(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+def _read_layer_types(
+    model: PreTrainedModel, config: PreTrainedConfig
+) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the type of each layer and the arguments of its cache layer; raise if a type cannot be served."""
     if getattr(config, "num_kv_shared_layers", None):
-        raise _refuse(model, "layers that share keys and values", "a policy per layer cannot evict shared keys")
+        raise _refuse(
+            model, "layers that share keys and values", "a policy per layer cannot evict shared keys"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise _refuse(
+            model, "multi-head latent attention", "all heads share one cached latent for each token"
+        )
     layer_types, settings = get_layer_types_and_kwargs(config)
     for layer_type in layer_types:
         if layer_type not in (*ATTENTION_TYPES, *STATE_TYPES):
-            raise _refuse(model, f"layers of type {layer_type!r}", "their cache holds more than keys and values")
+            raise _refuse(
+                model, f"layers of type {layer_type!r}", "their cache holds more than keys and values"
+            )
     if not any(layer_type in ATTENTION_TYPES for layer_type in layer_types):
         raise _refuse(model, "no attention layer", "it has no cache of keys and values")
     return layer_types, settings
@@ -144,9 +157,8 @@ def _match_layers(policy: CachePolicy, model: PreTrainedModel, layer_types: list
     """Return the row of the policy for each attention layer, by the module's own index or in order."""
     expected = [index for index, layer_type in enumerate(layer_types) if layer_type in ATTENTION_TYPES]
     modules = dict(model.named_modules())
-    found = [getattr(modules.get(name), "layer_idx", None) for name in policy.layers]
-    if sorted(index for index in found if index is not None) != expected:
-        found = expected
+    named = [getattr(modules.get(name), "layer_idx", -1) for name in policy.layers]
+    found = named if sorted(named) == expected else expected
     if len(found) != len(policy.windows):
         raise ArgumentError(
             "policy.cache",
@@ -177,5 +189,5 @@ def _refuse(model: PreTrainedModel, received: str, reason: str) -> ArgumentError
         "policy.cache",
         received=f"{type(model).__name__} with {received}",
         expected="a decoder that computes attention through the AttentionInterface of transformers",
-        hint=f"{type(model).__name__} cannot be served, because {reason}. Apply the policy as masks instead.",
+        hint=f"It cannot be served, because {reason}. Apply the policy as masks: regard.interventions.restrict.",
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from regard.errors import ArgumentError, RegardError
+from regard.errors import ArgumentError
 from regard.policy.head_attention import ScoreOptions, attend
 from regard.policy.head_store import UNKNOWN_START, HeadStore
 
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 Tensor = Any  # the types of torch are not followed
 
 NAME = "regard_policy"
-
-
-class PolicyCacheError(RegardError, RuntimeError):
-    """A model that does not compute its attention from what a policy's cache gives it."""
 
 
 @dataclass
@@ -38,9 +34,9 @@ class Handover:
     model_name: str
     layer: PolicyLayer | None = None
 
-    def refuse(self, received: str) -> PolicyCacheError:
+    def refuse(self, received: str) -> ArgumentError:
         """Return the error for a model that cannot be served."""
-        return PolicyCacheError(
+        return ArgumentError(
             "policy.cache",
             received=f"{received} in {self.model_name}",
             expected="a model that passes what the cache returns to its attention function",
@@ -48,7 +44,7 @@ class Handover:
         )
 
 
-class PolicyLayer(CacheLayerMixin):
+class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     """Cache of one attention layer.
 
     `update` hands the new keys and values to the layer's attention function, which calls `attend`. Only there the mask
@@ -120,7 +116,9 @@ class PolicyLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Hand out the new keys and values to the attention function.
 
         Args:
@@ -133,8 +131,8 @@ class PolicyLayer(CacheLayerMixin):
             The new keys and values, marked for the attention function; not those that are stored.
 
         Raises:
-            ArgumentError: If gradients are required, or the number of heads is not the policy's.
-            PolicyCacheError: If the model does not use the attention function of the policy.
+            ArgumentError: If the model does not use the attention function of the policy, gradients are required, or
+                the number of heads is not the policy's.
         """
         handover = self._handover
         if handover.config._attn_implementation != NAME:
@@ -173,7 +171,7 @@ class PolicyLayer(CacheLayerMixin):
             (batch, tokens, heads, value_dim).
 
         Raises:
-            PolicyCacheError: If the mask does not have a column for every position.
+            ArgumentError: If the mask does not have a column for every position.
         """
         assert self._staged is not None
         key, value = self._staged
@@ -198,16 +196,31 @@ class PolicyLayer(CacheLayerMixin):
             mask = mask if mask is None or mask.shape[3] == 1 else mask[:, :, :, skipped:]
         else:
             rows = query
+        if self._starts is not None:
+            key, value = self._clear_padding(key), self._clear_padding(value)
         if options.sink is not None:
-            options = ScoreOptions(options.scale, options.dropout, options.softcap, options.sink.unflatten(0, query.shape[1:3]))
+            options = replace(options, sink=options.sink.unflatten(0, query.shape[1:3]))
         output = value.new_zeros((*query.shape[:4], value.shape[3]))
         for store in self.stores:
             heads = store.heads
             chosen = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
             output[:, heads, :, skipped:] = attend(
-                store, rows[:, heads], key[:, heads], value[:, heads], chosen, self._starts, options.select(heads)
+                store,
+                rows[:, heads],
+                key[:, heads],
+                value[:, heads],
+                chosen,
+                self._starts,
+                options.select(heads),
             )
         return output.flatten(1, 2).transpose(1, 2).contiguous()
+
+    def _clear_padding(self, states: Tensor) -> Tensor:
+        """Set the padding of each batch entry to zero: a NaN in it would reach the output with a weight of zero."""
+        assert self._starts is not None and self._origin is not None
+        first = self._length - self._origin - states.shape[2]
+        positions = torch.arange(first, first + states.shape[2], device=states.device)
+        return states.masked_fill((positions < self._starts[:, None])[:, None, :, None], 0)
 
     def _find_starts(self, mask: Tensor, batch: int) -> None:
         """Find the first token of each batch entry: the first that any query attends to."""
@@ -281,7 +294,9 @@ class PolicyLayer(CacheLayerMixin):
             if self._length <= self._origin:
                 self._origin = self._starts = None
             elif self._starts is not None:
-                self._starts = self._starts.masked_fill(self._starts >= self._length - self._origin, UNKNOWN_START)
+                self._starts = self._starts.masked_fill(
+                    self._starts >= self._length - self._origin, UNKNOWN_START
+                )
 
     def _select(self, indices: Tensor) -> None:
         for store in self.stores:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,7 @@ class ScoreOptions:
 
     def select(self, heads: list[int]) -> ScoreOptions:
         """Return the options of some kv heads."""
-        if self.sink is None:
-            return self
-        return ScoreOptions(self.scale, self.dropout, self.softcap, self.sink[heads])
+        return self if self.sink is None else replace(self, sink=self.sink[heads])
 
 
 def attend(
@@ -82,7 +80,9 @@ def attend(
     return _attend_window(store, query, key, value, mask, starts, options)
 
 
-def _attend_all(store: HeadStore, query: Tensor, mask: Tensor | None, first: int, options: ScoreOptions) -> Tensor:
+def _attend_all(
+    store: HeadStore, query: Tensor, mask: Tensor | None, first: int, options: ScoreOptions
+) -> Tensor:
     """Attend to every stored token, some queries at a time."""
     outputs = []
     key, value = store.slots
@@ -206,7 +206,9 @@ def _multiply_causal(query: Tensor, key: Tensor, value: Tensor, options: ScoreOp
     return output.unflatten(1, query.shape[1:3])
 
 
-def _multiply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+def _multiply(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
+) -> Tensor:
     """Compute the attention to some keys.
 
     Args:
@@ -216,7 +218,7 @@ def _multiply(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, op
         mask: Broadcasts to (batch, kv_heads, heads per kv head, queries, keys): booleans, or added to the scores.
         options: How weights are computed.
     """
-    batch, kv_heads, groups, count, _ = query.shape
+    groups, count = query.shape[2:4]
     if options.softcap is not None or options.sink is not None:
         return _multiply_modified(query, key, value, mask, options)
     # Query heads of one kv head are rows of one product, so that no key is repeated.

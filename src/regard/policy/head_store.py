@@ -131,7 +131,9 @@ class HeadStore:
         if (missing := self._count_missing(count)) and self._past is not None:
             assert self.window is not None
             restored = max(self.sinks, length - self.window)
-            self._write_ring(*(part[:, :, -missing:] for part in self._past), restored)
+            # What would have left again before the new end is not needed.
+            key, value = (part[:, :, -missing:][:, :, : length - restored] for part in self._past)
+            self._write_ring(key, value, restored)
         self._past = None
         self.length = length
 
@@ -148,7 +150,8 @@ class HeadStore:
             indices = indices.to(self._key.device)
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
         if self._past is not None:
-            self._past = tuple(part.index_select(0, indices) for part in self._past)  # type: ignore[assignment]
+            key, value = self._past
+            self._past = key.index_select(0, indices), value.index_select(0, indices)
 
     def _reserve(self, key: Tensor, value: Tensor, length: int) -> None:
         """Allocate slots for a number of tokens."""
@@ -195,7 +198,9 @@ class HeadStore:
         if first >= end:
             return self._key[:, :, :0], self._value[:, :, :0]
         parts = self._ring_parts(first, end)
-        key, value = (torch.cat([slots[:, :, part] for part in parts], 2) for slots in (self._key, self._value))
+        key, value = (
+            torch.cat([slots[:, :, part] for part in parts], 2) for slots in (self._key, self._value)
+        )
         return key, value
 
     def _write_ring(self, key: Tensor, value: Tensor, first: int) -> None:
@@ -213,10 +218,9 @@ class HeadStore:
         first, end = (max(self.sinks, stop - self.window) for stop in (self.length, length))
         if first >= end:
             return
-        kept = self._read_ring(first, min(end, self.length))
-        skipped = max(self.sinks - self.length, 0)
-        fresh = (part[:, :, skipped : max(end - self.length, 0)] for part in (key, value))
-        parts = [(old, new) for old, new in zip(kept, fresh, strict=True)]
+        old_key, old_value = self._read_ring(first, min(end, self.length))
+        fresh = slice(max(self.sinks - self.length, 0), max(end - self.length, 0))
+        keys, values = [old_key, key[:, :, fresh]], [old_value, value[:, :, fresh]]
         if self._past is not None:
-            parts = [(past, *part) for past, part in zip(self._past, parts, strict=True)]
-        self._past = tuple(torch.cat(part, 2) for part in parts)  # type: ignore[assignment]
+            keys, values = [self._past[0], *keys], [self._past[1], *values]
+        self._past = torch.cat(keys, 2), torch.cat(values, 2)

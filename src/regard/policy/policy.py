@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,10 @@ from regard.errors import ArgumentError, describe_argument
 from regard.lens.table import Table
 from regard.policy.file_format import read_policy, write_policy
 from regard.render.table import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 # The value in `windows` of a head that keeps every key.
 FULL = -1
@@ -219,6 +223,56 @@ class CachePolicy:
         layers, windows, sinks, about = read_policy(Path(path).expanduser())
         full = [[FULL if window is None else window for window in row] for row in windows]
         return cls(np.array(full, np.int64), np.array(sinks, np.int64), tuple(layers), about)
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        """Return an empty transformers cache that stores the keys of the policy and no others.
+
+        Pass it as `past_key_values` to the model or to `generate()`. If the configuration of the model says what the
+        policy says, it is a `DynamicCache` of transformers. Otherwise each kv head stores its own sinks and window, and
+        the attention implementation of the model is set to "regard_policy", which computes the outputs of "sdpa" with
+        other caches.
+
+        Args:
+            model: A decoder of transformers.
+
+        Returns:
+            The cache, for one sequence or batch.
+
+        Raises:
+            ArgumentError: If the policy has another number of layers or heads, or the family cannot be served.
+            ArgumentTypeError: If the model is none of transformers.
+        """
+        from regard.policy.cache import build_cache
+
+        return build_cache(self, model)
+
+    def export(
+        self,
+        path: str | Path,
+        format: Literal["duo_attention", "transformers", "json"],
+        *,
+        config: PreTrainedConfig | None = None,
+        widen: bool = False,
+    ) -> Path:
+        """Write the policy in the format of another tool.
+
+        Args:
+            path: The folder to write, or for "json" the file.
+            format: "duo_attention" writes `full_attention_heads.tsv` and `config.json`, which DuoAttention and kvpress
+                read. "transformers" writes a `config.json` with a window for each layer. "json" is that of `save`.
+            config: Configuration of the model, for "transformers".
+            widen: Give every windowed head the largest window and the most sinks of any, for "duo_attention".
+
+        Returns:
+            The path that was written.
+
+        Raises:
+            ArgumentError: If the format cannot say what the policy says.
+            ArgumentTypeError: If "transformers" gets no configuration.
+        """
+        from regard.policy.export import export_policy
+
+        return export_policy(self, path, format, config=config, widen=widen)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CachePolicy):
