@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.policy.policy import FULL, CachePolicy
+from regard.policy.policy import CachePolicy
+from regard.policy.window_sizes import FULL
 
 __all__ = ["FULL", "CachePolicy"]
 

@@ -17,6 +17,7 @@ from regard.errors import ArgumentError
 from regard.policy.cache_layer import NAME, PolicyLayer
 from regard.policy.head_attention import ScoreOptions
 from regard.transformers.attention_function import REFUSED_ARGUMENTS, attention_forward
+from regard.transformers.sdpa_support import supports_sdpa
 
 Tensor = Any  # the types of torch are not followed
 
@@ -54,6 +55,8 @@ def policy_mask(
         (batch, 1, queries, positions) for other masks.
     """
     is_causal = mask_function is causal_mask_function and kwargs.get("allow_is_causal_skip", True)
+    # Layers of a family without `sdpa` do not declare that they are causal, and need the mask with another cache.
+    is_causal = is_causal and supports_sdpa(kwargs.get("config"))
     if is_causal and kv_offset == 0 and isinstance(q_offset, int) and q_offset + q_length == kv_length:
         if attention_mask is None:
             return None

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.policy.attention_function import register
 from regard.policy.cache_layer import NAME, Handover, PolicyLayer
-from regard.policy.policy import FULL
+from regard.policy.window_sizes import FULL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.policy.policy import FULL
+from regard.policy.window_sizes import FULL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from regard.errors import ArgumentError, describe_argument
 from regard.lens.table import Table
 from regard.policy.file_format import read_policy, write_policy
+from regard.policy.window_sizes import FULL
 from regard.render.table import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
-# The value in `windows` of a head that keeps every key.
-FULL = -1
 # The context length of the printed table, in tokens.
 PRINTED_LENGTH = 8192
 
