@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Format = Literal["duo_attention", "transformers", "json"]
 
 # Families whose configuration has the type of each layer, and whose layers differ in their mask and nothing else.
-MIXED_FAMILIES = ("gemma2", "gpt_oss", "ministral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MIXED_FAMILIES = ("gemma2", "gpt_oss", "ministral", "qwen2", "qwen2_moe", "qwen3")
 
 # Families whose configuration has one window for all layers.
 UNIFORM_FAMILIES = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
@@ -125,7 +125,8 @@ def change_config(policy: CachePolicy, config: PreTrainedConfig | None) -> PreTr
         raise _refuse(
             f"windows of {', '.join(map(str, sizes))} tokens", "one window for all layers that have one"
         )
-    changes: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
+    # Some families need a size even if no layer has a window.
+    changes: dict[str, Any] = {"sliding_window": sizes[0] if sizes else config.sliding_window}
     if family in MIXED_FAMILIES:
         types = ["full_attention" if window == FULL else "sliding_attention" for window in windows]
         changes["layer_types"] = types
