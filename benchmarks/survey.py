@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 import regard
+from regard.jobs.corpus import Corpus, Shard
+from regard.jobs.executors import start_ray
+from regard.jobs.shard_writer import ShardJob, ShardResult, ShardWorker
+from regard.jobs.worker_process import ModelInfo, PickledModel
 from regard.survey import SurveyError
-from regard.survey.corpus import Corpus, Shard
-from regard.survey.executors import start_ray
+from regard.survey.model_runner import ModelRunner, ModelSpec
 from regard.survey.schema import MEASURES, list_columns
-from regard.survey.shard_writer import ShardJob, ShardResult, ShardWorker
-from regard.survey.worker_process import ModelInfo, ModelRunner, ModelSpec, PickledModel
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # so that worker processes find the models

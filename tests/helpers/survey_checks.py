@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import regard
-from regard.survey.corpus import Corpus
-from regard.survey.manifest import read_manifest
-from regard.survey.schema import METADATA_KEY
+from regard.jobs.corpus import Corpus
+from regard.jobs.manifest import read_manifest
+from regard.jobs.row_schema import METADATA_KEY
 from tests.helpers.survey_stub import Stub
 
 SETTINGS: dict[str, Any] = {"shard_size": 5, "timeout": 60.0}

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.survey import shard_writer
-from regard.survey.corpus import Corpus
-from regard.survey.manifest import Manifest, format_entry
-from regard.survey.shard_writer import ShardFile
+from regard.jobs import shard_writer
+from regard.jobs.corpus import Corpus
+from regard.jobs.manifest import Manifest, format_entry
+from regard.jobs.shard_writer import ShardFile
 from tests.helpers.survey_checks import run
 
 

@@ -10,17 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import regard
-from regard.survey.manifest import format_entry
-from regard.survey.schema import (
-    DISTANCE_BINS,
-    MEASURES,
-    WINDOWS,
-    RowBatch,
-    build_footer,
-    build_record_batch,
-    build_schema,
-    list_columns,
-)
+from regard.jobs.manifest import format_entry
+from regard.jobs.row_schema import RowBatch, build_footer, build_record_batch, build_schema
+from regard.survey.schema import DISTANCE_BINS, MEASURES, WINDOWS, list_columns
 
 HEADS = [3, 2, 1]
 # The behaviour of each head of the first two layers; the third layer is cross-attention.

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from regard.jobs.worker_process import ModelInfo
 from regard.survey.schema import list_columns
-from regard.survey.worker_process import ModelInfo
 
 LAYERS, HEADS = 2, 3
 

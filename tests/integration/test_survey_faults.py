@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("pyarrow")
 
 import regard
+from regard.jobs.corpus import Corpus
+from regard.jobs.executors import EXECUTORS, LocalExecutor
+from regard.jobs.shard_writer import ShardJob, ShardWorker
+from regard.jobs.worker_process import PickledModel
 from regard.survey import SurveyError
-from regard.survey.corpus import Corpus
-from regard.survey.executors import EXECUTORS, LocalExecutor
+from regard.survey.model_runner import ModelSpec
 from regard.survey.schema import MEASURES, list_columns
-from regard.survey.shard_writer import ShardJob, ShardWorker
-from regard.survey.worker_process import ModelSpec, PickledModel
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
 from tests.helpers.survey_faults import DISKS, FAULTS, KILLS, RESUMING, WORKERS, interrupt, run_driver
 from tests.helpers.survey_stub import Stub, UnstableStub
@@ -252,7 +253,7 @@ def test_an_interrupted_run_leaves_no_threads_or_processes(corpus, tmp_path, mon
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr("regard.survey.worker_client.subprocess.Popen", RecordedPopen)
+    monkeypatch.setattr("regard.jobs.worker_client.subprocess.Popen", RecordedPopen)
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(StopRun):
         run(corpus, tmp_path / "out", workers=2, progress=stop)

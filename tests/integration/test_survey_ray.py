@@ -12,8 +12,8 @@ pytest.importorskip("ray")
 
 import ray
 
+from regard.jobs.executors import start_ray
 from regard.survey import SurveyError, driver
-from regard.survey.executors import start_ray
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
 from tests.helpers.survey_faults import WRITES, FaultyCorpus, interrupt, run_driver
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from regard.survey.schema import WINDOWS, column_to_numpy
+from regard.jobs.row_schema import column_to_numpy
+from regard.survey.schema import WINDOWS
 from regard.types import Array, IntArray
 
 if TYPE_CHECKING:

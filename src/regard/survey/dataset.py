@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.survey.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, find_damaged, read_manifest
-from regard.survey.schema import SCHEMA_VERSION, build_schema, column_to_numpy
+from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, find_damaged, read_manifest
+from regard.jobs.row_schema import SCHEMA_VERSION, build_schema, column_to_numpy
 from regard.types import Array
 
 if TYPE_CHECKING:

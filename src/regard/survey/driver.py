@@ -1,25 +1,21 @@
-"""The driver: runs a model over a corpus, resumes an interrupted run, and commits each shard once."""
+"""`run`: measure the heads of a model over a corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
-from datetime import UTC, datetime
-from importlib import metadata
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from regard.errors import ArgumentError
-from regard.survey.corpus import Corpus, Shard
+from regard.jobs.corpus import Corpus
+from regard.jobs.driver import Job, check_run, run_job
+from regard.jobs.executors import EXECUTORS
+from regard.jobs.progress import Progress
+from regard.jobs.worker_process import ModelInfo, PickledModel, TextMeasurer
 from regard.survey.dataset import Survey
 from regard.survey.dataset import open as open_survey
-from regard.survey.errors import SurveyError
-from regard.survey.executors import EXECUTORS, Executor
-from regard.survey.manifest import Manifest
-from regard.survey.progress import Progress, ProgressTracker
-from regard.survey.schema import MEASURES, PROMPT_MEASURES, SCHEMA_VERSION, list_columns
-from regard.survey.shard_writer import ShardJob, ShardResult, build_write_error
-from regard.survey.worker_process import ModelSpec, PickledModel, TextMeasurer
+from regard.survey.model_runner import ModelSpec
+from regard.survey.schema import MEASURES, PROMPT_MEASURES, list_columns
 
 if TYPE_CHECKING:
     from regard.models import LoadedModel
@@ -93,104 +89,25 @@ def run(
     selected = _check_measures(measures, has_prompts=prompt_field is not None)
     spec = ModelSpec(source, selected, max_tokens, device, threads, dtype, trust_remote_code)
     documents = Corpus(str(corpus), text_field, name_field, shard_size, max_bytes, prompt_field)
-    for name, value in {
-        "max_tokens": max_tokens,
-        "workers": workers,
-        "shard_size": shard_size,
-        "threads": threads,
-    }.items():
-        if value < 1:
-            raise ArgumentError(
-                "survey.run",
-                received=f"{name} {value}",
-                expected="at least 1",
-                hint=f"Omit {name} for the default.",
-            )
-    if executor not in EXECUTORS:
-        raise ArgumentError(
-            "survey.run",
-            received=f"executor {executor!r}",
-            expected=" or ".join(map(repr, EXECUTORS)),
-            hint='"local" needs only this machine.',
-        )
     folder = Path(out).expanduser().absolute()
-    if documents.includes(folder):
-        raise ArgumentError(
-            "survey.run",
-            received=f"out {str(out)!r} inside the corpus {str(corpus)!r}",
-            expected="a directory whose files are not part of the corpus",
-            hint="Write to another directory, or pass a pattern for the documents: 'texts/*.txt'.",
-        )
-    return _run_survey(spec, documents, folder, EXECUTORS[executor](workers), timeout, progress)
+    check_run(
+        "survey.run",
+        documents,
+        folder,
+        executor,
+        max_tokens=max_tokens,
+        workers=workers,
+        shard_size=shard_size,
+        threads=threads,
+    )
 
+    def build_settings(info: ModelInfo) -> dict[str, Any]:
+        sizes = {"cache": info["cache"]} if "cache" in info else {}
+        return {**sizes, "measures": list(selected), "max_tokens": max_tokens, "dtype": dtype}
 
-def _run_survey(
-    spec: ModelSpec,
-    corpus: Corpus,
-    out: Path,
-    executor: Executor,
-    timeout: float,
-    progress: Callable[[Progress], None] | None,
-) -> Survey:
-    columns = list_columns(spec.measures)
-    with Manifest(out) as manifest, executor:
-        total = sum(1 for _ in corpus.iter_shards())
-        info = executor.describe_model(spec, timeout)
-        manifest.write_settings(
-            {
-                "schema_version": SCHEMA_VERSION,
-                "regard_version": metadata.version("regard"),
-                "model": {
-                    "name": info["name"],
-                    "weights": info["weights"],
-                    "tokenizer": info["tokenizer"],
-                },
-                "layers": info["layers"],
-                "heads": info["heads"],
-                "measures": list(spec.measures),
-                "columns": columns,
-                "max_tokens": spec.max_tokens,
-                "dtype": spec.dtype,
-                "corpus": {"path": corpus.path, **corpus.compute_fingerprint()},
-                "shards": total,
-                "notes": info["notes"],
-                "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            }
-        )
-        committed, notes = manifest.recover()
-        tracker = ProgressTracker(committed.values(), total, progress)
-        for note in [*info["notes"], *notes]:
-            tracker.warn(note)
-        done = set(committed)
-        committed.clear()
-        job = ShardJob(spec, corpus, str(out), manifest.run, columns, timeout, info)
-        if len(done) < total:
-            # Closed in any case, so that no worker writes while the lock is released.
-            with closing(executor.run(job, _iter_remaining(corpus, done), tracker.add)) as results:
-                for result in results:
-                    _commit(result, manifest, done, tracker)
-    return open_survey(out)
-
-
-def _commit(
-    result: ShardResult | SurveyError, manifest: Manifest, done: set[int], tracker: ProgressTracker
-) -> None:
-    """Commit a shard, unless it is committed already: an executor may rerun a finished shard."""
-    if isinstance(result, SurveyError):
-        raise result
-    if result.shard in done:
-        manifest.discard(result)
-        return
-    try:
-        manifest.commit(result)
-    except OSError as error:
-        raise build_write_error(result.shard, error) from error
-    done.add(result.shard)
-    tracker.add_shard()
-
-
-def _iter_remaining(corpus: Corpus, done: set[int]) -> Iterator[Shard]:
-    return (shard for shard in corpus.iter_shards() if shard.number not in done)
+    job = Job(spec, documents, folder, list_columns(selected), build_settings)
+    run_job(job, EXECUTORS[executor](workers), timeout, progress)
+    return open_survey(folder)
 
 
 def _check_measures(measures: Iterable[str] | None, *, has_prompts: bool) -> tuple[str, ...]:

@@ -31,17 +31,8 @@ the schema version, the number of the shard and its quarantined documents.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection
 
-import numpy as np
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-SCHEMA_VERSION = 1
-METADATA_KEY = "regard.survey"
 # Windows of this many keys, including the row's own; a layer without a causal mask has one on either side.
 WINDOWS = tuple(2**power for power in range(6, 17))
 # Distances 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond: a window of 2^k keys is the first k + 1 of these bins.
@@ -51,7 +42,6 @@ ENTROPY_BINS = 17
 MEASURES = ("entropy", "distance", "first", "heavy", "copies")
 # Measures of texts that answer a prompt, beside the others.
 PROMPT_MEASURES = ("lookback",)
-ID_COLUMNS = ("document", "name", "tokens", "truncated", "layer", "head", "kv_head", "module")
 
 
 def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
@@ -73,82 +63,3 @@ def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
     return {
         name: width for measure, own in widths.items() if measure in measures for name, width in own.items()
     }
-
-
-def build_schema(widths: Mapping[str, int]) -> pa.Schema:
-    """Build the Arrow schema of a table whose measured columns have these widths."""
-    import pyarrow as pa
-
-    types = [
-        pa.string(),
-        pa.string(),
-        pa.int32(),
-        pa.bool_(),
-        pa.int16(),
-        pa.int16(),
-        pa.int16(),
-        pa.string(),
-    ]
-    fields = [
-        pa.field(name, dtype, nullable=name == "name") for name, dtype in zip(ID_COLUMNS, types, strict=True)
-    ]
-    for name, width in widths.items():
-        fields.append(pa.field(name, pa.float32() if width == 1 else pa.list_(pa.float32(), width)))
-    return pa.schema(fields)
-
-
-class RowBatch(NamedTuple):
-    """The rows of one document: `columns` as its worker process returned them, an entry for each layer and head."""
-
-    document: str
-    name: str | None
-    columns: Mapping[str, Any]
-
-
-def build_record_batch(documents: Sequence[RowBatch], schema: pa.Schema) -> pa.RecordBatch:
-    """Concatenate the rows of several documents into one Arrow record batch."""
-    import pyarrow as pa
-
-    counts = [len(document.columns["layer"]) for document in documents]
-
-    def concatenate(name: str) -> Any:
-        if name in ("document", "name"):
-            values = [getattr(document, name) for document in documents]
-        elif name in ("tokens", "truncated"):
-            values = [document.columns[name] for document in documents]
-        elif name == "module":
-            return [module for document in documents for module in document.columns[name]]
-        else:
-            return np.concatenate([document.columns[name] for document in documents])
-        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
-
-    arrays = []
-    for field in schema:
-        values = concatenate(field.name)
-        if pa.types.is_fixed_size_list(field.type):
-            # NaN stands for an undefined value, which is null in the file. Older pyarrow writes no list that is null.
-            flat = values.reshape(-1)
-            flat = pa.array(flat, mask=flat != flat)
-            arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
-        elif pa.types.is_floating(field.type):
-            arrays.append(pa.array(values, mask=values != values))
-        else:
-            arrays.append(pa.array(values, field.type))
-    return pa.record_batch(arrays, schema=schema)
-
-
-def build_footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
-    """Build the key-value metadata of a shard's file."""
-    metadata = {"version": SCHEMA_VERSION, "shard": shard, "quarantined": list(quarantined)}
-    return {METADATA_KEY: json.dumps(metadata)}
-
-
-def column_to_numpy(column: pa.Array) -> Any:
-    """Convert an Arrow column to float64, (rows,) or (rows, bins); null becomes NaN."""
-    import pyarrow as pa
-
-    if not pa.types.is_fixed_size_list(column.type):
-        return column.to_numpy(zero_copy_only=False).astype(float)
-    width = column.type.list_size
-    numbers = column.values.slice(column.offset * width, len(column) * width)
-    return numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)

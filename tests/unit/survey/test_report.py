@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 import regard
+from regard.jobs.row_schema import build_schema
 from regard.survey import schema
 from regard.survey.aggregate import TopDocuments, aggregate_rows
 from tests.helpers.survey_files import write_survey
@@ -74,7 +75,7 @@ def test_the_docs_have_the_table_of_the_schema():
         if "…" in first:
             own = [f"{own[0].rpartition('_')[0]}_{window}" for window in schema.WINDOWS]
         names += own
-    assert sorted(names) == sorted(schema.build_schema(schema.list_columns()).names)
+    assert sorted(names) == sorted(build_schema(schema.list_columns()).names)
 
 
 def test_the_sql_of_the_docs_runs(survey):

@@ -17,12 +17,14 @@ pytest.importorskip("safetensors")
 
 import regard
 from examples.induction import encode
+from regard.jobs.row_schema import RowBatch, build_record_batch, build_schema
+from regard.jobs.worker_client import format_python_path
+from regard.jobs.worker_process import hash_tokenizer, hash_weights
 from regard.lens.watch import watch
 from regard.models import LoadedModel
 from regard.survey import SurveyError
-from regard.survey.schema import MEASURES, RowBatch, build_record_batch, build_schema, list_columns
-from regard.survey.worker_client import format_python_path
-from regard.survey.worker_process import ModelRunner, ModelSpec, hash_tokenizer, hash_weights
+from regard.survey.model_runner import ModelRunner, ModelSpec
+from regard.survey.schema import MEASURES, list_columns
 from tests.helpers.survey_checks import assert_whole, run, write_corpus
 from tests.helpers.survey_models import tiny
 from tests.helpers.survey_stub import Stub

@@ -10,8 +10,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from regard.survey.errors import SurveyError
-from regard.survey.worker_process import ModelInfo, ModelSpec
+from regard.jobs.errors import SurveyError
+from regard.jobs.worker_process import JobSpec, ModelInfo
 
 
 class Rejected(NamedTuple):
@@ -28,7 +28,7 @@ class WorkerClient:
     once in a new one.
     """
 
-    def __init__(self, spec: ModelSpec, timeout: float) -> None:
+    def __init__(self, spec: JobSpec, timeout: float) -> None:
         self.spec, self.timeout = spec, timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -83,7 +83,7 @@ class WorkerClient:
         self._connection, remote = Pipe()
         # The worker searches the same paths as this process, and does not import the caller's main module.
         env = {**os.environ, "PYTHONPATH": format_python_path()}
-        code = f"from regard.survey.worker_process import main; main({remote.fileno()}, {os.getpid()})"
+        code = f"from regard.jobs.worker_process import main; main({remote.fileno()}, {os.getpid()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=env,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.survey.corpus import Corpus, CorpusDocument, Shard
-from regard.survey.errors import SurveyError
-from regard.survey.schema import RowBatch, build_footer, build_record_batch, build_schema
-from regard.survey.worker_client import Rejected, WorkerClient
-from regard.survey.worker_process import ModelInfo, ModelSpec
+from regard.jobs.corpus import Corpus, CorpusDocument, Shard
+from regard.jobs.errors import SurveyError
+from regard.jobs.row_schema import RowBatch, build_footer, build_record_batch, build_schema
+from regard.jobs.worker_client import Rejected, WorkerClient
+from regard.jobs.worker_process import JobSpec, ModelInfo
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +33,7 @@ OnProgress = Callable[[int, int, int], None]
 class ShardJob:
     """Everything a worker needs, on any machine."""
 
-    spec: ModelSpec
+    spec: JobSpec
     corpus: Corpus
     out: str
     run: str  # the token in the driver's lock file

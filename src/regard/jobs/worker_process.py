@@ -10,25 +10,22 @@ import os
 import pickle
 import threading
 import time
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 from regard.errors import ArgumentError, RegardError
 
 if TYPE_CHECKING:
     import torch
 
-    from regard.lens.capture.call import Call
-    from regard.models import LoadedModel
-
 TRIAL_TEXT = "One sentence, to see that the model runs. One sentence, to see that it runs."
 
 
 class ModelInfo(TypedDict):
-    """The properties of a model that the driver records; `weights` and `tokenizer` are fingerprints."""
+    """The properties of a model that the driver records.
+
+    `weights` and `tokenizer` are fingerprints. `cache` has the sizes of keys and values; see `describe_cache`.
+    """
 
     name: str
     weights: str
@@ -36,6 +33,8 @@ class ModelInfo(TypedDict):
     layers: int
     heads: list[int]
     notes: list[str]
+    cache: NotRequired[dict[str, Any]]
+    tests: NotRequired[dict[str, Any]]
 
 
 class TextMeasurer(Protocol):
@@ -75,124 +74,26 @@ class PickledModel(NamedTuple):
             ) from None
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """The model to run on every text and how; `model` is a name for `regard.models.load`, or pickled."""
+class JobSpec(Protocol):
+    """The model to run on every text and how, in a form that can be pickled for a worker.
 
-    model: str | PickledModel
-    measures: tuple[str, ...]
-    max_tokens: int
-    device: str | None = None
-    threads: int = 1
-    dtype: str = "float32"
-    trust_remote_code: bool = False
+    Attributes:
+        model: A name for `regard.models.load`, or a pickled model.
+        device: Device to run on, e.g. "cuda:0"; None for the CPU.
+    """
+
+    @property
+    def model(self) -> str | PickledModel: ...
+
+    @property
+    def device(self) -> str | None: ...
+
+    def load(self) -> TextMeasurer:
+        """Load the model; called in the worker process."""
 
 
 class NotFiniteError(ValueError):
     """Attention weights that are NaN or infinite: the model fails on this text."""
-
-
-class ModelRunner:
-    """A loaded model that measures texts under the lens."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        import torch
-
-        from regard.models import load
-
-        torch.set_num_threads(spec.threads)
-        if isinstance(spec.model, str):
-            loaded = load(spec.model, trust_remote_code=spec.trust_remote_code, dtype=spec.dtype)
-        else:
-            loaded = pickle.loads(spec.model.data)
-        if spec.device is not None:
-            loaded.model.to(spec.device)
-        self.loaded, self.spec = loaded, spec
-
-    def describe(self) -> ModelInfo:
-        """Run the model on one sentence and return its properties and fingerprints."""
-        rows = self.measure(TRIAL_TEXT)
-        layers = int(rows["layer"].max()) + 1
-        return {
-            "name": self.loaded.name,
-            "weights": hash_weights(self.loaded.model),
-            "tokenizer": hash_tokenizer(self.loaded.tokenizer),
-            "layers": layers,
-            "heads": [int((rows["layer"] == layer).sum()) for layer in range(layers)],
-            "notes": list(self.loaded.notes),
-        }
-
-    def measure(self, text: str, prompt: str = "") -> dict[str, Any]:
-        """Return the rows of a text as columns: layer, head, kv_head, module, then the measures as float32.
-
-        Args:
-            text: The text.
-            prompt: What the model reads before it.
-        """
-        from regard.lens.watch import watch
-        from regard.survey.head_stats import measure_call
-
-        encoded = self.loaded.encode(prompt + text, self.spec.max_tokens)
-        prompt_len = count_prompt_tokens(self.loaded, prompt, text) if prompt else 0
-        tokens = [encoded.ids[0].tolist()]
-        copies: dict[Any, Any] = {}
-        if self.spec.device is not None:
-            encoded = replace(encoded, ids=encoded.ids.to(self.spec.device))
-        layers: list[tuple[str, int, dict[str, Any]]] = []
-
-        def collect(call: Call) -> dict[str, Any]:
-            columns = measure_call(call, tokens, copies, self.spec.measures, prompt_len)
-            for name in ("entropy", "first", "heavy"):
-                if not np.isfinite(columns.get(name, 0.0)).all():
-                    raise NotFiniteError(f"the attention weights of {call.name} are not finite")
-            layers.append((call.name, call.groups, columns))
-            return {}
-
-        with watch(self.loaded.model, measures=collect):
-            self.loaded.forward(encoded)
-        counts = [len(next(iter(columns.values()))) for _, _, columns in layers]
-        rows: dict[str, Any] = {
-            "layer": np.repeat(np.arange(len(layers), dtype=np.int16), counts),
-            "head": np.concatenate([np.arange(count, dtype=np.int16) for count in counts]),
-            "kv_head": np.concatenate(
-                [
-                    np.arange(count, dtype=np.int16) // group
-                    for count, (_, group, _) in zip(counts, layers, strict=True)
-                ]
-            ),
-            "module": [
-                name for count, (name, _, _) in zip(counts, layers, strict=True) for _ in range(count)
-            ],
-            "tokens": len(encoded),
-            "truncated": encoded.full_length > len(encoded),
-        }
-        for name in layers[0][2]:
-            rows[name] = np.concatenate([columns[name] for _, _, columns in layers]).astype(np.float32)
-        return rows
-
-
-def count_prompt_tokens(loaded: LoadedModel, prompt: str, text: str) -> int:
-    """Count the tokens of a prompt in the encoding of prompt and text, special tokens before it included.
-
-    Args:
-        loaded: The model and its tokenizer.
-        prompt: The prompt.
-        text: The text after it.
-
-    Returns:
-        The number of tokens that begin in the prompt. Without offsets of the tokenizer, tokens at its end that merge
-        with the text do not count.
-    """
-    if getattr(loaded.tokenizer, "is_fast", False):
-        offsets = loaded.tokenizer(prompt + text, return_offsets_mapping=True, truncation=False)[
-            "offset_mapping"
-        ]
-        return next(
-            (i for i, (start, stop) in enumerate(offsets) if stop > start >= len(prompt)), len(offsets)
-        )
-    alone, both = (loaded.encode(part).ids[0].tolist() for part in (prompt, prompt + text))
-    pairs = enumerate(zip(alone, both, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(alone), len(both)))
 
 
 def hash_weights(model: torch.nn.Module) -> str:
@@ -233,7 +134,7 @@ def hash_tokenizer(tokenizer: Any) -> str:
 def main(channel: int, parent: int) -> None:
     """Answer the requests on a connection until it closes or the parent process exits.
 
-    The first two messages are a `ModelSpec` and whether to describe the model. Every later one is a tuple: a text, and
+    The first two messages are a `JobSpec` and whether to describe the model. Every later one is a tuple: a text, and
     its prompt if it has one.
 
     Args:
@@ -244,7 +145,7 @@ def main(channel: int, parent: int) -> None:
     _prefer_for_oom_kill()
     connection = Connection(channel)
     try:
-        measurer = _load_measurer(connection.recv())
+        measurer = connection.recv().load()
         connection.send(("ready", measurer.describe() if connection.recv() else None))
     except Exception as error:  # any failure to load the model is reported to the parent
         connection.send(("failed", format_error(error)))
@@ -259,14 +160,6 @@ def main(channel: int, parent: int) -> None:
         except Exception as error:  # a document may raise anything; it is reported, and the next one is read
             answer = ("not finite" if isinstance(error, NotFiniteError) else "error", format_error(error))
         connection.send(answer)
-
-
-def _load_measurer(spec: ModelSpec) -> TextMeasurer:
-    if isinstance(spec.model, PickledModel):
-        model = pickle.loads(spec.model.data)
-        if hasattr(model, "measure"):
-            return model  # type: ignore[no-any-return]
-    return ModelRunner(spec)
 
 
 def format_error(error: Exception) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.errors import ArgumentError
-from regard.survey.line_reader import iter_lines, read_up_to
+from regard.jobs.line_reader import iter_lines, read_up_to
 
 if TYPE_CHECKING:
     from pyarrow import fs

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from regard.errors import ArgumentError
-from regard.survey.errors import SurveyError
-from regard.survey.shard_writer import ShardResult, compute_sha256, format_shard_name
+from regard.jobs.errors import SurveyError
+from regard.jobs.shard_writer import ShardResult, compute_sha256, format_shard_name
 
 SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE = "settings.json", "manifest.jsonl", "lock"
 # A name can change while the thing it names stays the same; fingerprints are compared instead.

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
-from regard.survey.corpus import Shard
-from regard.survey.errors import SurveyError
-from regard.survey.shard_writer import OnProgress, ShardJob, ShardResult, ShardWorker
-from regard.survey.worker_client import WorkerClient, format_python_path
-from regard.survey.worker_process import ModelInfo, ModelSpec
+from regard.jobs.corpus import Shard
+from regard.jobs.errors import SurveyError
+from regard.jobs.shard_writer import OnProgress, ShardJob, ShardResult, ShardWorker
+from regard.jobs.worker_client import WorkerClient, format_python_path
+from regard.jobs.worker_process import JobSpec, ModelInfo
 
 
 class Executor(Protocol):
@@ -25,7 +25,7 @@ class Executor(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+    def describe_model(self, spec: JobSpec, timeout: float) -> ModelInfo:
         """Load the model on a worker and return its properties."""
 
     def run(
@@ -48,7 +48,7 @@ class LocalExecutor:
         if self._first is not None:
             self._first.close()
 
-    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+    def describe_model(self, spec: JobSpec, timeout: float) -> ModelInfo:
         """Load the model in a process, which the first worker then uses, and return its properties."""
         self._first = WorkerClient(spec, timeout)
         return self._first.describe()
@@ -122,10 +122,10 @@ class RayExecutor:
         if self._started:
             self._ray.shutdown()
 
-    def describe_model(self, spec: ModelSpec, timeout: float) -> ModelInfo:
+    def describe_model(self, spec: JobSpec, timeout: float) -> ModelInfo:
         """Load the model on a machine of the cluster and return its properties."""
 
-        def describe(spec: ModelSpec, timeout: float) -> ModelInfo | SurveyError:
+        def describe(spec: JobSpec, timeout: float) -> ModelInfo | SurveyError:
             client = WorkerClient(spec, timeout)
             try:
                 return client.describe()
