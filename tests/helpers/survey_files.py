@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import regard
 from regard.jobs.manifest import format_entry
 from regard.jobs.row_schema import RowBatch, build_footer, build_record_batch, build_schema
-from regard.survey.schema import DISTANCE_BINS, MEASURES, WINDOWS, list_columns
+from regard.lens.analysis.eviction import EVICTION_WINDOWS
+from regard.survey.schema import DISTANCE_BINS, MEASURES, SINKS, WINDOWS, list_columns
 
 HEADS = [3, 2, 1]
 # The behaviour of each head of the first two layers; the third layer is cross-attention.
@@ -103,10 +104,15 @@ def build_rows(
         outside = (1 - near) * (64 / window) ** 2 * random.uniform(0.8, 1.0, count)
         measured[f"within_{window}"] = np.where(window >= tokens, 1.0, 1 - outside)
         measured[f"kept_{window}"] = np.where(window >= tokens, 1.0, 1 - outside / 2)
+    for sinks in SINKS:
+        shape = (count, len(EVICTION_WINDOWS))
+        measured[f"evicted_{sinks}"] = np.sort(random.random(shape), -1)[:, ::-1] * (
+            np.array(EVICTION_WINDOWS) < tokens
+        )
     measured["distance_histogram"] = random.dirichlet(np.ones(DISTANCE_BINS), count)
     measured["entropy_histogram"] = random.dirichlet(np.ones(columns.get("entropy_histogram", 1)), count)
     for name, values in measured.items():
-        if name.startswith(("within", "kept", "distance", "previous", "duplicate", "induction")):
+        if name.startswith(("within", "kept", "distance", "previous", "duplicate", "induction", "evicted")):
             values[-1] = np.nan
         rows[name] = values.astype(np.float32)
     return rows

@@ -213,7 +213,7 @@ class Intervention(Watch):
         placement = self._positions.locate(call)
         outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
         edits = LayerEdits(name, (*outer, *bound), placement)
-        output, path = edits.apply(call, args, _find_output(call, args))
+        output, path = edits.apply(call, args, find_output(call, args))
         for i in chosen:
             paths = self._paths.setdefault((name, i), {})
             label = path or ("output replaced" if output is not None else "nothing to change")
@@ -314,7 +314,7 @@ def _check_dropout(call: Call, module: nn.Module, bound: Sequence[BoundEdit]) ->
         )
 
 
-def _find_output(call: Call, args: CapturedArgs) -> Tensor:
+def find_output(call: Call, args: CapturedArgs) -> Tensor:
     """Return the output of the function that ran, (…, heads, q_len, value_dim), computed again if it is not known."""
     output = args.dense.output if call.weights is not None and args.dense is not None else args.output
     if output is not None:

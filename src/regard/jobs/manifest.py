@@ -25,7 +25,7 @@ from regard.jobs.shard_writer import ShardResult, compute_sha256, format_shard_n
 
 SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE = "settings.json", "manifest.jsonl", "lock"
 # A name can change while the thing it names stays the same; fingerprints are compared instead.
-UNCOMPARED_SETTINGS = ("name", "path", "notes", "started_at")
+UNCOMPARED_SETTINGS = ("name", "path", "notes", "started_at", "tests")
 
 # One line of the manifest, parsed.
 Entry = dict[str, Any]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from regard._public import set_public_module
 from regard.policy.policy import CachePolicy
+from regard.policy.verification import Verification
 from regard.policy.window_sizes import FULL
 
-__all__ = ["FULL", "CachePolicy"]
+__all__ = ["FULL", "CachePolicy", "Verification"]
 
 set_public_module(globals())

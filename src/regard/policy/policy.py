@@ -16,6 +16,9 @@ from regard.policy.window_sizes import FULL
 from regard.render.table import format_bytes
 
 if TYPE_CHECKING:
+    from regard.jobs.worker_process import TextMeasurer
+    from regard.models import LoadedModel
+    from regard.policy.verification import Verification
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
@@ -192,6 +195,78 @@ class CachePolicy:
         ax = heads(rows, "window", ax=ax, **style)
         ax.set(xlabel="kv head; hatched: every key" if (self.windows == FULL).any() else "kv head")
         return ax
+
+    def verify(
+        self,
+        model: str | Path | LoadedModel | TextMeasurer,
+        corpus: str | Path,
+        out: str | Path | None = None,
+        *,
+        bound: float = 0.01,
+        effects: bool = False,
+        **options: Any,
+    ) -> Verification:
+        """Run documents with the policy and without, and compare the predictions.
+
+        The policy is applied as masks, so the model keeps its fused kernels. Pass other documents than those of the
+        survey. Synthetic tests, to copy a block of random tokens and to find a needle in a haystack, count if the model
+        passes them without the policy.
+
+        Args:
+            model: A folder, a name on the Hub, `module:function`, or the result of `regard.models.load`.
+            corpus: A file, a directory or a pattern of text files, JSON lines or Parquet.
+            out: A directory in which the run can be resumed after an interruption, like that of a survey. Default: a
+                temporary one.
+            bound: Largest mean KL divergence of the predictions that is accepted, in nats per token.
+            effects: Attribute the divergence to the heads, by four more forward and backward passes.
+            **options: `max_tokens`, `workers`, `executor`, `text_field`, `name_field`, `shard_size`, `timeout`,
+                `max_bytes`, `device`, `dtype`, `threads`, `trust_remote_code` and `progress`, as in
+                `regard.survey.run`.
+
+        Returns:
+            The verification.
+
+        Raises:
+            ArgumentError: If an argument is invalid, or the model has other layers or heads than the policy.
+            SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
+        """
+        from regard.policy.verification import verify_policy
+
+        return verify_policy(self, model, corpus, out, bound=bound, effects=effects, **options)
+
+    def tighten(
+        self,
+        bound: float,
+        model: str | Path | LoadedModel | TextMeasurer,
+        corpus: str | Path,
+        out: str | Path | None = None,
+        *,
+        max_rounds: int = 16,
+        **options: Any,
+    ) -> CachePolicy:
+        """Widen the heads that are responsible until the policy holds.
+
+        Each round verifies the policy and attributes the divergence to the heads by integrated gradients, which add up
+        to it. The heads with the largest effects get the fewest more keys that recover nine tenths of the weight that
+        they lose, or all keys. A head without an effect is not changed.
+
+        Args:
+            bound: Largest mean KL divergence that is accepted, in nats per token.
+            model: The model, as in `verify`.
+            corpus: The documents, as in `verify`.
+            out: A directory in which the rounds can be resumed. Default: a temporary one.
+            max_rounds: Number of times that heads are widened.
+            **options: Options of `verify`.
+
+        Returns:
+            The policy that holds; `about["tightened"]` lists the changes.
+
+        Raises:
+            ArgumentError: If the bound does not hold after `max_rounds`.
+        """
+        from regard.policy.tightening import tighten_policy
+
+        return tighten_policy(self, bound, model, corpus, out, max_rounds, options)
 
     def save(self, path: str | Path) -> Path:
         """Write the policy to a JSON file.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pyarrow import dataset
 
     from regard.pages.html import Page
+    from regard.policy import CachePolicy
 
 
 class Survey:
@@ -166,6 +167,35 @@ class Survey:
             else:
                 table[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
         return pa.table(table)
+
+    def cache_policy(
+        self,
+        keep: float = 0.99,
+        sinks: int = 4,
+        granularity: Literal["kv_head", "layer"] = "kv_head",
+    ) -> CachePolicy:
+        """Choose for each key/value head how many keys a cache keeps.
+
+        A head gets the smallest window of 1, 2, 4, … 65,536 keys such that window and sinks hold `keep` of its weight,
+        averaged over the tokens for which keys are evicted. If no window that some document is longer than does, the
+        head keeps every key. A key/value head takes the widest need of its query heads.
+
+        Args:
+            keep: Share of the weight to keep, above 0 and at most 1.
+            sinks: Number of first keys that every head keeps: 0, 1 or 4.
+            granularity: "kv_head" chooses for each key/value head; "layer" gives the heads of a layer the widest
+                window of them.
+
+        Returns:
+            The policy. `policy.verify(model, corpus)` measures on the model what it costs.
+
+        Raises:
+            ArgumentError: If an argument is invalid, no document or no distance is measured, or layers differ in their
+                numbers of heads.
+        """
+        from regard.survey.cache_policy import derive_policy
+
+        return derive_policy(self, keep, sinks, granularity)
 
     def page(self, title: str | None = None) -> Page:
         """Build the report: a summary in words, every head, its documents and its behaviour.

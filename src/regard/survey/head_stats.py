@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from regard.core.problem import Problem
-from regard.engines.accumulators import Accumulator, DiagonalSum
+from regard.lens.analysis.eviction import EVICTION_WINDOWS, Offsets, build_first_masses, compute_evicted
 from regard.lens.analysis.head_table import (
     as_numpy_per_head,
     build_copies_measure,
@@ -20,55 +18,16 @@ from regard.lens.analysis.head_table import (
 from regard.lens.analysis.measures import GroupMass, ReceivedFrom, WeightAt
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call
-from regard.measures import Entropy, Measure, as_slice
-from regard.survey.schema import DISTANCE_BINS, ENTROPY_BINS, MEASURES, WINDOWS, list_columns
+from regard.measures import Entropy, Measure
+from regard.survey.schema import (
+    DISTANCE_BINS,
+    ENTROPY_BINS,
+    MEASURES,
+    SINKS,
+    WINDOWS,
+    list_columns,
+)
 from regard.types import Array, IntArray
-
-
-@dataclass(frozen=True)
-class Offsets(Measure):
-    """The weight at each offset between query and key, summed over rows: (…, q_len + kv_len − 1).
-
-    Offset 0, a row's own key, is at index `q_len − 1 + first`, earlier keys to its left; `first` is the key of row 0.
-
-    >>> import numpy as np, regard
-    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(Offsets()).offsets.round(4)
-    array([0.3333, 0.8333, 1.8333, 0.    , 0.    ])
-    """
-
-    rows: Array | None = None  # (…, q_len): the weight of each row; None counts each once
-    lengths: tuple[int, int] = (0, 0)
-    buffers: dict[tuple[int, int, int], Array] = field(default_factory=dict)
-    reads_scores: ClassVar[bool] = False
-
-    def bind(self, problem: Problem) -> Measure:
-        rows = self.rows
-        if rows is not None:
-            picked = problem.frame.take_pairs(rows, 1, "offsets")
-            rows = problem.engine.xp.asarray(picked, dtype=problem.dtype)[..., None]
-        return replace(self, rows=rows, lengths=(problem.shape[1], problem.shape[2]), buffers={})
-
-    def accumulator(self, problem: Problem) -> Accumulator | None:
-        return DiagonalSum() if self.rows is None else None
-
-    def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
-        return xp.zeros((shape[0], shape[1] + shape[2] - 1))
-
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Any) -> Any:
-        if self.rows is not None:
-            weights = weights * self.rows[:, as_slice(q_idx)]
-        pairs, height, width = weights.shape
-        wide = height + width
-        if (pairs, height, width) not in self.buffers:
-            self.buffers[pairs, height, width] = xp.zeros((pairs, height * (wide + 1)), dtype=weights.dtype)
-        buffer = self.buffers[pairs, height, width]
-        # Written in rows of `wide`, read in rows of `wide + 1`: each row shifts one to the left of the row above it.
-        xp.reshape(buffer[:, : height * wide], (pairs, height, wide))[..., height:] = weights
-        diagonals = xp.sum(xp.reshape(buffer, (pairs, height, wide + 1)), axis=1)[:, 1:wide]
-        start = int(kv_idx[0]) - int(q_idx[-1]) + self.lengths[0] - 1
-        state[:, start : start + wide - 1] += diagonals
-        return state
 
 
 def measure_call(
@@ -109,6 +68,7 @@ def measure_call(
         selected["first"] = WeightAt(token_rows.first_key)
     if "distance" in measures and one_sequence:
         selected["offsets"] = Offsets(None if token_rows.rows.all() else token_rows.rows)
+        selected["sinks"] = build_first_masses(token_rows, max(SINKS))
     repeated = None
     if "copies" in measures and one_sequence and tokens is not None:
         selected["copies"], repeated = build_copies_measure(token_rows, tokens, copies)
@@ -127,6 +87,9 @@ def measure_call(
         columns["first"] = mean_over_rows(results["first"], token_rows.rows)
     if "offsets" in results:
         columns |= _measure_distances(results["offsets"], results["first"], token_rows)
+        for sinks in SINKS:
+            evicted = compute_evicted(results["offsets"], results["sinks"], token_rows, sinks)
+            columns[f"evicted_{sinks}"] = evicted[:, np.minimum(EVICTION_WINDOWS, evicted.shape[1] - 1)]
     if "lookback" in results:
         columns["lookback"] = _measure_lookback(results["lookback"], token_rows, prompt_len)
     if repeated is not None:

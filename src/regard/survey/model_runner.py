@@ -72,6 +72,28 @@ class ModelRunner:
             "layers": layers,
             "heads": [int((rows["layer"] == layer).sum()) for layer in range(layers)],
             "notes": list(self.loaded.notes),
+            "cache": self._describe_cache(),
+        }
+
+    def _describe_cache(self) -> dict[str, Any]:
+        """Return the sizes of keys and values: kv_heads, head_dim and value_dim of each layer, and bytes_per_number."""
+        from regard.lens.watch import watch
+
+        encoded = self.loaded.encode(TRIAL_TEXT, self.spec.max_tokens)
+        if self.spec.device is not None:
+            encoded = replace(encoded, ids=encoded.ids.to(self.spec.device))
+        with watch(self.loaded.model, values=True) as recording:
+            self.loaded.forward(encoded)
+        sizes: list[tuple[int, int, int, int]] = []
+        for call in (recording.calls(name)[0] for name in recording):
+            kv_heads = call.shape[-3] // call.groups if len(call.shape) > 2 else 1
+            head_dim = int(call.key.shape[-1])
+            value_dim = head_dim if call.value is None else int(call.value.shape[-1])
+            sizes.append((kv_heads, head_dim, value_dim, int(call.key.element_size())))
+        columns = (list(column) for column in list(zip(*sizes, strict=True))[:3])
+        return {
+            **dict(zip(("kv_heads", "head_dim", "value_dim"), columns, strict=True)),
+            "bytes_per_number": max(size[-1] for size in sizes),
         }
 
     def measure(self, text: str, prompt: str = "") -> dict[str, Any]:

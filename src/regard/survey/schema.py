@@ -18,6 +18,7 @@ Schema version 1. The size of a row does not depend on the length of its documen
 | `distance_histogram` | 18 × float32 | weight at distance 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond |
 | `within_64` … `within_65536` | float32 | weight inside a window of that many keys, including the token itself |
 | `kept_64` … `kept_65536` | float32 | weight inside that window or on the first key |
+| `evicted_1`, `evicted_4` | 17 × float32 | weight outside windows of 1, 2, … 65,536 keys and the first 1 or 4 keys |
 | `first` | float32 | mean weight on the first token |
 | `heavy` | float32 | share of all weight that goes to the tenth of the keys that receives most |
 | `duplicate`, `induction` | float32 | for repeated tokens: weight on the earlier copies, and on the tokens after them |
@@ -33,8 +34,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from regard.lens.analysis.eviction import EVICTION_WINDOWS
+
 # Windows of this many keys, including the row's own; a layer without a causal mask has one on either side.
 WINDOWS = tuple(2**power for power in range(6, 17))
+# Numbers of first keys that a cache policy may keep; without first keys, the histogram has the weight.
+SINKS = (1, 4)
 # Distances 0, 1, 2–3, 4–7, … 32,768–65,535, and beyond: a window of 2^k keys is the first k + 1 of these bins.
 DISTANCE_BINS = 18
 # The entropy of a row in bits: below 1, below 2, … below 16, and above.
@@ -54,6 +59,7 @@ def list_columns(measures: Collection[str] = MEASURES) -> dict[str, int]:
             "distance_histogram": DISTANCE_BINS,
             **{f"within_{window}": 1 for window in WINDOWS},
             **{f"kept_{window}": 1 for window in WINDOWS},
+            **{f"evicted_{sinks}": len(EVICTION_WINDOWS) for sinks in SINKS},
         },
         "first": {"first": 1},
         "heavy": {"heavy": 1},

@@ -11,9 +11,10 @@ pytest.importorskip("safetensors")
 
 import regard
 from examples.induction import encode, load
+from regard.lens.analysis.eviction import EVICTION_WINDOWS
 from regard.lens.watch import watch
 from regard.survey.head_stats import Offsets, measure_call
-from regard.survey.schema import DISTANCE_BINS, WINDOWS, list_columns
+from regard.survey.schema import DISTANCE_BINS, SINKS, WINDOWS, list_columns
 
 TEXT = "Everything should be made as simple as possible. Everything should be said once. " * 3
 
@@ -60,6 +61,11 @@ def test_histograms_and_kept_windows_equal_those_of_the_dense_matrix(recording):
         kept = (distance < window) | (keys == 0)
         expected = np.where(kept, weights, 0.0).sum((1, 2)) / weights.shape[1]
         np.testing.assert_allclose(found[f"kept_{window}"], expected, atol=1e-6)
+    for sinks in SINKS:
+        for number, window in enumerate(EVICTION_WINDOWS):
+            evicted = (distance >= window) & (keys >= sinks)
+            expected = np.where(evicted, weights, 0.0).sum((1, 2)) / weights.shape[1]
+            np.testing.assert_allclose(found[f"evicted_{sinks}"][:, number], expected, atol=1e-6)
     bits = call.matrix.entropy().double().numpy()[0] / np.log(2)
     for head, own in enumerate(bits):
         expected = np.histogram(own, bins=[-1, *range(1, 17), 99])[0] / own.size
@@ -103,7 +109,15 @@ def test_cross_attention_has_no_distances():
         layer(torch.randn(1, 3, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8))
     found = measure_call(recording.calls("cross_attn")[0], [[1, 2, 3, 4, 5]], {})
     assert np.isfinite(found["entropy"]).all() and np.isfinite(found["first"]).all()
-    for name in ("distance", "previous", "within_64", "kept_64", "distance_histogram", "induction"):
+    for name in (
+        "distance",
+        "previous",
+        "within_64",
+        "kept_64",
+        "evicted_4",
+        "distance_histogram",
+        "induction",
+    ):
         assert np.isnan(found[name]).all()
 
 
