@@ -28,6 +28,7 @@ from regard.cli.options import (
     WeightDtype,
 )
 from regard.cli.output import Printer
+from regard.cli.policy_app import policy_app
 
 EXIT_CODES = (
     "Exit codes: 0 success, 1 error or difference found, 2 usage error, "
@@ -418,6 +419,8 @@ SHORT_HELP = {
 }
 for command, (short_help, example) in SHORT_HELP.items():
     app.command(command.__name__, short_help=short_help, epilog=f"Example: {example}")(command)
+
+app.add_typer(policy_app, name="policy")
 
 
 def _print_version(requested: bool) -> None:

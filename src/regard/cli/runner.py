@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
         The exit code.
     """
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
-    known = {command.name for command in app.registered_commands}
+    known = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     command = f"regard {name}" if name in known else "regard"
     options = {"traceback": False}
     try:

@@ -42,7 +42,7 @@ def survey(printer: Printer, model: str, corpus: str, output: Path, options: dic
     notes: list[str] = []
     start = time.perf_counter()
     try:
-        with _show_progress(printer, model, notes) as progress, _silence_logging():
+        with show_progress(printer, model, notes) as progress, silence_logging():
             result = run(model, corpus, output, progress=progress, **options)
     except KeyboardInterrupt:
         printer.warn(
@@ -114,7 +114,7 @@ def report(printer: Printer, folder: Path, output: Path, show: bool) -> int:
 
 
 @contextmanager
-def _show_progress(printer: Printer, model: str, notes: list[str]) -> Iterator[Callable[[Progress], None]]:
+def show_progress(printer: Printer, model: str, notes: list[str]) -> Iterator[Callable[[Progress], None]]:
     """Show a progress line in a terminal, with notes above it; yield the callback, which also collects the notes."""
     console = build_console(stderr=True)
     visible = console.is_terminal and printer.as_text
@@ -168,7 +168,7 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def _silence_logging() -> Iterator[None]:
+def silence_logging() -> Iterator[None]:
     """Keep logging from printing the notes of a survey a second time."""
     logger, handler = logging.getLogger("regard.survey"), logging.NullHandler()
     logger.addHandler(handler)

@@ -25,6 +25,7 @@ from regard.types import Array
 
 if TYPE_CHECKING:
     from regard.lens.capture.call import Call
+    from regard.models import LoadedModel
     from regard.policy.policy import CachePolicy
 
 # Values of a document, repeated in the rows of its heads.
@@ -69,7 +70,6 @@ class PolicyRunner:
         import torch
 
         from regard.models import load
-        from regard.policy.masking import build_edits
 
         torch.set_num_threads(spec.threads)
         if isinstance(spec.model, str):
@@ -78,6 +78,18 @@ class PolicyRunner:
             loaded = pickle.loads(spec.model.data)
         if spec.device is not None:
             loaded.model.to(spec.device)
+        self._prepare(loaded, spec)
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel, spec: VerificationSpec) -> PolicyRunner:
+        """Return a runner for a model that this process has loaded."""
+        runner = cls.__new__(cls)
+        runner._prepare(loaded, spec)
+        return runner
+
+    def _prepare(self, loaded: LoadedModel, spec: VerificationSpec) -> None:
+        from regard.policy.masking import build_edits
+
         loaded.model.requires_grad_(False)
         self.loaded, self.spec, self.policy = loaded, spec, spec.policy
         self.edits = build_edits(spec.policy)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +19,7 @@ from regard.jobs.driver import Job, check_run, run_job
 from regard.jobs.executors import EXECUTORS
 from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, read_manifest
 from regard.jobs.progress import Progress
-from regard.jobs.row_schema import column_to_numpy
+from regard.jobs.row_schema import RowBatch, column_to_numpy
 from regard.jobs.worker_process import ModelInfo, PickledModel, TextMeasurer
 from regard.lens.table import Table
 from regard.policy.window_sizes import FULL
@@ -121,33 +121,57 @@ def open_verification(policy: CachePolicy, path: Path, bound: float) -> Verifica
         path: The output directory.
         bound: The bound of the verdict.
     """
-    from pyarrow import parquet
-
     settings = json.loads((path / SETTINGS_FILE).read_text())
     committed = read_manifest(path / MANIFEST_FILE)[0]
+    entries = [committed[shard] for shard in sorted(committed)]
+    quarantined = [document for entry in entries for document in entry["quarantined"]]
+    documents = _iter_documents([path / entry["file"] for entry in entries], policy)
+    return build_verification(policy, bound, settings, documents, quarantined)
+
+
+def _iter_documents(files: list[Path], policy: CachePolicy) -> Iterator[RowBatch]:
+    """Yield the rows of each document, file by file."""
+    from pyarrow import parquet
+
     heads = policy.num_layers * policy.num_heads
-    documents: list[dict[str, Any]] = []
-    sums: dict[str, Any] = {"lost": 0.0, "effect": 0.0, "evicted": 0.0, "evicted_widened": 0.0}
-    affected: Array = np.zeros(policy.windows.shape)
-    for entry in (committed[shard] for shard in sorted(committed)):
-        table = parquet.read_table(path / entry["file"])
+    for path in files:
+        table = parquet.read_table(path)
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        numbers = {name: column_to_numpy(columns[name]) for name in (*DOCUMENT_COLUMNS, *sums)}
+        numbers = {name: column_to_numpy(columns[name]) for name in COLUMNS}
         for row in range(0, len(table), heads):
-            tokens = columns["tokens"][row].as_py()
-            documents.append(
-                {
-                    "document": columns["document"][row].as_py(),
-                    "name": columns["name"][row].as_py(),
-                    "tokens": tokens,
-                    **{name: float(numbers[name][row]) for name in DOCUMENT_COLUMNS},
-                }
-            )
-            for name in sums:
-                sums[name] = sums[name] + tokens * numbers[name][row : row + heads]
-            affected = affected + count_affected_rows(policy, tokens)
-    quarantined = [document for entry in committed.values() for document in entry["quarantined"]]
-    return Verification(policy, bound, settings, documents, sums, affected, quarantined)
+            own = {name: values[row : row + heads] for name, values in numbers.items()}
+            own["tokens"] = columns["tokens"][row].as_py()
+            yield RowBatch(columns["document"][row].as_py(), columns["name"][row].as_py(), own)
+
+
+def build_verification(
+    policy: CachePolicy,
+    bound: float,
+    settings: dict[str, Any],
+    documents: Iterable[RowBatch],
+    quarantined: list[dict[str, str]],
+) -> Verification:
+    """Build a verification from the rows of its documents, one at a time.
+
+    Args:
+        policy: The policy.
+        bound: The bound of the verdict.
+        settings: Settings of the run.
+        documents: The rows of each document, as `PolicyRunner.measure` returns them.
+        quarantined: Documents that could not be run.
+    """
+    table: list[dict[str, Any]] = []
+    sums: dict[str, Any] = dict.fromkeys((name for name in COLUMNS if name not in DOCUMENT_COLUMNS), 0.0)
+    affected: Array = np.zeros(policy.windows.shape)
+    for document in documents:
+        columns = document.columns
+        tokens = int(columns["tokens"])
+        values = {name: float(columns[name][0]) for name in DOCUMENT_COLUMNS}
+        table.append({"document": document.document, "name": document.name, "tokens": tokens, **values})
+        for name in sums:
+            sums[name] = sums[name] + tokens * np.asarray(columns[name], float)
+        affected = affected + count_affected_rows(policy, tokens)
+    return Verification(policy, bound, settings, table, sums, affected, quarantined)
 
 
 class Verification:
@@ -341,28 +365,30 @@ class Verification:
 
         return build_page(self, title)
 
-    def __str__(self) -> str:
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of the result, as text."""
         plain, limited = self.perplexity
         length = int(self.settings["max_tokens"])
+        counts = f"{self.tokens:,} tokens, {len(self.quarantined)} quarantined"
         facts = [
-            [
-                "documents",
-                f"{len(self.documents):,} ({self.tokens:,} tokens, {len(self.quarantined)} quarantined)",
-            ],
-            ["cache saved", f"{100 * self.policy.saved(length):.1f} % at {length:,} tokens"],
-            ["KL divergence", f"{self.kl:.4g} nats per token"],
-            ["top-1 agreement", f"{100 * self.agreement:.2f} %"],
-            ["perplexity", f"{plain:.4g} without the policy, {limited:.4g} with it"],
+            ("documents", f"{len(self.documents):,} ({counts})"),
+            ("cache saved", f"{100 * self.policy.saved(length):.1f} % at {length:,} tokens"),
+            ("KL divergence", f"{self.kl:.4g} nats per token"),
+            ("top-1 agreement", f"{100 * self.agreement:.2f} %"),
+            ("perplexity", f"{plain:.4g} without the policy, {limited:.4g} with it"),
         ]
         if not math.isnan(self.prediction_error):
-            facts.append(
-                ["lost weight", f"predicted {100 * self.prediction_error:+.1f} % of what was measured"]
-            )
+            off = f"{100 * self.prediction_error:+.1f} % off"
+            facts.append(("lost weight", f"the prediction of the survey is {off}"))
         for test in self.tests:
-            name = f"{test['test']}, {test['length']:,} tokens"
-            result = f"{test['policy']:.0%} with it" if test["able"] else "the model cannot do it"
-            facts.append([name, f"{test['plain']:.0%} without the policy, {result}"])
-        worst = self.worst(3)
-        return f"{self.verdict}\n\n{format_table(facts, align='left')}\n\nWorst documents\n{worst!r}"
+            result = f"{test['policy']:.0%} with it" if test["able"] else "which is too little to count"
+            value = f"{test['plain']:.0%} right without the policy, {result}"
+            facts.append((f"{test['test']}, {test['length']:,} tokens", value))
+        return facts
+
+    def __str__(self) -> str:
+        table = format_table(self.facts, align="left")
+        return f"{self.verdict}\n\n{table}\n\nWorst documents\n{self.worst(3)!r}"
 
     __repr__ = __str__
