@@ -20,7 +20,8 @@ from regard.policy.tightening import widen
 from regard.policy.verification import build_verification
 
 TEXT_MODEL, INDUCTION_MODEL = "examples.induction:load_text", "examples.induction:load"
-TEXT_TOKENS, INDUCTION_TOKENS = 256, 64
+# The lengths that the models were trained on.
+TEXT_TOKENS, INDUCTION_TOKENS = 128, 64
 
 
 def draw_texts(half: int, count: int) -> list[str]:
