@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from regard.interventions import Edit, restrict
 from regard.masks import Mask, first, sliding_window
 from regard.policy.window_sizes import FULL
 from regard.types import Array
 
 if TYPE_CHECKING:
+    from regard.interventions import Edit
     from regard.policy.policy import CachePolicy
 
 
@@ -36,6 +36,8 @@ def build_edits(policy: CachePolicy, layers: Sequence[str] | None = None) -> lis
     Returns:
         Edits for `regard.intervene`; none if every head keeps every key.
     """
+    from regard.interventions import restrict
+
     group = policy.num_heads // policy.num_kv_heads
     edits = []
     for layer, name in enumerate(layers or policy.layers):

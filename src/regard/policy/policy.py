@@ -16,11 +16,12 @@ from regard.policy.window_sizes import FULL
 from regard.render.table import format_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
+
     from regard.jobs.worker_process import TextMeasurer
     from regard.models import LoadedModel
     from regard.policy.verification import Verification
-    from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers.cache_utils import Cache
 
 # The context length of the printed table, in tokens.
 PRINTED_LENGTH = 8192

@@ -10,8 +10,8 @@ import numpy as np
 
 from regard.errors import ArgumentError
 from regard.lens.analysis.eviction import EVICTION_WINDOWS
-from regard.policy.window_sizes import FULL, WIDENED_SINKS
 from regard.policy.verification import Verification, verify_policy
+from regard.policy.window_sizes import FULL, WIDENED_SINKS
 from regard.types import Array
 
 if TYPE_CHECKING:

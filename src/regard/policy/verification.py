@@ -22,9 +22,9 @@ from regard.jobs.progress import Progress
 from regard.jobs.row_schema import RowBatch, column_to_numpy
 from regard.jobs.worker_process import ModelInfo, PickledModel, TextMeasurer
 from regard.lens.table import Table
-from regard.policy.window_sizes import FULL
 from regard.policy.masking import count_affected_rows
 from regard.policy.model_runner import COLUMNS, DOCUMENT_COLUMNS, VerificationSpec
+from regard.policy.window_sizes import FULL
 from regard.render.table import format_table
 from regard.types import Array
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from regard.policy.policy import CachePolicy
 
 OPERATION = "policy.verify"
-# Documents that `Verification.worst` lists unless told otherwise.
+# Documents that `Verification.worst` lists by default.
 WORST = 10
 
 
