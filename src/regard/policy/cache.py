@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,15 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 # Layer types without: their own cache layer is used.
 STATE_TYPES = ("conv", "linear_attention", "mlp", "moe")
+
+# Families that read or build their cache in a way of their own: what they have, and why it cannot be served.
+OWN_CACHES = {
+    "minimax": ("a cache of its own", "it accepts no other class"),
+    "mllama_text_model": (
+        "cross-attention in its decoder",
+        "its cross-attention keys have no distance to a query",
+    ),
+}
 
 
 class PolicyCache(Cache):  # type: ignore[misc]
@@ -88,7 +98,11 @@ def build_cache(policy: CachePolicy, model: PreTrainedModel) -> Cache:
         raise _refuse(
             model, "an encoder and a decoder", "its cross-attention keys have no distance to a query"
         )
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise _refuse(model, "no argument past_key_values", "its state is not a cache of keys and values")
     config = model.config.get_text_config(decoder=True)
+    if config.model_type in OWN_CACHES:
+        raise _refuse(model, *OWN_CACHES[config.model_type])
     layer_types, settings = _read_layer_types(model, config)
     rows = _match_layers(policy, model, layer_types)
     if says_config(policy, config, layer_types, rows):

@@ -202,7 +202,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             options = replace(options, sink=options.sink.unflatten(0, query.shape[1:3]))
         output = value.new_zeros((*query.shape[:4], value.shape[3]))
         for store in self.stores:
-            heads = store.heads
+            heads = store.index
             chosen = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
             output[:, heads, :, skipped:] = attend(
                 store,

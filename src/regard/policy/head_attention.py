@@ -35,7 +35,7 @@ class ScoreOptions:
     softcap: float | None = None
     sink: Tensor | None = None
 
-    def select(self, heads: list[int]) -> ScoreOptions:
+    def select(self, heads: slice | list[int]) -> ScoreOptions:
         """Return the options of some kv heads."""
         return self if self.sink is None else replace(self, sink=self.sink[heads])
 

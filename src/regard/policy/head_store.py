@@ -27,13 +27,17 @@ class HeadStore:
     own first tokens, so that padding on the left does not take their place.
 
     Args:
-        heads: The kv heads.
+        heads: The kv heads, ascending.
         window: Number of tokens that are stored besides the sinks, the last one included; None for all.
         sinks: Number of first tokens that are always stored; without meaning if all are.
     """
 
     def __init__(self, heads: list[int], window: int | None, sinks: int) -> None:
         self.heads = heads
+        is_run = heads == list(range(heads[0], heads[-1] + 1))
+        self.index: slice | list[int] = (
+            slice(heads[0], heads[-1] + 1) if is_run else heads
+        )  # a slice copies nothing
         self.window = window
         self.sinks = 0 if window is None else sinks
         self.limit = None if window is None else window + sinks
