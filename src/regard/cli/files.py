@@ -14,6 +14,7 @@ from regard.errors import ArgumentError
 from regard.masks import Mask, causal, dense
 from regard.types import Array
 
+MAX_ARCHIVE_BYTES = 1 << 32  # of the arrays of an NPZ file, so that a small file cannot fill the memory
 NAMES = ("query", "key", "value", "tokens", "mask", "scale")
 
 
@@ -46,7 +47,7 @@ def read_matrices(path: Path, operation: str) -> dict[str, Any]:
     if "tokens" in content:
         inputs["tokens"] = [str(token) for token in np.ravel(np.asarray(content["tokens"], dtype=object))]
     if "scale" in content:
-        inputs["scale"] = float(_parse_array(content["scale"], "scale", path, operation))
+        inputs["scale"] = _parse_scale(content["scale"], path, operation)
     if "mask" in content:
         inputs["mask"] = _parse_mask(content["mask"], path, operation)
     return inputs
@@ -151,12 +152,18 @@ def _read_json(path: Path, operation: str) -> Any:
 
 def _read_npz(path: Path, operation: str) -> dict[str, Any]:
     try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > MAX_ARCHIVE_BYTES:
+            raise ValueError(f"its arrays take {size:,} bytes, of at most {MAX_ARCHIVE_BYTES:,}")
         # Reading a pickled array could run code.
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except OSError as error:
         raise _build_error(path, operation, error.strerror or str(error)) from error
-    except (ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (
+        Exception
+    ) as error:  # a damaged archive can raise anything: errors of zlib, of the tokenizer, of memory
         raise _build_error(path, operation, f"not an NPZ file of plain arrays: {error}") from error
 
 
@@ -166,7 +173,7 @@ def _parse_array(value: Any, name: str, path: Path, operation: str) -> Array:
         if not np.issubdtype(array.dtype, np.number):
             array = np.asarray(value, dtype=np.float64)
         return array if np.issubdtype(array.dtype, np.floating) else array.astype(np.float64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ArgumentError(
             operation,
             received=f"{name} in {str(path)!r}, which is not an array of numbers ({error})",
@@ -175,8 +182,23 @@ def _parse_array(value: Any, name: str, path: Path, operation: str) -> Array:
         ) from error
 
 
+def _parse_scale(value: Any, path: Path, operation: str) -> float:
+    array = _parse_array(value, "scale", path, operation)
+    if array.ndim:
+        raise ArgumentError(
+            operation,
+            received=f"scale in {str(path)!r} with shape {array.shape}",
+            expected="one number",
+            hint="Omit scale for the default, 1/√head_dim.",
+        )
+    return float(array)
+
+
 def _parse_mask(value: Any, path: Path, operation: str) -> Mask:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        array = np.asarray("rows of different lengths")
     if array.ndim == 0 and str(array) == "causal":
         return causal()
     if array.dtype == bool or (array.size and np.isin(array, (0, 1)).all()):

@@ -188,6 +188,11 @@ class Corpus:
         kind, compressed = _detect_format(name or self.path)
         if kind == "text":
             yield FileRange(name, kind), 1
+        elif compressed and kind == "table":
+            raise self._error(
+                f"whose {name or 'file'} is Parquet inside a compressed file",
+                "Decompress it: Parquet compresses its columns itself.",
+            )
         elif compressed:
             yield FileRange(name, kind), max(1.0, size / DEFAULT_LINE_BYTES)
         else:
@@ -218,7 +223,9 @@ class Corpus:
             with filesystem.open_input_file(self._full_path(name)) as file:
                 table = parquet.ParquetFile(file)
                 columns, rows = table.schema_arrow.names, int(table.metadata.num_rows)
-        except ArrowInvalid as error:
+        except (ArrowInvalid, OSError) as error:
+            if not self._is_damaged(error):
+                raise
             raise self._error(
                 f"whose {name or 'file'} is not valid Parquet ({error})", "Repair the file or remove it."
             ) from None
@@ -252,10 +259,21 @@ class Corpus:
         try:
             with self._filesystem[0].open_input_stream(path, compression="detect") as file:
                 data = read_up_to(file, self.max_bytes + 1)
-        except (FileNotFoundError, PermissionError) as error:
+        except (OSError, ValueError) as error:
+            if not isinstance(error, FileNotFoundError | PermissionError) and not self._is_damaged(error):
+                raise
             yield CorpusDocument(name, problem=("unreadable", _first_line(error)))
         else:
             yield self._build_document(name, data, None)
+
+    def _is_damaged(self, error: Exception) -> bool:
+        """Return whether an error of pyarrow says that a file is damaged; a failing disk or network is not the file."""
+        from pyarrow import ArrowInvalid
+
+        is_local = self._filesystem[0].type_name == "local"
+        return isinstance(error, ArrowInvalid) or (
+            is_local and isinstance(error, OSError) and error.errno is None
+        )
 
     def _read_lines(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
         filesystem, path = self._filesystem[0], self._full_path(file_range.path)
@@ -263,16 +281,24 @@ class Corpus:
             file, start, stop = filesystem.open_input_stream(path, compression="detect"), 0, 1 << 62
         else:
             file, start, stop = filesystem.open_input_file(path), file_range.start, file_range.stop
+        end = start  # of the last line that was read
         with file:
-            for offset, line in iter_lines(file, start, stop, self.max_bytes):
-                yield self._parse_line(f"{name}@{offset}", line)
+            try:
+                for offset, line in iter_lines(file, start, stop, self.max_bytes):
+                    yield self._parse_line(f"{name}@{offset}", line)
+                    end = offset + 1
+            except (OSError, ValueError) as error:
+                if not self._is_damaged(error):
+                    raise
+                problem = "unreadable", f"the rest of the file is damaged: {_first_line(error)}"
+                yield CorpusDocument(f"{name}@{end}", problem=problem)
 
     def _parse_line(self, name: str, line: bytes | None) -> CorpusDocument:
         if line is None:
             return CorpusDocument(name, problem=self._too_long)
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second for thousands of brackets
             return CorpusDocument(
                 name, problem=("not text", f"the line is not valid JSON: {_first_line(error)}")
             )
@@ -301,15 +327,25 @@ class Corpus:
                     first = offset if first is None else first
                 offset += rows
             offset = first or 0
-            for batch in table.iter_batches(256, row_groups=groups, columns=columns):
+            batches = table.iter_batches(256, row_groups=groups, columns=columns)
+            while offset < file_range.stop:
+                try:
+                    batch = next(batches, None)
+                except (OSError, ValueError) as error:
+                    if not self._is_damaged(error):
+                        raise
+                    problem = "unreadable", f"the row is damaged: {_first_line(error)}"
+                    lost = range(max(file_range.start, offset), file_range.stop)
+                    yield from (CorpusDocument(f"{name}@{row}", problem=problem) for row in lost)
+                    return
+                if batch is None:
+                    return
                 low, high = max(file_range.start - offset, 0), min(file_range.stop - offset, len(batch))
                 for row in range(low, high):
                     found = {column: batch.column(column)[row].as_py() for column in columns}
                     values = (found[field] if field else None for field in fields)
                     yield self._build_document(f"{name}@{offset + row}", *values)
                 offset += len(batch)
-                if offset >= file_range.stop:
-                    return
 
     def _build_document(self, document_id: str, text: Any, name: Any, prompt: Any = None) -> CorpusDocument:
         problem = None
@@ -318,6 +354,8 @@ class Corpus:
                 text = text.decode("utf-8-sig")
             elif isinstance(text, str):
                 text.encode()
+            if isinstance(prompt, str):
+                prompt.encode()
             if not isinstance(text, str | bytes):
                 problem = "not text", f"the text field is of type {type(text).__name__}"
             elif self.prompt_field is not None and not isinstance(prompt, str):
@@ -328,7 +366,8 @@ class Corpus:
                 problem = "not text", "the text is empty or white space"
         except UnicodeError as error:
             problem = "not text", f"not valid UTF-8: {_first_line(error)}"
-        name = None if name is None else str(name)
+        # A lone surrogate, which JSON may hold, is not valid in any file.
+        name = None if name is None else str(name).encode(errors="replace").decode()
         if problem:
             return CorpusDocument(document_id, "", name, problem=problem)
         return CorpusDocument(document_id, text, name, prompt)

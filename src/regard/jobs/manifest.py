@@ -27,6 +27,8 @@ SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE = "settings.json", "manifest.jsonl", "lo
 # A name can change while the thing it names stays the same; fingerprints are compared instead.
 UNCOMPARED_SETTINGS = ("name", "path", "notes", "started_at", "tests")
 
+QUARANTINE_FIELDS = ("document", "kind", "reason")
+
 # One line of the manifest, parsed.
 Entry = dict[str, Any]
 
@@ -99,7 +101,7 @@ class Manifest:
         """
         path = self.out / SETTINGS_FILE
         if path.exists():
-            changes = list(find_differences(json.loads(path.read_text()), settings))
+            changes = list(find_differences(read_settings(path, "survey.run"), settings))
             if changes:
                 raise ArgumentError(
                     "survey.run",
@@ -185,6 +187,31 @@ class Manifest:
             os.close(descriptor)
 
 
+def read_settings(path: Path, operation: str) -> dict[str, Any]:
+    """Read the settings of a survey.
+
+    Args:
+        path: The file.
+        operation: Name of the calling function, for the error.
+
+    Raises:
+        ArgumentError: If the file is not a JSON object.
+    """
+    problem = "is not a JSON object"
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        settings, problem = None, f"is not valid JSON: {str(error)[:200]}"
+    if not isinstance(settings, dict):
+        raise ArgumentError(
+            operation,
+            received=f"{str(path)!r}, which {problem}",
+            expected="the settings that a survey wrote",
+            hint="Restore the file from a copy, or start another survey in a new directory.",
+        )
+    return settings
+
+
 def format_entry(entry: Entry) -> bytes:
     """Format a line of the manifest: the CRC-32 of the JSON, then the JSON."""
     text = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
@@ -199,10 +226,28 @@ def iter_entries(path: Path) -> Iterator[Entry | None]:
                 return
             checksum, _, text = line[:-1].partition(b" ")
             try:
-                valid = int(checksum, 16) == zlib.crc32(text)
-                yield json.loads(text) if valid else None
-            except ValueError:
-                yield None
+                entry = json.loads(text) if int(checksum, 16) == zlib.crc32(text) else None
+            except (ValueError, RecursionError):
+                entry = None
+            yield entry if _is_entry(entry) else None
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether a line has the fields that `Manifest` writes; a file is named after its shard."""
+    if not isinstance(entry, dict) or type(entry.get("shard")) is not int or entry["shard"] < 0:
+        return False
+    if "withdrawn" in entry:
+        return True
+    counts = (entry.get(name) for name in ("bytes", "rows", "documents", "tokens"))
+    quarantined = entry.get("quarantined")
+    return (
+        entry.get("file") == format_shard_name(entry["shard"])
+        and all(type(count) is int and count >= 0 for count in counts)
+        and all(isinstance(entry.get(name), str) for name in ("sha256", "ids_sha256"))
+        and isinstance(quarantined, list)
+        and all(isinstance(document, dict) for document in quarantined)
+        and all(isinstance(document.get(name), str) for document in quarantined for name in QUARANTINE_FIELDS)
+    )
 
 
 def read_manifest(path: Path) -> tuple[dict[int, Entry], int]:

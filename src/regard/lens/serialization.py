@@ -17,6 +17,7 @@ from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.image_passes import ImagePass, ImagePasses
 from regard.lens.capture.module_hints import ImageRuns
+from regard.lens.header_checks import check_call, check_hints
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
@@ -275,29 +276,49 @@ def read_calls(
         pass, and the patch grids of the models that read images by name.
 
     Raises:
-        ArgumentError: If the file was not written by `write_calls`.
+        ArgumentError: If the file was not written by `write_calls`, or is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), "pt") as file:
-            header = json.loads((file.metadata() or {}).get("regard", "{}"))
+            text = (file.metadata() or {}).get("regard", "{}")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
         raise _cannot_read(path, f"which is not a safetensors file ({error})") from None
-    if header.get("format") != FORMAT:
-        raise _cannot_read(path, f"a file of format {header.get('format')!r}")
-    reader = RecordingReader(arrays)
+    try:
+        return _decode_header(json.loads(text), RecordingReader(arrays))
+    except _WrongFormatError as error:
+        raise _cannot_read(path, f"a file of format {str(error)[:80]}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+        raise _cannot_read(path, f"a recording whose header is damaged ({problem})") from error
+
+
+class _WrongFormatError(Exception):
+    """The format of a file that `write_calls` did not write."""
+
+
+def _decode_header(
+    header: Any, reader: RecordingReader
+) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns], ImagePasses]:
+    """Decode the header of a file and check it; a damaged one raises an error of any type."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise _WrongFormatError(repr(header.get("format") if isinstance(header, dict) else header))
     cache_faults = {
         name: [CacheFault(*fault) for fault in faults]
         for name, faults in header.get("cache_faults", {}).items()
     }
     calls = [reader.decode_call(record) for record in header["calls"]]
+    for call in calls:
+        check_call(call)
     image_passes = {
         name: [ImagePass.from_record(record) for record in records]
         for name, records in header.get("image_passes", {}).items()
     }
-    return calls, header["causal"], cache_faults, header.get("image_runs", []), image_passes
+    causal, image_runs = header["causal"], header.get("image_runs", [])
+    check_hints(causal, cache_faults, image_runs)
+    return calls, causal, cache_faults, image_runs, image_passes
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

@@ -74,6 +74,7 @@ def build_page(title: str, app: str, record: dict[str, Any]) -> Page:
     Returns:
         The page.
     """
+    title = title.encode(errors="replace").decode()  # a lone surrogate cannot be written to a file
     script, style = bundle(f"apps/{app}")
     policy = (
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "

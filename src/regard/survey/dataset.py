@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, find_damaged, read_manifest
+from regard.jobs.errors import SurveyError
+from regard.jobs.manifest import (
+    MANIFEST_FILE,
+    SETTINGS_FILE,
+    Entry,
+    find_damaged,
+    read_manifest,
+    read_settings,
+)
 from regard.jobs.row_schema import SCHEMA_VERSION, build_schema, column_to_numpy
+from regard.survey.schema import MEASURES, PROMPT_MEASURES, list_columns
 from regard.types import Array
 
 if TYPE_CHECKING:
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
 
     from regard.pages.html import Page
     from regard.policy import CachePolicy
+
+MAX_HEADS = 100_000  # of a model; tables with a row for each are built in memory
 
 
 class Survey:
@@ -86,12 +96,38 @@ class Survey:
 
         Args:
             columns: Columns to read; all by default.
-        """
-        from pyarrow import parquet
 
+        Raises:
+            SurveyError: If a file is missing or damaged.
+        """
+        from pyarrow import ArrowException, parquet
+
+        expected = build_schema(self._widths)
         for path in self.files:
-            with parquet.ParquetFile(path) as file:
-                yield from filter(len, file.iter_batches(columns=columns))
+            try:
+                with parquet.ParquetFile(path) as file:
+                    for batch in file.iter_batches(columns=columns):
+                        self._check_batch(batch, expected)
+                        if len(batch):
+                            yield batch
+            except (OSError, ArrowException, ValueError) as error:
+                raise _build_damage_error(path, str(error) or type(error).__name__) from error
+
+    def _check_batch(self, batch: pa.RecordBatch, expected: pa.Schema) -> None:
+        """Check that rows have the columns, the layers and the heads of this survey."""
+        batch.validate(full=True)
+        for field in batch.schema:
+            if field.name not in expected.names or field.type != expected.field(field.name).type:
+                raise ValueError(f"column {field.name} of {field.type}")
+        layers, heads = (
+            batch.column(name).to_numpy() if name in batch.schema.names else np.zeros(0, np.int16)
+            for name in ("layer", "head")
+        )
+        counts = np.array(self.settings["heads"])
+        if len(layers) and (layers.min() < 0 or layers.max() >= len(counts)):
+            raise ValueError(f"a row of layer {layers.max()}, of {len(counts)}")
+        if len(heads) == len(layers) and ((heads < 0) | (heads >= counts[layers])).any():
+            raise ValueError("a row of a head that the model does not have")
 
     def to_pandas(self, columns: list[str] | None = None) -> pandas.DataFrame:
         """Return the rows as a pandas DataFrame.
@@ -231,6 +267,16 @@ class Survey:
         )
 
 
+def _build_damage_error(path: Path, problem: str) -> SurveyError:
+    return SurveyError(
+        "survey",
+        received=f"{path.name}, which is missing or damaged ({problem[:200]})",
+        expected="the file as it was written",
+        hint="Run the survey again with the same settings: it measures the documents of damaged files again. "
+        "survey.find_damaged() lists them.",
+    )
+
+
 class _RunningMean:
     """Weighted means for each head, (heads, width), over rows that arrive in batches; NaN is skipped."""
 
@@ -273,7 +319,7 @@ def open(path: str | Path) -> Survey:
             expected="the output directory of a survey",
             hint="Pass the directory that the survey was written to.",
         )
-    settings = json.loads((path / SETTINGS_FILE).read_text())
+    settings = read_settings(path / SETTINGS_FILE, "survey.open")
     version = settings.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArgumentError(
@@ -282,5 +328,32 @@ def open(path: str | Path) -> Survey:
             expected=f"schema version {SCHEMA_VERSION}",
             hint=f"Open it with the version of regard that wrote it: see regard_version in {SETTINGS_FILE}.",
         )
+    damaged = next(_find_bad_settings(settings), None)
+    if damaged:
+        raise ArgumentError(
+            "survey.open",
+            received=f"{str(path / SETTINGS_FILE)!r} with {damaged} {str(settings.get(damaged))[:80]}",
+            expected="the settings that the survey wrote",
+            hint="Restore the file from a copy, or start another survey in a new directory.",
+        )
     manifest = path / MANIFEST_FILE
     return Survey(path, settings, read_manifest(manifest)[0] if manifest.exists() else {})
+
+
+def _find_bad_settings(settings: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of settings that a survey cannot have written."""
+    widths = list_columns((*MEASURES, *PROMPT_MEASURES))
+    heads: Any = settings.get("heads")
+    columns, model = settings.get("columns"), settings.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+        yield "model"
+    is_list = isinstance(heads, list) and all(type(count) is int and count > 0 for count in heads)
+    if not is_list or sum(heads) > MAX_HEADS:
+        yield "heads"
+    elif settings.get("layers") != len(heads):
+        yield "layers"
+    if not isinstance(columns, dict) or any(widths.get(name) != width for name, width in columns.items()):
+        yield "columns"
+    for name in ("shards", "max_tokens"):
+        if type(settings.get(name)) is not int or settings[name] < 0:
+            yield name

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from regard.errors import ArgumentError
 from regard.learn.exercises.submission import SubmissionResult
@@ -93,16 +94,20 @@ def load_progress(path: Path) -> CourseProgress:
         stored = json.loads(path.read_text("utf-8"))
         if stored["format"] != FORMAT:
             raise ValueError(f"format {stored['format']}")
-        return CourseProgress(
-            {
-                int(n): ExerciseProgress(**entry | {"right_parts": tuple(entry["right_parts"])})
-                for n, entry in stored["exercises"].items()
-            }
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return CourseProgress({int(n): _read_entry(entry) for n, entry in stored["exercises"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(
             "exercise",
             received=f"{str(path)!r} ({type(error).__name__}: {error})",
             expected=f"a progress file of format {FORMAT}",
             hint="Move it away to begin again, or name another one with --progress.",
         ) from None
+
+
+def _read_entry(entry: Any) -> ExerciseProgress:
+    """Read what a learner has done on one exercise; a value of another type raises a ValueError."""
+    found = ExerciseProgress(**entry | {"right_parts": tuple(entry["right_parts"])})
+    texts = (*found.right_parts, found.solved, found.hint)
+    if type(found.attempts) is not int or not all(isinstance(text, str) for text in texts):
+        raise ValueError("an entry of another type")
+    return found
