@@ -72,7 +72,7 @@ def build_settings(folder: Path) -> RunInput:
 
 
 def build_manifests(folder: Path) -> RunInput:
-    from regard.survey.manifest import format_entry, iter_entries
+    from regard.jobs.manifest import format_entry, iter_entries
 
     out = write_survey(folder)
     path = out / "manifest.jsonl"
@@ -114,7 +114,7 @@ def build_shards(folder: Path) -> RunInput:
 
 def build_resumed(folder: Path) -> RunInput:
     """Resume a survey whose manifest was changed: the driver recovers, deletes and renames files."""
-    from regard.survey.manifest import Manifest, format_entry, iter_entries
+    from regard.jobs.manifest import Manifest, format_entry, iter_entries
 
     out = write_survey(folder)
     kept = folder / "kept"
@@ -178,7 +178,7 @@ def check_documents(corpus: Any) -> None:
 
 
 def build_lines(folder: Path) -> RunInput:
-    from regard.survey.corpus import Corpus
+    from regard.jobs.corpus import Corpus
 
     plain, packed = folder / "lines.jsonl", folder / "lines.jsonl.gz"
 
@@ -198,7 +198,7 @@ def build_files(folder: Path) -> RunInput:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from regard.survey.corpus import Corpus
+    from regard.jobs.corpus import Corpus
 
     texts = folder / "texts"
     texts.mkdir()

@@ -22,8 +22,8 @@ from regard.errors import ArgumentError
 from regard.learn.exercises.progress import load_progress
 from regard.pages.html import build_page
 from regard.survey import SurveyError
-from regard.survey.corpus import Corpus
-from regard.survey.manifest import Manifest, format_entry, iter_entries, read_manifest
+from regard.jobs.corpus import Corpus
+from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
 from tests.fuzz.recording_targets import _split, write_recordings
 from tests.fuzz.runner import Target, run_inputs
 from tests.fuzz.survey_targets import write_survey

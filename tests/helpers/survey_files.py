@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import regard
 from regard.jobs.manifest import format_entry
 from regard.jobs.row_schema import RowBatch, build_footer, build_record_batch, build_schema
+from regard.jobs.shard_writer import ShardResult, compute_sha256
 from regard.lens.analysis.eviction import EVICTION_WINDOWS
 from regard.survey.schema import DISTANCE_BINS, MEASURES, SINKS, WINDOWS, list_columns
 
@@ -57,8 +59,18 @@ def write_survey(
                 writer.write_batch(build_record_batch(documents, schema))
             writer.add_key_value_metadata(build_footer(shard, own_quarantined))
         tokens = sum(lengths[number % len(lengths)] for number in numbers)
-        entry = {"shard": shard, "file": file, "documents": len(numbers), "tokens": tokens}
-        manifest += format_entry({**entry, "quarantined": list(own_quarantined)})
+        result = ShardResult(
+            shard=shard,
+            temp_file="",
+            sha256=compute_sha256(folder / file),
+            bytes=(folder / file).stat().st_size,
+            rows=len(numbers) * sum(HEADS),
+            documents=len(numbers),
+            tokens=tokens,
+            ids_sha256="",
+            quarantined=list(own_quarantined),
+        )
+        manifest += format_entry({"file": file, **asdict(result)})
     settings = {
         "schema_version": 1,
         "model": {"name": "some/where/a model <b>"},
