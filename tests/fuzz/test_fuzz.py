@@ -19,11 +19,11 @@ pytest.importorskip("typer")
 import regard
 from regard.cli.files import read_matrices
 from regard.errors import ArgumentError
+from regard.jobs.corpus import Corpus
+from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
 from regard.learn.exercises.progress import load_progress
 from regard.pages.html import build_page
 from regard.survey import SurveyError
-from regard.jobs.corpus import Corpus
-from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
 from tests.fuzz.recording_targets import _split, write_recordings
 from tests.fuzz.runner import Target, run_inputs
 from tests.fuzz.survey_targets import write_survey
