@@ -44,6 +44,16 @@ BAD_OPENING = re.compile(
 
 # Public functions and classes without an example of their own, and why.
 WITHOUT_EXAMPLE: dict[str, str] = {
+    "regard.distributed.DistributedMatrix": "returned by regard.distributed.attention",
+    "regard.distributed.attention": "runs in a group of processes; see examples/ring.py",
+    "regard.distributed.gather": "runs in a group of processes; see examples/ring.py",
+    "regard.distributed.shard": "runs in a group of processes; see examples/ring.py",
+    "regard.learn.TinyGPTRun": "returned by regard.learn.TinyGPT",
+    "regard.learn.exercises.check_class": "reads the files of a class; see docs/guides/10-teach-a-class.md",
+    "regard.learn.exercises.find_submissions": "reads the files of a class; see docs/guides/10-teach-a-class.md",
+    "regard.lens.LayerSpans": "a part of regard.lens.SpanMass",
+    "regard.lens.ShardedRecording": "runs in a group of processes; see docs/guides/20-many-ranks.md",
+    "regard.transformers.UnrecordedWeights": "what regard.transformers.choose_layers leaves out",
     "regard.models.LoadedModel": "returned by regard.models.load",
     "regard.models.EncodedText": "returned by LoadedModel.encode",
     "regard.interventions.Edit": "returned by regard.interventions.knockout and its siblings",
@@ -73,6 +83,7 @@ WITHOUT_ARGS: dict[str, str] = {
     "regard.lens.Watch.": "called by the wrappers of attention functions",
     "regard.interventions.Intervention.": "called by the wrappers of attention functions",
     "regard.monitor.TrainerCallback.": "called by the Trainer of transformers",
+    "regard.transformers.UnrecordedWeights.": "every argument is accepted and ignored",
     "regard.monitor.LightningCallback.": "called by the Trainer of Lightning",
     **{
         f"regard.monitor.{name}.check": "regard.monitor.AlarmRule lists them"

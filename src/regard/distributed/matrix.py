@@ -93,7 +93,12 @@ class DistributedMatrix(AttentionMatrix):
         )
 
     def plan(self, *measures: Measure, **named: Measure) -> str:
-        """Describe how `measure` would compute these measures, without computing them."""
+        """Describe how `measure` would compute these measures, without computing them.
+
+        Args:
+            *measures: Measures, named as in the result of `measure`.
+            **named: Measures by the name of their choice.
+        """
         chosen = name_measures(measures, named)
         ring = self._ring
         passes = "one pass of the keys" if self._lse_stats else "two passes of the keys (lse, then weights)"
@@ -108,14 +113,26 @@ class DistributedMatrix(AttentionMatrix):
     # Reductions over everything
 
     def sum(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
-        """Sum the weights: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks."""
+        """Sum the weights.
+
+        Args:
+            axis: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks.
+            dim: The same as `axis`, in torch's spelling.
+            **numpy_keywords: Refused, with a hint, unless they change nothing.
+        """
         if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
             total = self.measure(Sum(-1)).sum.sum().reshape(1)
             return torch.stack(self._exchange("A.sum()", total)).sum()
         return self.measure(Sum(resolved)).sum
 
     def mean(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
-        """Average the weights: −1 over the keys, −2 over the queries of all ranks, None over everything."""
+        """Average the weights.
+
+        Args:
+            axis: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks.
+            dim: The same as `axis`, in torch's spelling.
+            **numpy_keywords: Refused, with a hint, unless they change nothing.
+        """
         resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
         counts = {-1: self.shape[-1], None: math.prod(self.shape), -2: self.shape[-2]}
         count: Any = torch.tensor([float(counts[resolved])], dtype=torch.float64)
@@ -124,7 +141,13 @@ class DistributedMatrix(AttentionMatrix):
         return self.sum(resolved) / count
 
     def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
-        """Find the largest weights: −1 of each row, −2 of each column over all ranks, None of the whole matrix."""
+        """Find the largest weights.
+
+        Args:
+            axis: −1 of each row, −2 of each column over all ranks, None of the whole matrix.
+            dim: The same as `axis`, in torch's spelling.
+            **numpy_keywords: Refused, with a hint, unless they change nothing.
+        """
         if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
             return self._find_largest("A.max()")[0]
         return self.measure(top=MaxWeight(resolved)).top.values
@@ -132,7 +155,10 @@ class DistributedMatrix(AttentionMatrix):
     def argmax(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
         """Find the indices of the largest weights in the whole sequence; ties go to the lowest index.
 
-        −1 gives keys, −2 queries, None an index into the flattened matrix of all ranks.
+        Args:
+            axis: −1 gives keys, −2 queries, None an index into the flattened matrix of all ranks.
+            dim: The same as `axis`, in torch's spelling.
+            **numpy_keywords: Refused, with a hint, unless they change nothing.
         """
         if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
             return self._find_largest("A.argmax()")[1]
@@ -167,7 +193,13 @@ class DistributedMatrix(AttentionMatrix):
     def explain(
         self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
     ) -> NoReturn:
-        """Raise an `ArgumentError`: an explanation needs the keys of all ranks in one process."""
+        """Raise an `ArgumentError`: an explanation needs the keys of all ranks in one process.
+
+        Args:
+            q_idx: Position of a query.
+            value: The value, (…, kv_len, value_dim).
+            tokens: Texts of the tokens.
+        """
         self._refuse("A.explain(…)", "explain(…)")
 
     def page(
@@ -177,7 +209,13 @@ class DistributedMatrix(AttentionMatrix):
         query_tokens: Sequence[str] | None = None,
         title: str = "",
     ) -> NoReturn:
-        """Raise an `ArgumentError`: a page needs the keys of all ranks in one process."""
+        """Raise an `ArgumentError`: a page needs the keys of all ranks in one process.
+
+        Args:
+            tokens: Texts of the keys.
+            query_tokens: Texts of the queries.
+            title: Title of the page.
+        """
         self._refuse("A.page(…)", "page(…)")
 
     def __repr__(self) -> str:

@@ -102,7 +102,11 @@ class ShardedRecording(Recording):
         return f"<recording of {len(self)} layers over the ranks of a group, {self._layout}>"
 
     def calls(self, name: str) -> NoReturn:
-        """Raise an `ArgumentError`: analyses of a recording need the keys of all ranks in one process."""
+        """Raise an `ArgumentError`: analyses of a recording need the keys of all ranks in one process.
+
+        Args:
+            name: Name of a layer.
+        """
         raise ArgumentError(
             "recording",
             received="a recording over the ranks of a group",

@@ -180,6 +180,10 @@ class SpanMass(Mapping[str, Array]):
     def check_batch(self, batch: int, operation: str) -> None:
         """Refuse a batch entry that does not exist.
 
+        Args:
+            batch: Number of the batch entry.
+            operation: Name of the call, for the message.
+
         Raises:
             IndexOutOfRangeError: If there is no such batch entry.
         """
@@ -194,6 +198,10 @@ class SpanMass(Mapping[str, Array]):
 
     def check_tokens(self, tokens: Sequence[str] | None, operation: str) -> None:
         """Refuse texts that do not reach the last token.
+
+        Args:
+            tokens: Texts of the tokens.
+            operation: Name of the call, for the message.
 
         Raises:
             ArgumentError: If there are too few.

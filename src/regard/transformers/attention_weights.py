@@ -94,7 +94,11 @@ class AttentionWeights:
         return torch.Size(self._lazy.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the size of one axis."""
+        """Return the shape, or the size of one axis.
+
+        Args:
+            dim: An axis; None for all.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     @property
@@ -299,11 +303,21 @@ class AttentionWeights:
         return torch.return_types.max((values, indices))
 
     def amax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the largest weights; see `max`."""
+        """Return the largest weights; see `max`.
+
+        Args:
+            dim: An axis; None for all weights.
+            keepdim: Whether the axis stays, with size 1.
+        """
         return self.max() if dim is None else self.max(dim, keepdim).values
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the indices of the largest weights; see `max`. None gives an index into the flattened tensor."""
+        """Return the indices of the largest weights; see `max`.
+
+        Args:
+            dim: An axis; None for an index into the flattened tensor.
+            keepdim: Whether the axis stays, with size 1.
+        """
         if dim is not None:
             return self.max(dim, keepdim).indices
         values, indices = self._lazy.max(-1)
@@ -339,7 +353,11 @@ class AttentionWeights:
     # Arithmetic with numbers
 
     def __mul__(self, number: Any) -> AttentionWeights:
-        """Multiply by a number; the result stays lazy."""
+        """Multiply by a number; the result stays lazy.
+
+        Args:
+            number: The factor.
+        """
         is_number = isinstance(number, int | float | np.number) or (
             isinstance(number, torch.Tensor | np.ndarray) and number.ndim == 0
         )
@@ -348,7 +366,11 @@ class AttentionWeights:
         return self._replace(self._lazy.scale(float(number)))
 
     def __truediv__(self, number: Any) -> AttentionWeights:
-        """Divide by a number; the result stays lazy."""
+        """Divide by a number; the result stays lazy.
+
+        Args:
+            number: The divisor.
+        """
         return self.__mul__(1.0 / number)
 
     __rmul__ = mul = __mul__

@@ -105,6 +105,7 @@ class UnrecordedWeights:
     """
 
     def _keep(self, *_: Any, **__: Any) -> UnrecordedWeights:
+        """Return these weights unchanged."""
         return self
 
     to = cpu = cuda = detach = clone = float = half = double = bfloat16 = _keep

@@ -14,6 +14,7 @@ import regard  # noqa: E402
 from regard import causal, document, first, padding, prefix, relative_bias, sliding_window  # noqa: E402
 from regard.lens.capture import mask_recognition  # noqa: E402
 from regard.lens.capture.mask_recognition import recognise_mask  # noqa: E402
+from regard.lens.recording_summary import count_mask_bytes  # noqa: E402
 
 
 @pytest.fixture(params=[1 << 22, 20], ids=["whole", "in chunks"], autouse=True)
@@ -162,8 +163,8 @@ def test_weights_are_those_of_the_mask_that_was_passed(kind):
     torch.testing.assert_close(A.entropy().float(), torch.special.entr(weights).sum(-1).detach())
     (call,) = recording.calls("")
     held = [tensor.nbytes for tensor in (call.query, call.key, call.lse) if tensor is not None]
-    assert recording.nbytes == sum(held) + recording._mask_nbytes()
-    assert (recording._mask_nbytes() > 0) is (kind in ("dense", "bias", "learnt"))
+    assert recording.nbytes == sum(held) + count_mask_bytes(recording._joined_calls)
+    assert (count_mask_bytes(recording._joined_calls) > 0) is (kind in ("dense", "bias", "learnt"))
 
 
 def test_a_mask_that_layers_share_is_recognised_and_counted_once(monkeypatch):
@@ -178,7 +179,7 @@ def test_a_mask_that_layers_share_is_recognised_and_counted_once(monkeypatch):
         for layer in layers:
             layer(torch.randn(2, 6, 16), mask)
     assert len(times) == 1 and len(recording) == 3
-    assert recording._mask_nbytes() == mask.nbytes
+    assert count_mask_bytes(recording._joined_calls) == mask.nbytes
 
 
 def test_repeated_keys_are_stored_once():
