@@ -18,7 +18,7 @@ from regard.tiling import use_tile_sizes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", type=int, default=5000, help="number of generated cases; each runs on every engine"
+        "--cases", type=int, default=1500, help="number of generated cases; each runs on every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
     parser.addoption(
@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import HealthCheck, settings
+
+        # A busy machine may take its time.
+        settings.register_profile("regard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("regard")
     if config.getoption("--block-loop"):
         library.LIBRARY_FILE = Path("not built")
 

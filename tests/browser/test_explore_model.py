@@ -302,6 +302,7 @@ def test_a_notebook_runs_it_in_a_sandbox(browser, page):
     context.close()
 
 
+@pytest.mark.nightly
 @slow
 def test_it_is_fast(open_page):
     tab = open_page()

@@ -362,6 +362,7 @@ def test_a_weight_of_1_among_a_billion_is_seen_at_the_first_paint(show, planted_
     check_planted(tab, scheme, n, cells)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_weight_of_1_is_seen_in_131072_rows(show):
     """Far keys are masked, so that the page is made in seconds; every row and its visible keys count."""
@@ -372,6 +373,7 @@ def test_a_weight_of_1_is_seen_in_131072_rows(show):
     check_planted(tab, "light", n, cells)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_weight_of_1_is_seen_at_every_zoom(show, planted_page):
     page, _, cells = planted_page
@@ -590,6 +592,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_long_context_in_one_file(show):

@@ -21,6 +21,7 @@ from regard.jobs.worker_process import PickledModel
 from regard.survey import SurveyError
 from regard.survey.model_runner import ModelSpec
 from regard.survey.schema import MEASURES, list_columns
+from tests.helpers.nightly import keep_in_ci
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
 from tests.helpers.survey_faults import DISKS, FAULTS, KILLS, RESUMING, WORKERS, interrupt, run_driver
 from tests.helpers.survey_stub import Stub, UnstableStub
@@ -56,7 +57,7 @@ def test_the_serial_run_is_whole(corpus, serial):
 # -- Killed drivers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", KILLS)
+@pytest.mark.parametrize("fault", keep_in_ci(KILLS, "during a write", "between rename and manifest"))
 def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
     count = 1 + random.Random(f"{fault} {seed}").randrange(SHARDS)
     done = run_driver(corpus, tmp_path / "out", fault, count)
@@ -64,7 +65,7 @@ def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
     assert not find_damage(finish(corpus, tmp_path / "out", serial))
 
 
-@pytest.mark.parametrize("fault", RESUMING)
+@pytest.mark.parametrize("fault", keep_in_ci(RESUMING, "while resuming"))
 def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial, tmp_path):
     chance, out = random.Random(f"{fault} {seed}"), tmp_path / "out"
     interrupt(chance, corpus, out, SHARDS)
@@ -75,7 +76,7 @@ def test_a_driver_killed_while_it_resumes_is_resumed(fault, seed, corpus, serial
 # -- Killed worker processes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", WORKERS)
+@pytest.mark.parametrize("fault", keep_in_ci(WORKERS, "worker killed during a write"))
 def test_a_killed_worker_process_is_restarted(fault, seed, corpus, serial, tmp_path):
     chance, out = random.Random(f"{fault} {seed}"), tmp_path / "out"
     resumed = chance.randrange(2)
@@ -91,7 +92,7 @@ def test_a_killed_worker_process_is_restarted(fault, seed, corpus, serial, tmp_p
 # -- A full disk ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", DISKS)
+@pytest.mark.parametrize("fault", keep_in_ci(DISKS, "full for rows"))
 def test_a_full_disk_stops_the_run_without_damage(fault, seed, corpus, serial, tmp_path):
     count = 1 + random.Random(f"{fault} {seed}").randrange(2 if fault == "full by limit" else SHARDS - 1)
     done = run_driver(corpus, tmp_path / "out", fault, count)

@@ -18,6 +18,7 @@ from tests.helpers.survey_checks import assert_whole, finish, read_state, run, w
 from tests.helpers.survey_faults import WRITES, FaultyCorpus, interrupt, run_driver
 
 pytestmark = [
+    pytest.mark.nightly,  # Ray takes long to start
     # Ray Data warns about its own settings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
     # Ray 2.40 leaves its processes and files to the garbage collector.

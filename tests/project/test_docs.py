@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.doc_blocks import run_page
+from tests.helpers.nightly import keep_in_ci
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "---\nfile_format: mystnb\n"  # run when the site is built, see test_site.py
@@ -19,7 +20,10 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+FAST = [page for page in PAGES if page.name != "survey.md"]  # it runs a survey
+
+
+@pytest.mark.parametrize("page", keep_in_ci(PAGES, *FAST), ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page):
     assert run_page(page.read_text(), page.name) > 0
 

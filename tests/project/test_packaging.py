@@ -100,6 +100,7 @@ def sdist(tmp_path_factory):
     return next(folder.iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["installed", "missing", "too old"])
 def test_an_installation_from_the_sdist_uses_the_compiler_if_there_is_one(compiler, sdist, tmp_path):

@@ -117,6 +117,7 @@ def test_the_million_tokens_example_matches_a_dense_matrix(
     torch.testing.assert_close(found["coarse"], A.coarsen(512).double(), rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("side", ["bare kernel", "regard", "stored weights"])
 def test_the_growth_benchmark_measures_each_side(side: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--one", side, "2048"]

@@ -242,6 +242,7 @@ def test_too_many_heads_for_a_picture(look, models, monkeypatch):
     assert record["layers"] == 1 and path.read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly
 def test_hostile_file_names_are_only_names(run, models, tmp_path, capsys):
     """Names that look like options, markup, formulas and terminal commands; the first run by the real entry point."""
     folder = tmp_path / "m" / f"{HOSTILE}\n\x1b[31m"

@@ -20,6 +20,7 @@ from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_precision  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from regard.testing.cases.engine_check import disable_fused_kernel, from_engine, to_engine  # noqa: E402
+from tests.helpers.nightly import keep_in_ci  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 
 EPS = 2.0**-23
@@ -64,7 +65,7 @@ def use():
 """
 
 
-@pytest.mark.parametrize("name", FIRST_USES)
+@pytest.mark.parametrize("name", keep_in_ci(FIRST_USES, "autocast"))
 def test_27_the_kernel_is_used_after_any_first_use(name):
     code = f"{PREAMBLE}{FIRST_USES[name]}print(use())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ.copy())

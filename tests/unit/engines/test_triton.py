@@ -48,6 +48,7 @@ def run_interpreted(*arguments: str) -> Any:
     return report
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.slow
 def test_every_shape_mask_and_dtype_in_the_interpreter(request):
@@ -61,6 +62,7 @@ def test_every_shape_mask_and_dtype_in_the_interpreter(request):
     assert len(report["worst"]) == 3 * 16 and max(report["worst"].values()) <= 0.1
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.slow
 def test_check_kernels_reports_each_variant():
@@ -72,6 +74,7 @@ def test_check_kernels_reports_each_variant():
         assert report["registers"] is None and report["recorded_registers"] is None
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.slow
 def test_the_matrix_uses_the_pass():
@@ -95,6 +98,7 @@ def test_the_matrix_uses_the_pass():
     assert "Triton pass (" not in report["off_plan"]
 
 
+@pytest.mark.nightly
 @needs_triton
 @pytest.mark.slow
 def test_no_address_outside_the_arrays(tmp_path):

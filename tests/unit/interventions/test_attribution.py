@@ -280,6 +280,7 @@ def test_attribution_of_an_edited_model():
     assert found.metric != attribution(model, inputs, metric).metric
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
 def test_memory_is_linear_in_the_length():
     """One layer of two heads at 8,192 tokens: the weights of one head alone would take 256 MiB."""

@@ -202,6 +202,7 @@ print(len(share), share.sum(), peak() - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_rollout_at_32768_tokens_stores_no_matrix():
     """Measured in a separate process; one matrix would take 4,096 MB."""

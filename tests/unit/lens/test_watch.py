@@ -407,6 +407,7 @@ def test_threads_are_kept_apart():
     assert len(recording.calls("0")) == len(recording.calls("1")) == 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("runs", [False, True])
 def test_many_cycles_leave_memory_as_it_was(runs):
     model = stack()

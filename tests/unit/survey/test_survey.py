@@ -266,6 +266,7 @@ def test_fingerprints_distinguish_models_and_tokenizers():
     )
 
 
+@pytest.mark.nightly
 def test_a_loaded_model_can_be_surveyed(tmp_path):
     model, ids = tiny()
     (tmp_path / "a.txt").write_text("some words")

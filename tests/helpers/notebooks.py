@@ -1,0 +1,47 @@
+"""The pages of the site that are notebooks, and their code run in this process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHAPTERS = sorted((DOCS / "book").glob("[01]*.md"))
+EXERCISES = sorted((DOCS / "exercises").glob("[01]*.md"))
+GUIDES = sorted((DOCS / "guides").glob("[0-9]*.md"))
+NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
+
+# The pages that a kernel of their own runs in CI; the nightly suite does so with all.
+SAMPLE = [
+    path
+    for path in NOTEBOOKS
+    if path.stem
+    in ("04-four-steps", "08-many-heads", "01-four-steps", "03-keys-equal-queries", "10-teach-a-class")
+]
+
+
+def list_cells(page: Path) -> list[dict]:
+    """Split a page into the cells of its notebook, without outputs."""
+    parts = re.split(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", page.read_text("utf-8"), flags=re.M | re.DOTALL)
+    cells = []
+    for number, part in enumerate(parts):
+        kind = "code" if number % 2 else "markdown"
+        cells.append({"cell_type": kind, "source": re.sub(r"^:\w+:.*\n", "", part, flags=re.M)})
+    return cells
+
+
+def run_notebook(page: Path) -> list[dict]:
+    """Run the cells of a page one after the other; return them with what they print and display."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell()
+    cells = list_cells(page)
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            with capture_output() as captured, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                shell.run_cell(cell["source"]).raise_error()
+            cell["outputs"] = [{"text": captured.stdout}, *({"data": out.data} for out in captured.outputs)]
+    return cells
