@@ -28,14 +28,14 @@ def supports_sdpa(part: Any) -> bool:
     name = type(part).__module__
     if not isinstance(part, nn.Module):
         name = name.replace(".configuration_", ".modeling_")
-    return _find_support(name)
+    return bool(_find_support(name))
 
 
-@torch.compiler.assume_constant_result  # a compiled model does not trace it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled model does not trace it
 def _find_support(module_name: str) -> bool:
     if module_name not in _support:
         names = vars(sys.modules.get(module_name, object)).values()
-        models = [
+        models: list[Any] = [
             found
             for found in names
             if isinstance(found, type)
