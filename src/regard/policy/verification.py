@@ -177,6 +177,10 @@ def build_verification(
 class Verification:
     """What a policy costs on held-out documents; `CachePolicy.verify` returns it.
 
+    Args:
+        sums: Sums over tokens of each measured column of the heads.
+        affected: Number of tokens with evicted keys, (num_layers, num_kv_heads).
+
     Attributes:
         policy: The policy.
         bound: Largest mean KL divergence that is accepted, in nats per token.
