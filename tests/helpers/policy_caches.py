@@ -10,8 +10,8 @@ import torch
 
 import regard
 import regard.transformers  # registers the implementation
-from regard.interventions import restrict
 from regard.policy import FULL, CachePolicy
+from regard.policy.masking import build_edits
 from tests.helpers.tiny_models import TINY
 
 WINDOWS, SINKS = (FULL, 1, 2, 3, 5, 8), (0, 1, 2, 4)
@@ -42,15 +42,9 @@ def make_policy(model: Any, windows: Any = None, sinks: Any = 0, seed: int = 0) 
 
 def run_masked(model: Any, policy: CachePolicy, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of a run without a cache, with the policy as masks."""
-    group, edits = policy.num_heads // policy.num_kv_heads, []
-    for layer, head in np.argwhere(policy.windows != FULL).tolist():
-        window, sinks = int(policy.windows[layer, head]), int(policy.sinks[layer, head])
-        mask = regard.sliding_window(window)
-        mask = regard.first(sinks) | mask if sinks else mask
-        edits.append(restrict(layer, heads=range(head * group, (head + 1) * group), mask=mask))
     implementation = model.config._attn_implementation
     model.set_attn_implementation("regard")
-    with torch.no_grad(), regard.intervene(model, edits):
+    with torch.no_grad(), regard.intervene(model, build_edits(policy)):
         logits = model(tokens, use_cache=False).logits
     model.set_attn_implementation(implementation)
     return logits

@@ -278,7 +278,8 @@ def test_attention_without_the_interface_is_refused():
 def test_bert_is_served_as_a_decoder_only(is_decoder):
     config = hf.BertConfig.from_dict(TINY["BERT"].config.to_dict() | {"is_decoder": is_decoder})
     model, tokens = hf.BertLMHeadModel(config).eval().double(), draw_tokens(1, 9)
-    policy = CachePolicy([[3] * 4] * 2, [[1] * 4] * 2, ["a", "b"])
+    layers = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(2)]
+    policy = CachePolicy([[3] * 4] * 2, [[1] * 4] * 2, layers)
     if is_decoder:
         expected = run_masked(model, policy, tokens)
         assert_equal(run_cached(model, policy.cache(model), tokens, [5, 1, 3]), expected)
