@@ -158,3 +158,25 @@ def test_the_workflow_runs_every_stage_and_opens_an_issue():
     )
     assert [entry["stage"] for entry in json.loads(listed.stdout)] == list(STAGES)
     assert "gh issue create" in jobs["report"]["steps"][0]["run"] and "failure" in jobs["report"]["if"]
+
+
+def test_coverage_floors_only_rise_and_are_checked():
+    coverage = runpy.run_path(str(ROOT / "scripts/coverage"))
+    counts = {"core": [90, 100, 1, 2], "masks": [10, 10, 0, 0]}
+    floors = coverage["raise_floors"](counts, {"core": [95.0, 40.0]})
+    assert floors == {"core": [95.0, 50.0], "masks": [100.0, 100.0]}
+    assert coverage["find_below"](counts, floors) == ["core: 90.0 % of the lines, the floor is 95.0 %"]
+
+
+def test_the_soak_notices_what_grows():
+    soak = runpy.run_path(str(ROOT / "scripts/soak"))
+    sample, mib = soak["Sample"], 1 << 20
+    flat = [sample(float(second), 400 * mib, 9, 2, ()) for second in range(20)]
+    assert soak["find_growth"](flat) == []
+    grown = [*flat, sample(20.0, 440 * mib, 10, 3, ("torch.softmax",))]
+    assert soak["find_growth"](grown) == [
+        "files went from 9 to 10",
+        "threads went from 2 to 3",
+        "memory went from 400 to 440 MiB",
+        "torch.softmax is still patched",
+    ]
