@@ -241,7 +241,8 @@ def comment_above(name: str, value: Any) -> str:
                 first = number
                 while first and lines[first - 1].startswith("#"):
                     first -= 1
-                return "\n".join(text.removeprefix("#").strip() for text in lines[first:number])
+                if first < number:  # another module may have an equal value of the same name
+                    return "\n".join(text.removeprefix("#").strip() for text in lines[first:number])
     return ""
 
 

@@ -69,6 +69,7 @@ WITHOUT_EXAMPLE: dict[str, str] = {
     "regard.monitor.ScoreGrowth": "an argument of regard.monitor.Monitor",
     "regard.monitor.LightningCallback": "runs inside a Trainer of Lightning",
     "regard.monitor.TrainerCallback": "runs inside a Trainer of transformers",
+    "regard.policy.Verification": "returned by regard.policy.CachePolicy.verify",
     "regard.survey.run": "starts processes that run a model over files; see tests/unit/survey/test_survey.py",
     "regard.survey.open": "reads the files of a survey",
     "regard.survey.Survey": "describes the files of a survey",
