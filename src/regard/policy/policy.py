@@ -316,8 +316,13 @@ class CachePolicy:
         Raises:
             ArgumentError: If the policy has another number of layers or heads, or the family cannot be served.
             ArgumentTypeError: If the model is none of transformers.
+            ImportError: If torch or a current release of transformers is not installed.
         """
-        from regard.policy.cache import build_cache
+        try:
+            from regard.policy.cache import build_cache
+        except ImportError as error:
+            hint = "It needs torch and a current release of transformers: pip install -U 'regard[hf]'"
+            raise ImportError(f"policy.cache: {error}. {hint}") from error
 
         return build_cache(self, model)
 
