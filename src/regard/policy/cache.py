@@ -35,6 +35,7 @@ STATE_TYPES = ("conv", "linear_attention", "mlp", "moe")
 # Families that read or build their cache in a way of their own: what they have, and why it cannot be served.
 OWN_CACHES = {
     "minimax": ("a cache of its own", "it accepts no other class"),
+    "whisper": ("the decoder of Whisper", "its outputs in chunks were not those of the masks"),
     "mllama_text_model": (
         "cross-attention in its decoder",
         "its cross-attention keys have no distance to a query",
