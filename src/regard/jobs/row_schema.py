@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 1
+# Windows of the columns of evicted weight, from which a cache policy is chosen.
+EVICTION_WINDOWS = tuple(2**power for power in range(17))
 METADATA_KEY = "regard.survey"
 ID_COLUMNS = ("document", "name", "tokens", "truncated", "layer", "head", "kv_head", "module")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regard.errors import ArgumentError
+from regard.jobs.row_schema import EVICTION_WINDOWS
 from regard.jobs.worker_process import (
     TRIAL_TEXT,
     ModelInfo,
@@ -18,7 +19,7 @@ from regard.jobs.worker_process import (
     hash_tokenizer,
     hash_weights,
 )
-from regard.lens.analysis.eviction import EVICTION_WINDOWS, Offsets, build_first_masses, compute_evicted
+from regard.lens.analysis.eviction import Offsets, build_first_masses, compute_evicted
 from regard.policy.comparison import compare_logits
 from regard.policy.window_sizes import FULL, WIDENED_SINKS
 from regard.types import Array

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.lens.analysis.eviction import EVICTION_WINDOWS
+from regard.jobs.row_schema import EVICTION_WINDOWS
 from regard.policy.verification import Verification, verify_policy
 from regard.policy.window_sizes import FULL, WIDENED_SINKS
 from regard.types import Array

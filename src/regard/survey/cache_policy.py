@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.jobs.row_schema import column_to_numpy
-from regard.lens.analysis.eviction import EVICTION_WINDOWS
+from regard.jobs.row_schema import EVICTION_WINDOWS, column_to_numpy
 from regard.policy import FULL, CachePolicy
 from regard.survey.schema import SINKS
 from regard.types import Array

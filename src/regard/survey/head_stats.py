@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from regard.lens.analysis.eviction import EVICTION_WINDOWS, Offsets, build_first_masses, compute_evicted
+from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.lens.analysis.eviction import Offsets, build_first_masses, compute_evicted
 from regard.lens.analysis.head_table import (
     as_numpy_per_head,
     build_copies_measure,

@@ -11,7 +11,7 @@ pytest.importorskip("safetensors")
 
 import regard
 from examples.induction import encode, load
-from regard.lens.analysis.eviction import EVICTION_WINDOWS
+from regard.jobs.row_schema import EVICTION_WINDOWS
 from regard.lens.watch import watch
 from regard.survey.head_stats import Offsets, measure_call
 from regard.survey.schema import DISTANCE_BINS, SINKS, WINDOWS, list_columns

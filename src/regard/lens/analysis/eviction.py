@@ -14,9 +14,6 @@ from regard.lens.analysis.token_rows import TokenRows
 from regard.measures import Measure, as_slice
 from regard.types import Array
 
-# Windows that a cache policy chooses from.
-EVICTION_WINDOWS = tuple(2**power for power in range(17))
-
 
 @dataclass(frozen=True)
 class Offsets(Measure):
