@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers.cache_utils import (
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.policy.attention_function import register
 from regard.policy.cache_layer import NAME, Handover, PolicyLayer
+from regard.policy.tested_families import TESTED_FAMILIES
 from regard.policy.window_sizes import FULL
 
 if TYPE_CHECKING:
@@ -109,6 +111,12 @@ def build_cache(policy: CachePolicy, model: PreTrainedModel) -> Cache:
     if says_config(policy, config, layer_types, rows):
         return DynamicCache(config=config)
     _set_implementation(model, config)
+    if config.model_type not in TESTED_FAMILIES:
+        warnings.warn(
+            f"policy.cache: the family {config.model_type!r} has not been tested. Compare its outputs with those of "
+            "the policy as masks: regard.interventions.restrict.",
+            stacklevel=3,
+        )
     handover = Handover(config, type(model).__name__)
     layers = []
     for index, (layer_type, options) in enumerate(zip(layer_types, settings, strict=True)):

@@ -265,6 +265,19 @@ def test_families_that_cannot_be_served_are_refused(name):
         CachePolicy([[4, 4]] * 2, [[0, 0]] * 2, ["a", "b"]).cache(model)
 
 
+def test_whisper_is_refused_and_an_untested_family_is_reported():
+    config = hf.WhisperConfig(
+        vocab_size=61, d_model=16, decoder_layers=2, decoder_attention_heads=2, pad_token_id=0
+    )
+    with pytest.raises(ArgumentError, match="the decoder of Whisper"):
+        CachePolicy([[4, 4]] * 2, [[0, 0]] * 2, ["a", "b"]).cache(hf.WhisperForCausalLM(config))
+    model = build_model("Llama")
+    policy = make_policy(model)
+    model.config.model_type = "a new family"
+    with pytest.warns(UserWarning, match="the family 'a new family' has not been tested"):
+        policy.cache(model)
+
+
 def test_attention_without_the_interface_is_refused():
     config = hf.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
     model = hf.GPTJForCausalLM(config)

@@ -20,6 +20,7 @@ import regard.transformers  # noqa: E402
 from regard.errors import ArgumentError  # noqa: E402
 from regard.policy import FULL, CachePolicy  # noqa: E402
 from regard.policy.masking import build_edits  # noqa: E402
+from regard.policy.tested_families import TESTED_FAMILIES  # noqa: E402
 from tests.helpers.base_models import VARIANTS, shrink  # noqa: E402
 from tests.helpers.policy_caches import run_cached  # noqa: E402
 from tests.helpers.tiny_models import softmax_in_own_dtype  # noqa: E402
@@ -67,6 +68,7 @@ def build(config_class: Any) -> Any:
 
 def test_the_table_is_read():
     assert FAMILIES["llama"] == "served" and FAMILIES["falcon"] == "refused" and len(FAMILIES) > 100
+    assert {family for family, result in FAMILIES.items() if result == "served"} == TESTED_FAMILIES
 
 
 @pytest.mark.nightly
