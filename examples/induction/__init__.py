@@ -2,7 +2,7 @@
 
 >>> from examples.induction import load
 >>> load().config
-Config(vocabulary=128, width=64, heads=4, layers=2, hidden=0)
+Config(vocabulary=128, width=64, heads=4, layers=2, hidden=0, activation='gelu')
 """
 
 from __future__ import annotations
