@@ -41,6 +41,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 # Pages whose code is not run, for a build that is tested in parts.
 nb_execution_excludepatterns = os.environ.get("DOCS_NOT_EXECUTED", "").split()
+suppress_warnings = ["myst-nb.lexer"] if nb_execution_excludepatterns else []  # the kernel names the lexer
 # Join lines that the kernel sent in pieces. MyST-NB's own merging breaks lines at the pieces and repeats them in the
 # notebook.
 NotebookClient.coalesce_streams = True

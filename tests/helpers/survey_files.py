@@ -117,7 +117,7 @@ def build_rows(
         measured[f"kept_{window}"] = np.where(window >= tokens, 1.0, 1 - outside / 2)
     for sinks in SINKS:
         shape = (count, len(EVICTION_WINDOWS))
-        measured[f"evicted_{sinks}"] = np.sort(random.random(shape), -1)[:, ::-1] * (
+        measured[f"evicted_{sinks}"] = np.sort(np.random.default_rng(tokens).random(shape), -1)[:, ::-1] * (
             np.array(EVICTION_WINDOWS) < tokens
         )
     measured["distance_histogram"] = random.dirichlet(np.ones(DISTANCE_BINS), count)

@@ -43,7 +43,7 @@ def survey(halves, tmp_path_factory):
 
 def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp_path):
     policies = (survey.cache_policy(keep) for keep in (0.9, 0.8, 0.7, 0.6, 0.5))
-    policy = next(policy for policy in policies if policy.saved(TEXT_TOKENS) >= 0.5)
+    policy = next(policy for policy in policies if policy.savings(TEXT_TOKENS) >= 0.5)
     policy = CachePolicy.load(policy.save(tmp_path / "policy.json"))
     found = policy.verify(TEXT_MODEL, halves[1], tmp_path / "out", max_tokens=TEXT_TOKENS)
     assert len(found.documents) == 24 and not found.quarantined
@@ -51,7 +51,7 @@ def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp
     assert 0 < found.kl < 0.5 and 0.7 < found.agreement < 1
     assert all(1 < perplexity < 8 for perplexity in found.perplexity)
     assert not found.holds and "exceeds 0.01" in found.verdict
-    assert json.loads(json.dumps(found.summary))["saved"] == policy.saved(TEXT_TOKENS)
+    assert json.loads(json.dumps(found.summary))["saved"] == policy.savings(TEXT_TOKENS)
     # The same directory is read without running again, with another bound.
     before = read_state(tmp_path / "out")
     again = policy.verify(TEXT_MODEL, halves[1], tmp_path / "out", max_tokens=TEXT_TOKENS, bound=1.0)
@@ -62,7 +62,7 @@ def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp
 
 
 def test_the_choice_follows_keep_sinks_and_granularity(survey):
-    order = [survey.cache_policy(keep).saved(TEXT_TOKENS) for keep in (0.99, 0.9, 0.8, 0.7, 0.6)]
+    order = [survey.cache_policy(keep).savings(TEXT_TOKENS) for keep in (0.99, 0.9, 0.8, 0.7, 0.6)]
     assert order == sorted(order)
     by_head, by_layer = survey.cache_policy(0.6), survey.cache_policy(0.6, granularity="layer")
     widths = np.where(by_head.windows < 0, 1 << 40, by_head.windows)

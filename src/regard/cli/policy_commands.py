@@ -39,7 +39,7 @@ def make(
             "policy": str(output),
             "length": length,
             "bytes": policy.num_bytes(length),
-            "saved": policy.saved(length),
+            "saved": policy.savings(length),
             "windows": policy.windows.tolist(),
             "sinks": policy.sinks.tolist(),
         }

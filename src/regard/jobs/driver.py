@@ -22,7 +22,7 @@ from regard.jobs.worker_process import JobSpec, ModelInfo
 
 
 @dataclass(frozen=True)
-class Job:
+class CorpusJob:
     """What a run measures and where it is written.
 
     Args:
@@ -42,7 +42,7 @@ class Job:
 
 
 def run_job(
-    job: Job, executor: Executor, timeout: float, progress: Callable[[Progress], None] | None
+    job: CorpusJob, executor: Executor, timeout: float, progress: Callable[[Progress], None] | None
 ) -> None:
     """Run a job, or what is left of it, until every shard is committed.
 

@@ -121,7 +121,7 @@ class CachePolicy:
         """
         return int(self.keys(context_length).sum()) * self._bytes_per_key
 
-    def saved(self, context_length: int) -> float:
+    def savings(self, context_length: int) -> float:
         """Return the share of the cache that the policy saves, 0 to 1.
 
         Args:
@@ -376,7 +376,7 @@ class CachePolicy:
             size = f" {format_bytes(self.num_bytes(context_length))} instead of {format_bytes(whole)}"
         return (
             f"{layers} × {self.num_kv_heads} kv heads: {full} full, {self.windows.size - full} with a window; "
-            f"at {context_length:,} tokens{size} ({100 * self.saved(context_length):.1f} % saved)"
+            f"at {context_length:,} tokens{size} ({100 * self.savings(context_length):.1f} % saved)"
         )
 
     def __str__(self) -> str:

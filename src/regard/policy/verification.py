@@ -15,7 +15,7 @@ import numpy as np
 
 from regard.errors import ArgumentError, RegardError
 from regard.jobs.corpus import Corpus
-from regard.jobs.driver import Job, check_run, run_job
+from regard.jobs.driver import CorpusJob, check_run, run_job
 from regard.jobs.executors import EXECUTORS
 from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, read_manifest
 from regard.jobs.progress import Progress
@@ -96,7 +96,7 @@ def verify_policy(
                 shard_size=shard_size,
                 threads=threads,
             )
-            job = Job(spec, documents, folder, COLUMNS, build_settings)
+            job = CorpusJob(spec, documents, folder, COLUMNS, build_settings)
             run_job(job, EXECUTORS[executor](workers), timeout, progress)
             return open_verification(policy, folder, bound)
     except RegardError as error:
@@ -351,7 +351,7 @@ class Verification:
             "perplexity": plain,
             "policy_perplexity": limited,
             "prediction_error": None if math.isnan(error) else error,
-            "saved": self.policy.saved(int(self.settings["max_tokens"])),
+            "saved": self.policy.savings(int(self.settings["max_tokens"])),
             "tests": [{name: test[name] for name in test if name != "effects"} for test in self.tests],
             "worst": [dict(row) for row in self.worst()],
         }
@@ -377,7 +377,7 @@ class Verification:
         counts = f"{self.tokens:,} tokens, {len(self.quarantined)} quarantined"
         facts = [
             ("documents", f"{len(self.documents):,} ({counts})"),
-            ("cache saved", f"{100 * self.policy.saved(length):.1f} % at {length:,} tokens"),
+            ("cache saved", f"{100 * self.policy.savings(length):.1f} % at {length:,} tokens"),
             ("KL divergence", f"{self.kl:.4g} nats per token"),
             ("top-1 agreement", f"{100 * self.agreement:.2f} %"),
             ("perplexity", f"{plain:.4g} without the policy, {limited:.4g} with it"),

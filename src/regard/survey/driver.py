@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from regard.errors import ArgumentError
 from regard.jobs.corpus import Corpus
-from regard.jobs.driver import Job, check_run, run_job
+from regard.jobs.driver import CorpusJob, check_run, run_job
 from regard.jobs.executors import EXECUTORS
 from regard.jobs.progress import Progress
 from regard.jobs.worker_process import ModelInfo, PickledModel, TextMeasurer
@@ -105,7 +105,7 @@ def run(
         sizes = {"cache": info["cache"]} if "cache" in info else {}
         return {**sizes, "measures": list(selected), "max_tokens": max_tokens, "dtype": dtype}
 
-    job = Job(spec, documents, folder, list_columns(selected), build_settings)
+    job = CorpusJob(spec, documents, folder, list_columns(selected), build_settings)
     run_job(job, EXECUTORS[executor](workers), timeout, progress)
     return open_survey(folder)
 

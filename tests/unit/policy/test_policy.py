@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_keys_that_the_masks_allow(policy, length):
         keys += int(mask.to_dense(length, length)[-1].sum()) if length else 0
     assert policy.keys(length).sum() == keys
     assert policy.num_bytes(length) == keys * (16 + 8) * 2
-    assert policy.saved(length) == pytest.approx(1 - keys / (4 * length) if length else 1.0 - 0.0)
+    assert policy.savings(length) == pytest.approx(1 - keys / (4 * length) if length else 1.0 - 0.0)
 
 
 def test_a_full_head_has_no_sinks_and_arrays_are_read_only(policy):
@@ -84,7 +84,7 @@ def test_invalid_policies_are_refused(windows, sinks, layers, words):
 
 def test_bytes_need_the_size_of_a_key():
     policy = CachePolicy([[4]], [[0]], ["a"])
-    assert policy.saved(8) == 0.5 and "bytes" not in str(policy)
+    assert policy.savings(8) == 0.5 and "bytes" not in str(policy)
     with pytest.raises(regard.ArgumentError, match="head_dim"):
         policy.num_bytes(8)
 
