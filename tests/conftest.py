@@ -18,7 +18,7 @@ from regard.tiling import use_tile_sizes
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", type=int, default=1500, help="number of generated cases; each runs on every engine"
+        "--cases", type=int, default=600, help="number of generated cases; each runs on every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
     parser.addoption(

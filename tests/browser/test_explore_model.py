@@ -156,6 +156,7 @@ def test_a_head_shows_its_map_and_can_be_switched_off(open_page):
     assert agrees(tab, TEXT, position=20)
 
 
+@pytest.mark.nightly
 @slow
 def test_every_head_is_tried(open_page):
     tab = open_page()

@@ -344,6 +344,7 @@ def planted_page():
     return plant(n, 4, cells, mask=causal()).page(), n, cells
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_weight_of_1_among_a_billion_is_seen_at_the_first_paint(show, planted_page, screen):

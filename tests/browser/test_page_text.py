@@ -128,6 +128,7 @@ def test_two_texts_if_queries_and_keys_differ(show):
     )  # the text that is clicked decides
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_long_text_is_read_in_parts(show):
     n = 2500

@@ -20,6 +20,9 @@ SAMPLE = [
     in ("04-four-steps", "08-many-heads", "01-four-steps", "03-keys-equal-queries", "10-teach-a-class")
 ]
 
+# Two pages take long.
+FAST = [path for path in NOTEBOOKS if path.stem not in ("13-reading", "21-cache-policy")]
+
 
 def list_cells(page: Path) -> list[dict]:
     """Split a page into the cells of its notebook, without outputs."""

@@ -182,6 +182,7 @@ def test_tokens_are_bytes():
     assert encode("ab").tolist() == [[97, 98]]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_text_model_has_the_stored_loss(text_model):
     """Only with the standard library it was measured on: another version has another text."""

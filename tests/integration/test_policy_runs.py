@@ -41,6 +41,7 @@ def survey(halves, tmp_path_factory):
     return regard.survey.run(TEXT_MODEL, halves[0], out, measures=["distance"], max_tokens=TEXT_TOKENS)
 
 
+@pytest.mark.nightly
 def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp_path):
     policies = (survey.cache_policy(keep) for keep in (0.9, 0.8, 0.7, 0.6, 0.5))
     policy = next(policy for policy in policies if policy.savings(TEXT_TOKENS) >= 0.5)

@@ -55,6 +55,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak memory that Linux reports")
 def test_memory_grows_linearly_with_the_text(tmp_path):

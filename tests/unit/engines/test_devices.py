@@ -40,6 +40,7 @@ from regard import (  # noqa: E402
 from regard.engines.compensated import CompensatedSum, resolve_sums  # noqa: E402
 from regard.tiling import tile_sizes, use_tile_sizes  # noqa: E402
 from tests.helpers import cuda_double, device_cases, pretend_device  # noqa: E402
+from tests.helpers.nightly import keep_in_ci  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 
 BOTH = pytest.mark.parametrize("has_float64", [True, False], ids=["float64", "no float64"])
@@ -49,7 +50,7 @@ def list_failures(count: int, seed: int, *, has_float64: bool) -> list[str]:
     return device_cases.run_in_fresh_process(device_cases.list_failures_on_device, count, seed, has_float64)
 
 
-@BOTH
+@pytest.mark.parametrize("has_float64", keep_in_ci([True, False], True), ids=["float64", "no float64"])
 def test_cases_agree_with_the_definition(has_float64):
     failures = list_failures(6, seed=30, has_float64=has_float64)
     assert not failures, "\n".join([f"{len(failures)} failures", *failures[:5]])

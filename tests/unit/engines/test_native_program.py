@@ -22,6 +22,7 @@ def run_program(compiler: list[str], folder: Path, emulator: tuple[str, ...] = (
     return subprocess.run([*emulator, folder / "check"], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pass_is_right_on_this_processor(tmp_path):
     compiler = find_compiler()

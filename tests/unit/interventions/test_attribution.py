@@ -228,6 +228,7 @@ def test_arguments_that_cannot_be_attributed_are_refused():
         attribution(OwnSoftmax(), torch.randn(1, 5, 8), lambda output: output.sum())
 
 
+@pytest.mark.nightly
 def test_the_heads_of_the_induction_model_are_ranked_as_effects_ranks_them():
     """Metric: how far the logit of the right token is above that of a wrong one, where a copy makes it predictable."""
     induction = pytest.importorskip("examples.induction")

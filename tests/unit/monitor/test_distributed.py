@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from regard.monitor import Monitor
+from tests.helpers.nightly import keep_in_ci
 from tests.helpers.training import Decoder, compute_loss, draw_batch
 
 ROOT = Path(__file__).parents[3]
@@ -103,7 +104,7 @@ def run_one_process() -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size, way", [(2, "ddp"), (3, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize("size, way", keep_in_ci([(2, "ddp"), (3, "ddp"), (2, "fsdp")], (2, "ddp")))
 def test_numbers_equal_those_of_one_process_on_the_joined_batch(size: int, way: str, tmp_path: Path) -> None:
     if not torch.distributed.is_available() or sys.platform == "win32":
         pytest.skip("torch.distributed with gloo is not available")

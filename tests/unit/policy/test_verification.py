@@ -68,6 +68,7 @@ def test_a_test_that_the_corpus_does_not_need_is_restored_by_its_own_effects(tho
     assert list_changes(policy, mended) == [INDUCTION]
 
 
+@pytest.mark.nightly
 def test_a_dropped_sink_is_caught_and_mended(verifier):
     kept, dropped = (build_policy(INDUCTION_MODEL, {**GOOD, SINK: (16, sinks)}) for sinks in (4, 0))
     assert verifier.verify(kept, 0.2).holds
@@ -88,6 +89,7 @@ def test_a_previous_token_head_with_a_window_of_one_is_caught_and_mended(verifie
 # -- Numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_effects_add_up_to_the_divergence(verifier):
     windows = {(layer, head): (8, 1) for layer in range(2) for head in range(4)}
     found = verifier.verify(build_policy(INDUCTION_MODEL, windows), 0.01, effects=True)
