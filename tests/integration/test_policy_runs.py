@@ -15,7 +15,7 @@ import regard
 from regard.policy import CachePolicy
 from tests.helpers.policy_checks import TEXT_MODEL, TEXT_TOKENS, draw_texts, write_lines
 from tests.helpers.policy_faults import run_driver, verify
-from tests.helpers.survey_checks import assert_whole, read_state, write_corpus
+from tests.helpers.survey_checks import assert_whole, open_files, read_state, write_corpus
 from tests.helpers.survey_faults import KILLS, RESUMING, WORKERS
 
 SHARDS = 8
@@ -62,6 +62,7 @@ def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp
         survey.cache_policy(keep=0.99).verify(TEXT_MODEL, halves[1], tmp_path / "out", max_tokens=TEXT_TOKENS)
 
 
+@pytest.mark.nightly
 def test_the_choice_follows_keep_sinks_and_granularity(survey):
     order = [survey.cache_policy(keep).savings(TEXT_TOKENS) for keep in (0.99, 0.9, 0.8, 0.7, 0.6)]
     assert order == sorted(order)
@@ -90,7 +91,7 @@ def corpus(tmp_path_factory):
 def serial(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("serial") / "out"
     verify(corpus, out)
-    return regard.survey.open(out)
+    return open_files(out)
 
 
 def resume(corpus, out, serial, *, again=True):
