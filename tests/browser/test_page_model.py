@@ -324,6 +324,7 @@ def test_the_search_finds_the_cat(cat, show):
     assert tab.locator(".cell-card .pair").text_content() == "it → cat"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_search_covers_every_pair_of_occurrences(whole, show):
     recording, tokens, page, *_ = whole

@@ -151,7 +151,7 @@ def test_a_number_that_no_cell_computes_is_reported():
 
 def test_pages_log_nothing_and_fit_a_phone(site, browser, request):
     events: list[str] = []
-    every = 1 if request.config.getoption("--nightly") else 3  # generated pages are alike
+    every = 1 if request.config.getoption("--nightly") else 8  # generated pages are alike
     for start, width in enumerate((1300, 390)):
         context = browser.new_context(viewport={"width": width, "height": 900})
         tab = context.new_page()
@@ -184,7 +184,7 @@ def test_frames_fit_at_each_of_twenty_loads(site, browser, width):
 
 
 def test_axe_finds_no_serious_fault(site, browser, request):
-    every = 1 if request.config.getoption("--nightly") else 2
+    every = 1 if request.config.getoption("--nightly") else 4
     for start, (width, scheme) in enumerate(((1300, "light"), (390, "dark"))):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         tab = context.new_page()

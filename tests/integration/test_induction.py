@@ -241,6 +241,7 @@ def test_the_script_trains_saves_plots_and_reports_failed_claims(tmp_path, capsy
 # -- The text, and its compression without a model -------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_no_paragraph_is_in_both_parts_of_the_text_or_twice_in_one():
     train_parts, held_parts = (

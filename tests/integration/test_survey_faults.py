@@ -57,7 +57,7 @@ def test_the_serial_run_is_whole(corpus, serial):
 # -- Killed drivers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", keep_in_ci(KILLS, "during a write", "between rename and manifest"))
+@pytest.mark.parametrize("fault", keep_in_ci(KILLS, "between rename and manifest"))
 def test_a_killed_driver_is_resumed(fault, seed, corpus, serial, tmp_path):
     count = 1 + random.Random(f"{fault} {seed}").randrange(SHARDS)
     done = run_driver(corpus, tmp_path / "out", fault, count)

@@ -159,6 +159,7 @@ def test_a_truncated_text_is_reported(run, tmp_path):
     assert f"{path}: LlamaForCausalLM, " in err  # not parsed as markup
 
 
+@pytest.mark.nightly
 def test_a_terminal_shows_a_progress_bar_and_twenty_rows(tmp_path):
     pytest.importorskip("torch")
     pty = pytest.importorskip("pty")
