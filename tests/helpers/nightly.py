@@ -12,12 +12,8 @@ def keep_in_ci(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Mark the parameters of a test nightly, but for those that CI runs."""
     values = list(values)
     assert all(value in values for value in kept), "a parameter that does not exist"
-    nightly = pytest.mark.nightly
+    arguments = [value if isinstance(value, tuple) else (value,) for value in values]
     return [
-        value
-        if value in kept
-        else pytest.param(*value, marks=nightly)
-        if isinstance(value, tuple)
-        else pytest.param(value, marks=nightly)
-        for value in values
+        value if value in kept else pytest.param(*parts, marks=pytest.mark.nightly)
+        for value, parts in zip(values, arguments, strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,17 +106,8 @@ def verify(
     """Run documents with a policy and without, and compare the predictions. Exits with 1 if the policy fails."""
     from regard.cli.policy_commands import verify
 
-    options = {
-        "max_tokens": max_tokens,
-        "workers": workers,
-        "executor": executor.value,
-        "text_field": text_field,
-        "device": device,
-        "dtype": dtype.value,
-        "trust_remote_code": trust,
-        "effects": effects,
-        "bound": bound,
-    }
+    options = _collect_options(max_tokens, workers, executor, text_field, device, dtype, trust)
+    options |= {"effects": effects, "bound": bound}
     return verify(Printer(as_json), model, policy, corpus, output, resume, show, options)
 
 
@@ -141,7 +132,21 @@ def tighten(
     """Widen the heads that are responsible for what a policy costs, until it holds."""
     from regard.cli.policy_commands import tighten
 
-    options = {
+    options = _collect_options(max_tokens, workers, executor, text_field, device, dtype, trust)
+    return tighten(Printer(as_json), model, policy, corpus, output, bound, resume, options)
+
+
+def _collect_options(
+    max_tokens: int,
+    workers: int,
+    executor: ExecutorName,
+    text_field: str,
+    device: str | None,
+    dtype: WeightDtype,
+    trust: bool,
+) -> dict[str, Any]:
+    """Return the options of a run over a corpus, as arguments of `CachePolicy.verify`."""
+    return {
         "max_tokens": max_tokens,
         "workers": workers,
         "executor": executor.value,
@@ -150,7 +155,6 @@ def tighten(
         "dtype": dtype.value,
         "trust_remote_code": trust,
     }
-    return tighten(Printer(as_json), model, policy, corpus, output, bound, resume, options)
 
 
 EXAMPLES = {

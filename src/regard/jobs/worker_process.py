@@ -18,6 +18,8 @@ from regard.errors import ArgumentError, RegardError
 if TYPE_CHECKING:
     import torch
 
+    from regard.models import LoadedModel
+
 TRIAL_TEXT = "One sentence, to see that the model runs. One sentence, to see that it runs."
 
 
@@ -90,6 +92,47 @@ class JobSpec(Protocol):
 
     def load(self) -> TextMeasurer:
         """Load the model; called in the worker process."""
+
+
+class LoadSpec(JobSpec, Protocol):
+    """A `JobSpec` that says how `load_model` loads its model.
+
+    Attributes:
+        threads: Number of threads of torch.
+        dtype: Dtype of the weights.
+        trust_remote_code: Whether code that a model repository contains may run.
+    """
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+def unpickle_measurer(model: str | PickledModel) -> TextMeasurer | None:
+    """Return the pickled `TextMeasurer`; None if it is a name or another model, for `load_model`."""
+    found = pickle.loads(model.data) if isinstance(model, PickledModel) else None
+    return found if hasattr(found, "measure") else None
+
+
+def load_model(spec: LoadSpec) -> LoadedModel:
+    """Load the model of a job in the worker process, with its threads, dtype and device."""
+    import torch
+
+    from regard.models import load
+
+    torch.set_num_threads(spec.threads)
+    if isinstance(spec.model, str):
+        loaded = load(spec.model, trust_remote_code=spec.trust_remote_code, dtype=spec.dtype)
+    else:
+        loaded = pickle.loads(spec.model.data)
+    if spec.device is not None:
+        loaded.model.to(spec.device)
+    return loaded
 
 
 class NotFiniteError(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ from regard.jobs.worker_process import (
     TextMeasurer,
     hash_tokenizer,
     hash_weights,
+    load_model,
+    unpickle_measurer,
 )
 from regard.lens.analysis.eviction import Offsets, build_first_masses, compute_evicted
 from regard.policy.comparison import compare_logits
@@ -57,29 +58,14 @@ class VerificationSpec:
 
     def load(self) -> TextMeasurer:
         """Load the model; a pickled `TextMeasurer` is used as it is."""
-        if isinstance(self.model, PickledModel):
-            model = pickle.loads(self.model.data)
-            if hasattr(model, "measure"):
-                return model  # type: ignore[no-any-return]
-        return PolicyRunner(self)
+        return unpickle_measurer(self.model) or PolicyRunner(self)
 
 
 class PolicyRunner:
     """A loaded model that compares its outputs with those under a policy."""
 
     def __init__(self, spec: VerificationSpec) -> None:
-        import torch
-
-        from regard.models import load
-
-        torch.set_num_threads(spec.threads)
-        if isinstance(spec.model, str):
-            loaded = load(spec.model, trust_remote_code=spec.trust_remote_code, dtype=spec.dtype)
-        else:
-            loaded = pickle.loads(spec.model.data)
-        if spec.device is not None:
-            loaded.model.to(spec.device)
-        self._prepare(loaded, spec)
+        self._prepare(load_model(spec), spec)
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel, spec: VerificationSpec) -> PolicyRunner:

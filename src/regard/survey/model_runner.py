@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,8 @@ from regard.jobs.worker_process import (
     TextMeasurer,
     hash_tokenizer,
     hash_weights,
+    load_model,
+    unpickle_measurer,
 )
 
 if TYPE_CHECKING:
@@ -37,29 +38,14 @@ class ModelSpec:
 
     def load(self) -> TextMeasurer:
         """Load the model; a pickled `TextMeasurer` is used as it is."""
-        if isinstance(self.model, PickledModel):
-            model = pickle.loads(self.model.data)
-            if hasattr(model, "measure"):
-                return model  # type: ignore[no-any-return]
-        return ModelRunner(self)
+        return unpickle_measurer(self.model) or ModelRunner(self)
 
 
 class ModelRunner:
     """A loaded model that measures texts under the lens."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        import torch
-
-        from regard.models import load
-
-        torch.set_num_threads(spec.threads)
-        if isinstance(spec.model, str):
-            loaded = load(spec.model, trust_remote_code=spec.trust_remote_code, dtype=spec.dtype)
-        else:
-            loaded = pickle.loads(spec.model.data)
-        if spec.device is not None:
-            loaded.model.to(spec.device)
-        self.loaded, self.spec = loaded, spec
+        self.loaded, self.spec = load_model(spec), spec
 
     def describe(self) -> ModelInfo:
         """Run the model on one sentence and return its properties and fingerprints."""
