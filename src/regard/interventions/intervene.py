@@ -14,7 +14,7 @@ from torch import nn
 
 from regard.errors import ArgumentError, NotCapturedError
 from regard.interventions.edge_correction import compute_rows
-from regard.interventions.edits import AblateEdit, Edit, PatchEdit, as_edits
+from regard.interventions.edits import AblateEdit, Edit, PatchEdit, RestrictEdit, as_edits
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
 from regard.interventions.sequence_positions import SequencePositions
 from regard.lens.analysis.token_rows import as_token_lists
@@ -193,14 +193,29 @@ class Intervention(Watch):
             raise _refuse(name, reason, hint)
         super().report_uncaptured(name, reason, hint)
 
+    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
+        """Return whether masks of whole heads alone edit a call, so that each is computed once; the wrappers ask."""
+        edits = [self._bound[i].edit for i in self._choose(name)]
+        return (
+            bool(edits)
+            and all(isinstance(edit, RestrictEdit) and edit.batch is None for edit in edits)
+            and args.query.ndim == 4
+            and not self._is_recording
+            and not args.dropout_p
+            and not _tracks_gradients(args)
+        )
+
+    def _choose(self, name: str) -> list[int]:
+        """Return the numbers of the edits that select a layer."""
+        number = self._numbers.setdefault(name, len(self._numbers))
+        return [i for i, entry in enumerate(self._bound) if _selects(entry.edit, name, number)]
+
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Apply the edits to a call; the wrappers call it."""
-        number = self._numbers.setdefault(name, len(self._numbers))
-        chosen = [i for i, entry in enumerate(self._bound) if _selects(entry.edit, name, number)]
+        chosen = self._choose(name)
         if not chosen:
             return args
-        tensors = (args.query, args.key, args.value) if args.query is not None else ()
-        tracks = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        tracks = _tracks_gradients(args)
         options = self._grad_options if tracks else self._plain_options
         call = build_call(module, name, args._replace(edits=None, edited_output=None), options, self._biases)
         if not isinstance(call, Call) and tracks and args.dense is not None:
@@ -213,15 +228,17 @@ class Intervention(Watch):
         placement = self._positions.locate(call)
         outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
         edits = LayerEdits(name, (*outer, *bound), placement)
-        output, path = edits.apply(call, args, find_output(call, args))
+        output, path = edits.apply(call, args, find_output(call, args) if args.has_run else None)
         for i in chosen:
             paths = self._paths.setdefault((name, i), {})
-            label = path or ("output replaced" if output is not None else "nothing to change")
+            label = path or (
+                "output replaced" if output is not None and args.has_run else "nothing to change"
+            )
             paths[label] = paths.get(label, 0) + 1
         weights = None
         if output is not None and args.weights is not None:
             weights = _compute_weights(call, edits, args.weights)
-        kernel = f"{args.kernel}; {path}" if path else args.kernel
+        kernel = "; ".join(filter(None, (args.kernel, path)))
         return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
 
     @property
@@ -296,6 +313,12 @@ def _check_names(model: nn.Module, edits: Sequence[Edit]) -> None:
                     expected="names of modules of the model, patterns that match some, or numbers of layers",
                     hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
                 )
+
+
+def _tracks_gradients(args: CapturedArgs) -> bool:
+    """Return whether gradients flow through the arguments of a call."""
+    tensors = (args.query, args.key, args.value) if args.query is not None else ()
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check_dropout(call: Call, module: nn.Module, bound: Sequence[BoundEdit]) -> None:

@@ -17,6 +17,7 @@ from regard.interventions import edge_correction as correction
 from regard.interventions.edge_correction import OutputWriter, RemovedEdges, ValueColumns
 from regard.interventions.edits import AblateEdit, Edit, KnockoutEdit, PatchEdit, RescoreEdit, RestrictEdit
 from regard.interventions.given_weights import edit_given_weights, multiply_given_weights
+from regard.interventions.masked_heads import compute_masked_heads
 from regard.interventions.placement import (
     PlacedMask,
     Placement,
@@ -230,19 +231,27 @@ class LayerEdits:
 
     # Application
 
-    def apply(self, call: Call, args: CapturedArgs, base_output: Tensor) -> tuple[Tensor | None, str]:
+    def apply(self, call: Call, args: CapturedArgs, base_output: Tensor | None) -> tuple[Tensor | None, str]:
         """Apply the edits to the output of a call.
 
         Args:
             call: Record of the call without the edits.
             args: Its arguments, and the lse that the kernel returned.
-            base_output: Output of the kernel: (…, heads, q_len, value_dim).
+            base_output: Output of the kernel: (…, heads, q_len, value_dim); None if it did not run, because the edits
+                are masks alone.
 
         Returns:
-            The new output, None if it is the same, and how it was computed.
+            The new output, None if it is that of the kernel, and how it was computed.
         """
-        writer, paths = OutputWriter(base_output), []
         value = flatten_value(args, call)
+        if base_output is None:
+            problem, edited = self._edit_problem(call)
+            masked = np.zeros(self.placement.heads, bool)
+            for mask in self.masks:
+                masked |= mask.pairs[: self.placement.heads]
+            output, is_masked = compute_masked_heads(problem, edited, masked, args, value)
+            return output, "through the edited mask" if is_masked else ""
+        writer, paths = OutputWriter(base_output), []
         values = [
             (entry.edit, self._select(entry.edit))
             for entry in self.bound
@@ -265,6 +274,14 @@ class LayerEdits:
                 for pairs, rows in self._find_rows(entry):
                     patch_output(source, pairs, rows, self.placement, writer)
         return (writer.result if writer.is_changed else None), ", ".join(dict.fromkeys(filter(None, paths)))
+
+    def _edit_problem(self, call: Call) -> tuple[Problem, Problem]:
+        """Return the problem of a call, and that after the edits."""
+        problem = call.matrix.problem
+        for part in (*self.masks, *self.score_mods):
+            part.check(problem.frame)
+        mask, mods = self.edit_mask(problem.mask), self.edit_score_mods(problem.score_mods)
+        return problem, replace(problem, mask=mask, score_mods=mods)
 
     def _apply_to_given_weights(
         self, args: CapturedArgs, value: ValueColumns, values: Sequence[tuple[PatchEdit, BoolArray]],
@@ -292,13 +309,7 @@ class LayerEdits:
         writer: OutputWriter,
     ) -> str:
         """Compute the rows whose weights or values change; return how."""
-        matrix = call.matrix
-        problem = matrix.problem
-        parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
-        for part in parts:
-            part.check(problem.frame)
-        mask, mods = self.edit_mask(problem.mask), self.edit_score_mods(problem.score_mods)
-        edited = replace(problem, mask=mask, score_mods=mods)
+        problem, edited = self._edit_problem(call)
         rest = np.zeros(len(problem.pair_ids), bool)
         for edit, pairs in values:
             own = patch_value(find_source(edit, self.name), pairs, value, self.placement)
@@ -306,8 +317,8 @@ class LayerEdits:
             writer.write(chosen, None, correction.compute_rows(edited, chosen, None, own))
             rest |= pairs
         changed = np.zeros(len(rest), bool)
-        for part in parts:
-            changed |= part.pairs
+        for part in (*self.masks, *self.score_mods):
+            changed |= part.pairs  # type: ignore[attr-defined]
         changed &= ~rest
         if not changed.any():
             return ""
@@ -319,7 +330,7 @@ class LayerEdits:
         if only_knockouts and not removed:
             return ""
         if only_knockouts:
-            path = _correct(matrix, problem, edited, removed, value, writer)
+            path = _correct(call.matrix, problem, edited, removed, value, writer)
             if path:
                 return path
         return self._compute_again(

@@ -35,6 +35,10 @@ class GatedIntervention(Intervention):
         self._gate = gate
         self.gates: dict[str, Tensor] = {}
 
+    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
+        """Return whether the unmasked output is not needed: it always is; the wrappers ask."""
+        return False
+
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Apply the edits to a call and mix both outputs; the wrappers call it."""
         edited = super().edit(module, name, args)

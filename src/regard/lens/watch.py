@@ -299,6 +299,10 @@ class Watch:
         else:
             add_matrix(name, matrix.detach())
 
+    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
+        """Return whether `edit` computes the output of a call: never, a watch changes nothing; the wrappers ask."""
+        return False
+
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Return the arguments of a call; a watch changes nothing."""
         return args

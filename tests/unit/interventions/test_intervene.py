@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import regard  # noqa: E402
-from regard.interventions import ablate, knockout, patch, rescore, restrict  # noqa: E402
+from regard.engines import torch_kernels as kernels  # noqa: E402
+from regard.interventions import ablate, knockout, masked_heads, patch, rescore, restrict  # noqa: E402
 from regard.lens.capture.patching import list_patches  # noqa: E402
 from regard.lens.capture.wrappers import watchers  # noqa: E402
 
@@ -525,3 +526,33 @@ def test_a_thousand_interventions_leak_nothing():
     gc.collect()
     assert len(gc.get_objects()) - before < 100
     assert not list_patches() and not watchers
+
+
+@pytest.mark.parametrize("heads", [None, [0, 1], [1, 2]])
+def test_masked_heads_are_computed_once(model, x, heads, monkeypatch):
+    """The kernel does not run over the heads that a mask changes: the masked run would cost both."""
+    computed = []
+
+    def count_rows(problem, pairs, rows, value):
+        computed.extend(pairs)
+        return compute_rows(problem, pairs, rows, value)
+
+    compute_rows = masked_heads.compute_rows
+    monkeypatch.setattr(masked_heads, "compute_rows", count_rows)
+    monkeypatch.setattr(kernels, "run_flash_with_lse", lambda *args: pytest.fail("the kernel ran"))
+    edit = restrict(heads=heads, mask=regard.sliding_window(2) | regard.masks.first(1))
+    output, intervention = run(model, x, edit)
+    assert {row["path"] for row in intervention.applied} == {"through the edited mask"}
+    chosen = range(4) if heads is None else heads
+    assert sorted(computed) == sorted(3 * [4 * i + head for i in range(2) for head in chosen])  # 3 layers
+
+    monkeypatch.undo()
+    recorded, _ = run(model, x, edit, record=True)  # a recording needs the kernel's output
+    assert torch.equal(output, recorded)
+
+
+def test_a_mask_that_removes_nothing_leaves_the_output(model, x):
+    output, intervention = run(model, x, restrict(mask=regard.sliding_window(7)))
+    assert {row["path"] for row in intervention.applied} == {"nothing to change"}
+    with torch.no_grad():
+        assert torch.equal(output, model(x))

@@ -41,6 +41,7 @@ class CapturedArgs(NamedTuple):
     dense: DenseAttention | None = (
         None  # read from the function's own softmax, in case its arguments do not explain it
     )
+    has_run: bool = True  # False if the function was left out, because an edit computes the output without it
     # What an intervention changed; `output` and `weights` stay those of the function.
     edits: CallEdits | None = None
     edited_output: Tensor | None = None

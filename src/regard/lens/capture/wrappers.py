@@ -47,6 +47,9 @@ class Watcher(Protocol):
     def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
         """Notice a softmax that may be attention."""
 
+    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
+        """Return whether `edit` computes the output of a call without the function that the model called."""
+
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Return the arguments of a call with what this watcher changes about it."""
 
@@ -223,6 +226,8 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if getattr(_thread, "probing", False):
             _thread.probe = captured
             return captured.query.new_zeros((*captured.query.shape[:-1], captured.value.shape[-1]))
+        if original is kernels.SDPA and _is_replaced(module, captured):
+            return _record(module, captured._replace(has_run=False)).edited_output
         # If the user replaced torch's function, theirs has to run.
         result = kernels.run_flash_with_lse(*captured.sdpa_args) if original is kernels.SDPA else None
         if result is None:
@@ -234,6 +239,12 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return output if captured.edited_output is None else captured.edited_output
 
     return sdpa
+
+
+def _is_replaced(module: nn.Module, args: CapturedArgs) -> bool:
+    """Return whether the only watcher of a module computes the output itself."""
+    entries = [(watcher, name) for watcher, name in watchers[id(module)] if name is not None]
+    return len(entries) == 1 and entries[0][0].replaces_output(entries[0][1], args)
 
 
 def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
