@@ -278,7 +278,8 @@ class LayerEdits:
     def _edit_problem(self, call: Call) -> tuple[Problem, Problem]:
         """Return the problem of a call, and that after the edits."""
         problem = call.matrix.problem
-        for part in (*self.masks, *self.score_mods):
+        parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
+        for part in parts:
             part.check(problem.frame)
         mask, mods = self.edit_mask(problem.mask), self.edit_score_mods(problem.score_mods)
         return problem, replace(problem, mask=mask, score_mods=mods)
@@ -317,8 +318,9 @@ class LayerEdits:
             writer.write(chosen, None, correction.compute_rows(edited, chosen, None, own))
             rest |= pairs
         changed = np.zeros(len(rest), bool)
-        for part in (*self.masks, *self.score_mods):
-            changed |= part.pairs  # type: ignore[attr-defined]
+        parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
+        for part in parts:
+            changed |= part.pairs
         changed &= ~rest
         if not changed.any():
             return ""
