@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from regard.core.problem import Problem
 from regard.distributed.layouts import Layout
-from regard.frame import is_contiguous
 from regard.types import Array, IntArray
 
 
@@ -53,33 +53,38 @@ def find_needs(problem: Problem, keys: Layout) -> list[int]:
     return [
         owner
         for owner, chunks in enumerate(keys.chunks)
-        if any(kind for kinds in _classify(problem, runs, chunks) for kind in kinds)
+        if any(kind for chunk in chunks for kind in _classify(problem, runs, chunk))
     ]
 
 
 def split_parts(problem: Problem, chunks: Sequence[range]) -> list[Part]:
     """Split the rows of a rank and the chunks of a block into parts, without those that the mask leaves empty.
 
-    Parts that are full are joined: a product of many rows and keys is one call of a kernel.
+    Parts that are full are joined: a product of many rows and keys is one call of a kernel. Rows are split where a
+    diagonal of the mask enters and leaves a chunk, so that the part between is causal from its first corner: kernels
+    take it without a mask tile.
 
     Args:
         problem: The rows of this rank.
         chunks: Chunks of keys of the block.
     """
+    offsets = [int(offset) for offset in np.cumsum([0, *map(len, chunks)])]
     runs = find_runs(problem.positions)
-    kinds = _classify(problem, runs, chunks)
-    offsets = np.cumsum([0, *map(len, chunks)])
-    columns = [slice(int(offsets[i]), int(offsets[i + 1])) for i in range(len(chunks))]
-    everywhere = [runs != [] and all(row[i] == "full" for row in kinds) for i in range(len(chunks))]
-    all_rows = slice(0, len(problem.positions))
-    parts = list(_join_full(all_rows, columns, chunks, everywhere))
-    for run, row in zip(runs, kinds, strict=True):
-        full = [kind == "full" and not shared for kind, shared in zip(row, everywhere, strict=True)]
-        parts += _join_full(run, columns, chunks, full)
-        parts += [
-            Part(run, columns[i], chunks[i].start, False) for i, kind in enumerate(row) if kind == "partial"
-        ]
-    return parts
+    full: dict[tuple[int, int], list[tuple[int, int]]] = {}  # rows, and the chunks that are full for them
+    partial: list[Part] = []
+    for i, chunk in enumerate(chunks):
+        split_runs = _split_at_diagonals(problem, runs, chunk)
+        kinds = list(zip(split_runs, _classify(problem, split_runs, chunk), strict=True))
+        for rows in _join_adjoining((run.start, run.stop) for run, kind in kinds if kind == "full"):
+            full.setdefault(rows, []).append((i, i + 1))
+        keys = slice(offsets[i], offsets[i + 1])
+        partial += [Part(run, keys, chunk.start, False) for run, kind in kinds if kind == "partial"]
+    joined = [
+        Part(slice(*rows), slice(offsets[first], offsets[stop]), chunks[first].start, True)
+        for rows, which in full.items()
+        for first, stop in _join_adjoining(which)
+    ]
+    return joined + partial
 
 
 def take_part(problem: Problem, key: Array, part: Part) -> Problem:
@@ -100,37 +105,42 @@ def take_part(problem: Problem, key: Array, part: Part) -> Problem:
     )  # fmt: skip
 
 
-def _classify(problem: Problem, runs: Sequence[slice], chunks: Sequence[range]) -> list[list[str]]:
-    """Classify each run of rows and chunk of keys as "full", "partial" or "", which is empty."""
+def _classify(problem: Problem, runs: Sequence[slice], chunk: range) -> list[str]:
+    """Classify each run of rows with a chunk of keys as "full", "partial" or "", which is empty."""
     full = "partial" if problem.score_mods else "full"
     if problem.mask is None:
-        return [[full] * len(chunks) for _ in runs]
+        return [full] * len(runs)
+    kinds = []
+    for run in runs:
+        first, last = (int(problem.positions[row]) for row in (run.start, run.stop - 1))
+        nonempty, is_full = problem.mask.classify_blocks(
+            problem.frame, first, last + 1, np.array([chunk.start]), np.array([chunk.stop])
+        )
+        kinds.append(full if is_full[0] else "partial" if nonempty[0] else "")
+    return kinds
+
+
+def _split_at_diagonals(problem: Problem, runs: Sequence[slice], chunk: range) -> list[slice]:
+    """Split runs of rows where a diagonal of the mask crosses the first and the last column of a chunk."""
+    diagonals = set() if problem.mask is None else problem.mask.diagonals(problem.frame)
+    crossed = {edge - diagonal for diagonal in diagonals for edge in (chunk.start, chunk.stop)}
     result = []
     for run in runs:
-        q_idx = problem.positions[run]
-        row = []
-        for chunk in chunks:
-            nonempty, is_full = problem.mask.classify_blocks(
-                problem.frame,
-                int(q_idx[0]),
-                int(q_idx[-1]) + 1,
-                np.array([chunk.start]),
-                np.array([chunk.stop]),
-            )
-            row.append(full if is_full[0] else "partial" if nonempty[0] else "")
-        result.append(row)
+        first = int(problem.positions[run.start]) - run.start
+        inner = sorted(row - first for row in crossed if run.start < row - first < run.stop)
+        result += [slice(*edges) for edges in pairwise([run.start, *inner, run.stop])]
     return result
 
 
-def _join_full(
-    rows: slice, columns: Sequence[slice], chunks: Sequence[range], full: Sequence[bool]
-) -> Iterator[Part]:
-    """Yield the parts of some rows with adjoining full chunks as one."""
-    which = np.flatnonzero(full)
-    while len(which):
-        stop = 1
-        while stop < len(which) and is_contiguous(which[: stop + 1]):
-            stop += 1
-        first, last = which[0], which[stop - 1]
-        yield Part(rows, slice(columns[first].start, columns[last].stop), chunks[first].start, True)
-        which = which[stop:]
+def _join_adjoining(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals (start, stop) of which one ends where the next one begins.
+
+    >>> _join_adjoining([(0, 2), (2, 5), (6, 8)])
+    [(0, 5), (6, 8)]
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
