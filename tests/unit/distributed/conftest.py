@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="session")
-def ranks():
-    """Three processes; the first two of them are a group of their own."""
+def ranks(request):
+    """Three processes, four in the nightly suite; the first two and the first three are groups of their own."""
     if not torch.distributed.is_available() or sys.platform == "win32":
         pytest.skip("torch.distributed with gloo is not available")
     from tests.helpers.rank_processes import RankProcesses
 
-    started = RankProcesses(3)
+    started = RankProcesses(4 if request.config.getoption("--nightly") else 3)
     yield started
     started.stop()

@@ -50,7 +50,7 @@ def check_splits(ranks, cases, inputs, splits, size: int) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_cases_of_the_case_matrix(ranks, size, request) -> None:
     count = request.config.getoption("--cases") // 200
     cases = [case for case, possible in draw_cases(count, seed=size, tile=TILE) if possible]
@@ -73,7 +73,7 @@ MASKS = (
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_split_gives_the_same_numbers(ranks, data) -> None:
-    size = data.draw(st.sampled_from([2, 3]), "ranks")
+    size = data.draw(st.integers(2, ranks.size), "ranks")
     layout = data.draw(st.sampled_from(["contiguous", "zigzag"]), "layout")
     lengths = st.tuples(*[st.integers(0, 12)] * size)
     queries, keys = data.draw(lengths, "queries"), data.draw(lengths, "keys")

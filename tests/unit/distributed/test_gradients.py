@@ -34,6 +34,12 @@ CASES = {
         Split("zigzag", (27, 26), (27, 26)),
     ),
     "bfloat16": ({"mask": causal()}, False, torch.bfloat16, Split("zigzag", (18, 17, 18), (18, 17, 18))),
+    "four ranks": (
+        {"mask": causal()},
+        True,
+        torch.float32,
+        Split("zigzag", (13, 15, 12, 13), (13, 15, 12, 13)),
+    ),
     "an empty rank": ({"mask": causal()}, False, torch.float64, Split("contiguous", (53, 0, 0), (0, 53, 0))),
 }
 
@@ -56,7 +62,10 @@ def differentiate_dense(arrays, grad, mask, cap, dtype) -> list:
     return [leaf.grad for leaf in leaves]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly) if name == "four ranks" else name for name in CASES],
+)
 def test_gradients_equal_those_of_one_process(ranks, name) -> None:
     arguments, has_sink, dtype, split = CASES[name]
     rng = np.random.default_rng(0)
