@@ -39,7 +39,8 @@ def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
         part = missing[0]
         hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
         return _report_problem(exercise, hint, correct)
-    message = f"{exercise.title}: right. exercises.solution shows one way to solve it."
+    number = exercise.title.partition(".")[0].split()[-1]
+    message = f"{exercise.title}: right. One way to solve it: regard exercise {number} --solution"
     return CheckResult(True, "", message, tuple(part.name for part in exercise.parts))
 
 
