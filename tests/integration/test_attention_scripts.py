@@ -91,10 +91,11 @@ def test_rollout_needs_one_more_line(models):
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:unclosed file .*head_view.js:ResourceWarning")  # of BertViz 1.4.1
 def test_bertviz_needs_one_more_line(models):
     bertviz = pytest.importorskip("bertviz")
     tokens = torch.randint(3, 61, (1, 512), generator=torch.Generator().manual_seed(1))
-    words = [f"token{i}" for i in tokens[0]]
+    words = [f"token{i}" for i in tokens[0].tolist()]
     with torch.no_grad():
         lazy = models["regard"](tokens, output_attentions=True).attentions[:1]
         eager = models["eager"](tokens, output_attentions=True).attentions[:1]

@@ -310,11 +310,12 @@ def _describe_sizes(layers: Sequence[PictureLayer]) -> str:
     heads = sum(Counter({layer.module: len(layer.heads) for layer in layers}).values())
     modules = len({layer.module for layer in layers})
     sizes = sorted({(grid.rows, grid.columns) for layer in layers for grid in layer.grids.values()})
-    patches = " and ".join(f"{rows} × {columns}" for rows, columns in sizes)
-    others = sorted({len(layer.list_others()) for layer in layers})
-    tokens = " or ".join(map(str, others))
+    *grids, last = (f"{rows} × {columns}" for rows, columns in sizes)
+    patches = f"{', '.join(grids)} and {last}" if grids else last
+    others = {len(layer.list_others()) for layer in layers}
+    tokens = f"up to {max(others)}" if len(others) > 1 else str(max(others))
     return (
         f"{modules} layer{'s' * (modules != 1)}, {heads} head{'s' * (heads != 1)}; {patches} patches, "
-        f"{tokens} other token{'s' * (others != [1])}. Choose a patch or a token as query: the maps show the keys that "
-        "it attends to. Rows, columns, layers and heads are counted from 0."
+        f"{tokens} other token{'s' * (max(others) != 1)}. Choose a patch or a token as query: the maps show the keys "
+        "that it attends to. Rows, columns, layers and heads are counted from 0."
     )

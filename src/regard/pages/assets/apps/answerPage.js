@@ -1,8 +1,9 @@
 // What an answer read: its tokens, coloured by the part of the prompt that got most of their attention.
 import { radioGroup, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
-import { formatCount, formatPercent, formatShort } from "../components/format.js";
+import { formatCount, formatShort } from "../components/format.js";
 import { createTextBlock } from "../components/textBlock.js";
+import { stripMarker } from "../components/tokenMatch.js";
 import { parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
 import { decodeArray } from "../matrix/payload.js";
 
@@ -29,7 +30,8 @@ if (!rows.some(({ layer, head }) => head !== null && head === state.head && (sta
 
 // -- Shares --
 
-const formatShare = (share) => formatPercent(Number(share.toPrecision(3)));
+// One decimal, so that shares below each other can be compared.
+const formatShare = (share) => (share > 0 && share < 0.0005 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`);
 
 // The mean over rows, (tokens, names) and (tokens); a ratio that is undefined is left out.
 function meanOf(chosen) {
@@ -118,7 +120,7 @@ function drawToken() {
     return [layer, sums];
   });
   card.replaceChildren(...[
-    el("h2", {}, tokenElement(tokens[token].replace(/^[Ġ▁](?=.)/, "")), el("sub", {}, String(data.first + token))),
+    el("h2", {}, tokenElement(stripMarker(tokens[token])), el("sub", {}, String(data.first + token))),
     el("p", { class: "soft" }, data.prompt === null ? "Attention of this token: " : "Attention of the row that produced this token: ", describeRows(), "."),
     el("table", { class: "shares" }, el("thead", { class: "visually-hidden" }, el("tr", {}, ["part", "share"].map((text) => el("th", { scope: "col" }, text)), el("td", {}))),
       el("tbody", {}, shares.map((share, name) => el("tr", {}, el("th", { scope: "row" }, swatch(name), tokenElement(names[name])),
@@ -167,12 +169,14 @@ function draw() {
   const shares = tokens.map((_, token) => shareOf(token, colorOf(token)));
   strongest = shares.reduce((a, b) => Math.max(a, b), 0);
   answer.color(shares);
-  legend.replaceChildren(...names.map((name, n) => el("li", {}, swatch(n), tokenElement(name), " ",
+  caption.textContent = `${state.color < 0 ? `Each token has the colour of the named span with the largest share, without “${names.slice(data.spans).join("” and “")}”. ` : ""}`
+    + "Colours follow the square root of the share, up to the largest of the answer. Arrow keys move, Enter selects a token.";
+  legend.replaceChildren(el("li", {}, "Mean of the answer:"), ...names.map((name, n) => el("li", {}, swatch(n), tokenElement(name), " ",
     el("b", { "data-mean": name }, formatShare(tokens.reduce((sum, _, token) => sum + shareOf(token, n), 0) / count)))));
   drawToken();
 }
 
-const legend = el("ul", { class: "legend", "aria-label": "Mean shares of the whole answer" });
+const legend = el("ul", { class: "legend", "aria-label": "Mean shares of the whole answer" }), caption = el("p", { class: "soft" });
 const statement = el("aside", { class: "statement", role: "note" }, el("p", {}, el("b", {}, "Reading is not causing. "),
   "Attention shows where heads read, not what the answer depends on. A part with a large share may not matter, and one with a small share may decide. ",
   "To test a part, remove its edges while the model runs, and compare the answers: ", el("code", {}, "regard.intervene(model, knockout(keys=slice(start, stop)))"), "; the guide Edit attention shows how."));
@@ -180,11 +184,9 @@ const statement = el("aside", { class: "statement", role: "note" }, el("p", {}, 
 document.getElementById("app").append(
   pageHeader(data.title, `${formatCount(count, data.prompt === null ? "token" : "generated token")}, and the share of their attention on each part of the prompt.`),
   statement,
-  el("div", { class: "controls" }, layers.length ? [el("label", { for: "layer" }, "Layer"), layerSelect, el("label", { for: "head" }, "Head"), headSelect] : []),
+  el("div", { class: "controls" }, layers.length ? [el("label", {}, "Layer ", layerSelect), el("label", {}, "Head ", headSelect)] : []),
   data.note ? el("p", { class: "soft", id: "note" }, data.note) : [],
   colors, legend,
-  el("div", { class: "beside answer" }, el("div", {}, answer.node,
-    el("p", { class: "soft" }, "Colours follow the square root of the share, up to the largest of the answer. Arrow keys move, Enter selects a token.")), card),
-  promptText());
+  el("div", { class: "beside answer" }, el("div", {}, answer.node, caption, promptText()), card));
 draw();
 document.getElementById("app").dataset.ready = "";

@@ -7,6 +7,7 @@ import { capitalise, formatShort } from "../components/format.js";
 import { createHeadMaps } from "../components/headMaps.js";
 import { createPictureView, patchAt, patchPosition } from "../components/pictureView.js";
 import { createTokenButtons } from "../components/tokenButtons.js";
+import { stripMarker } from "../components/tokenMatch.js";
 import { parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
 import { loadArray, openMatrix } from "../matrix/matrixClient.js";
 import { decodePicture } from "../matrix/picture.js";
@@ -24,7 +25,7 @@ function createLayer(record) {
   const matrix = payload ? openMatrix(payload) : null, stored = rows ? openRows(rows, heads.length, shape[1], loadArray) : null;
   const isWhole = Boolean(payload) && payload.heads.length === heads.length;
   const pairOf = (head) => (head === MEAN ? (isWhole ? MEAN : -1) : payload ? payload.heads.indexOf(head) : -1);
-  const tokens = (list) => data.tokens[list].map(([index, name]) => ({ index, name }));
+  const tokens = (list) => data.tokens[list].map(([index, name]) => ({ index, name: stripMarker(name) }));
   return {
     ...record,
     others: tokens(record.others),
