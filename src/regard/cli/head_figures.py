@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_HEADS = 400
 INCHES = 1.7  # edge of a map
 MAX_LABEL = 36  # characters beside a map
+MAX_LINE = 24  # of them on one line
 CELLS = 128  # of a map along an edge; longer sequences show the maximum of each cell
 
 
@@ -71,7 +72,7 @@ def draw_heads(
             _draw_head(ax, call, head, image, grids.get(name), has_text)
             ax.set(xticks=[], yticks=[], xlabel="", ylabel="")
             ax.set_title(f"head {head}", fontsize=7, color=SOFT, pad=2)
-        line[0].set_ylabel(_shorten(name), fontsize=7, **LITERAL)
+        line[0].set_ylabel(_format_label(name), fontsize=7, **LITERAL)
     return figure
 
 
@@ -92,12 +93,13 @@ def _draw_head(
     overlay(image, weights, grid, ax=ax, colorbar=False)
 
 
-def _shorten(name: str) -> str:
-    """Return the last parts of a module's name, which fit beside a map.
+def _format_label(name: str) -> str:
+    r"""Return the last parts of a module's name, on two lines if they do not fit beside a map on one.
 
-    >>> _shorten("model.language_model.layers.10.self_attn")
-    'language_model.layers.10.self_attn'
+    >>> _format_label("layers.0.self_attn"), _format_label("model.language_model.layers.10.self_attn")
+    ('layers.0.self_attn', 'language_model.layers.10\nself_attn')
     """
     while len(name) > MAX_LABEL and "." in name:
         name = name.partition(".")[2]
-    return name[-MAX_LABEL:]
+    name = name[-MAX_LABEL:]
+    return "\n".join(name.rsplit(".", 1)) if len(name) > MAX_LINE else name

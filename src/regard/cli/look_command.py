@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from regard.lens.table import Table
 
 PICTURE_SUFFIX = ".png"
+OTHER_SUFFIXES = (".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf")  # a page must not be named so
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,18 @@ def look(printer: Printer, options: ModelOptions, more: LookOptions, output: Pat
 
     Returns:
         The exit code.
+
+    Raises:
+        ArgumentError: If the output is neither a page nor a PNG, or the model does not read the inputs.
     """
     check_output(output, "look")
+    if output.suffix.lower() in OTHER_SUFFIXES:
+        raise ArgumentError(
+            "look",
+            received=f"-o {str(output)!r}",
+            expected="a file name that ends in .html for a page, or in .png for a picture",
+            hint=f"Rename it: -o {output.with_suffix(PICTURE_SUFFIX)}.",
+        )
     as_picture = output.suffix.lower() == PICTURE_SUFFIX
     if as_picture:
         from regard.cli.head_figures import draw_heads  # before the model runs: Matplotlib may be missing
@@ -119,6 +130,13 @@ def _read_media(options: ModelOptions, more: LookOptions) -> Media:
     """Read the text; beside an image or sound there need not be one."""
     is_alone = more.image is None and more.audio is None
     text = None
+    if is_alone and options.text is None and options.file is None:
+        raise ArgumentError(
+            "look",
+            received="no text, image or sound",
+            expected="--text, --file, --image or --audio",
+            hint='For a text: --text "…", --file FILE, or --file - for standard input.',
+        )
     if is_alone or options.text is not None or options.file is not None:
         text = read_text(options.text, options.file, "look")
     if text is not None and more.audio is not None and more.num_generated is not None:

@@ -88,9 +88,8 @@ def _read_file(path: str | os.PathLike[str], operation: str) -> Array:
         with Image.open(path) as opened:
             return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"), np.uint8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = (
-            "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        )
+        # An error of the file system has a text of its own; others, such as a damaged file, have their name.
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ArgumentError(
             operation,
             received=f"image={os.path.basename(path)!r}, which cannot be read ({reason})",

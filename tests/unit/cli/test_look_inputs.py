@@ -201,12 +201,13 @@ def test_an_image_among_the_tokens_of_a_language_model(look, models, tmp_path):
         ("llama", ["--text", "a", "--image", "picture.png"], "LlamaForCausalLM, which reads no images"),
         ("llama", ["--text", "a", "--audio", "talk.wav"], "LlamaForCausalLM, which reads no sound"),
         ("llama", ["--text", "a", "--generate", "64"], "1 tokens and 64 to generate; expected at most 64 together"),
-        ("llama", [], "no text; expected either --text or --file"),
+        ("llama", [], "no text, image or sound; expected --text, --file, --image or --audio"),
+        ("vit", ["--image", "."], "image='.', which cannot be read (Is a directory)"),
         ("vit", ["--text", "a", "--image", "picture.png"], "which reads no text beside an image"),
         ("vit", ["--image", "picture.png", "--generate", "3"], "which does not generate text"),
         ("vit", ["--image", "picture.png", "--audio", "talk.wav"], "an image and sound; expected at most one"),
         ("vit", ["--image", "talk.wav"], "'talk.wav', which cannot be read"),
-        ("vit", ["--image", "nowhere.png"], "no such file"),
+        ("vit", ["--image", "nowhere.png"], "(No such file or directory)"),
         ("clip", ["--text", "a", "--image", "picture.png"], "no attention connects the encoders"),
         ("whisper", ["--audio", "picture.png"], "file does not start with RIFF id"),
         ("whisper", ["--audio", "nowhere.wav"], "No such file or directory"),
@@ -220,6 +221,12 @@ def test_usage_errors_are_one_line(look, models, monkeypatch, model, arguments, 
     assert record is None and not path.exists()
     assert err.startswith("regard look: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_a_page_is_not_named_as_another_format(look):
+    _, err, path = look("llama", "--text", "a", name="heads.JPG", code=2)
+    assert "expected a file name that ends in .html for a page, or in .png for a picture" in err
+    assert "heads.png" in err and not path.exists()
 
 
 def test_a_model_without_a_processor_is_named(look, models, tmp_path):

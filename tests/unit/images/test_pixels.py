@@ -65,7 +65,7 @@ def test_the_picture_that_clip_saw_is_the_middle_of_the_image():
 @pytest.mark.parametrize(
     ("image", "error", "message"),
     [
-        ("no-such.png", ArgumentError, "'no-such.png', which cannot be read .no such file"),
+        ("no-such.png", ArgumentError, "'no-such.png', which cannot be read .No such file"),
         (__file__, ArgumentError, r"'test_pixels.py', which cannot be read .UnidentifiedImageError"),
         (7, ArgumentTypeError, "image as int 7"),
         (np.zeros((2, 3, 8, 8)), ArgumentError, "Pass one image"),
