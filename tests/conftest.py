@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,10 @@ import pytest
 
 from regard.engines.native import library
 from regard.tiling import use_tile_sizes
+from tests.helpers.browsers import start_chromium, start_firefox
+
+# Options of a browser context that WebDriver BiDi does not have.
+NOT_IN_FIREFOX = {("color_scheme", "dark"), ("reduced_motion", "reduce"), ("has_touch", True)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--every-dtype", action="store_true", help="run each shape and mask of the GPU kernels at every dtype"
+    )
+    parser.addoption(
+        "--firefox", action="store_true", help="run the tests of pages, and no others, in Firefox"
     )
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
@@ -46,13 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
         library.LIBRARY_FILE = Path("not built")
 
 
+def is_selected(item: pytest.Item) -> bool:
+    """Return whether the options of the run leave a test in."""
+    nightly, firefox = item.config.getoption("--nightly"), item.config.getoption("--firefox")
+    in_browser = "browser" in getattr(item, "fixturenames", ())
+    return (nightly or not item.get_closest_marker("nightly")) and (
+        not firefox or (in_browser and not item.get_closest_marker("chromium_only"))
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--nightly"):
-        return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    if nightly:
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    left_out = [item for item in items if not is_selected(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_selected(item)]
 
 
 @pytest.fixture
@@ -65,15 +77,11 @@ def gradcheck(request):
 
 
 @pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        assert os.environ.get("CI") != "true", "CI installs chromium"
-        pytest.skip("no chromium here")
+def browser(request):
     sync = pytest.importorskip("playwright.sync_api")
+    start = start_firefox if request.config.getoption("--firefox") else start_chromium
     with sync.sync_playwright() as playwright:
-        options = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
-        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=options)
+        browser = start(playwright)
         yield browser
         browser.close()
 
@@ -89,6 +97,9 @@ def show(browser, tmp_path):
         opened.dismiss()
 
     def show(page: Any, **options):
+        is_firefox = browser.browser_type.name == "firefox"
+        if is_firefox and any(options.get(name) == value for name, value in NOT_IN_FIREFOX):
+            pytest.skip("Playwright sets no dark colours, less motion or touch in Firefox")
         path = tmp_path / f"page{len(contexts)}.html"
         page.save(path)
         context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})

@@ -50,8 +50,8 @@ def drag(tab, name: str, by: tuple[float, float], reach: float) -> None:
     x, y = spot["x"] + spot["width"] / 2, spot["y"] + spot["height"] / 2
     tab.mouse.move(x, y)
     tab.mouse.down()
-    tab.mouse.move(x + by[0] * scale / 2, y - by[1] * scale / 2)
-    tab.mouse.move(x + by[0] * scale, y - by[1] * scale)
+    for part in (0.5, 1):  # Firefox refuses to move the pointer out of the window
+        tab.mouse.move(max(x + part * by[0] * scale, 1), max(y - part * by[1] * scale, 1))
     tab.mouse.up()
 
 

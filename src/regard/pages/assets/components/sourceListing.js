@@ -1,5 +1,5 @@
-// Source code with numbered lines that can be selected: a list of lines for each function, one tab stop each. Up and Down
-// move the selection.
+// Source code with numbered lines that can be selected: a list of lines for each function, one tab stop each. Up, Down,
+// Home and End move the selection.
 import { el, tokenElement } from "./dom.js";
 
 const SYNTAX =
@@ -38,13 +38,13 @@ export function createSourceListing(listings, explained, onSelect) {
     }
     list.append(...lines.values());
     list.addEventListener("keydown", (event) => {
-      const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-      if (!by || event.altKey || event.ctrlKey || event.metaKey) return;
-      event.preventDefault();
+      if (!["ArrowUp", "ArrowDown", "Home", "End"].includes(event.key) || event.altKey || event.ctrlKey || event.metaKey) return;
+      event.preventDefault(); // Firefox would scroll the list
       const numbers = [...lines].filter(([, line]) => !line.hasAttribute("aria-disabled")).map(([number]) => number);
       const current = [...lines].find(([, line]) => line === highlighted[0])?.[0];
-      const place = numbers.indexOf(current);
-      const target = place < 0 ? numbers[0] : numbers[Math.min(Math.max(place + by, 0), numbers.length - 1)];
+      const place = numbers.indexOf(current), last = numbers.length - 1;
+      const next = { ArrowUp: place - 1, ArrowDown: place + 1, Home: 0, End: last }[event.key];
+      const target = numbers[Math.min(Math.max(next, 0), last)];
       if (target !== undefined && target !== current) onSelect(index, target);
     });
     return { name, list, lines };
