@@ -15,6 +15,7 @@ from regard.distributed.key_blocks import split_parts, take_part
 from regard.distributed.part_gradients import differentiate_part
 from regard.distributed.ring import KeyBlock
 from regard.distributed.ring_problem import RingProblem
+from regard.engines.torch_bands import compute_share
 from regard.engines.torch_fused import run_fused_backward
 from regard.types import IntArray
 
@@ -60,9 +61,8 @@ class _Rows:
         """Merge the output and lse of some rows over further keys."""
         before, lse = self.lse[:, rows], lse.double()
         total = torch.logaddexp(before, lse)
-        finite = torch.where(total == -math.inf, 0.0, total)
         dtype = self.output.dtype
-        own_share, share = (torch.exp(x - finite)[..., None].to(dtype) for x in (before, lse))
+        own_share, share = (compute_share(x, total)[..., None].to(dtype) for x in (before, lse))
         # In place, as outputs are as large as the values.
         self.output[:, rows].mul_(own_share).add_(output.to(dtype).mul_(share))
         before.copy_(total)
@@ -70,8 +70,7 @@ class _Rows:
     def add_sink(self, sink: Tensor) -> None:
         """Include the sink's score (pairs or 1,): it takes its share and adds nothing."""
         total = torch.logaddexp(self.lse, sink.double()[:, None].expand_as(self.lse))
-        finite = torch.where(total == -math.inf, 0.0, total)
-        self.output *= torch.exp(self.lse - finite)[..., None].to(self.output.dtype)
+        self.output *= compute_share(self.lse, total)[..., None].to(self.output.dtype)
         self.lse = total
 
 
@@ -199,7 +198,7 @@ def _differentiate_sink(problem: Problem, sink: Tensor, grad: Tensor, output: Te
     with torch.enable_grad():
         leaf = sink.detach().requires_grad_()
         scores = problem.frame.per_head(leaf, "sink").to(lse.dtype)[:, None].expand_as(lse)
-        share = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)).detach()
+        share = compute_share(scores, lse).detach()
         weight = -share * (grad.to(output.dtype) * output).sum(-1).to(lse.dtype)
         (found,) = torch.autograd.grad((scores * weight).sum(), leaf)
     return found

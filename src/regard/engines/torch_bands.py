@@ -44,7 +44,7 @@ def run_bands(
         lse = lse.to(results[0][1].dtype)
         if sink is not None:
             total = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
-            output, lse = output * _compute_share(lse, total)[..., None].to(output.dtype), total
+            output, lse = output * compute_share(lse, total)[..., None].to(output.dtype), total
         outputs.append(output)
         lses.append(lse)
     if len(outputs) == 1:
@@ -76,7 +76,7 @@ def _empty_lse(q: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.full(shape, -math.inf, dtype=dtype, device=q.device)
 
 
-def _compute_share(lse: Tensor, total: Tensor) -> Tensor:
+def compute_share(lse: Tensor, total: Tensor) -> Tensor:
     """Compute exp(lse − total), the share of a part of a row in the whole row."""
     return torch.exp(lse - torch.where(total == -math.inf, 0.0, total))
 
@@ -87,7 +87,7 @@ def _merge_outputs(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[
     lse = torch.logaddexp(a_lse.double(), b_lse.double())
     wide = UPCAST.get(a.dtype, a.dtype)
     parts = (
-        x.to(wide) * _compute_share(x_lse, lse)[..., None].to(wide) for x, x_lse in ((a, a_lse), (b, b_lse))
+        x.to(wide) * compute_share(x_lse, lse)[..., None].to(wide) for x, x_lse in ((a, a_lse), (b, b_lse))
     )
     return sum(parts), lse
 
@@ -146,6 +146,6 @@ class BlockwiseProduct(torch.autograd.Function):  # type: ignore[misc]
         dsink = None
         if sink is not None:
             inner = (grad * output).sum(-1).to(lse.dtype)  # (1, heads, rows)
-            share = _compute_share(sink.to(lse.dtype)[None, :, None].expand_as(lse), lse)
+            share = compute_share(sink.to(lse.dtype)[None, :, None].expand_as(lse), lse)
             dsink = -(share * inner).sum((0, 2)).to(sink.dtype)
         return dq, dk, dv, dsink, None
