@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from regard import distributed, first
+from regard.distributed import product, ring
 from regard.distributed.layouts import build_layout
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
 from regard.testing import Case, build_inputs
@@ -99,3 +102,31 @@ def differentiate(group: Any, arrays: list[Any], grad: Any, split: Split, argume
         output = A @ leaves[2]
         output.backward(take(grad, queries))
     return [leaf.grad for leaf in leaves]
+
+
+def count_received_tensors(group: Any) -> list[int]:
+    """Count the tensors from other ranks that are alive when each block is computed, and when the product is done."""
+    received: list[weakref.ref[Any]] = []
+    allocate, multiply = ring.RingPass._allocate, product._BlockKernel.multiply
+
+    def count() -> int:
+        return sum(reference() is not None for reference in received)
+
+    def track(self: Any, shapes: Any) -> list[Any]:
+        tensors = allocate(self, shapes)
+        received.extend(map(weakref.ref, tensors))
+        return tensors
+
+    def multiply_and_count(*args: Any) -> Any:
+        counts.append(count())
+        return multiply(*args)
+
+    counts: list[int] = []
+    query, key, value = torch.ones(3, 2, 6, 4).unbind()
+    A = distributed.attention(query, key, group=group)
+    try:
+        ring.RingPass._allocate, product._BlockKernel.multiply = track, multiply_and_count
+        A @ value
+    finally:
+        ring.RingPass._allocate, product._BlockKernel.multiply = allocate, multiply
+    return [*counts, count()]

@@ -276,7 +276,8 @@ class _Request:
     """A function that the worker thread calls, and its result."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.function, self.done = function, threading.Event()
+        self.function: Callable[[], Any] | None = function
+        self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -288,6 +289,7 @@ def _serve(requests: queue.SimpleQueue[Any]) -> None:
             request.result = request.function()
         except BaseException as error:
             request.error = error
+        request.function = None  # it holds the tensors of a transfer, and this thread the request until the next one
         request.done.set()
 
 

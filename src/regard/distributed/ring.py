@@ -94,7 +94,9 @@ class RingPass:
     ) -> None:  # fmt: skip
         self._peers, self._travel, self._template, self._compute = peers, travel, template, compute
         self._returns, self._merge = returns, merge
-        self._under_way: list[Transfer] = []
+        # What is added to blocks, on its way to the next rank and to the owner, which receives it after its loop.
+        self._passed_on: list[Transfer] = []
+        self._sent_home: list[Transfer] = []
 
     def run(self, own: list[Tensor], device: Any) -> list[Tensor]:
         """Compute with the blocks of all ranks, the own one first.
@@ -122,13 +124,15 @@ class RingPass:
                 elif not is_own_computed:
                     home = self._compute(KeyBlock(rank, own)) or []
                     is_own_computed = True
-                block = self._finish_hop(incoming)
+                block, transfer = incoming
+                self._peers.finish(transfer)
+                del incoming, transfer  # they hold the block before this one
                 added = self._start_added(block, direction, hop, reach)
             self._visit(block, added, direction, max(reach), reach)
             home = self._receive_home(home, direction, reach)
         if not is_own_computed:
             home = self._compute(KeyBlock(rank, own)) or []
-        for transfer in self._under_way:
+        for transfer in (*self._passed_on, *self._sent_home):
             self._peers.finish(transfer)
         return home
 
@@ -144,11 +148,6 @@ class RingPass:
         tensors = self._allocate(self._template(owner)) if reach[owner] >= hop else []
         receives = [(tensor, (rank - direction) % size) for tensor in tensors]
         return KeyBlock(owner, tensors), self._peers.start(sends, receives)
-
-    def _finish_hop(self, incoming: tuple[KeyBlock, Transfer]) -> KeyBlock:
-        block, transfer = incoming
-        self._peers.finish(transfer)
-        return block
 
     def _start_added(
         self, block: KeyBlock, direction: int, hop: int, reach: Sequence[int]
@@ -176,7 +175,13 @@ class RingPass:
         rank, size = self._peers.rank, self._peers.size
         receiver = (rank + direction) % size if reach[block.owner] > hop else block.owner
         sends = [(tensor.contiguous(), receiver) for tensor in added]
-        self._under_way.append(self._peers.start(sends, []))
+        if receiver != block.owner:
+            # The next rank receives it in this loop, so that one at a time is kept.
+            while self._passed_on:
+                self._peers.finish(self._passed_on.pop())
+            self._passed_on.append(self._peers.start(sends, []))
+        else:
+            self._sent_home.append(self._peers.start(sends, []))
 
     def _receive_home(self, home: list[Tensor], direction: int, reach: Sequence[int]) -> list[Tensor]:
         """Receive what other ranks added to this rank's block from the last rank of its path."""

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from regard.testing import Case, build_inputs, draw_cases
 from regard.testing.cases.engine_check import compute_bounds
-from tests.helpers.ring_cases import TILE, Split, compute_cases, join_results
+from tests.helpers.ring_cases import TILE, Split, compute_cases, count_received_tensors, join_results
 
 
 def draw_split(rng: np.random.Generator, size: int, q_len: int, kv_len: int) -> Split:
@@ -86,3 +86,10 @@ def test_any_split_gives_the_same_numbers(ranks, data) -> None:
     )  # fmt: skip
     failures = check_splits(ranks, [case], [build_inputs(case, TILE)], [Split(layout, queries, keys)], size)
     assert not failures, "\n".join(failures)
+
+
+def test_a_rank_holds_two_blocks_of_other_ranks_at_most(ranks) -> None:
+    size = ranks.size
+    # A block is a key and a value. One travels while the own block is computed, and none during the last one.
+    expected = [2, *[4] * (size - 2), 2, 0]
+    assert ranks.run(count_received_tensors) == [expected] * size
