@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# One process imports everything, and the ranks are forks of it: an import of torch costs seconds.
+# One process imports everything, and the ranks are forks of it: an import of torch costs seconds, and so does the
+# module that torch imports in the first backward pass.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "regard.distributed", "tests.helpers.ring_cases"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.fx.experimental.symbolic_shapes", "regard.distributed", "tests.helpers.ring_cases"]
+)
 
 
 class Outcome(NamedTuple):
