@@ -289,7 +289,9 @@ def _serve(requests: queue.SimpleQueue[Any]) -> None:
             request.result = request.function()
         except BaseException as error:
             request.error = error
-        request.function = None  # it holds the tensors of a transfer, and this thread the request until the next one
+        request.function = (
+            None  # it holds the tensors of a transfer, and this thread the request until the next one
+        )
         request.done.set()
 
 
