@@ -28,7 +28,7 @@ from examples.stories.muon import Muon
 
 CONFIG = Config(vocabulary=256, width=128, heads=4, layers=4, hidden=512, activation="relu2")
 CONTEXT = 256
-STEPS = 942
+STEPS = 4400
 WARMUP_STEPS = 50
 DECAY = 0.15  # part of the steps during which the learning rates fall to 0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3

@@ -19,7 +19,7 @@ CHAPTERS = sorted((DOCS / "book").glob("[01][0-9]-*.md"))
 NOTEBOOKS = [
     *CHAPTERS,
     *sorted((DOCS / "exercises").glob("0*.md")),
-    *sorted((DOCS / "guides").glob("[01]*.md")),
+    *sorted((DOCS / "guides").glob("[0-9]*.md")),
 ]
 PAPER = re.compile(r"(?:arXiv[: ]|arxiv\.org/abs/)(\d{4}\.\d{4,5})|(?:doi:|doi\.org/)(10\.\d+/[\w./-]*\w)")
 

@@ -15,6 +15,8 @@ from regard.types import Array
 DEFAULT_TEXT = "Once upon a time, there was a little girl named Lily. One day, Li"
 MAX_WINDOW = 192  # bytes that the page shows the model at most
 SHOWN_LETTERS = 60  # the most common bytes of the training text; embeddings of rare ones are hardly trained
+LETTER_SIZE = 0.08  # in the plane of letters, whose sides are 2
+PUSHES = 60  # rounds in which letters that overlap are moved apart
 
 
 def model(text: str = DEFAULT_TEXT, *, path: str | os.PathLike[str] | None = None) -> Page:
@@ -74,9 +76,18 @@ def project_letters(vectors: Array) -> Array:
         vectors: Embeddings, `(letters, width)`.
 
     Returns:
-        Coordinates between −1 and 1, `(letters, 2)`. The entry of each axis that is farthest out is positive.
+        Coordinates between −1 and 1, `(letters, 2)`, moved apart by about `LETTER_SIZE`, so that all can be read. The
+        entry of each axis that is farthest out is positive.
     """
     left, sizes, _ = np.linalg.svd(vectors - vectors.mean(0), full_matrices=False)
     plane = left[:, :2] * sizes[:2]
     plane *= np.sign(plane[np.abs(plane).argmax(0), [0, 1]])
-    return np.round(plane / np.abs(plane).max(), 4)
+    plane /= np.abs(plane).max()
+    for _ in range(PUSHES):
+        offsets = plane[:, None] - plane[None]  # (letters, letters, 2)
+        distances = np.linalg.norm(offsets, axis=-1) + np.eye(len(plane))
+        overlaps = np.maximum(0, LETTER_SIZE / distances - 1)[..., None] * offsets
+        if not overlaps.any():
+            break
+        plane = np.clip(plane + overlaps.sum(1) / 2, -1, 1)
+    return np.round(plane, 4)
