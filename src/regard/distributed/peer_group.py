@@ -289,9 +289,8 @@ def _serve(requests: queue.SimpleQueue[Any]) -> None:
             request.result = request.function()
         except BaseException as error:
             request.error = error
-        request.function = (
-            None  # it holds the tensors of a transfer, and this thread the request until the next one
-        )
+        # This thread holds the request until the next one, and its function the tensors of a transfer.
+        request.function = None
         request.done.set()
 
 
