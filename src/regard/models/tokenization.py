@@ -56,7 +56,8 @@ def name_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
         One text for each id; the id itself if nothing decodes it.
     """
     if hasattr(tokenizer, "convert_ids_to_tokens"):
-        tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+        found = tokenizer.convert_ids_to_tokens(ids)  # None for an id beyond the vocabulary
+        tokens = [str(i if token is None else token) for i, token in zip(ids, found, strict=True)]
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         return (
             [decode_byte_level(token) for token in tokens]

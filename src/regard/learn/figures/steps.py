@@ -24,9 +24,9 @@ def draw_four_steps() -> Figure:
     centres = [left + (j + 0.5) * step for j in range(len(cat.tokens))]
 
     def label(y: float, name: str, detail: str = "") -> None:
-        canvas.text(0, y, name, anchor="start", bold=True)
+        canvas.text(2, y, name, anchor="start", bold=True)
         if detail:
-            canvas.text(0, y + 15, detail, anchor="start", size=11)
+            canvas.text(2, y + 15, detail, anchor="start", size=11)
 
     def column(x: float, y: float, numbers: list[float], share: float, decimals: int = 1) -> None:
         for c, number in enumerate(numbers):
