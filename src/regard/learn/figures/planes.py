@@ -139,7 +139,7 @@ def draw_hull() -> Figure:
         canvas.text(x - 10, y + 5, f"output {i}", anchor="end", bold=True)
     x, y = place(mean)
     canvas.dot(x, y, radius=4)
-    canvas.text(x, y + 19, "mean")
+    canvas.text(x + 4, y + 19, "mean")
     canvas.height = max(canvas.height, 300)
     places = "; ".join(
         f"output {i} at ({output[0]:.4f}, {output[1]:.4f})" for i, output in enumerate(outputs)
