@@ -6,6 +6,7 @@ rank stopped. The first rank that finds out writes it into the store, and all ot
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -51,6 +52,7 @@ class Heartbeat:
         self._beats: list[tuple[bytes, float]] = []
         self._answered = time.monotonic()
         self._is_store_lost = False
+        self._is_stopping = False
         self._serving_rank: int | None = None
         self.fault: GroupFault | None = None
         self._thread = threading.Thread(target=self._run, name="regard heartbeat", daemon=True)
@@ -59,6 +61,13 @@ class Heartbeat:
         """Write the first beat and start the thread."""
         self._store.set(f"beat/{self._rank}", "0")
         self._thread.start()
+        # A thread that the interpreter ends inside a request to the store aborts the process.
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join(2 * INTERVAL)
 
     def join(self, serving_rank: int | None) -> None:
         """Start to watch the others; called once all ranks have started their heartbeats.
@@ -115,7 +124,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         count = 0
-        while self.fault is None:
+        while self.fault is None and not self._is_stopping:
             count += 1
             try:
                 self._beat(count)
