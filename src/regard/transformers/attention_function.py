@@ -17,7 +17,7 @@ from regard.lens.capture.patching import exclude_from_compile
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
 from regard.transformers.recorded_call import RecordedCall, record_call
-from regard.transformers.sdpa_support import supports_sdpa
+from regard.transformers.model_family import calls_attention_functions, supports_sdpa
 
 try:  # absent in older releases, where every call records
     from transformers.utils.output_capturing import _active_collector
@@ -55,7 +55,17 @@ def create_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
 
     Returns:
         Boolean, (batch, 1, q_len, kv_len), True = attend; None if the layers can do without.
+
+    Raises:
+        ArgumentError: If the layers of the model compute their own softmax.
     """
+    if config is not None and not calls_attention_functions(config):
+        raise ArgumentError(
+            f'attn_implementation="{NAME}"',
+            received=f"a model of type {config.model_type!r}, whose layers compute their own softmax",
+            expected="a model that calls the attention functions of transformers",
+            hint='Load it with attn_implementation="eager", and record its attention with regard.watch.',
+        )
     if config is not None and not supports_sdpa(config):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, config=config, **kwargs)

@@ -1,4 +1,4 @@
-"""Whether the models of a family support `sdpa`, which decides what a call without a mask means."""
+"""What the models of a family declare: whether they support `sdpa`, and whether they call attention functions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,34 @@ def supports_sdpa(part: Any) -> bool:
     Returns:
         True for layers and configurations outside transformers' families, too.
     """
+    return bool(_find_support(_find_module_name(part)))
+
+
+def calls_attention_functions(part: Any) -> bool:
+    """Return whether layers of a family call the attention function that `attn_implementation` names.
+
+    A family whose layers compute their own softmax adds the mask to its scores, whatever the mask function returns: a
+    boolean one would be wrong there.
+
+    Args:
+        part: A layer of the family, or its configuration.
+
+    Returns:
+        True for layers and configurations outside transformers' families, too.
+    """
+    return bool(_find_calls(_find_module_name(part)))
+
+
+def _find_module_name(part: Any) -> str:
+    """Return the name of the module of Python that defines the layers of a family."""
     name = type(part).__module__
-    if not isinstance(part, nn.Module):
-        name = name.replace(".configuration_", ".modeling_")
-    return bool(_find_support(name))
+    return name if isinstance(part, nn.Module) else name.replace(".configuration_", ".modeling_")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled model does not trace it
+def _find_calls(module_name: str) -> bool:
+    module = sys.modules.get(module_name)
+    return module is None or ".modeling_" not in module_name or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled model does not trace it
