@@ -16,8 +16,8 @@ from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.patching import exclude_from_compile
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
-from regard.transformers.recorded_call import RecordedCall, record_call
 from regard.transformers.model_family import calls_attention_functions, supports_sdpa
+from regard.transformers.recorded_call import RecordedCall, record_call
 
 try:  # absent in older releases, where every call records
     from transformers.utils.output_capturing import _active_collector

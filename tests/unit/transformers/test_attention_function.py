@@ -51,7 +51,7 @@ def test_a_model_with_its_own_softmax_is_refused():
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="regard")
     with pytest.raises(ArgumentError, match="'bloom', whose layers compute their own softmax"):
         model(torch.arange(8)[None])
-    with torch.no_grad(), pytest.raises(ArgumentError, match="regard.watch"):
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"regard\.watch"):
         model.generate(torch.arange(8)[None], max_new_tokens=2)
 
 
