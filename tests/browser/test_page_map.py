@@ -84,8 +84,10 @@ def settled(tab) -> str:
 
 def go(tab, i: int, j: int) -> dict[str, str]:
     """Go to a cell by its numbers, and return its details."""
-    tab.get_by_role("spinbutton", name="query").fill(str(i))
-    tab.get_by_role("spinbutton", name="key").fill(str(j))
+    for name, number in (("query", i), ("key", j)):
+        field = tab.get_by_role("spinbutton", name=name)
+        field.press("Control+a")  # to fill a field of numbers, the driver of Firefox appends
+        field.press_sequentially(str(number))
     tab.get_by_role("button", name="Go to this cell").click()
     return details(tab, i, j)
 
