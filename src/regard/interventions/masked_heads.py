@@ -40,8 +40,8 @@ def compute_masked_heads(
     if masked.all():
         return rows, True
     output = rows.new_empty(batch, num_heads, *rows.shape[-2:])
-    output[:, torch.as_tensor(masked)] = rows
-    output[:, torch.as_tensor(~masked)] = _run_heads(args, np.flatnonzero(~masked))
+    output[:, masked] = rows
+    output[:, ~masked] = _run_heads(args, np.flatnonzero(~masked))
     return output, True
 
 
@@ -50,10 +50,11 @@ def _run_heads(args: CapturedArgs, heads: IntArray) -> Tensor:
     num_heads = args.query.shape[-3]
 
     def select(tensor: Tensor) -> Tensor:
-        return tensor[:, torch.as_tensor(heads // (num_heads // tensor.shape[-3]))]
+        index = torch.as_tensor(heads // (num_heads // tensor.shape[-3]), device=tensor.device)
+        return tensor.index_select(-3, index)
 
     mask = args.attn_mask
-    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = select(mask)
     query, key, value = map(select, (args.query, args.key, args.value))
     return kernels.SDPA(query, key, value, mask, is_causal=args.is_causal, scale=args.scale)

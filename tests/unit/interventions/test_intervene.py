@@ -556,3 +556,20 @@ def test_a_mask_that_removes_nothing_leaves_the_output(model, x):
     assert {row["path"] for row in intervention.applied} == {"nothing to change"}
     with torch.no_grad():
         assert torch.equal(output, model(x))
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (4, 7, 7), (2, 4, 7, 7), (2, 1, 7, 7)])
+def test_unmasked_heads_keep_every_bit_under_any_mask_of_the_model(x, shape):
+    class Masked(nn.Module):
+        def forward(self, x):
+            q = x.unflatten(-1, (4, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=allowed)
+
+    generator = torch.Generator().manual_seed(0)
+    allowed = torch.rand(shape, generator=generator) < 0.7
+    allowed[..., 0] = True
+    model = Masked()
+    output, _ = run(model, x, restrict(heads=[0, 3], mask=regard.sliding_window(2)))
+    with torch.no_grad():
+        plain = model(x)
+    assert torch.equal(output[:, 1:3], plain[:, 1:3]) and not torch.equal(output[:, [0, 3]], plain[:, [0, 3]])
