@@ -17,7 +17,7 @@ from regard.errors import ArgumentError
 from regard.policy.cache_layer import NAME, PolicyLayer
 from regard.policy.head_attention import ScoreOptions
 from regard.transformers.attention_function import REFUSED_ARGUMENTS, attention_forward
-from regard.transformers.model_family import supports_sdpa
+from regard.transformers.family_support import supports_sdpa
 
 Tensor = Any  # the types of torch are not followed
 

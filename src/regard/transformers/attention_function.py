@@ -15,8 +15,8 @@ from regard.errors import ArgumentError
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.patching import exclude_from_compile
 from regard.transformers.attention_weights import AttentionWeights
+from regard.transformers.family_support import needs_added_mask, supports_sdpa
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
-from regard.transformers.model_family import calls_attention_functions, supports_sdpa
 from regard.transformers.recorded_call import RecordedCall, record_call
 
 try:  # absent in older releases, where every call records
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def create_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """Create a mask as `sdpa` does, and always for a family that does not support `sdpa`.
+    """Create a mask as `sdpa` does, or as `eager` does for a family that supports nothing else.
 
     Args:
         *args: Arguments of the mask function of `sdpa`.
@@ -54,21 +54,14 @@ def create_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
         **kwargs: Arguments of the mask function of `sdpa`.
 
     Returns:
-        Boolean, (batch, 1, q_len, kv_len), True = attend; None if the layers can do without.
-
-    Raises:
-        ArgumentError: If the layers of the model compute their own softmax.
+        Boolean, (batch, 1, q_len, kv_len), True = attend, or numbers that are added to the scores; None if the layers
+        can do without.
     """
-    if config is not None and not calls_attention_functions(config):
-        raise ArgumentError(
-            f'attn_implementation="{NAME}"',
-            received=f"a model of type {config.model_type!r}, whose layers compute their own softmax",
-            expected="a model that calls the attention functions of transformers",
-            hint='Load it with attn_implementation="eager", and record its attention with regard.watch.',
-        )
+    name = "sdpa"
     if config is not None and not supports_sdpa(config):
+        name = "eager" if needs_added_mask(config) else "sdpa"
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, config=config, **kwargs)
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[name](*args, config=config, **kwargs)
     return mask
 
 

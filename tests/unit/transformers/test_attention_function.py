@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from unittest import mock
 
@@ -46,36 +45,30 @@ def test_a_family_without_sdpa_is_not_taken_for_causal():
         torch.testing.assert_close(model(tokens).last_hidden_state, eager)
 
 
-@pytest.mark.parametrize(
-    ("config", "inputs"),
-    [
-        (hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2), ("input_ids",)),
-        (
-            hf.T5Config(
-                vocab_size=50,
-                d_model=32,
-                d_kv=16,
-                d_ff=32,
-                num_layers=1,
-                num_heads=2,
-                decoder_start_token_id=0,
-            ),
-            ("input_ids", "decoder_input_ids"),
-        ),
-    ],
-    ids=["BLOOM", "T5"],
-)
-def test_a_model_with_its_own_softmax_is_refused(config, inputs):
-    """It would add the boolean mask to its scores."""
-    auto = hf.AutoModelForSeq2SeqLM if config.is_encoder_decoder else hf.AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="regard")
-    family = vars(sys.modules[type(model).__module__])
-    if "create_causal_mask" not in family or "ALL_ATTENTION_FUNCTIONS" in family:
-        pytest.skip("this release makes the masks itself, or calls attention functions")
-    with pytest.raises(ArgumentError, match=f"{config.model_type!r}, whose layers compute their own softmax"):
-        model(**{name: torch.arange(8)[None] for name in inputs})
-    with pytest.raises(ArgumentError, match=r"regard\.watch"):
-        model.generate(torch.arange(8)[None], max_new_tokens=2)
+def test_a_family_with_its_own_softmax_gets_the_mask_of_eager():
+    """It adds the mask to its scores, where a boolean one would be wrong without an error."""
+    config = hf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2)
+    tokens, kept = torch.arange(8).reshape(2, 4), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    logits = []
+    for implementation in ("eager", "regard"):
+        torch.manual_seed(0)
+        model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            logits.append(model(tokens, attention_mask=kept).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.skipif(not hasattr(hf, "DeepseekV4Config"), reason="this release has no DeepSeek-V4")
+def test_a_family_that_extends_its_masks_gets_the_mask_of_eager():
+    """DeepSeek-V4 appends numbers to the mask, which as booleans would mean the opposite."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = hf.DeepseekV4Model(hf.DeepseekV4Config(vocab_size=50, **sizes)).eval()
+    tokens = torch.arange(1, 25)[None]
+    with torch.no_grad():
+        eager = model(tokens).last_hidden_state
+        model.set_attn_implementation("regard")
+        torch.testing.assert_close(model(tokens).last_hidden_state, eager)
 
 
 CASES = [

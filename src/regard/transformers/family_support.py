@@ -1,4 +1,4 @@
-"""What the models of a family declare: whether they support `sdpa`, and whether they call attention functions."""
+"""What the models of a family support, which decides the masks that its layers get, and what none means."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# By the name of a module of Python.
-_support: dict[str, bool] = {}
+# By an implementation and the name of a module of Python: whether every model in it supports the implementation.
+_support: dict[tuple[str, str], bool] = {}
 
 
 def supports_sdpa(part: Any) -> bool:
@@ -25,22 +25,17 @@ def supports_sdpa(part: Any) -> bool:
     Returns:
         True for layers and configurations outside transformers' families, too.
     """
-    return bool(_find_support(_find_module_name(part)))
+    return bool(_supports("sdpa", _find_module_name(part)))
 
 
-def calls_attention_functions(part: Any) -> bool:
-    """Return whether layers of a family call the attention function that `attn_implementation` names.
-
-    A family whose layers compute their own softmax adds the mask to its scores, whatever the mask function returns: a
-    boolean one would be wrong there.
+def needs_added_mask(part: Any) -> bool:
+    """Return whether a family supports `eager` alone: its layers may add the mask to their scores, or extend it.
 
     Args:
         part: A layer of the family, or its configuration.
-
-    Returns:
-        True for layers and configurations outside transformers' families, too.
     """
-    return bool(_find_calls(_find_module_name(part)))
+    name = _find_module_name(part)
+    return not any(_supports(implementation, name) for implementation in ("sdpa", "flash_attn", "flex_attn"))
 
 
 def _find_module_name(part: Any) -> str:
@@ -50,14 +45,9 @@ def _find_module_name(part: Any) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled model does not trace it
-def _find_calls(module_name: str) -> bool:
-    module = sys.modules.get(module_name)
-    return module is None or ".modeling_" not in module_name or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled model does not trace it
-def _find_support(module_name: str) -> bool:
-    if module_name not in _support:
+def _supports(implementation: str, module_name: str) -> bool:
+    key = implementation, module_name
+    if key not in _support:
         names = vars(sys.modules.get(module_name, object)).values()
         models: list[Any] = [
             found
@@ -66,5 +56,5 @@ def _find_support(module_name: str) -> bool:
             and issubclass(found, PreTrainedModel)
             and found.__module__ == module_name
         ]
-        _support[module_name] = all(model._supports_sdpa for model in models)
-    return _support[module_name]
+        _support[key] = all(getattr(model, f"_supports_{implementation}", False) for model in models)
+    return _support[key]
