@@ -191,6 +191,7 @@ def test_dropout_of_capped_scores_is_refused():
         attention_forward(module, tensor, tensor, tensor, None, dropout=0.1, softcap=20.0)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_a_compiled_model_leaves_its_graph_only_to_record():
     module = torch.nn.Identity()
     query, key, value = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
