@@ -336,7 +336,7 @@ def _(run_fused_product: Function) -> Function:
     return scaled
 
 
-@fault("fused-pieces-not-rescaled", "row 23", "regard.engines.torch_bands:_compute_share")
+@fault("fused-pieces-not-rescaled", "row 23", "regard.engines.torch_bands:compute_share")
 def _(compute_share: Function) -> Function:
     import torch
 
