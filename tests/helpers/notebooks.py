@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -39,12 +40,19 @@ def run_notebook(page: Path) -> list[dict]:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
-    shell = InteractiveShell()
     cells = list_cells(page)
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            with capture_output() as captured, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                shell.run_cell(cell["source"]).raise_error()
-            cell["outputs"] = [{"text": captured.stdout}, *({"data": out.data} for out in captured.outputs)]
+    try:
+        shell = InteractiveShell()
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                with capture_output() as captured, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    shell.run_cell(cell["source"]).raise_error()
+                cell["outputs"] = [
+                    {"text": captured.stdout},
+                    *({"data": out.data} for out in captured.outputs),
+                ]
+    finally:
+        for prompt in ("ps1", "ps2", "ps3"):  # with them, later tests would seem to run at a prompt
+            vars(sys).pop(prompt, None)
     return cells
