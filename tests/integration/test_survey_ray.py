@@ -14,7 +14,8 @@ import ray
 
 from regard.jobs.executors import start_ray
 from regard.survey import SurveyError, driver
-from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
+from tests.helpers import policy_faults
+from tests.helpers.survey_checks import assert_whole, finish, open_files, read_state, run, write_corpus
 from tests.helpers.survey_faults import WRITES, FaultyCorpus, interrupt, run_driver
 
 pytestmark = [
@@ -67,6 +68,13 @@ def test_ray_and_the_local_executor_write_the_same_rows(corpus, tmp_path):
     before = read_state(tmp_path / "ray")
     run(corpus, tmp_path / "ray", **options)
     assert read_state(tmp_path / "ray") == before
+
+
+def test_a_verification_on_ray_is_that_of_the_local_executor(corpus, tmp_path):
+    local = policy_faults.verify(corpus, tmp_path / "local")
+    on_ray = policy_faults.verify(corpus, tmp_path / "ray", executor="ray", workers=2)
+    assert len(on_ray.documents) == 40 and on_ray.summary == local.summary
+    assert_whole(tmp_path / "ray", corpus, open_files(tmp_path / "local"))
 
 
 def test_documents_that_kill_a_process_do_not_affect_the_others(seed, corpus, tmp_path):
