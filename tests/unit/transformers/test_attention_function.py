@@ -16,6 +16,7 @@ from regard import ArgumentError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from regard.transformers import AttentionWeights  # noqa: E402
 from regard.transformers.attention_function import attention_forward, create_mask  # noqa: E402
+from tests.helpers.base_models import VARIANTS, build_model  # noqa: E402
 from tests.helpers.tiny_models import (  # noqa: E402
     TINY,
     eager_weights,
@@ -61,14 +62,13 @@ def test_a_family_with_its_own_softmax_gets_the_mask_of_eager():
 @pytest.mark.skipif(not hasattr(hf, "DeepseekV4Config"), reason="this release has no DeepSeek-V4")
 def test_a_family_that_extends_its_masks_gets_the_mask_of_eager():
     """DeepSeek-V4 appends numbers to the mask, which as booleans would mean the opposite."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    model = hf.DeepseekV4Model(hf.DeepseekV4Config(vocab_size=50, **sizes)).eval()
-    tokens = torch.arange(1, 25)[None]
-    with torch.no_grad():
-        eager = model(tokens).last_hidden_state
-        model.set_attn_implementation("regard")
-        torch.testing.assert_close(model(tokens).last_hidden_state, eager)
+    model, _, inputs, _ = build_model(hf.DeepseekV4Model, hf.DeepseekV4Config, next(iter(VARIANTS)))
+    outputs = []
+    for implementation in ("eager", "regard"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            outputs.append(model(**inputs).last_hidden_state)
+    torch.testing.assert_close(*outputs)
 
 
 CASES = [

@@ -40,7 +40,8 @@ def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
         hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
         return _report_problem(exercise, hint, correct)
     number = exercise.title.partition(".")[0].split()[-1]
-    message = f"{exercise.title}: right. One way to solve it: regard exercise {number} --solution"
+    solution = f"exercises.solution({number}), or regard exercise {number} --solution"
+    message = f"{exercise.title}: right. One way to solve it: {solution}"
     return CheckResult(True, "", message, tuple(part.name for part in exercise.parts))
 
 
