@@ -58,6 +58,20 @@ class UnstableStub(Stub):
         return {**super().describe(), "weights": str(os.getpid())}
 
 
+class KilledStub(Stub):
+    """Kills its process before it is ready, the first `times` times; `starts` is a file that counts them."""
+
+    def __init__(self, starts: Path, times: int) -> None:
+        self.starts, self.times = starts, times
+
+    def describe(self) -> ModelInfo:
+        with self.starts.open("a") as file:
+            file.write("x")
+        if self.starts.stat().st_size <= self.times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().describe()
+
+
 def obey(text: str) -> None:
     """Do what a document that begins with POISON says: raise, hang, kill, segfault or kill-worker.
 

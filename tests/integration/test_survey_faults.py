@@ -24,7 +24,7 @@ from regard.survey.schema import MEASURES, list_columns
 from tests.helpers.nightly import keep_in_ci
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
 from tests.helpers.survey_faults import DISKS, FAULTS, KILLS, RESUMING, WORKERS, interrupt, run_driver
-from tests.helpers.survey_stub import Stub, UnstableStub
+from tests.helpers.survey_stub import KilledStub, Stub, UnstableStub
 
 SHARDS = 8
 
@@ -311,6 +311,14 @@ def test_a_document_that_crashes_its_process_once_is_measured(corpus, tmp_path):
     (folder / "a.txt").write_text(f"POISON kill {tmp_path / 'once'}")
     survey = run(folder, tmp_path / "out")
     assert survey.documents == 1 and survey.quarantined == []
+
+
+def test_a_process_that_is_killed_before_it_is_ready_is_started_once_more(corpus, tmp_path):
+    once, twice = (KilledStub(tmp_path / f"starts{times}", times) for times in (1, 2))
+    survey = run(corpus, tmp_path / "once", model=once)
+    assert survey.complete and once.starts.read_text() == "xx"
+    with pytest.raises(SurveyError, match="the worker process ended by SIGKILL before it was ready"):
+        run(corpus, tmp_path / "twice", model=twice)
 
 
 def test_a_model_that_does_not_run_raises_before_anything_is_written(corpus, tmp_path):

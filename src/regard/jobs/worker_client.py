@@ -76,8 +76,11 @@ class WorkerClient:
             self._process.wait()
         self._process = self._connection = None
 
-    def _start(self, describe: bool = False) -> Any:
-        """Start a new process and return what it reports: the model's properties if `describe`, else None."""
+    def _start(self, describe: bool = False, retry: bool = True) -> Any:
+        """Start a new process and return what it reports: the model's properties if `describe`, else None.
+
+        A process that is killed before it is ready is started once more.
+        """
         self.close()
         self._check_not_stopped()
         self._connection, remote = Pipe()
@@ -100,7 +103,10 @@ class WorkerClient:
             self._connection.send(describe)
             kind, answer = self._connection.recv()
         except (EOFError, OSError):
-            kind, answer = "failed", f"the worker process ended by {self._reap()} before it was ready"
+            cause = self._reap()
+            if retry and cause == "SIGKILL":
+                return self._start(describe, retry=False)
+            kind, answer = "failed", f"the worker process ended by {cause} before it was ready"
         if kind == "failed":
             self.close()
             name = getattr(self.spec.model, "name", self.spec.model)
