@@ -7,17 +7,23 @@ other runs its model without the lens and writes precomputed rows. The models ha
 documents of 256 and of 8,192 tokens. `executors`: the trained models of examples/induction, and MiniLM if its package
 is installed, over 2,000 docstrings and help pages of Python, with two workers on the local executor and on Ray; the
 tables must be equal. `driver`: a stand-in for the model over N documents, with the memory of the driver process at
-every tenth of the way; then the time to find that nothing remains to be done, and to build the report.
+every tenth of the way; then the time to find that nothing remains to be done, and to build the report. With
+`--kill-every SECONDS` a random worker is killed again and again, and every document must still be there once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import random
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +225,49 @@ def benchmark_executors(folder: Path, documents: int, max_tokens: int) -> None:
         print(f"{len(tables[0][0]):,} rows, equal row for row", flush=True)
 
 
-def benchmark_driver(folder: Path, documents: int, executor: str, shard_size: int) -> None:
+@contextlib.contextmanager
+def kill_workers(every: float) -> Iterator[None]:
+    """Kill a random worker, or the model process of one, every few seconds while the body runs."""
+    import psutil
+
+    stop, killed, chance = threading.Event(), [0], random.Random(0)
+
+    def kill() -> None:
+        while not stop.wait(every):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers = [
+                    process
+                    for process in psutil.Process().children(recursive=True)
+                    if any(name in " ".join(process.cmdline()) for name in ("ShardActor", "worker_process"))
+                ]
+                if workers:
+                    chance.choice(workers).kill()
+                    killed[0] += 1
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert killed[0], "no worker was killed"
+    print(f"{killed[0]} workers killed")
+
+
+def check_documents(survey: regard.survey.Survey, documents: int) -> None:
+    """Check that every document is in the tables once, with all its heads, and that every file is whole."""
+    rows: Counter[str] = Counter()
+    for batch in survey.iter_batches(["document"]):
+        rows.update(batch.column("document").to_pylist())
+    lost, twice = documents - len(rows), sum(count != 8 for count in rows.values())
+    print(f"{lost:,} documents lost, {twice:,} twice, {len(survey.quarantined):,} quarantined")
+    assert lost == twice == 0 and not survey.quarantined and not survey.find_damaged()
+
+
+def benchmark_driver(
+    folder: Path, documents: int, executor: str, shard_size: int, kill_every: float = 0.0
+) -> None:
     """Print the memory of the driver while it surveys this many documents."""
     import survey as this_module
 
@@ -245,10 +293,11 @@ def benchmark_driver(folder: Path, documents: int, executor: str, shard_size: in
         options: Any = {"workers": 2, "executor": executor, "shard_size": shard_size, "progress": show}
         return regard.survey.run(model, corpus, out, **options)
 
-    survey = run_survey()
+    with kill_workers(kill_every) if kill_every else contextlib.nullcontext():
+        survey = run_survey()
+    check_documents(survey, documents)
     size = sum(path.stat().st_size for path in survey.files)
     manifest = (folder / "out/manifest.jsonl").stat().st_size
-    assert survey.documents == documents, f"{survey.documents:,} documents in the tables"
     print(f"{survey.documents:,} documents surveyed")
     print(f"{survey}\n{time.perf_counter() - begin:.0f} s, {len(survey.files):,} files of {size:,} bytes, "
           f"a manifest of {manifest:,}")  # fmt: skip
@@ -277,6 +326,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="Tokens of a document that executors reads.")
     parser.add_argument("--executor", default="local", choices=["local", "ray"])
     parser.add_argument("--shard-size", type=int, default=64, help="Documents in a file, for driver.")
+    parser.add_argument(
+        "--kill-every", type=float, default=0.0, help="Seconds between killed workers, for driver."
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -288,7 +340,8 @@ def main() -> None:
         if options.only in ("", "executors"):
             benchmark_executors(folder, options.documents or 2000, options.tokens)
         if options.only in ("", "driver"):
-            benchmark_driver(folder, options.documents or 1_000_000, options.executor, options.shard_size)
+            documents = options.documents or 1_000_000
+            benchmark_driver(folder, documents, options.executor, options.shard_size, options.kill_every)
 
 
 if __name__ == "__main__":
