@@ -143,7 +143,9 @@ def test_the_policy_stops_a_script_that_got_in(browser):
         page.html.replace("</main>", "</main><script>alert(1)</script><img src=x onerror=alert(2)>")
     )
     assert go(tab, 3, 4)["pair"] == "on → a"
-    assert opened == [] and any("Content Security Policy" in text for text in said)
+    assert opened == []
+    if browser.browser_type.name == "chromium":  # Firefox does not say on the console what it stopped
+        assert any("Content Security Policy" in text for text in said)
     context.close()
 
 
