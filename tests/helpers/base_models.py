@@ -27,6 +27,7 @@ SIZES = (
     (4, "num_local_experts num_experts n_routed_experts"),
     (64, "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim moe_intermediate_size"),
     (8, "head_dim d_kv"),
+    (16, "mamba_chunk_size"),
     (99, "vocab_size"),
     (128, "max_position_embeddings n_positions"),
 )
