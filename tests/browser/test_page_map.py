@@ -278,7 +278,7 @@ def choose(tab, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_map_says_what_a_point_is(show, long_page, kind):
-    tab = show(long_page, **NARROW)
+    tab = show(long_page, viewport={"width": 380, "height": 800})  # wide enough with a scrollbar, too
     settled(tab)
     assert tab.get_by_role("radio", name="maximum").is_checked()
     choose(tab, kind)
