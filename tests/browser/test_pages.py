@@ -19,6 +19,7 @@ from tests.helpers.pages import (
     ASSETS,
     EXPLORERS,
     HOSTILE,
+    assert_policy_said,
     faults,
     import_modules,
     misfits,
@@ -194,7 +195,7 @@ def test_the_policy_stops_a_script_that_got_in(browser):
     tab.set_content(broken)
     tab.get_by_role("button", name="Next").click()
     assert opened == []
-    assert any("Content Security Policy" in text for text in said)
+    assert_policy_said(browser, said)
     context.close()
 
 

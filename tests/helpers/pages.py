@@ -107,11 +107,18 @@ def wait_until(tab, met, tries: int = 3000) -> None:
     raise AssertionError("the condition was never met")
 
 
+def assert_policy_said(browser, said: list[str]) -> None:
+    """Check that a browser said on its console what a policy stopped; the driver of Firefox does not pass that on."""
+    if browser.browser_type.name == "chromium":
+        assert any("Content Security Policy" in text for text in said)
+
+
 def misfits(tab) -> list[str]:
     """Return the frames of a page whose height is not that of the page in them."""
     found = []
-    for frame in tab.frames[1:]:
-        own = frame.frame_element().evaluate("frame => frame.clientHeight")
+    for element in tab.locator("iframe").element_handles():
+        frame = element.content_frame()
+        own = element.evaluate("frame => frame.clientHeight")
         inner = frame.evaluate("document.body.offsetHeight")
         if inner < 50 or abs(own - inner) > 1:
             found.append(f"{frame.evaluate('document.title')}: frame {own}, page {inner}")
