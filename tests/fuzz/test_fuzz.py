@@ -73,6 +73,7 @@ def test_the_runner_notices_what_it_looks_for(tmp_path: Path) -> None:
         lambda header: header["calls"][0].update(query="no such array"),
         lambda header: header["calls"][0].update(query=header["calls"][0]["compact_mask"]["start"]),
         lambda header: header["calls"][0]["compact_mask"].update(bias={"kind": "unheard-of"}),
+        lambda header: header["calls"][0]["compact_mask"].update(bias={"kind": "bias", "array": None}),
         lambda header: header["calls"][0]["compact_mask"].update(start=header["calls"][0]["key"]),
     ],
 )

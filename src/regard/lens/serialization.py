@@ -221,12 +221,12 @@ class RecordingReader:
             return None
         decoders: dict[str, Callable[..., ScoreMod]] = {
             "softcap": lambda: SoftcapMod(record["cap"]),
-            "bias": lambda: BiasMod(self.get_array(record["array"])),
+            "bias": lambda: BiasMod(self.arrays[record["array"]]),
             "alibi": lambda: AlibiMod(
                 None if record["slopes"] is None else np.array(record["slopes"]), record["align"]
             ),
             "relative_bias": lambda: RelativeBiasMod(
-                self.get_array(record["table"]),
+                self.arrays[record["table"]],
                 record["bidirectional"],
                 record["max_distance"],
                 record["align"],
