@@ -16,6 +16,9 @@ pytest.importorskip("safetensors")
 pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 import regard
 from regard.cli.files import read_matrices
 from regard.errors import ArgumentError
@@ -23,6 +26,7 @@ from regard.jobs.corpus import Corpus
 from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
 from regard.learn.exercises.progress import load_progress
 from regard.pages.html import build_page
+from regard.policy.file_format import read_policy, write_policy
 from regard.survey import SurveyError
 from tests.fuzz.recording_targets import _split, write_recordings
 from tests.fuzz.runner import Target, run_inputs
@@ -111,6 +115,23 @@ def test_a_name_with_half_a_character_can_be_written(tmp_path: Path) -> None:
     corpus = Corpus(str(tmp_path / "a.jsonl"), name_field="name")
     (document,) = (d for shard in corpus.iter_shards() for d in corpus.iter_documents(shard))
     assert document.name == "?" and document.problem is None
+
+
+def test_text_of_a_table_that_is_not_utf8_is_quarantined(tmp_path: Path) -> None:
+    damaged = pa.StringArray.from_buffers(
+        2, pa.py_buffer(np.array([0, 2, 6], np.int32)), pa.py_buffer(b"\x80\x81fine")
+    )
+    pq.write_table(pa.table({"text": damaged}), tmp_path / "a.parquet")
+    corpus = Corpus(str(tmp_path / "a.parquet"))
+    documents = [document for shard in corpus.iter_shards() for document in corpus.iter_documents(shard)]
+    assert [document.text for document in documents] == ["", "fine"]
+    assert documents[0].problem[0] == "not text" and "UTF-8" in documents[0].problem[1]
+
+
+def test_a_policy_with_a_lone_surrogate_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    write_policy(path, ["\ud800"], [[None]], [[0]], {"model": "\udfff"})
+    assert read_policy(path) == (["\ud800"], [[None]], [[0]], {"model": "\udfff"})
 
 
 def test_parquet_inside_an_archive_is_refused(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ class Corpus:
             with filesystem.open_input_file(self._full_path(name)) as file:
                 table = parquet.ParquetFile(file)
                 columns, rows = table.schema_arrow.names, int(table.metadata.num_rows)
-        except (ArrowInvalid, OSError) as error:
+        except (ArrowInvalid, UnicodeDecodeError, OSError) as error:
             if not self._is_damaged(error):
                 raise
             raise self._error(
@@ -271,7 +271,8 @@ class Corpus:
         from pyarrow import ArrowInvalid
 
         is_local = self._filesystem[0].type_name == "local"
-        return isinstance(error, ArrowInvalid) or (
+        # A name of a column that is not UTF-8 is decoded by pyarrow itself.
+        return isinstance(error, ArrowInvalid | UnicodeDecodeError) or (
             is_local and isinstance(error, OSError) and error.errno is None
         )
 
@@ -342,7 +343,7 @@ class Corpus:
                     return
                 low, high = max(file_range.start - offset, 0), min(file_range.stop - offset, len(batch))
                 for row in range(low, high):
-                    found = {column: batch.column(column)[row].as_py() for column in columns}
+                    found = {column: _read_value(batch.column(column)[row]) for column in columns}
                     values = (found[field] if field else None for field in fields)
                     yield self._build_document(f"{name}@{offset + row}", *values)
                 offset += len(batch)
@@ -375,6 +376,14 @@ class Corpus:
     @property
     def _too_long(self) -> tuple[str, str]:
         return "too long", f"more than {self.max_bytes:,} bytes"
+
+
+def _read_value(scalar: Any) -> Any:
+    """Return a value of a table; a string that is not UTF-8 as bytes."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return scalar.as_buffer().to_pybytes()
 
 
 def _matches(name: str, pattern: str) -> bool:

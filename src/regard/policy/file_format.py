@@ -49,9 +49,10 @@ def write_policy(
         {"name": name, "windows": own_windows, "sinks": own_sinks}
         for name, own_windows, own_sinks in zip(layers, windows, sinks, strict=True)
     ]
+    # ASCII alone: a lone surrogate, which JSON may hold, is not valid in any file.
     head = json.dumps({"format": FORMAT, "version": VERSION}, allow_nan=False)[1:-1]
-    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    facts = json.dumps(about, ensure_ascii=False, allow_nan=False)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    facts = json.dumps(about, allow_nan=False)
     text = f'{{{head},\n "layers": [\n  {lines}],\n "about": {facts}}}\n'
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
