@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from regard.errors import RegardError
 
 MEMORY = 1 << 30  # address space that a target may take beyond what the process has
-SECONDS = 20.0  # for one input
+SECONDS = 20.0  # of processor time, for one input
 MEMORY_DISK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # faster than a disk
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CHANGING = {
@@ -112,7 +112,7 @@ def _get_guard() -> WriteGuard:
 
 
 def _stop(*_: object) -> None:
-    raise UnexpectedResult(f"more than {SECONDS:g} seconds")
+    raise UnexpectedResult(f"more than {SECONDS:g} seconds of processor time")
 
 
 @contextlib.contextmanager
@@ -120,14 +120,14 @@ def _bound_resources(limit_memory: bool) -> Iterator[None]:
     """Limit the address space of this process, and catch the alarm of an input that takes too long."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    handler = signal.signal(signal.SIGALRM, _stop)
+    handler = signal.signal(signal.SIGPROF, _stop)
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
@@ -156,6 +156,7 @@ def run_inputs(
         The counts and failures.
     """
     report, guard = Report(), _get_guard()
+    sys.dont_write_bytecode = True  # compiled modules are not what an input writes
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY_DISK) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_input = target.build(Path(folder))
@@ -184,7 +185,7 @@ def _run_input(
     raise_first: bool,
 ) -> None:
     report.inputs += 1
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         run_input(Random(f"{name}/{seed}/{number}"))
         if guard.outside:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
+import wave
 import zipfile
 from pathlib import Path
 from random import Random
@@ -25,6 +27,7 @@ from regard.errors import ArgumentError
 from regard.jobs.corpus import Corpus
 from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
 from regard.learn.exercises.progress import load_progress
+from regard.models.audio import read_wav
 from regard.pages.html import build_page
 from regard.policy.file_format import read_policy, write_policy
 from regard.survey import SurveyError
@@ -185,6 +188,20 @@ def test_matrices_that_are_none_are_refused(name, value, says, tmp_path: Path) -
     path.write_text(json.dumps({"query": [[1.0]], "key": [[1.0]], name: value}))
     with pytest.raises(ArgumentError, match=says):
         read_matrices(path, "explain")
+
+
+def test_sound_that_states_more_samples_than_it_has_takes_no_memory_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "sound.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(200))
+    content = path.read_bytes().replace(b"data" + (200).to_bytes(4, "little"), b"data\x00\x00\x00\x10")
+    path.write_bytes(content[:4] + b"\x00\x00\x00\x20" + content[8:])  # 256 MiB in a file of 512
+    tracemalloc.start()
+    samples, _ = read_wav(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(samples) == 100 and peak < 1 << 20
 
 
 def test_an_archive_larger_than_memory_is_refused(tmp_path: Path, monkeypatch) -> None:

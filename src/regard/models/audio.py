@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import wave
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def read_wav(path: str | Path, operation: str = "read_wav") -> tuple[Array, int]
     try:
         with wave.open(str(path), "rb") as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            data = file.readframes(file.getnframes())
+            # The header may state more than the file has, and memory would be reserved for it.
+            present = os.path.getsize(path) // max(1, width * channels)
+            data = file.readframes(min(file.getnframes(), present))
     except (OSError, EOFError, wave.Error, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(
