@@ -26,6 +26,8 @@ from regard.errors import RegardError
 
 MEMORY = 1 << 30  # address space that a target may take beyond what the process has
 SECONDS = 20.0  # of processor time, for one input
+WAITING = 300.0  # seconds until an input that waits counts as one that hangs; other work may delay it
+TIMERS = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAITING)}
 MEMORY_DISK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # faster than a disk
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CHANGING = {
@@ -111,23 +113,30 @@ def _get_guard() -> WriteGuard:
     return _guards[0]
 
 
-def _stop(*_: object) -> None:
-    raise UnexpectedResult(f"more than {SECONDS:g} seconds of processor time")
+def _stop(number: int, _: object) -> None:
+    kind = "of processor time" if number == signal.SIGPROF else "in all"
+    raise UnexpectedResult(f"more than {TIMERS[signal.Signals(number)][1]:g} seconds {kind}")
+
+
+def _set_timers(running: bool) -> None:
+    for timer, seconds in TIMERS.values():
+        signal.setitimer(timer, seconds if running else 0)
 
 
 @contextlib.contextmanager
 def _bound_resources(limit_memory: bool) -> Iterator[None]:
-    """Limit the address space of this process, and catch the alarm of an input that takes too long."""
+    """Limit the address space of this process, and catch the signal of an input that takes too long."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    handler = signal.signal(signal.SIGPROF, _stop)
+    handlers = {number: signal.signal(number, _stop) for number in TIMERS}
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
+        _set_timers(running=False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
@@ -156,7 +165,10 @@ def run_inputs(
         The counts and failures.
     """
     report, guard = Report(), _get_guard()
-    sys.dont_write_bytecode = True  # compiled modules are not what an input writes
+    before, sys.dont_write_bytecode = (
+        sys.dont_write_bytecode,
+        True,
+    )  # compiled modules are no output of an input
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY_DISK) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_input = target.build(Path(folder))
@@ -170,7 +182,7 @@ def run_inputs(
                 for number in numbers:
                     _run_input(run_input, target.name, seed, number, report, guard, raise_first)
             finally:
-                guard.folder = None
+                guard.folder, sys.dont_write_bytecode = None, before
         report.seconds = time.perf_counter() - began
     return report
 
@@ -185,7 +197,7 @@ def _run_input(
     raise_first: bool,
 ) -> None:
     report.inputs += 1
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    _set_timers(running=True)
     try:
         run_input(Random(f"{name}/{seed}/{number}"))
         if guard.outside:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import time
 import tracemalloc
 import wave
 import zipfile
@@ -31,6 +33,7 @@ from regard.models.audio import read_wav
 from regard.pages.html import build_page
 from regard.policy.file_format import read_policy, write_policy
 from regard.survey import SurveyError
+from tests.fuzz import runner
 from tests.fuzz.recording_targets import _split, write_recordings
 from tests.fuzz.runner import Target, run_inputs
 from tests.fuzz.survey_targets import write_survey
@@ -66,6 +69,16 @@ def test_the_runner_notices_what_it_looks_for(tmp_path: Path) -> None:
     assert found == {"KeyError", "UnexpectedResult"} and 0 < report.refused < 60
     again = run_inputs(Target("broken", 1, build), range(100), limit_memory=False)
     assert (again.failures, again.first) == (report.failures, report.first)
+
+
+@pytest.mark.parametrize("action", [lambda: time.sleep(30), lambda: all(True for _ in iter(int, 1))])
+def test_the_runner_stops_an_input_that_waits_or_computes_too_long(action, monkeypatch) -> None:
+    timers = {number: (timer, 0.2) for number, (timer, _) in runner.TIMERS.items()}
+    monkeypatch.setattr(runner, "TIMERS", timers)
+    calls = itertools.count()  # the first five are for warming up
+    target = Target("slow", 1, lambda folder: lambda rng: action() if next(calls) >= 5 else None)
+    (failure,) = run_inputs(target, range(1), limit_memory=False).failures
+    assert "more than 0.2 seconds" in failure
 
 
 # -- Found by fuzzing --------------------------------------------------------------------------------------
