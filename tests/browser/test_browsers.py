@@ -58,7 +58,9 @@ def test_messages_errors_and_requests_of_a_page_are_noticed(browser):
     tab.on("console", lambda message: events.add(f"console {message.text}"))
     tab.on("pageerror", lambda error: events.add(f"error {error.message}"))
     tab.on("request", lambda request: events.add(f"request {request.url}"))
-    script = "console.log('hello'); new Image().src = 'http://127.0.0.1:65000/x.png'; throw new Error('wrong')"
+    script = (
+        "console.log('hello'); new Image().src = 'http://127.0.0.1:65000/x.png'; throw new Error('wrong')"
+    )
     tab.set_content(f"<script>{script}</script>")
     expected = {"console hello", "error wrong", "request http://127.0.0.1:65000/x.png"}
     wait_until(tab, lambda: expected <= events)

@@ -182,3 +182,18 @@ def test_the_soak_notices_what_grows():
         "memory went from 400 to 440 MiB",
         "torch.softmax is still patched",
     ]
+
+
+def test_the_sample_of_mutants_is_stable_and_only_listed_changes_are_equivalent():
+    mutants = runpy.run_path(str(ROOT / "scripts/mutants"))
+    names = [f"regard.core.f{i}__mutmut_{j}" for i in range(20) for j in range(5)]
+    chosen = mutants["choose"](names, 30, 0)
+    others = [name for name in names if ".f3__" not in name] + ["regard.core.f3__mutmut_9"]
+    assert len(chosen) == 30 and chosen != mutants["choose"](names, 30, 1)
+    assert len({*chosen} - {*mutants["choose"](others, 30, 0)} - {n for n in names if ".f3__" in n}) <= 1
+    change = {"function": "regard.core.f", "before": "a + b", "after": "a - b"}
+    listed = [change | {"reason": "b is 0"}]
+    assert mutants["find_reason"](change, listed) == "b is 0"
+    assert mutants["find_reason"](change | {"after": "a * b"}, listed) == ""
+    for entry in json.loads(mutants["EQUIVALENT"].read_text()):
+        assert {*entry} == {*change, "reason"} and entry["reason"]
