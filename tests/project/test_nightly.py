@@ -146,6 +146,18 @@ def test_the_page_shows_failures_and_stages_that_did_not_run():
     assert page.count("| not run |") == len(STAGES) - 1
 
 
+def test_the_page_shows_the_figures_of_a_stage(tmp_path):
+    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "seconds": 90, "problem": ""}
+    state = {"commit": "c" * 40, "changed": False, "stages": {"soak": result, "mutants": dict(result)}}
+    (tmp_path / "mutants.log").write_text(
+        "core          3 of    4 noticed (75.0%) {}\nall           8 of    9 noticed (88.9%) {}\n"
+    )
+    NIGHTLY["read_figures"](state, tmp_path)
+    page = NIGHTLY["format_page"](NIGHTLY["merge_states"]([state]))
+    assert "\n\n- core 3 of 4 noticed (75.0%)\n- all 8 of 9 noticed (88.9%)\n" in page
+    assert f"`soak`, {STAGES['soak'].summary}:" not in page  # no output of it here
+
+
 def test_the_workflow_runs_every_stage_and_opens_an_issue():
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
