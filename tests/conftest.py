@@ -79,9 +79,9 @@ def gradcheck(request):
 @pytest.fixture(scope="module")
 def browser(request):
     sync = pytest.importorskip("playwright.sync_api")
-    start = start_firefox if request.config.getoption("--firefox") else start_chromium
     with sync.sync_playwright() as playwright:
-        browser = start(playwright)
+        in_firefox = request.config.getoption("--firefox")
+        browser = start_firefox(playwright.firefox) if in_firefox else start_chromium(playwright.chromium)
         yield browser
         browser.close()
 

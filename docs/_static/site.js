@@ -1,18 +1,17 @@
-// Give the frame of an explorer the height of its page. A frame may have reported its height before this script listened,
-// so every frame is asked once everything is loaded, and once more, since a page without a scrollbar is wider and may be
-// shorter. Only these answers may shrink the frame, and those after the window changed its size; later the frame grows at
-// most, so that the text below does not move while a reader works.
+// Give the frame of an explorer the height of its page. The page reports its height, and whether the frame may shrink,
+// when the height changes and when it is asked. A frame that is not on screen reports nothing of its own, and one may have
+// reported before this script listened, so all are asked after loading and at another width. Each is asked again after
+// its height changed: a page without a scrollbar is wider and may be shorter. The height at that width is stable.
 const MAX_FRAME_HEIGHT = 4000;
-const openQuestions = new WeakMap(); // frame: answers that may still shrink it
 
 addEventListener("message", ({ source, data }) => {
   const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);
   const height = Math.ceil(Number(data?.regardHeight));
   if (!frame || !(height > 0 && height < MAX_FRAME_HEIGHT)) return;
-  const open = data.regardAnswer ? openQuestions.get(frame) ?? 0 : 0;
-  if (height > frame.clientHeight || open) frame.style.height = `${height}px`;
-  if (open) openQuestions.set(frame, open - 1);
-  if (open > 1) setTimeout(ask, 100, frame); // its canvases are drawn again at the new width
+  if (height > frame.clientHeight || (height < frame.clientHeight && data.regardMayShrink)) {
+    frame.style.height = `${height}px`;
+    setTimeout(ask, 100, frame); // its canvases are drawn again at the new width
+  }
 });
 
 function ask(frame) {
@@ -20,10 +19,7 @@ function ask(frame) {
 }
 
 function askFrames() {
-  for (const frame of document.querySelectorAll("iframe")) {
-    openQuestions.set(frame, 2);
-    ask(frame);
-  }
+  document.querySelectorAll("iframe").forEach(ask);
 }
 if (document.readyState === "complete") askFrames();
 else addEventListener("load", askFrames);

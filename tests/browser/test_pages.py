@@ -15,6 +15,7 @@ from regard.learn import cat
 from regard.pages import html
 from regard.pages.bundle import bundle
 from regard.render.text import format_number
+from tests.helpers.browsers import start_chromium
 from tests.helpers.pages import (
     ASSETS,
     EXPLORERS,
@@ -147,12 +148,22 @@ def test_a_notebook_shows_the_page_in_a_sandbox(browser):
 SITE_SCRIPT = (Path(__file__).parents[2] / "docs/_static/site.js").read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def browser_with_scrollbars(browser):
+    if browser.browser_type.name == "firefox":
+        yield browser
+        return
+    own = start_chromium(browser.browser_type, scrollbars=True)
+    yield own
+    own.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [736, 390])
-def test_a_frame_gets_the_height_of_its_page(browser, width):
+def test_a_frame_gets_the_height_of_its_page(browser_with_scrollbars, width):
     pages = [make() for make in EXPLORERS] + [regard.attention(cat.Q, cat.K).page(cat.tokens)]
     frames = "".join(page._repr_html_() for page in pages)
-    context = browser.new_context(viewport={"width": width, "height": 900})
+    context = browser_with_scrollbars.new_context(viewport={"width": width, "height": 900})
     tab = context.new_page()
     said = []
     tab.on("console", lambda message: said.append(message.text))

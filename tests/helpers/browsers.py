@@ -10,26 +10,32 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Playwright
+    from playwright.sync_api import Browser, BrowserType
 
 RELAY = Path(__file__).with_name("firefox_relay.py")
 
 
-def start_chromium(playwright: Playwright) -> Browser:
-    """Start Chromium; without one the test is skipped, and fails in CI."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
+def start_chromium(chromium: BrowserType, *, scrollbars: bool = False) -> Browser:
+    """Start Chromium; without one the test is skipped, and fails in CI.
+
+    Args:
+        chromium: Playwright's type of browser.
+        scrollbars: show those that take width, as on a desktop; Firefox always does.
+    """
+    path = shutil.which("chromium")
+    if path is None:
         assert os.environ.get("CI") != "true", "CI installs chromium"
         pytest.skip("no chromium here")
     options = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
-    return playwright.chromium.launch(executable_path=chromium, headless=True, args=options)
+    hidden = ["--hide-scrollbars"] if scrollbars else None
+    return chromium.launch(executable_path=path, headless=True, args=options, ignore_default_args=hidden)
 
 
-def start_firefox(playwright: Playwright) -> Browser:
+def start_firefox(firefox: BrowserType) -> Browser:
     """Start Firefox over WebDriver BiDi; without one the test is skipped."""
     if not (shutil.which("firefox-esr") or shutil.which("firefox")):
         pytest.skip("no Firefox here")
-    return playwright.firefox.launch(
+    return firefox.launch(
         executable_path=RELAY,
         channel="moz-firefox",  # a Firefox as Mozilla builds it, not Playwright's own
         headless=True,

@@ -55,14 +55,21 @@ export function viewHeight() {
 }
 
 // In a frame, post the height of the page to the page around it: whenever it changes, and when the page around it asks,
-// which may have missed the first messages.
+// which may have missed the first messages. The frame may shrink until a reader works in it, so that the text below does
+// not move then; another width starts over.
 if (isFramed) {
   document.documentElement.classList.add("framed");
-  const postHeight = (isAnswer) => {
-    if (innerWidth > 50) parent.postMessage({ regardHeight: document.body.offsetHeight, regardAnswer: isAnswer }, "*"); // before it is laid out, the width is 0
+  let width = innerWidth, isUsed = false;
+  const postHeight = () => {
+    if (innerWidth !== width) [width, isUsed] = [innerWidth, false];
+    if (width < 50) return; // not laid out yet
+    parent.postMessage({ regardHeight: document.body.offsetHeight, regardMayShrink: !isUsed }, "*");
   };
-  new ResizeObserver(() => postHeight(false)).observe(document.body);
+  new ResizeObserver(postHeight).observe(document.body);
+  for (const type of ["pointermove", "pointerdown", "keydown"]) {
+    addEventListener(type, () => { isUsed = true; }, { capture: true, passive: true });
+  }
   addEventListener("message", ({ source, data }) => {
-    if (source === parent && data?.regardAskHeight) postHeight(true);
+    if (source === parent && data?.regardAskHeight) postHeight();
   });
 }
