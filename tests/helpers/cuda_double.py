@@ -201,6 +201,7 @@ def efficient_backward(
     padded = -(-q.shape[2] // LSE_BLOCK) * LSE_BLOCK
     check(lse.shape[2] >= padded, "lse: the kernel loads whole blocks of it")
     check(bool((lse[..., q.shape[2] :] == math.inf).all()), "lse: padded with inf")
+    check(seed.dtype == offset.dtype == torch.int64, "seed and offset: as the forward operator returns them")
     calls["efficient backward"] += 1
     grads = compute_gradients(grad, q, k, v, attn_bias, output, lse[..., : q.shape[2]], is_causal, scale)
     return *(lay_out(x, q.dtype) for x in grads), None
@@ -291,6 +292,8 @@ def make_choice(prefers_cudnn: bool) -> Any:
     backend = torch.nn.attention.SDPBackend
 
     def choose(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        if q.shape[1] != k.shape[1] and enable_gqa is not True:
+            return int(backend.MATH.value)
         same_width = q.shape[-1] == k.shape[-1] == v.shape[-1]
         is_dense = all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (q, k, v))
         halves = q.dtype in HALVES and q.dtype == k.dtype == v.dtype and is_dense and same_width

@@ -146,6 +146,6 @@ class BlockwiseProduct(torch.autograd.Function):  # type: ignore[misc]
         dsink = None
         if sink is not None:
             inner = (grad * output).sum(-1).to(lse.dtype)  # (1, heads, rows)
-            share = compute_share(sink.to(lse.dtype)[None, :, None].expand_as(lse), lse)
+            share = compute_share(sink[None, :, None], lse)
             dsink = -(share * inner).sum((0, 2)).to(sink.dtype)
         return dq, dk, dv, dsink, None

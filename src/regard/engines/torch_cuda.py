@@ -59,7 +59,7 @@ def run_flash(
     _check_square(q, k, is_causal, tile)
     width = v.shape[-1]
     q, k, v = map(_align, (q, k, v))
-    output, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    output, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
     return output[..., :width], lse
 
 
@@ -71,7 +71,7 @@ def run_cudnn(
     width = v.shape[-1]
     q, k, v = map(_align, (q, k, v))
     output, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, is_causal, False, scale=scale
+        q, k, v, None, True, 0.0, is_causal, scale=scale
     )
     return output[..., :width], lse.reshape(q.shape[:3])
 

@@ -65,6 +65,8 @@ def illegal_calls():
     half = [x.bfloat16() for x in (query, key, value)]
     tile = torch.zeros(1, 2, 40, 40)
     short = [x[:, :, :39] for x in (key, value)]
+    packed, seed = query.transpose(1, 2).contiguous().transpose(1, 2), torch.zeros((), dtype=torch.int64)
+    lse = F.pad(torch.zeros(1, 2, 40), (0, 24), value=torch.inf)
     return {
         "float64": lambda: efficient(*(x.double() for x in (query, key, value)), None, True),
         "head_dim": lambda: efficient(*(x[..., :3].contiguous() for x in (query, key, value)), None, True),
@@ -77,8 +79,12 @@ def illegal_calls():
         "flash in float32": lambda: flash(query, key, value),
         "flash head_dim": lambda: flash(*(x[..., :12].contiguous() for x in half)),
         "lse": lambda: cuda_double.efficient_backward(
-            query, query, key, value, None, query.transpose(1, 2).contiguous().transpose(1, 2), torch.zeros(1, 2, 40),
-            None, None, 0.0, [True, True, True, False], scale=1.0,
+            query, query, key, value, None, packed, torch.zeros(1, 2, 40), seed, seed, 0.0,
+            [True, True, True, False], scale=1.0,
+        ),
+        "seed": lambda: cuda_double.efficient_backward(
+            query, query, key, value, None, packed, lse, seed.float(), seed, 0.0,
+            [True, True, True, False], scale=1.0,
         ),
     }  # fmt: skip
 
@@ -211,6 +217,61 @@ def test_gradients_are_those_of_the_block_loop(monkeypatch):
             found.append([x.grad for x in tensors])
         for own, expected in zip(*found, strict=True):
             torch.testing.assert_close(own, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_choice_of_a_kernel_has_the_arguments_of_the_call(monkeypatch):
+    query, key, value = draw(1, 4, 40, 16, dtype=torch.bfloat16)
+    key, value = key[:, :2], value[:, :2]
+    with cuda_double.use_cuda_kernels():
+        A = attention(query, key, mask=causal(), enable_gqa=True)
+        assert kernel_of(A, value) == "torch: flash on CUDA, causal"
+    asked = []
+    monkeypatch.setattr(
+        torch_cuda, "fused_sdp_choice", lambda *arguments, **options: asked.append((arguments, options)) or 1
+    )
+    torch_cuda.choose_backend(query, key, value, True, 0.3)
+    torch_cuda.choose_backend(query, query, query, False, 0.5)
+    options = [{"scale": 0.3, "enable_gqa": True}, {"scale": 0.5, "enable_gqa": False}]
+    assert [(arguments[3:], own) for arguments, own in asked] == [
+        ((None, 0.0, True), options[0]),
+        ((None, 0.0, False), options[1]),
+    ]
+
+
+@pytest.mark.parametrize("run", [torch_cuda.run_flash, torch_cuda.run_cudnn])
+def test_flash_and_cudnn_refuse_mask_tiles_and_oblong_causal_calls(run):
+    query, key, value = draw(1, 2, 40, 16, dtype=torch.bfloat16)
+    for rows, is_causal, tile in ((40, False, torch.zeros(1, 1, 40, 40)), (39, True, None)):
+        with cuda_double.use_cuda_kernels(), pytest.raises(ValueError) as caught:
+            run(query[:, :, :rows], key, value, is_causal, tile, 0.25)
+        assert str(caught.value) == "this operator takes no mask tile and only square causal calls"
+
+
+def test_only_tensors_that_are_not_aligned_are_copied():
+    flat = torch.arange(1.0, 2 * 40 * 24 + 1, dtype=torch.float16)
+
+    def view(shape, stride, offset=0):
+        return flat.as_strided(shape, stride, offset)
+
+    aligned = {
+        "contiguous": view((1, 2, 40, 8), (640, 320, 8, 1)),
+        "rows apart": view((1, 2, 40, 8), (1920, 960, 24, 1)),
+        "offset of 16 bytes": view((1, 2, 30, 8), (640, 320, 8, 1), 8),
+    }
+    misaligned = {
+        "last axis": view((1, 2, 8, 8), (640, 320, 1, 8)),
+        "rows": view((1, 2, 40, 8), (720, 360, 9, 1)),
+        "heads": view((1, 2, 30, 8), (640, 321, 8, 1)),
+        "offset of 24 bytes": view((1, 2, 30, 8), (640, 320, 8, 1), 12),
+    }
+    for name, x in aligned.items():
+        assert torch_cuda._align(x) is x, name
+    for name, x in misaligned.items():
+        copy = torch_cuda._align(x)
+        assert torch.equal(copy, x) and copy.is_contiguous() and copy.storage_offset() == 0, name
+    padded = torch_cuda._align(aligned["rows apart"][..., :5])
+    assert padded.shape == (1, 2, 40, 8) and torch.equal(padded[..., :5], aligned["rows apart"][..., :5])
+    assert not padded[..., 5:].any()
 
 
 # -- Limits and faults -----------------------------------------------------------------------------------------

@@ -199,8 +199,12 @@ def test_what_comes_out_is_of_the_library():
 def test_integers_become_floats_and_booleans_are_refused():
     one = Far(np.ones((2, 2), int))
     assert regard.attention(one, [[1, 2]]).dtype == np.float64
-    with pytest.raises(ArgumentTypeError, match="query as an array of bool"):
+    with pytest.raises(ArgumentTypeError) as caught:
         regard.attention(Far(np.ones((2, 2), bool)), one)
+    assert str(caught.value) == (
+        "attention: received query as an array of bool with shape (2, 2); expected real numbers. "
+        "Convert it to a floating-point dtype first."
+    )
 
 
 def test_a_registered_name_is_replaced():
@@ -224,17 +228,34 @@ class Nameless(FarEngine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "words"),
+    ("engine", "received"),
     [
         (FarEngine, "the class FarEngine"),
-        (SimpleNamespace(name="mine", owns=len), "without xp, is_asynchronous, to_numpy …"),
-        (Nameless(), "named ''"),
+        (SimpleNamespace(name="mine", owns=len), "a SimpleNamespace without xp, is_asynchronous, to_numpy …"),
+        (Nameless(), "a Nameless named ''"),
     ],
 )
-def test_an_object_that_is_no_engine_is_refused(engine, words):
-    with pytest.raises(ArgumentTypeError, match=r"Subclass regard\.engines\.ArrayEngine") as caught:
+def test_an_object_that_is_no_engine_is_refused(engine, received):
+    with pytest.raises(ArgumentTypeError) as caught:
         register(engine)
-    assert words in caught.value.received
+    assert str(caught.value) == (
+        f"register: received {received}; expected an engine instance with its own name. "
+        "Subclass regard.engines.ArrayEngine and pass an instance: register(MyEngine())."
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), "a registered engine; none is registered"), (("far", "near"), "one of 'far', 'near'")],
+)
+def test_an_unknown_engine_is_refused(names, expected, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", dict.fromkeys(names, FarEngine()))
+    with pytest.raises(ArgumentTypeError) as caught:
+        registry.get_engine("mine")
+    assert str(caught.value) == (
+        f"engines.get_engine: received the name 'mine'; expected {expected}. "
+        "Register it first: regard.engines.register(MyEngine())."
+    )
 
 
 @pytest.mark.parametrize("method", ["owns", "to_numpy"])

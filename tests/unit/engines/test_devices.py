@@ -317,6 +317,26 @@ def test_compensated_sums_keep_infinity_and_act_as_arrays():
         assert len(sums) == 3 and resolve_sums([(-sums)[1:] * 3.0])[0].tolist() == [-6.0, 0.0]
 
 
+def test_compensated_sums_are_added_with_their_errors():
+    small = np.float32(2.0**-25)  # lost beside 1 in float32
+    one, other = (CompensatedSum(np.ones(2, np.float32), np.zeros(2, np.float32), np) for _ in range(2))
+    one += small
+    other += 3 * small
+    total = one + other
+    one += other
+    for sums in (total, one):
+        assert sums.high.tolist() == [2.0, 2.0] and sums.low.tolist() == [4 * small] * 2
+    with np.errstate(invalid="ignore"):
+        one[:] += np.array([np.inf, 1.0], np.float32)
+    assert one.resolve().tolist() == [np.inf, 3.0] and one.low[0] == 4 * small  # no error of an infinite sum
+
+
+def test_functions_of_torch_read_compensated_sums_in_any_argument():
+    sums = CompensatedSum(torch.tensor([3.0, 5.0]), torch.tensor([1.0, -1.0]), torch)
+    assert torch.sum(sums, dim=0, keepdim=True).tolist() == [8.0]
+    assert torch.maximum(torch.tensor([4.5, 1.0]), other=sums).tolist() == [4.5, 4.0]
+
+
 def test_long_sums_keep_the_error_rule_without_float64():
     """Received and entropy of 78 small tiles, as near to float64 as with a float64 accumulator."""
     query, key = draw(1, 1, 1200, 4, count=2)

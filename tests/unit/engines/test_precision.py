@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -223,6 +224,16 @@ def test_28_an_inherited_precision_stays_inherited():
     finally:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("precision", ["ieee", "none", "bf16"])
+def test_28_a_block_restores_what_was_set(precision):
+    setting = SimpleNamespace(fp32_precision=precision)
+    block = torch_precision._IeeeProducts(setting)
+    for _ in range(2):
+        with block, block:
+            assert setting.fp32_precision == ("none" if precision == "none" else "ieee")
+        assert setting.fp32_precision == precision
 
 
 def test_28_overlapping_blocks_of_threads_restore_the_setting():

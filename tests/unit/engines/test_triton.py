@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
-from regard.engines import triton_pass  # noqa: E402
+from regard.engines import triton_check, triton_pass  # noqa: E402
 from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK  # noqa: E402
 from regard.engines.triton_check import RESOURCES_FILE, check_kernels, list_variants  # noqa: E402
 from regard.engines.triton_compile import SHARED_LIMITS, TARGETS, measure_resources  # noqa: E402
@@ -201,6 +201,9 @@ def test_few_largest_weights_share_the_launch_of_the_usual_measures():
     statistics, launch = triton_pass.plan_launches(base, [RowTopK(64)], has_stats=False)
     assert statistics.variant == base and launch.variant.top_k == 64
     assert triton_pass.plan_launches(base, [], has_stats=True) == []
+    variant = KernelVariant("measure", torch.float16, 64, columns=True)
+    planned = triton_pass.PlannedLaunch(variant, [ColumnSum()], offset=0, shares=(), cells=(1, 1))
+    assert triton_pass.plan_launches(base, [ColumnSum()], has_stats=True) == [planned]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 1000, 1 << 20, (1 << 24) - 1])
@@ -211,6 +214,28 @@ def test_integers_hold_the_sum_of_a_column(rows):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_nothing_to_check():
     assert find_target(torch.device("cuda", 0)) == "" and check_kernels("cuda") == []
+
+
+def test_each_variant_of_a_device_is_checked(monkeypatch):
+    checked = []
+    monkeypatch.setattr(triton_check, "find_target", lambda device: "sm90")
+    monkeypatch.setattr(
+        triton_check,
+        "_check_variant",
+        lambda variant, device: checked.append((variant, device)) or {"passed": True},
+    )
+    reports = check_kernels("cuda", head_dims=(64, 128), dtypes=(torch.bfloat16,))
+    variants = [variant for head_dim in (64, 128) for variant in list_variants(torch.bfloat16, head_dim)]
+    assert checked == [(variant, "cuda") for variant in variants]
+    recorded = json.loads(RESOURCES_FILE.read_text("utf-8"))["kernels"]["sm90"]
+    assert reports == [
+        {
+            "passed": True,
+            "recorded_registers": recorded[variant.name]["registers"],
+            "recorded_spills": recorded[variant.name]["spills"],
+        }
+        for variant in variants
+    ]
 
 
 def test_the_pass_is_not_used_on_the_cpu():
