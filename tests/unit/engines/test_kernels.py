@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,7 +16,7 @@ from regard.engines import torch_fused as fused  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_precision  # noqa: E402
 from regard.engines.torch import TorchNamespace  # noqa: E402
-from regard.engines.torch_lowering import KernelBlock, LoweredBand  # noqa: E402
+from regard.engines.torch_lowering import LoweredBand  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 
 # -- The self-check -------------------------------------------------------------------------------------------
