@@ -17,34 +17,26 @@ from regard import (
     bias,
     causal,
     dense,
-    document,
     first,
     padding,
-    prefix,
     relative_bias,
     sliding_window,
     softcap,
 )
 from regard.errors import ArgumentError, TooLargeError
-from regard.frame import Frame
-from regard.lens.capture.interval_mask import IntervalMask, UniformRows
-from regard.masks.intervals import find_intervals
+from regard.lens.capture.interval_mask import UniformRows
 from regard.pages import encoding, html
 from regard.pages.payload import build_payload
 from regard.score_mods import ScoreMod
 from regard.tiling import use_tile_sizes
+from tests.helpers.interval_masks import KEYS, LOWER, MASKS, ROWS, drawn
 from tests.helpers.pages import run_in_node
 
-ROWS, KEYS, WIDTH = 37, 41, 6
-LOWER = {"align": "lower_right"}
+WIDTH = 6
 
 
 def normal(*shape, seed=0, by=2.0):
     return np.random.default_rng(seed).normal(size=shape) * by
-
-
-def drawn(shape, part, seed=3):
-    return np.random.default_rng(seed).random(shape) < part
 
 
 # -- Arrays -----------------------------------------------------------------------------------------------
@@ -97,46 +89,6 @@ def test_masked_vectors_do_not_limit_the_precision_of_the_others():
     rounded = encoding.round_to_half(array, np.array([True, False, False, True])).to_dtype(np.float64)
     assert (rounded[1:3] == 0).all()
     np.testing.assert_allclose(rounded[[0, 3]], array[[0, 3]], rtol=2.0**-11)
-
-
-# -- Masks as runs ----------------------------------------------------------------------------------------
-
-MASKS = {
-    "none": None,
-    "causal": causal(**LOWER),
-    "window": sliding_window(5, **LOWER),
-    "two-sided": sliding_window(left=3, right=4, align="upper_left"),
-    "padding": padding(29),
-    "padding left": padding(31, side="left"),
-    "first": first(3),
-    "prefix": prefix(9, **LOWER),
-    "documents": document(
-        np.repeat(np.arange(5), [9, 1, 16, 8, 7]), np.repeat(np.arange(5), [5, 5, 9, 9, 9])
-    ),
-    "window and first": causal(**LOWER) & (sliding_window(4, **LOWER) | first(2)),
-    "not": ~(sliding_window(4, **LOWER) | padding(20)),
-    "dense": dense(drawn((ROWS, KEYS), 0.4)),
-    "some rows empty": dense(drawn((ROWS, KEYS), 0.5) & drawn((ROWS, 1), 0.6)),
-    "span": IntervalMask(
-        np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)
-    ),
-}
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("block", [4, 512])
-def test_runs_are_the_mask(mask, block):
-    frame, rows = Frame((), ROWS, KEYS), np.arange(ROWS)[::-2].copy()
-    with use_tile_sizes(rows=block, columns=block + 1):
-        found = find_intervals(mask, frame, rows, "page")
-    built = np.zeros((len(rows), KEYS), bool)
-    for i in range(len(rows)):
-        own = found.edges[found.offsets[i] : found.offsets[i + 1]]
-        assert (own[:, 0] < own[:, 1]).all() and (own[1:, 0] > own[:-1, 1]).all()
-        for low, high in own:
-            built[i, low:high] = True
-    whole = np.ones((ROWS, KEYS), bool) if mask is None else mask.to_dense(ROWS, KEYS)
-    np.testing.assert_array_equal(built, whole[rows])
 
 
 @use_tile_sizes(intervals=100)

@@ -146,10 +146,19 @@ def test_a_weight_of_zero_is_not_masked(n):
 
 
 def test_the_first_of_many_heads_is_shown_and_named():
+    assert "This is A[0], the first of 2 heads." in read(matrix(4, 4, 2)).text
+    assert "the first of" not in read(matrix(4, 4, 1)).text
     A = matrix(4, 4, 2, 3)
     found = read(A)
     assert "This is A[0, 0], the first of 6 heads." in found.text
     assert [row[1:] for row in found.tables[0][1:]] == [[f"{x:.4f}" for x in row] for row in A[0, 0]]
+
+
+def test_a_page_has_the_tokens_and_the_title():
+    page = matrix(2, 3).page(["cat", "sat", "mat"], query_tokens=["who", "where"], title="Who sat where")
+    assert page.title == "Who sat where"
+    for token in ("cat", "sat", "mat", "who", "where"):
+        assert f'"{token}"' in page.html
 
 
 def test_rows_of_a_part_keep_their_positions():

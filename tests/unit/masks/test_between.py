@@ -54,5 +54,14 @@ def test_wrong_positions():
     for positions in (1.5, "cat", [[1]], [0.5]):
         with pytest.raises(regard.ArgumentTypeError, match="an integer, a slice, or a list of integers"):
             between(keys=positions)
-    with pytest.raises(regard.IndexOutOfRangeError, match="position 20"):
-        regard.attention(np.eye(4), np.eye(4), mask=between(keys=20))
+    for mask, received, length in (
+        (between(keys=[-2, 20]), "keys with position 20", 5),
+        (between(keys=-6), "keys with position -6", 5),
+        (between(4, 4), "queries with position 4", 4),
+    ):
+        with pytest.raises(regard.IndexOutOfRangeError) as caught:
+            regard.attention(np.eye(4, 5), np.eye(5), mask=mask)
+        assert str(caught.value) == (
+            f"between: received {received}; expected positions from 0 to {length - 1}, or from −{length} to −1 from "
+            "the end. Queries count the rows of the matrix, keys its columns."
+        )
