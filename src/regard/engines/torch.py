@@ -203,19 +203,19 @@ class TorchEngine:
         size = 1 << max(0, round(math.log2(length / k) / 2))
         groups = -(-length // size)
         if size < 2 or groups < k:
-            values, columns = torch.topk(weights, k, dim=-1)
+            values, columns = torch.topk(weights, k)
             is_tied = _has_ties(weights, values, k)
         else:
             # The k largest lie in the k groups of largest maximum. The columns of a group are `groups` apart, so that
             # the maxima are a reduction over the second last axis, which is fast.
             missing = size * groups - length
-            padded = torch.nn.functional.pad(weights, (0, missing), value=-1.0) if missing else weights
+            padded = torch.nn.functional.pad(weights, (0, missing), value=-math.inf) if missing else weights
             maxima = padded.unflatten(-1, (size, groups)).amax(-2)
-            best = torch.topk(maxima, k, dim=-1)
+            best = torch.topk(maxima, k)
             steps = torch.arange(0, size * groups, groups, device=self.device)
             candidates = (best.indices[..., None] + steps).flatten(-2)
             candidate_weights = padded.gather(-1, candidates)
-            values, chosen = torch.topk(candidate_weights, k, dim=-1)
+            values, chosen = torch.topk(candidate_weights, k)
             columns = candidates.gather(-1, chosen)
             smallest = values[..., -1:]
             other_groups = (maxima >= smallest).sum(-1) > (best.values >= smallest).sum(-1)

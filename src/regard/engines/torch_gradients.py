@@ -37,14 +37,8 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
         The result of each measure.
     """
     xp = problem.engine.xp
-    problem = replace(problem, key=_zero_masked(problem, problem.key, problem.key_index, bands))
-    cleaned: list[Any] = [
-        replace(measure, array=_zero_masked(problem, measure.array, measure.pair_index, bands))  # type: ignore[type-var,attr-defined]
-        if getattr(measure, "transposed", None) is False
-        else measure
-        for measure in measures
-    ]
-    bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in cleaned]
+    problem = replace(problem, key=_zero_masked_keys(problem, bands))
+    bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
     states = [measure.init(problem.shape, xp) for measure in bound]
     sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     width = sizes.columns  # the backward pass must meet the same tiles
@@ -117,8 +111,9 @@ def _normalise(raw: list[Any]) -> list[Tensor]:
     ]
 
 
-def _zero_masked(problem: Problem, array: Tensor, index: IntArray, bands: Sequence[IntArray]) -> Tensor:
-    """Replace keys or values that are not finite and masked for every query by zeros: 0 · NaN reaches gradients."""
+def _zero_masked_keys(problem: Problem, bands: Sequence[IntArray]) -> Tensor:
+    """Replace keys that are not finite and masked for every query by zeros: 0 · NaN reaches gradients."""
+    array, index = problem.key, problem.key_index
     bad = ~array.isfinite().all(-1)  # (own pairs, kv_len)
     if problem.mask is None or not bad.any():
         return array

@@ -77,7 +77,7 @@ def lower_mask(
             for corner in (start + diagonal, stop + diagonal)
             if kv_range.start < corner < kv_range.stop
         ]
-        columns = np.union1d(column_splits, np.array(corners, np.int64)) if corners else column_splits
+        columns = np.union1d(column_splits, corners) if corners else column_splits
         band = _lower_band(frame, mask, range(start, stop), columns, kv_range.stop, has_bias, sizes)
         if len(band.rows) > sizes.mask_tile_rows and any(block.has_tile for block in band.blocks):
             steps = range(start, stop, sizes.mask_tile_rows)

@@ -226,11 +226,12 @@ def test_the_choice_of_a_kernel_has_the_arguments_of_the_call(monkeypatch):
         A = attention(query, key, mask=causal(), enable_gqa=True)
         assert kernel_of(A, value) == "torch: flash on CUDA, causal"
     asked = []
+    monkeypatch.setattr(kernels, "get_kernel", lambda device_type: kernels.CUDA_FUSED)
     monkeypatch.setattr(
         torch_cuda, "fused_sdp_choice", lambda *arguments, **options: asked.append((arguments, options)) or 1
     )
     torch_cuda.choose_backend(query, key, value, True, 0.3)
-    torch_cuda.choose_backend(query, query, query, False, 0.5)
+    assert fused.prepare_fast_product(query, query, None, 0.5, "cpu") is not None
     options = [{"scale": 0.3, "enable_gqa": True}, {"scale": 0.5, "enable_gqa": False}]
     assert [(arguments[3:], own) for arguments, own in asked] == [
         ((None, 0.0, True), options[0]),

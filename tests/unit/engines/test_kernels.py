@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-from regard import attention, causal, padding, sliding_window  # noqa: E402
+from regard import attention, bias, causal, dense, padding, sliding_window  # noqa: E402
+from regard.engines import (  # noqa: E402
+    find_engine,
+    torch_precision,
+    triton_pass,
+)
 from regard.engines import torch_bands as bands  # noqa: E402
 from regard.engines import torch_fused as fused  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
-from regard.engines import torch_precision  # noqa: E402
+from regard.engines import torch_lowering as lowering  # noqa: E402
 from regard.engines.torch import TorchNamespace  # noqa: E402
 from regard.engines.torch_lowering import LoweredBand  # noqa: E402
+from regard.frame import Frame  # noqa: E402
+from regard.tiling import tile_sizes  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 
 # -- The self-check -------------------------------------------------------------------------------------------
@@ -51,6 +60,14 @@ def test_a_fault_names_the_call_that_is_wrong(fault):
     groups = int(fault.split()[-6])
     assert kernels.find_fault(kernel, "cpu", groups) == fault
     assert not kernels.find_fault(kernel, "cpu", 1) or groups == 1
+
+
+def test_the_name_of_the_kernel_says_why_the_triton_pass_is_off(monkeypatch):
+    monkeypatch.setitem(triton_pass._FAULTS, torch.device("cpu"), "measure d16: columns are wrong")
+    query, key = draw(1, 2, 5, 16, count=2)
+    fault = "Triton pass off: measure d16: columns are wrong"
+    assert attention(query, key).kernel == f"torch: flash on CPU; {fault}"
+    assert attention(query[:, :, :0], key).kernel == f"torch: block loop (an axis is empty); {fault}"
 
 
 # -- The public function --------------------------------------------------------------------------------------
@@ -121,6 +138,25 @@ def test_the_backend_is_the_one_that_torch_names():
     assert kernels.find_sdpa_backend(query, None, value, *call[3:]) == "scaled_dot_product_attention"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [32, 33], ids=["small", "large"])
+def test_the_compiled_scan_reads_small_outputs_of_the_dtypes_that_it_has(dtype, rows, monkeypatch):
+    query, key, value = draw(1, 2, 80, 64, dtype=dtype)
+    scanned, is_finite = [], [1]
+
+    def scan(is_double, address, count):
+        scanned.append((is_double, count))
+        return is_finite[0]
+
+    monkeypatch.setattr(fused, "load_library", lambda: SimpleNamespace(regard_all_finite=scan))
+    run = fused.prepare_fast_product(query[:, :, :rows], key, None, 0.125, "cpu")
+    assert run(value, False) is not None
+    used = dtype != torch.bfloat16 and rows * 2 * 64 <= fused.MAX_SCANNED
+    assert scanned == [(dtype == torch.float64, rows * 2 * 64)] * used
+    is_finite[0] = 0
+    assert (run(value, False) is None) == used
+
+
 # -- Bands and blocks of keys ---------------------------------------------------------------------------------
 
 
@@ -159,6 +195,75 @@ def test_gradients_over_blocks_of_keys_add_up_to_the_whole(mask, small):
     totals = (sum(found[0]), torch.cat(found[1], 1), torch.cat(found[2], 1))
     for own, right in zip(totals, expected, strict=True):
         torch.testing.assert_close(own, flatten(right), atol=1e-13, rtol=1e-12)
+
+
+def test_adjoining_blocks_of_one_kind_are_one_call():
+    frame, rows, starts = Frame((1,), 12, 12), range(12), np.array([0, 4, 8])
+    for has_bias in (False, True):
+        band = lowering._lower_band(frame, None, rows, starts, 12, has_bias, tile_sizes())
+        assert band == (rows, (lowering.KernelBlock(range(12), False, has_bias),))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "width"), [(8, 8, 8), (8, 5, 16), (5, 8, 16), (20, 3, 32)])
+def test_a_call_is_padded_only_if_the_widths_differ(head_dim, value_dim, width):
+    query, key = draw(1, 2, 5, head_dim, count=2)
+    (value,) = draw(2, 5, value_dim, count=1)
+    problem = attention(query, key).problem
+    *tensors, sink, call = fused._prepare_call(problem, value, problem.key_index, kernels.CPU_FLASH, set())
+    assert [tuple(x.shape) for x in tensors] == [(1, 2, 5, width)] * 3
+    for own, x in zip(tensors, (query[0], key[0], value), strict=True):
+        assert torch.equal(own[0, ..., : x.shape[-1]], x) and not own[..., x.shape[-1] :].any()
+    assert sink is None and call.scale == problem.scale
+
+
+def test_chosen_heads_are_taken_on_their_own_device():
+    (array,) = draw(4, 3, 8, count=1)
+    with torch.device("meta"):  # the default device must not matter
+        taken = fused._to_heads(array, np.array([2, 0, 2]), 8, torch.float64)
+    assert torch.equal(taken, array[[2, 0, 2]].double()[None])
+
+
+@pytest.mark.parametrize("earlier", [math.inf, math.nan, 3.0])
+def test_a_bias_of_minus_infinity_masks_what_an_earlier_one_added(earlier):
+    query, key, value = draw(1, 2, 5, 8, dtype=torch.float64)
+    one, other = torch.zeros(2, 5, 5, dtype=torch.float64)
+    one[1, 2], other[1, 2] = earlier, -math.inf
+    A = attention(query, key, score_mod=[bias(one), bias(other)])
+    allowed = torch.ones(5, 5, dtype=torch.bool)
+    allowed[1, 2] = False
+    torch.testing.assert_close(A @ value, attention(query, key, mask=dense(allowed)) @ value)
+    assert A.kernel == "torch: flash on CPU, masked"
+
+
+@pytest.mark.parametrize(("precision", "is_kept"), [("highest", True), ("medium", False)])
+def test_an_lse_of_reduced_precision_is_not_kept(precision, is_kept):
+    query, key, value = draw(1, 2, 70, 16)
+    run = fused.prepare_fast_product(query, key, None, 0.25, "cpu")
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert (run(value, True)[1] is not None) == is_kept
+        problem = attention(query, key).problem
+        lse = fused.run_fused_product(problem, value[0], problem.key_index)[1]
+        assert (lse is not None) == is_kept
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# -- The largest weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, k", [(4096, 4), (1024, 1), (5000, 3)])
+def test_topk_sorts_few_weights_of_a_long_row_on_its_own_device(length, k, monkeypatch):
+    (weights,) = draw(2, 3, length, count=1)
+    weights = weights.abs()
+    expected = weights.sort(-1, descending=True)
+    topk, lengths = torch.topk, []
+    monkeypatch.setattr(torch, "topk", lambda x, *k, **dim: lengths.append(x.shape[-1]) or topk(x, *k, **dim))
+    engine = find_engine("test", x=weights)
+    with torch.device("meta"):  # the default device must not matter
+        values, columns = engine.topk(weights, k)
+    assert torch.equal(values, expected.values[..., :k]) and torch.equal(columns, expected.indices[..., :k])
+    assert len(lengths) == 2 and sum(lengths) <= 2.2 * math.sqrt(length * k)
 
 
 # -- Devices without a kernel ---------------------------------------------------------------------------------
