@@ -38,7 +38,9 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     """
     xp = problem.engine.xp
     problem = replace(problem, key=_zero_masked_keys(problem, bands))
-    bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
+    bound: list[Any] = [
+        measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures
+    ]
     states = [measure.init(problem.shape, xp) for measure in bound]
     sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     width = sizes.columns  # the backward pass must meet the same tiles
