@@ -24,7 +24,7 @@ from regard import (
     softcap,
 )
 from regard.errors import ArgumentError, TooLargeError
-from regard.lens.capture.interval_mask import UniformRows
+from regard.lens.capture.interval_mask import IntervalMask, UniformRows
 from regard.pages import encoding, html
 from regard.pages.payload import build_payload
 from regard.score_mods import ScoreMod
@@ -122,6 +122,9 @@ def grouped():
 
 CASES = {name: lambda mask=mask: one(mask) for name, mask in MASKS.items()} | {
     "softcap": lambda: one(score_mod=softcap(1.5)),
+    "span": lambda: one(
+        IntervalMask(np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0))
+    ),
     "alibi": lambda: one(score_mod=alibi([0.3], **LOWER)),
     "alibi, then a cap": lambda: one(causal(**LOWER), score_mod=[alibi([0.3], **LOWER), softcap(2.0)]),
     "a table by distance": lambda: one(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from regard import causal, dense, document, first, padding, prefix, sliding_window
-from regard.lens.capture.interval_mask import IntervalMask
 
 ROWS, KEYS = 37, 41
 LOWER = {"align": "lower_right"}
@@ -31,7 +30,4 @@ MASKS = {
     "not": ~(sliding_window(4, **LOWER) | padding(20)),
     "dense": dense(drawn((ROWS, KEYS), 0.4)),
     "some rows empty": dense(drawn((ROWS, KEYS), 0.5) & drawn((ROWS, 1), 0.6)),
-    "span": IntervalMask(
-        np.arange(ROWS) // 2, np.minimum(np.arange(ROWS) + 3, KEYS) * (np.arange(ROWS) % 5 > 0)
-    ),
 }
