@@ -19,6 +19,7 @@ from regard import (
     RegardError,
     TooLargeError,
     attention,
+    linear_attention,
     merge,
 )
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
@@ -165,6 +166,12 @@ WRONG: dict[str, Callable[[], Any]] = {
     "page of many heads": lambda: heads.page(),
     "max by another name": lambda: A.max(along=-1),
     "pictures of text merged": lambda: Coarse(2, "max").merge("a", "b"),
+    "linear attention of text": lambda: linear_attention("cat", key),
+    "booleans as rows": lambda: A[np.array([True, False, True, False, True])],
+    "query ids are text": lambda: document([0, 1], query_ids="a"),
+    "documents of another batch": lambda: attention(
+        np.ones((2, 1, 3, 4)), np.ones((2, 1, 3, 4)), mask=document(np.zeros((3, 3), int))
+    ),
     # odd values
     "ragged query": lambda: attention(ragged, key),
     "ragged key": lambda: attention(query, ragged),

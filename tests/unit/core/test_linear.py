@@ -362,3 +362,10 @@ def test_sums_that_overflow_go_to_the_block_loop():
     value = np.arange(9, dtype=np.float32)
     assert np.allclose(A @ value, 4.0) and "non-finite values" in A.kernel
     assert np.allclose(A.lse, np.log(2e38) + np.log(9), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 0), (2, 3, 0, 4)])
+def test_features_of_nothing_are_not_rescaled(shape):
+    features = np.ones(shape)
+    rescaled, divisor = _linear.rescale_features(features, regard.engines.find_engine("test", array=features))
+    assert rescaled is features and divisor is None
