@@ -282,7 +282,7 @@ def test_projection_matrices_are_the_seeded_ones(rule: str, embeddings: Any, Q: 
     seed, rows, columns, factor = re.match(
         r"torch\.manual_seed\((\d+)\); W_Q = torch\.randn\((\d+), (\d+)\) \* ([\d.]+), then W_K, W_V", rule
     ).groups()  # type: ignore[union-attr]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(seed))
         drawn = [torch.randn(int(rows), int(columns)) * float(factor) for _ in range(3)]
     for W, ours in zip(drawn, (projection.W_Q, projection.W_K, projection.W_V), strict=True):
