@@ -167,7 +167,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "max by another name": lambda: A.max(along=-1),
     "pictures of text merged": lambda: Coarse(2, "max").merge("a", "b"),
     "linear attention of text": lambda: linear_attention("cat", key),
-    "booleans as rows": lambda: A[np.array([True, False, True, False, True])],
     "window of a negative side": lambda: sliding_window(left=-1),
     "query ids are text": lambda: document([0, 1], query_ids="a"),
     "documents of another batch": lambda: attention(
