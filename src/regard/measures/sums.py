@@ -312,8 +312,7 @@ class Coarse(Measure):
         return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        cells = (shape[0], *self._grid)
-        return xp.zeros(cells, dtype=xp.float64) if self.reduce == "max" else xp.zeros(cells)
+        return xp.zeros((shape[0], *self._grid))
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace

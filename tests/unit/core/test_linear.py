@@ -157,6 +157,20 @@ def test_sums_are_shared_by_heads_that_share_keys(monkeypatch):
     assert made == [2]
 
 
+def test_pairs_are_split_so_that_their_tiles_fit(monkeypatch):
+    sizes, sum_values = [], _linear.LinearProblem.sum_values
+
+    def count_pairs(self, *arguments):
+        sizes.append(len(self.pair_ids))
+        return sum_values(self, *arguments)
+
+    monkeypatch.setattr(_linear.LinearProblem, "sum_values", count_pairs)
+    query, key, value = np.random.default_rng(4).normal(size=(3, 7, N, 2))
+    with use_tile_sizes(entries=50):  # three tiles of 4 × 4
+        linear_attention(query, key) @ value
+    assert sizes == [3, 3, 1]
+
+
 @pytest.mark.parametrize("mask", [None, causal()], ids=str)
 def test_causal_linear_attention_equals_its_recurrence(mask):
     query, key, value = draw(6, lead=())

@@ -340,11 +340,13 @@ def test_functions_of_torch_read_compensated_sums_in_any_argument():
 def test_long_sums_keep_the_error_rule_without_float64():
     """Received and entropy of 78 small tiles, as near to float64 as with a float64 accumulator."""
     query, key = draw(1, 1, 1200, 4, count=2)
-    exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received())
+    exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received(), Coarse(2))
     errors = {}
     for has_float64 in (True, False):
         with pretend_device.use_device(has_float64=has_float64), use_tile_sizes(rows=100, columns=100):
-            found = attention(query.to("gpu"), key.to("gpu"), mask=causal()).measure(Entropy(), Received())
+            found = attention(query.to("gpu"), key.to("gpu"), mask=causal()).measure(
+                Entropy(), Received(), Coarse(2)
+            )
             pairs = zip((x.cpu().double() for x in found), exact, strict=True)
             errors[has_float64] = [float((own - right).abs().max()) for own, right in pairs]
     for narrow, wide, right in zip(errors[False], errors[True], exact, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from regard.engines.native.build import FLAGS, SOURCE_FOLDER, find_compiler
+from regard.engines.native.build import (
+    FLAGS,
+    LIBRARY_NAME,
+    SOURCE_FOLDER,
+    compile_library,
+    find_compiler,
+    hash_sources,
+)
 
 PROGRAM = Path(__file__).parents[2] / "data/check_measures.c"
 
@@ -39,3 +47,37 @@ def test_the_pass_is_right_with_neon(tmp_path):
         pytest.skip("needs apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user")
     printed = run_program([compiler, "-static"], tmp_path, (emulator,))
     assert re.search(r"^\d{5,} checks, 0 failures$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.slow
+def test_a_library_carries_the_hash_of_its_sources_and_leaves_nothing_else(tmp_path):
+    if find_compiler() is None:
+        pytest.skip("no C compiler here")
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        assert compile_library(folder) == folder / LIBRARY_NAME
+        assert [path.name for path in folder.iterdir()] == [LIBRARY_NAME]
+    library = ctypes.CDLL(first / LIBRARY_NAME)
+    library.regard_source_hash.restype = ctypes.c_char_p
+    assert library.regard_source_hash().decode() == hash_sources()
+    assert (first / LIBRARY_NAME).read_bytes() == (second / LIBRARY_NAME).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "problem"),
+    [
+        (None, "no C compiler found\n"),
+        ("no-compiler", "no-compiler does not run ([Errno 2] No such file or directory: 'no-compiler')\n"),
+        ("false -v", "false cannot compile measures.c:\n\n"),
+    ],
+)
+def test_without_a_compiler_stderr_says_why(compiler, problem, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CC", compiler)
+    assert compile_library(tmp_path) is None
+    assert capfd.readouterr().err == f"regard: measures will run in the block loop: {problem}"
+    assert not list(tmp_path.iterdir())
