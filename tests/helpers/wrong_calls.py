@@ -22,7 +22,7 @@ from regard import (
     linear_attention,
     merge,
 )
-from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
+from regard.masks import between, causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import Coarse, Entropy, Mass, Spread
 from regard.positions import rope, sinusoidal
 from regard.score_mods import alibi, bias, relative_bias, softcap
@@ -168,6 +168,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "pictures of text merged": lambda: Coarse(2, "max").merge("a", "b"),
     "linear attention of text": lambda: linear_attention("cat", key),
     "window of a negative side": lambda: sliding_window(left=-1),
+    "position before the first": lambda: attention(query, key, mask=between(queries=[1, -9])),
+    "index of many rows": lambda: large[1:],
     "query ids are text": lambda: document([0, 1], query_ids="a"),
     "documents of another batch": lambda: attention(
         np.ones((2, 1, 3, 4)), np.ones((2, 1, 3, 4)), mask=document(np.zeros((3, 3), int))
