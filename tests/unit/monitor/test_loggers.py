@@ -86,6 +86,7 @@ def test_wandb_logs_offline(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     with wandb.init(mode="offline", dir=tmp_path, project="regard") as run_offline:
         monitor = run(run_offline)
+    wandb.teardown()  # its process may write the file after the run
     (path,) = tmp_path.rglob("*.wandb")  # a binary file, with names and numbers as text
     for step in (0, 2):
         rows = monitor.history.filter(step=step)
