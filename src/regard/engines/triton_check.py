@@ -159,14 +159,17 @@ def _run(
 
 
 def _make_inputs(variant: KernelVariant, device: Any) -> tuple[PassInputs, Tensor]:
-    """Make a matrix of two heads that share a key head, with full, partial and empty blocks and a sink."""
+    """Make a matrix of two heads that share a key head, with full, partial and empty blocks and a sink.
+
+    The window of the first head leaves blocks empty, that of the second is so wide that it has full ones.
+    """
     heads, width = 2, max(variant.head_dim, variant.value_dim)
     numbers = torch.arange((heads * _ROWS + 2 * _KV_LEN) * width, dtype=torch.float64)
     # Neighbouring numbers of a sine with a large step look random; products are of the size of head_dim / 2.
     wave = (numbers * 12.9898).sin().reshape(-1, width).to(variant.dtype).to(device)
     query = wave[: heads * _ROWS].reshape(heads, _ROWS, width)[..., : variant.head_dim]
     key, value = wave[heads * _ROWS :].reshape(2, 1, _KV_LEN, width)
-    mask = causal("lower_right") & (sliding_window(90, align="lower_right") | first(3))
+    mask = causal("lower_right") & (sliding_window([60, 200], align="lower_right") | first(3))
     inputs = PassInputs(
         query, key[..., : variant.head_dim], np.arange(heads), np.zeros(heads, np.int64), np.arange(_ROWS),
         Frame((heads,), _ROWS, _KV_LEN), mask, 4 / variant.head_dim**0.5, torch.tensor([0.5, -math.inf], device=device),
