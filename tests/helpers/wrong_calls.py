@@ -22,8 +22,9 @@ from regard import (
     linear_attention,
     merge,
 )
+from regard.core.given_weights import attention_from_weights
 from regard.masks import between, causal, dense, document, first, padding, prefix, sliding_window
-from regard.measures import Coarse, Entropy, Mass, Spread
+from regard.measures import Coarse, Contribution, Entropy, Mass, Spread
 from regard.positions import rope, sinusoidal
 from regard.score_mods import alibi, bias, relative_bias, softcap
 
@@ -168,6 +169,14 @@ WRONG: dict[str, Callable[[], Any]] = {
     "pictures of text merged": lambda: Coarse(2, "max").merge("a", "b"),
     "linear attention of text": lambda: linear_attention("cat", key),
     "window of a negative side": lambda: sliding_window(left=-1),
+    "no contributions": lambda: Contribution(0, np.ones(7)),
+    "norms are text": lambda: A.measure(Contribution(2, "long")),
+    "norms of other keys": lambda: A.measure(Contribution(2, np.ones(6))),
+    "norms of other heads": lambda: heads.measure(Contribution(2, np.ones((4, 7)))),
+    "more contributions than keys": lambda: A.measure(Contribution(8, np.ones(7))),
+    "given weights of another shape": lambda: attention_from_weights(
+        np.ones((5, 6)), query[:, :0], key[:, :0]
+    ),
     "position before the first": lambda: attention(query, key, mask=between(queries=[1, -9])),
     "index of many rows": lambda: large[1:],
     "query ids are text": lambda: document([0, 1], query_ids="a"),

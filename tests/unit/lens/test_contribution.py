@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -177,23 +176,6 @@ def test_what_is_missing_is_named(tmp_path):
     loaded = regard.load_recording(tmp_path / "recording.safetensors")
     with pytest.raises(ArgumentError, match="Record them"):
         loaded.find(3, 1, by="contribution")
-
-
-def test_contributions_in_numpy_and_their_errors():
-    rng = np.random.default_rng(0)
-    A = regard.attention(rng.normal(size=(2, 3, 5, 4)), rng.normal(size=(2, 3, 7, 4)))
-    norms = rng.uniform(size=(3, 7))
-    top = A.measure(Contribution(2, norms)).contribution
-    dense = A.to_dense() * norms[:, None]
-    np.testing.assert_allclose(top.values, -np.sort(-dense, -1)[..., :2], rtol=1e-12)
-    assert (np.take_along_axis(dense, top.indices, -1) == top.values).all()
-    assert repr(Contribution(2, norms)) == "Contribution(k=2, norms=<array of shape (3, 7)>)"
-    with pytest.raises(ArgumentError, match="k"):
-        Contribution(0, norms)
-    with pytest.raises(ArgumentError, match="axes"):
-        A.measure(Contribution(2, rng.uniform(size=(4, 7))))
-    with pytest.raises(ArgumentError, match="7"):
-        A.measure(Contribution(2, rng.uniform(size=(3, 6))))
 
 
 def test_watching_values_leaves_no_hooks_and_no_outputs():
