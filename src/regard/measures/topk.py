@@ -170,7 +170,7 @@ class TopK(Measure):
         self._check_k(None, "")
 
     def _check_k(self, most: int | None, of: str) -> None:
-        check_count(self.k, 1, most, "topk", "k", of, "Ask for at most as many keys as there are.")
+        check_count(self.k, 1, most, self.result_name, "k", of, "Ask for at most as many keys as there are.")
 
     def bind(self, problem: Problem) -> Measure:
         kv_len = problem.shape[2]

@@ -338,7 +338,7 @@ def test_functions_of_torch_read_compensated_sums_in_any_argument():
 
 
 def test_long_sums_keep_the_error_rule_without_float64():
-    """Received and entropy of 78 small tiles, as near to float64 as with a float64 accumulator."""
+    """Sums over 78 small tiles, as near to float64 as with a float64 accumulator."""
     query, key = draw(1, 1, 1200, 4, count=2)
     exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received(), Coarse(2))
     errors = {}
