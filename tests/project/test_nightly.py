@@ -73,7 +73,7 @@ def test_scripts_of_the_stages_exist_and_no_stage_outlasts_a_hosted_runner():
             1,
             "exit code 1",
         ),
-        ("print('=== 1 failed, 4 passed, 1 error in 2.00s ===')", {}, 5, 2, ""),
+        ("print('=== 1 failed, 4 passed, 3 skipped, 1 error in 2.00s ===')", {}, 5, 2, ""),
         ("exit(3)", {}, 0, 1, "exit code 3"),
         ("print('fine')", {}, 0, 1, "nothing ran"),
     ],
@@ -81,6 +81,7 @@ def test_scripts_of_the_stages_exist_and_no_stage_outlasts_a_hosted_runner():
 def test_a_stage_counts_cases_and_failures(tmp_path, code, patterns, cases, failures, problem):
     result = NIGHTLY["run_stage"](make_stage(code, **patterns), tmp_path)
     assert (result["cases"], result["failures"], result["problem"]) == (cases, failures, problem)
+    assert result["skipped"] == (3 if "skipped" in code else 0)
     assert f"{cases:,} cases" in NIGHTLY["format_result"]("small", result)
 
 
@@ -108,7 +109,7 @@ def test_a_state_of_another_commit_is_not_resumed(tmp_path):
 def test_a_stage_that_passed_is_not_run_again(tmp_path):
     state, result = (
         tmp_path / "state.json",
-        {"date": "", "cases": 7, "failures": 0, "seconds": 60, "problem": ""},
+        {"date": "", "cases": 7, "failures": 0, "skipped": 0, "seconds": 60, "problem": ""},
     )
     stages = {name: result for name in STAGES}
     state.write_text(json.dumps({"commit": NIGHTLY["read_commit"](), "changed": False, "stages": stages}))
@@ -140,14 +141,15 @@ def test_every_failure_on_the_page_has_a_reason():
 
 
 def test_the_page_shows_failures_and_stages_that_did_not_run():
-    result = {"date": "2030-01-01", "cases": 1000, "failures": 2, "seconds": 90, "problem": "exit code 1"}
+    result = {"date": "2030-01-01", "cases": 1000, "failures": 2, "skipped": 4, "seconds": 90}
+    result["problem"] = "exit code 1"
     page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": {"faults": result}})
-    assert "| 1,000 | **2** | 1.5 | 2030-01-01 |" in page and "- faults: exit code 1" in page
+    assert "| 1,000 | **2** | 4 | 1.5 | 2030-01-01 |" in page and "- faults: exit code 1" in page
     assert page.count("| not run |") == len(STAGES) - 1
 
 
 def test_the_page_shows_the_figures_of_a_stage(tmp_path):
-    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "seconds": 90, "problem": ""}
+    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "skipped": 0, "seconds": 90, "problem": ""}
     state = {"commit": "c" * 40, "changed": False, "stages": {"soak": result, "mutants": dict(result)}}
     (tmp_path / "mutants.log").write_text(
         "core          3 of    4 noticed (75.0%) {}\nall           8 of    9 noticed (88.9%) {}\n"
