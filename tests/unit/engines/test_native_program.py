@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,19 @@ def run_program(compiler: list[str], folder: Path, emulator: tuple[str, ...] = (
     command = [*compiler, *flags, "-I", SOURCE_FOLDER, "-o", folder / "check", PROGRAM, "-lm"]
     subprocess.run(command, check=True)
     return subprocess.run([*emulator, folder / "check"], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("platform", "names"), [("linux", ["cc", "gcc", "clang"]), ("win32", ["clang"])])
+def test_the_compiler_is_the_first_one_that_is_there(monkeypatch, platform, names):
+    for last in names:  # Microsoft's compiler, cl, has no vector extensions
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr(shutil, "which", lambda name, last=last: f"bin/{name}" if name == last else None)
+        assert find_compiler() == [f"bin/{last}"]
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in names else f"bin/{name}")
+    assert find_compiler() is None
+    monkeypatch.setenv("CC", "zig cc")
+    assert find_compiler() == ["zig", "cc"]
 
 
 @pytest.mark.nightly

@@ -29,7 +29,7 @@ def hash_sources() -> str:
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of a C compiler with GCC's vector extensions: `CC`, or the first of clang, gcc and cc."""
+    """Return the command of a C compiler with GCC's vector extensions: `CC`, or the first of cc, gcc and clang."""
     chosen = os.environ.get("CC", "").split()
     if chosen:
         return chosen
