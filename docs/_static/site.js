@@ -2,12 +2,12 @@
 // when the height changes and when it is asked. A frame that is not on screen reports nothing of its own, and one may have
 // reported before this script listened, so all are asked after loading and at another width. Each is asked again after
 // its height changed: a page without a scrollbar is wider and may be shorter. The height at that width is stable.
-const MAX_FRAME_HEIGHT = 4000;
+const MAX_FRAME_HEIGHT = 20000; // a page that grows with its frame would not end; the tallest has 5,700 on a phone
 
 addEventListener("message", ({ source, data }) => {
   const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);
-  const height = Math.ceil(Number(data?.regardHeight));
-  if (!frame || !(height > 0 && height < MAX_FRAME_HEIGHT)) return;
+  const height = Math.min(Math.ceil(Number(data?.regardHeight)), MAX_FRAME_HEIGHT);
+  if (!frame || !(height > 0)) return;
   if (height > frame.clientHeight || (height < frame.clientHeight && data.regardMayShrink)) {
     frame.style.height = `${height}px`;
     setTimeout(ask, 100, frame); // its canvases are drawn again at the new width
