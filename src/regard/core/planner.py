@@ -98,12 +98,12 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, ca
     rest = {name: measure for name, measure in measures.items() if name not in outputs}
     if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
-    columns = [
+    columns = (
         measure.value_columns(problem) for measure in rest.values() if hasattr(measure, "value_columns")
-    ]
-    all_have_columns = len(columns) == len(rest) and None not in map(_width, columns)
+    )
+    widths = [found[0].shape[-1] for found in columns if found is not None]
     max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
-    if all_have_columns and sum(_width(array) or 0 for array in columns) <= max_width:
+    if len(widths) == len(rest) and sum(widths) <= max_width:
         return Plan(True, dict(measures), {})
     return Plan(True, outputs, rest)
 
@@ -118,10 +118,6 @@ def split_products(
     if not requires_grad and engine.working_dtype(problem.query) == problem.query.dtype:
         outputs = {}
     return outputs, {name: measure for name, measure in measures.items() if name not in outputs}
-
-
-def _width(columns: Any) -> int | None:
-    return None if columns is None else columns[0].shape[-1]
 
 
 class PlanResult(NamedTuple):
