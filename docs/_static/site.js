@@ -2,7 +2,7 @@
 // when the height changes and when it is asked. A frame that is not on screen reports nothing of its own, and one may have
 // reported before this script listened, so all are asked after loading and at another width. Each is asked again after
 // its height changed: a page without a scrollbar is wider and may be shorter. The height at that width is stable.
-const MAX_FRAME_HEIGHT = 20000; // a page that grows with its frame would not end; the tallest has 5,700 on a phone
+const MAX_FRAME_HEIGHT = 20000; // for a page that grows with its frame; the tallest one has 5,713 on a phone
 
 addEventListener("message", ({ source, data }) => {
   const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);

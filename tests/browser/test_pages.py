@@ -194,7 +194,7 @@ def test_a_frame_gets_the_height_of_its_page(browser_with_scrollbars, width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("posted", "height"), [("5713", 5713), ("1e9", 20000), ("NaN", 150), ("-1", 150)])
+@pytest.mark.parametrize(("posted", "height"), [(5713, 5713), (1e9, 20000), (0, 150)])
 def test_a_frame_gets_the_posted_height_up_to_a_limit(browser, posted, height):
     tab = browser.new_page()
     reply = f"onmessage = () => parent.postMessage({{ regardHeight: {posted}, regardMayShrink: true }}, '*')"
@@ -202,7 +202,9 @@ def test_a_frame_gets_the_posted_height_up_to_a_limit(browser, posted, height):
     tab.evaluate("addEventListener('message', () => { window.isAnswered = true; })")
     tab.add_script_tag(content="const DOCUMENTATION_OPTIONS = {};" + SITE_SCRIPT)
     tab.wait_for_function("window.isAnswered")
-    wait_until(tab, lambda: tab.locator("iframe").evaluate("frame => frame.clientHeight") == height)
+    wait_until(
+        tab, lambda: tab.locator("iframe").evaluate("frame => frame.clientHeight") == height, tries=200
+    )
     tab.close()
 
 
