@@ -208,9 +208,7 @@ def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: 
 def test_a_product_takes_a_limited_number_of_extra_columns(has_output: bool) -> None:
     problem = attention(torch.randn(8, 4), torch.randn(30, 4))._problem
     outputs: dict[str, Measure] = {"output": Output(torch.randn(30, 4))} if has_output else {}
-    limit = (
-        MAX_EXTRA_COLUMNS if has_output else MAX_EXTRA_COLUMNS + 4
-    )  # instead of a value as wide as the key
+    limit = MAX_EXTRA_COLUMNS + (0 if has_output else 4)  # 4 is the width of the key
     masses = {f"mass_{i}": Mass(first(i)) for i in range(1, limit + 2)}
     plan = make_plan(problem, outputs | masses, known=False, can_fuse=True)
     assert plan.from_product == outputs and plan.from_loop == masses
