@@ -33,11 +33,14 @@ class RankProcesses:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._launch()
+
+    def _launch(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self.processes = [], []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = CONTEXT.Pipe()
-            arguments = (rank, size, self._store.port, theirs)
+            arguments = (rank, self.size, self._store.port, theirs)
             process = CONTEXT.Process(target=_serve_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -61,10 +64,15 @@ class RankProcesses:
                 outcomes.append(None)
         return outcomes
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: range | None = None) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: range | None = None, timeout: float = 120.0
+    ) -> list[Any]:
         """Call function(group, *args) on some ranks, and return the results; raise the first error."""
         self.start(function, *args, ranks=ranks)
-        outcomes = self.collect(ranks)
+        outcomes = self.collect(ranks, timeout)
+        if None in outcomes:  # a late answer would be taken for that of the next call
+            self.stop()
+            self._launch()
         failures = [
             f"rank {rank}: {'no answer' if outcome is None else outcome.trace}"
             for rank, outcome in enumerate(outcomes)

@@ -211,3 +211,17 @@ def test_the_sample_of_mutants_is_stable_and_only_listed_changes_are_equivalent(
     assert mutants["find_reason"](change | {"after": "a * b"}, listed) == ""
     for entry in json.loads(mutants["EQUIVALENT"].read_text()):
         assert {*entry} == {*change, "reason"} and entry["reason"]
+
+
+def test_noticed_mutants_are_kept_until_their_function_changes(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts/mutants"))
+    Mutant, NoticedMutants = script["Mutant"], script["NoticedMutants"]
+    f, g, h = (f"regard.core.x_{name}__mutmut_1" for name in "fgh")
+    mutants = {name: Mutant("before", "not run") for name in (f, g, h)}
+    path = tmp_path / "noticed.json"
+    NoticedMutants(path, mutants).add({h: "survived", g: "timeout", f: "killed"})
+    assert list(json.loads(path.read_text())) == [f, g]
+    assert NoticedMutants(path, mutants).verdicts == {f: "killed", g: "timeout"}
+    assert NoticedMutants(path, mutants, again=True).verdicts == {}
+    assert NoticedMutants(path, mutants | {f: Mutant("after", "not run")}).verdicts == {g: "timeout"}
+    assert NoticedMutants(path, {f: mutants[f]}).verdicts == {f: "killed"}

@@ -131,6 +131,23 @@ def test_a_rank_that_fails_or_comes_late_is_named_by_all() -> None:
         late.stop()
 
 
+def answer_late(group, seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_a_late_answer_is_not_that_of_the_next_call() -> None:
+    from tests.helpers.rank_processes import RankProcesses
+
+    processes = RankProcesses(2)
+    try:
+        with pytest.raises(AssertionError, match="rank 1: no answer"):
+            processes.run(answer_late, 5.0, timeout=0.5)
+        assert processes.run(answer_late, 0.0) == [0.0, 0.0]
+    finally:
+        processes.stop()
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_or_is_stopped_is_named_within_35_seconds(request) -> None:
     seeds = request.config.getoption("--seeds")
