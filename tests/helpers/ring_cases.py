@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from regard import distributed, first
-from regard.distributed import product, ring
+from regard.distributed import peer_group, product, ring
 from regard.distributed.layouts import build_layout
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
 from regard.testing import Case, build_inputs
@@ -130,3 +130,23 @@ def count_received_tensors(group: Any) -> list[int]:
     finally:
         ring.RingPass._allocate, product._BlockKernel.multiply = allocate, multiply
     return [*counts, count()]
+
+
+def count_questions_about_the_store(group: Any) -> int:
+    """Count how often three operations of a new matrix ask whether this process runs the store."""
+    calls: list[bool] = []
+    ask = peer_group.PeerGroup._serves_store
+
+    def ask_and_count(self: Any) -> bool:
+        calls.append(ask(self))
+        return calls[-1]
+
+    query, key = torch.ones(2, 2, 6, 4).unbind()
+    try:
+        peer_group.PeerGroup._serves_store = ask_and_count
+        A = distributed.attention(query, key, group=group)
+        A.measure(Entropy())
+        A @ key
+    finally:
+        peer_group.PeerGroup._serves_store = ask
+    return len(calls)

@@ -121,8 +121,10 @@ class PeerGroup:
     ) -> list[Any]:
         """Exchange the arguments of all ranks through the store; raise a `RankError` if they differ."""
         text = None if error is None else str(error)
-        told_others = {"operation": operation, "same": same, "own": own, "error": text}
-        message = json.dumps({**told_others, "serves": self._serves_store()})
+        told_others: dict[str, Any] = {"operation": operation, "same": same, "own": own, "error": text}
+        if not self._has_joined:
+            told_others["serves"] = self._serves_store()
+        message = json.dumps(told_others)
         keys = [f"call/{self._count}/{rank}" for rank in range(self.size)]
         started = time.monotonic()
 
@@ -162,10 +164,11 @@ class PeerGroup:
         self._wait_for_verdict(reason)
 
     def _serves_store(self) -> bool:
-        """Return whether the store of the group runs in this process."""
+        """Return whether the store of the group runs in this process; may take seconds."""
         store = self._group.get_group_store()  # a clone is a client only
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
+        # Only the text tells it, which asks the name server for the names of addresses.
         return isinstance(store, dist.TCPStore) and "server=<nullptr>" not in repr(store)
 
     # Transfers

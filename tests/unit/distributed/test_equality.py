@@ -11,7 +11,14 @@ pytest.importorskip("torch")
 
 from regard.testing import Case, build_inputs, draw_cases
 from regard.testing.cases.engine_check import compute_bounds
-from tests.helpers.ring_cases import TILE, Split, compute_cases, count_received_tensors, join_results
+from tests.helpers.ring_cases import (
+    TILE,
+    Split,
+    compute_cases,
+    count_questions_about_the_store,
+    count_received_tensors,
+    join_results,
+)
 
 
 def draw_split(rng: np.random.Generator, size: int, q_len: int, kv_len: int) -> Split:
@@ -94,3 +101,9 @@ def test_a_rank_holds_two_blocks_of_other_ranks_at_most(ranks) -> None:
     # A block is a key and a value. One travels while the own block is computed, and none during the last one.
     expected = [2, *[4] * (size - 2), 2, 0]
     assert ranks.run(count_received_tensors) == [expected] * size
+
+
+def test_the_store_is_asked_about_once_for_a_group(ranks) -> None:
+    counts = ranks.run(count_questions_about_the_store)  # each may wait for a name server
+    assert all(count <= 1 for count in counts), counts
+    assert ranks.run(count_questions_about_the_store) == [0] * ranks.size
