@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any, SupportsIndex, overload
 
+from regard.errors import ArgumentError
 from regard.render.table import Alignment, format_cell, format_table
 
 PRINTED_ROWS = 20
@@ -40,6 +42,7 @@ class Table(list[dict[str, Any]]):
         Returns:
             Its values, one for each row.
         """
+        self._check_columns("table.column", [name])
         return [row[name] for row in self]
 
     def sort(self, column: str, *, largest_first: bool = True) -> Table:  # type: ignore[override]
@@ -48,7 +51,7 @@ class Table(list[dict[str, Any]]):
         Unlike `list.sort`, it does not change the table. The sort is stable, and NaN comes last.
 
         Args:
-            column: Name of a column of numbers.
+            column: Name of a column of numbers or of text.
             largest_first: Sort in descending order.
 
         Returns:
@@ -59,13 +62,10 @@ class Table(list[dict[str, Any]]):
         >>> table.sort("weight", largest_first=False).column("head")
         [1, 0]
         """
-
-        def sort_key(row: dict[str, Any]) -> tuple[bool, Any]:
-            value = row[column]
-            is_nan = value != value
-            return is_nan, 0 if is_nan else -value if largest_first else value
-
-        return Table(sorted(self, key=sort_key))
+        self._check_columns("table.sort", [column])
+        numbers = [row for row in self if row[column] == row[column]]
+        nans = [row for row in self if row[column] != row[column]]
+        return Table([*sorted(numbers, key=itemgetter(column), reverse=largest_first), *nans])
 
     def filter(self, predicate: Callable[[dict[str, Any]], bool] | None = None, /, **values: Any) -> Table:
         """Return the rows that satisfy a condition.
@@ -82,12 +82,24 @@ class Table(list[dict[str, Any]]):
         >>> table.filter(layer=1) == table.filter(lambda row: row["weight"] < 0.3)
         True
         """
+        self._check_columns("table.filter", values)
         return Table(
             row
             for row in self
             if (predicate is None or predicate(row))
             and all(row[name] == value for name, value in values.items())
         )
+
+    def _check_columns(self, operation: str, names: Iterable[str]) -> None:
+        """Raise an `ArgumentError` for a name that no column has; a table without rows has any column."""
+        for name in names:
+            if self and name not in self[0]:
+                raise ArgumentError(
+                    operation,
+                    received=f"the column {name!r}",
+                    expected=f"one of {', '.join(self.columns)}",
+                    hint="`table.columns` lists them.",
+                )
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...

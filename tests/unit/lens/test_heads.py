@@ -209,6 +209,16 @@ def test_sorting_and_filtering_leave_the_table_as_it_was():
     assert str(table.sort("weight").column("weight")) == "[0.5, 0.5, 0.25, nan]"
     assert table.sort("weight").column("layer") == [0, 1, 1, 0]  # stable
     assert str(table.sort("weight", largest_first=False).column("weight")) == "[0.25, 0.5, 0.5, nan]"
+    assert Table([{"name": "b"}, {"name": "a"}]).sort("name", largest_first=False).column("name") == [
+        "a",
+        "b",
+    ]
+    for call in (table.sort, table.column, lambda name: table.filter(**{name: 1})):
+        with pytest.raises(
+            ArgumentError, match=r"received the column 'wieght'; expected one of layer, weight\."
+        ):
+            call("wieght")
+    assert Table([]).sort("weight") == Table([]).column("weight") == []
     assert table.filter(layer=1, weight=0.5) == table[3:] == table.filter(lambda row: row is table[3])
     assert table.filter(lambda row: row["weight"] > 0.3, layer=0) == table[:1]
     assert table.column("layer") == [0, 0, 1, 1]
