@@ -129,6 +129,14 @@ def test_states_of_two_commits_or_of_changed_files_make_no_page():
         NIGHTLY["merge_states"]([first, {**first, "changed": True}])
 
 
+def test_stages_are_added_to_the_page():
+    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "skipped": 0, "seconds": 90, "problem": ""}
+    state = {"commit": RESULTS["commit"], "changed": False, "stages": {"soak": result}}
+    merged = NIGHTLY["merge_states"]([RESULTS, state])
+    assert merged["stages"] == {**RESULTS["stages"], "soak": result}
+    assert NIGHTLY["merge_states"]([RESULTS]) == RESULTS
+
+
 def test_the_page_is_generated_from_the_results():
     assert (ROOT / "docs/nightly.md").read_text() == NIGHTLY["format_page"](RESULTS)
     assert "\nnightly\n" in (ROOT / "docs/index.md").read_text()
@@ -146,6 +154,9 @@ def test_the_page_shows_failures_and_stages_that_did_not_run():
     page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": {"faults": result}})
     assert "| 1,000 | **2** | 4 | 1.5 | 2030-01-01 |" in page and "- faults: exit code 1" in page
     assert page.count("| not run |") == len(STAGES) - 1
+    stages = {"faults": result | {"commit": "d" * 40}, "soak": result | {"commit": "c" * 40}}
+    page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": stages})
+    assert f" `faults` ran at commit {'d' * 10}.\n" in page and "`soak` ran" not in page
 
 
 def test_the_page_shows_the_figures_of_a_stage(tmp_path):
