@@ -116,7 +116,10 @@ class Sum(Measure):
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        state[:, as_slice(kv_idx if self.axis == -2 else q_idx)] += xp.sum(weights, axis=self.axis)
+        # NumPy adds rows one after the other, so float32 is not enough; torch adds them in parts.
+        dtype = state.dtype if xp is np else None
+        total = xp.sum(weights, axis=self.axis, dtype=dtype)
+        state[:, as_slice(kv_idx if self.axis == -2 else q_idx)] += total
         return state
 
 

@@ -23,6 +23,7 @@ from regard import (
     causal,
     first,
 )
+from regard.engines import native
 from regard.measures import MaxWeight, Sum, TopKResult, get_result_name
 from regard.tiling import use_tile_sizes
 
@@ -181,6 +182,13 @@ def test_a_sink_reduces_every_measure() -> None:
     close(A.entropy(), np.full(7, -7 * (1 / 14) * math.log(1 / 14)))
     close(A.mass(first(7)), np.full(7, 0.5))
     close(A.measure(Spread()).spread, np.full(7, 2.0))  # of the positions, so the share does not matter
+
+
+def test_float32_weights_of_many_queries_add_up() -> None:
+    A = regard.attention(np.zeros((4000, 1), np.float32), np.zeros((3, 1), np.float32))
+    # One tile; NumPy adds the rows of an array one after the other.
+    with use_tile_sizes(rows=4000, columns=3, entries=12_000), native.use_instruction_set(None):
+        close(A.measure(Received()).received, 4000 / 3, rtol=2 * np.finfo(np.float32).eps)
 
 
 def test_spread_does_not_cancel_far_from_the_start() -> None:
