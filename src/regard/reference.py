@@ -54,7 +54,8 @@ def attention(
         if cap is not None:
             scores = cap * np.tanh(scores / cap)
         for bias in biases:
-            scores = np.where(np.asarray(bias) == -np.inf, -np.inf, scores + bias)
+            bias = np.asarray(bias).astype(dtype)
+            scores = np.where(bias == -np.inf, -np.inf, scores + bias)
         scores = np.where(mask, scores, -np.inf)
         return _normalise(scores, -np.inf if sink is None else np.asarray(sink)[..., None], value, query)
 
@@ -86,7 +87,7 @@ def linear_attention(
 def _normalise(scores: Any, sink: Any, value: Any, query: Any) -> Definition:
     """Compute the results from the scores and the score of the sink."""
     with np.errstate(all="ignore"):
-        sink = np.broadcast_to(sink, scores.shape[:-1])
+        sink = np.broadcast_to(np.asarray(sink).astype(scores.dtype), scores.shape[:-1])
         shift = np.maximum(np.max(scores, axis=-1, initial=-np.inf), sink)
         base = np.where(shift == -np.inf, 0, shift)
         exponentials = np.exp(scores - base[..., None])

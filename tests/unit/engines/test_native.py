@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from typing import Any
@@ -203,6 +204,17 @@ def test_exponentials_are_within_two_ulps(instruction_set: str, dtype: Any) -> N
     nan = np.full(3, np.nan, dtype)
     library.regard_exp(number, dtype == np.float64, nan.ctypes.data, nan.ctypes.data, 3)
     assert np.isnan(nan).all()
+
+
+@pytest.mark.parametrize("rows, kv_len", [(200, 17), (257, 90), (1000, 90)])
+def test_the_sum_of_a_cell_is_within_four_ulps(instruction_set: str, rows: int, kv_len: int) -> None:
+    query, key, cells = np.zeros((1, rows, 2)), np.zeros((1, kv_len, 2)), (4, 4)
+    A = attention(query, key)
+    found = accumulate(A._problem, query, key, [CellReduction(cells, "sum")], None, None, 1)[0][0][0]
+    cell_rows, cell_columns = (np.arange(n) * 4 // n for n in (rows, kv_len))
+    for i, j in np.ndindex(*cells):
+        exact = math.fsum(A.to_dense()[0][np.ix_(cell_rows == i, cell_columns == j)].ravel())
+        assert abs(found[i, j] - exact) <= 4 * np.spacing(exact)
 
 
 def test_ties_go_to_the_lowest_index(instruction_set: str) -> None:

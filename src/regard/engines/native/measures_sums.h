@@ -210,17 +210,18 @@ static NOINLINE void NAME(flush_cells)(Block *block, int grid_number, int sub) {
     int64_t rows = block->rows - sub * SUB_ROWS < SUB_ROWS ? block->rows - sub * SUB_ROWS : SUB_ROWS;
     for (int64_t r = 0; r < rows;) {
         double *cell = grid->cells + (cell_rows[r] - grid->first_row) * grid->columns + column;
-        int64_t owner = cell_rows[r];
+        int64_t owner = cell_rows[r], stop = r + 1;
+        while (stop < rows && cell_rows[stop] == owner) stop++;
         if (grid->is_max) {
-            for (; r < rows && cell_rows[r] == owner; r++)
+            for (; r < stop; r++)
                 if (collected[r] > *cell || collected[r] != collected[r]) *cell = collected[r];
-        } else if (r == 0 && rows == SUB_ROWS && cell_rows[SUB_ROWS - 1] == owner) {
+        } else { /* eight sums at once: faster, and with less rounding error than one */
             double sums[8] = {0};
-            for (; r < SUB_ROWS; r += 8)
+            for (; r + 8 <= stop; r += 8)
                 for (int i = 0; i < 8; i++) sums[i] += collected[r + i];
+            for (int i = 0; r < stop; r++, i++) sums[i] += collected[r];
             *cell += ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-        } else
-            for (; r < rows && cell_rows[r] == owner; r++) *cell += collected[r];
+        }
     }
     for (int r = 0; r < SUB_ROWS; r++) collected[r] = 0;
 }
