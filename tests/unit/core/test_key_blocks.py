@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import alibi, causal, first, sliding_window
-from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats
+from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats, init_online_softmax
 from regard.engines import native
 from regard.measures import Distance, Entropy, Mass, Position, Received, TopK
 from regard.tiling import use_tile_sizes
@@ -86,3 +86,11 @@ def test_states_of_blocks_merge_to_the_results(mask, compiled, arrays) -> None:
             assert torch.equal(result.indices.reshape(whole.indices.shape), whole.indices)
             result, whole = result.values, whole.values
         torch.testing.assert_close(result.reshape(whole.shape), whole)
+
+
+def test_a_sink_of_another_dtype_leaves_the_tiles_in_theirs(arrays) -> None:
+    query, key, _ = (array.float() for array in arrays)
+    sink = torch.zeros(4, dtype=torch.float64)
+    for convert in (np.asarray, torch.as_tensor):
+        A = regard.attention(convert(query), convert(key), sink=convert(sink), enable_gqa=True)
+        assert init_online_softmax(A.problem, 3).max.dtype == A.problem.query.dtype

@@ -311,7 +311,7 @@ def test_an_index_that_keeps_both_token_axes_is_lazy(index: Any, tiles: None, co
 @pytest.mark.parametrize(
     "index",
     [(0, 0, 0), (..., 0), (..., slice(0, 4), slice(None)), (0, 0, [1, 2]), (None, 0), (..., slice(0, None)),
-     (..., slice(None, None, -1)), [[0, 1]], (..., slice(0, 3))],
+     (..., slice(None, None, -1)), [[0, 1]], (..., slice(0, 3)), (0, [1, 1, 1], slice(2, 4))],
 )  # fmt: skip
 def test_any_other_index_is_an_array(index: Any, tiles: None) -> None:
     A = matrix((2, 3))
