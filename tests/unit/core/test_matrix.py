@@ -326,6 +326,13 @@ def test_a_lazy_part_shares_the_query(tiles: None) -> None:
     assert A[0][1].shape == A[0, 1].shape == (Q_LEN, KV_LEN)
 
 
+def test_a_value_with_other_heads_is_refused() -> None:
+    query, key, value = arrays((6,), (3,))
+    A = regard.attention(query, key, enable_gqa=True)
+    with pytest.raises(regard.ArgumentError, match=r"broadcast to \(6,\), its heads repeated 2 times"):
+        A @ value[:2]
+
+
 def test_an_index_with_a_large_result_is_refused(counted: list[Any]) -> None:
     query = np.zeros((3, 9_001, 2), np.float32)
     A = regard.attention(query, query)

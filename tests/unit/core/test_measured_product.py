@@ -84,3 +84,8 @@ def test_one_call_gives_the_output_the_measures_and_the_lse(calls: list[Any]) ->
 )
 def test_other_calls_are_planned_without_the_kernel(calls: list[Any], measures: Any) -> None:
     assert "dense kernel" not in attention(QUERY, KEY, mask=causal()).plan(**measures)
+
+
+def test_numpy_has_no_such_kernel() -> None:
+    problem = attention(QUERY.numpy(), KEY.numpy()).problem
+    assert problem.engine.name_measured_product(problem, VALUE.numpy(), []) == ""

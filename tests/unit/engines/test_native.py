@@ -24,6 +24,7 @@ from regard.engines.accumulators import (
 from regard.engines.native import accumulate, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
+from regard.lens.analysis.measures import DistanceBands
 from tests.helpers.dense_accumulators import accumulate_dense
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the compiled library is not built")
@@ -277,8 +278,56 @@ def test_the_pass_runs_in_threads_of_its_own_and_leaves_none(monkeypatch: pytest
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
     accumulate(problem, query, key, [ColumnSum()], None, None, 3)
     assert len(started) == 2 and not any(thread.is_alive() for thread in started)
+    assert all(thread.daemon for thread in started), "a process must be able to end while the pass runs"
     accumulate(problem, query, key, [ColumnSum()], None, None, 1)
     assert len(started) == 2
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_matrix_gets_its_measures_from_the_pass(library: str) -> None:
+    query, key = convert_to(library, *draw(200, 150, 8, np.float32))
+    measures = [regard.Entropy(), regard.Received(), regard.TopK(3), DistanceBands([(-5, 0), (-1, 1)])]
+    names = ", ".join(("entropy", "received", "topk", "distance_bands"))
+    with use_instruction_set(None):
+        before = attention(query, key)
+        expected = before.measure(*measures)
+    A = attention(query, key)
+    plan = A.plan(*measures)
+    assert "compiled pass" in plan and plan.endswith(names)
+    B = attention(query, key)
+    found = [
+        A.measure(*measures),
+        [A.measure(each)[0] for each in measures],  # with the statistics of the pass before
+        [B.measure(each)[0] for each in measures[::-1]][::-1],
+        before.measure(*measures),  # the block loop rounds its statistics in another way
+    ]
+    for results in found:
+        for result, right, first_result in zip(results, expected, found[0], strict=True):
+            for part, right_part, first_part in zip(
+                *map(as_parts, (result, right, first_result)), strict=True
+            ):
+                np.testing.assert_allclose(part, right_part, rtol=3e-5, atol=2e-6)
+                np.testing.assert_array_equal(part, first_part)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_engine_passes_known_statistics_on(library: str) -> None:
+    problem = attention(*convert_to(library, *draw(200, 150, 8, np.float32))).problem
+    accumulators = [RowSum("surprisal"), ColumnSum()]
+    found = problem.engine.accumulate(problem, accumulators, None, None)
+    again = problem.engine.accumulate(problem, accumulators, *found[1:])
+    for part, expected in zip((*again[0], *again[1:]), (*found[0], *found[1:]), strict=True):
+        np.testing.assert_array_equal(part, expected)
+
+
+def convert_to(library: str, *arrays: Any) -> Any:
+    """Convert NumPy arrays to those of a library."""
+    return arrays if library == "numpy" else map(pytest.importorskip("torch").from_numpy, arrays)
+
+
+def as_parts(result: Any) -> tuple[Any, ...]:
+    """Return the arrays of a result."""
+    return tuple(result) if isinstance(result, tuple) else (result,)
 
 
 def test_a_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

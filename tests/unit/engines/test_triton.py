@@ -206,6 +206,34 @@ def test_few_largest_weights_share_the_launch_of_the_usual_measures():
     assert triton_pass.plan_launches(base, [ColumnSum()], has_stats=True) == [planned]
 
 
+def test_statistics_that_are_known_are_not_computed_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(triton_pass, "plan_launches", lambda *_, has_stats: asked.append(has_stats) or [])
+    monkeypatch.setattr(triton_pass, "Launcher", lambda _: None)
+    problem = regard.attention(*torch.zeros(2, 3, 4, dtype=torch.float16))._problem
+    known = torch.zeros(1, 3)
+    assert triton_pass.accumulate(problem, [], known, known) == ([], known, known)
+    assert asked == [True]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_planned"),
+    [
+        (torch.zeros(1, 300, 128, dtype=torch.float16), True),
+        (torch.zeros(1, 100, 129, dtype=torch.float16), False),
+        (torch.zeros(1, 100, 0, dtype=torch.float16), False),
+        (torch.zeros(1, 100, 64, dtype=torch.bfloat16), False),
+    ],
+    ids=["more keys than the limit of value_dim", "value_dim too large", "no value_dim", "another dtype"],
+)
+def test_a_flash_loop_takes_values_of_its_dtype_and_a_limited_width(value, is_planned, monkeypatch):
+    query, key = (torch.zeros(n, 64, dtype=torch.float16) for n in (5, value.shape[1]))
+    problem = regard.attention(query, key)._problem
+    monkeypatch.setattr(triton_pass, "describe_pass", lambda _: "triton pass")
+    name = triton_pass.describe_product(problem, value, [RowSum("surprisal")])
+    assert name == ("triton flash loop" if is_planned else "")
+
+
 @pytest.mark.parametrize("rows", [1, 2, 1000, 1 << 20, (1 << 24) - 1])
 def test_integers_hold_the_sum_of_a_column(rows):
     assert rows * count_units(rows) < 2**62
