@@ -156,7 +156,7 @@ def test_the_page_shows_failures_and_stages_that_did_not_run():
     assert page.count("| not run |") == len(STAGES) - 1
     stages = {"faults": result | {"commit": "d" * 40}, "soak": result | {"commit": "c" * 40}}
     page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": stages})
-    assert f" `faults` ran at commit {'d' * 10}.\n" in page and "`soak` ran" not in page
+    assert f" at commit {'c' * 10}, `faults` at {'d' * 10}: " in page and "`soak` at" not in page
 
 
 def test_the_page_shows_the_figures_of_a_stage(tmp_path):
