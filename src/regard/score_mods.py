@@ -96,6 +96,11 @@ class ScoreMod:
         """
 
 
+def _convert(array: Array, operation: str, name: str, xp: Namespace, dtype: Any = None) -> Array:
+    """Convert the array of a modification to the library and dtype of the scores."""
+    return xp.asarray(as_array(array, operation, name) if xp is np else array, dtype=dtype)
+
+
 def _make_distance_payload(mod: ScoreMod, frame: Frame, xp: Namespace, dtype: Any) -> dict[str, Any]:
     """Describe a bias by distance: its first column from the last row up, then the rest of its first row."""
     first, rows, columns = np.zeros(1, np.int64), np.arange(frame.q_len), np.arange(1, frame.kv_len)
@@ -185,7 +190,7 @@ class AlibiMod(ScoreMod):
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
     ) -> Array:
         distance = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
-        slopes = xp.asarray(self._slopes(frame), dtype=dtype)[:, None, None]
+        slopes = _convert(self._slopes(frame), "alibi", "slopes", xp, dtype)[:, None, None]
         return -slopes * xp.asarray(distance, dtype=dtype)
 
     def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
@@ -196,7 +201,7 @@ class AlibiMod(ScoreMod):
         self._slopes(frame)
 
     def __repr__(self) -> str:
-        slopes = "" if self.slopes is None else f"slopes={np.asarray(self.slopes).tolist()}"
+        slopes = "" if self.slopes is None else f"slopes={self.slopes.tolist()}"
         align = "" if self.align is None else f"align={self.align!r}"
         return f"alibi({', '.join(filter(None, (slopes, align)))})"
 
@@ -205,7 +210,8 @@ def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
     """Subtract a penalty that grows with distance: scores − slope · |q_idx − kv_idx|.
 
     Args:
-        slopes: Slope of each head: (heads,). The default is `alibi_slopes`, the published ones.
+        slopes: Slope of each head: (heads,). The default is `alibi_slopes`, the published ones. A tensor gets its
+            gradient.
         align: Which query is at which key if the lengths differ, as in `causal`.
 
     Returns:
@@ -221,15 +227,16 @@ def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
     """
     check_align(align, "alibi")
     if slopes is not None:
-        slopes = as_array(slopes, "alibi", "slopes")
-        if slopes.dtype.kind not in "iuf":
+        is_tensor = hasattr(slopes, "new_tensor")
+        slopes = slopes if is_tensor else as_array(slopes, "alibi", "slopes")
+        if not ("float" in str(slopes.dtype) or "int" in str(slopes.dtype)):
             raise ArgumentTypeError(
                 "alibi",
                 received=describe_argument(slopes),
                 expected="one number for each head",
                 hint="regard.score_mods.alibi_slopes(heads) returns the published slopes.",
             )
-        slopes = slopes.astype(np.float64)
+        slopes = slopes if is_tensor else slopes.astype(np.float64)
     return AlibiMod(slopes, align)
 
 
@@ -242,7 +249,8 @@ class BiasMod(ScoreMod):
     def additive_bias(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
     ) -> Array:
-        entries = xp.asarray(frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias"))
+        block = frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias")
+        entries = _convert(block, "bias", "array", xp)
         bias = xp.astype(entries, dtype)
         # The lowest float64 number becomes −inf in float32, but it must not mask.
         return xp.where((bias == -xp.inf) & (entries != -xp.inf), xp.finfo(dtype).min, bias)
@@ -277,7 +285,7 @@ def bias(array: Array) -> ScoreMod:
     >>> bias(np.zeros((5, 5)))
     bias(<array of shape (5, 5)>)
     """
-    if not hasattr(array, "dtype"):
+    if isinstance(array, np.ndarray) or not hasattr(array, "dtype"):
         array = as_array(array, "bias", "array")
     if "float" not in str(array.dtype):
         raise ArgumentTypeError(
@@ -337,7 +345,7 @@ class RelativeBiasMod(ScoreMod):
             bidirectional=self.bidirectional,
         )
         per_pair = frame.take_pairs(self.table.T, 1, "relative_bias", "heads")
-        return xp.asarray(per_pair[:, bucket], dtype=dtype)
+        return _convert(per_pair[:, bucket], "relative_bias", "table", xp, dtype)
 
     def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
         return _make_distance_payload(self, frame, xp, dtype)
@@ -374,7 +382,7 @@ def relative_bias(
     >>> relative_bias(np.zeros((32, 8)), bidirectional=True)
     relative_bias(<32 buckets, 8 heads>, bidirectional=True)
     """
-    if not hasattr(table, "dtype"):
+    if isinstance(table, np.ndarray) or not hasattr(table, "dtype"):
         table = as_array(table, "relative_bias", "table")
     check_align(align, "relative_bias")
     min_buckets = 4 if bidirectional else 2

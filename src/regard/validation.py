@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.types import Array
 
 
 def as_array(argument: Any, operation: str, name: str) -> Array:
-    """Convert an argument to a NumPy array.
+    """Convert an argument to a NumPy array in the byte order of this machine.
 
     Args:
         argument: An array, a tensor on any device, or nested lists of numbers.
@@ -20,11 +20,22 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
 
     Raises:
         ArgumentError: If nested lists have different lengths.
+        ArgumentTypeError: If a tensor requires a gradient, which NumPy would drop.
     """
-    if hasattr(argument, "new_tensor"):  # a tensor, on any device; NumPy has no bfloat16
+    if hasattr(argument, "new_tensor"):  # a tensor, on any device
+        if argument.requires_grad:
+            raise ArgumentTypeError(
+                operation,
+                received=f"{name} as a tensor that requires a gradient",
+                expected="numbers, or query and key as tensors",
+                hint=f"NumPy has no gradients: pass {name}.detach(), or convert query and key to tensors.",
+            )
+        # NumPy has neither bfloat16 nor lazy conjugates.
         argument = argument.cpu().float() if str(argument.dtype) == "torch.bfloat16" else argument.cpu()
+        argument = argument.resolve_conj()
     try:
-        return np.asarray(argument)
+        array = np.asarray(argument)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     except ValueError:
         raise ArgumentError(
             operation,

@@ -88,7 +88,8 @@ class Explanation:
     def output(self) -> Array | None:
         """The sum of the contributions: (value_dim,); None without a value."""
         contributions = self.contributions
-        return None if contributions is None else contributions.sum(0)
+        with np.errstate(invalid="ignore", over="ignore"):  # of live values that are not finite
+            return None if contributions is None else contributions.sum(0)
 
     def __str__(self) -> str:
         return format_explanation(self)
@@ -144,6 +145,7 @@ def explain_row(
     key = engine.take(problem.key, problem.key_index, all_keys, problem.dtype)[0]
     with engine.suppress_warnings(), engine.no_grad():
         raw = key @ query
+        scaled = raw * problem.scale
         scores = problem.scores(rows, all_keys)
         stats = init_online_softmax(problem, 1)
         sink = None if problem.sink is None else stats.max[0, 0]
@@ -158,8 +160,8 @@ def explain_row(
         given = problem.take_given_weights(rows, all_keys)
         if given is not None:  # their lse is 0: a row may sum to less than 1
             weights, total = given[0, 0], float(xp.exp(-shift))
-        query, key, raw, exponentials, weights = map(
-            engine.to_numpy, (query, key, raw, exponentials, weights)
+        query, key, raw, scaled, exponentials, weights = map(
+            engine.to_numpy, (query, key, raw, scaled, exponentials, weights)
         )
         row_scores, value = engine.to_numpy(scores[0, 0]), None if value is None else engine.to_numpy(value)
         return Explanation(
@@ -173,7 +175,7 @@ def explain_row(
             score_mods=tuple(map(repr, problem.score_mods)),
             masks=() if problem.mask is None else (repr(problem.mask),),
             raw_scores=raw,
-            scaled_scores=raw * problem.scale,
+            scaled_scores=scaled,
             scores=row_scores,
             shift=float(shift),
             exponentials=exponentials,

@@ -107,7 +107,7 @@ def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]
 
 def _resolve_slice(entry: slice, size: int, operation: str) -> IntArray:
     try:
-        return np.ascontiguousarray(np.arange(size)[entry])
+        return np.arange(*entry.indices(size))
     except (TypeError, ValueError):
         raise ArgumentError(
             operation,

@@ -48,7 +48,7 @@ class TorchNamespace:
 
     def asarray(self, array: Any, dtype: Any = None) -> Array:
         if self._device.type == "cpu":
-            array = array if isinstance(array, torch.Tensor) else torch.tensor(np.asarray(array))
+            array = array if isinstance(array, torch.Tensor) else _copy_to_tensor(array)
             return array.to(device=self._device, dtype=dtype)
         if not isinstance(array, torch.Tensor):
             array = np.asarray(array)
@@ -56,7 +56,7 @@ class TorchNamespace:
                 # Made on the device: a copy to it may wait for what it computes.
                 array = torch.arange(int(array[0]), int(array[-1]) + 1, device=self._device)
             else:
-                array = torch.tensor(array)
+                array = _copy_to_tensor(array)
         if dtype is None and array.dtype == torch.float64:
             dtype = self.float64
         # Converted before it is moved: the device may lack the dtype.
@@ -105,16 +105,18 @@ class TorchEngine:
 
     def as_float(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
-            array = torch.as_tensor(as_array(array, operation, name))
-            array = self.xp.asarray(array) if self.is_asynchronous else array
-        if array.is_floating_point():
+            array = as_array(array, operation, name)
+            if array.dtype.kind in "iuf" or array.dtype.name == "bfloat16":
+                array = self.xp.asarray(array)
+        is_tensor = isinstance(array, torch.Tensor)
+        if is_tensor and array.is_floating_point():
             return array if array.device == self.device else self._move(array, operation, name)
-        if array.dtype == torch.bool or array.is_complex():
+        if not is_tensor or array.dtype == torch.bool or array.is_complex():
             raise ArgumentTypeError(
                 operation,
                 received=f"{name} as {describe_argument(array)}",
                 expected="real numbers",
-                hint=f"Convert it first: {name}.float().",
+                hint=f"Convert it first: {name}.{'float()' if is_tensor else 'astype(float)'}.",
             )
         return array.to(device=self.device, dtype=torch.get_default_dtype())
 
@@ -339,6 +341,15 @@ class TorchEngine:
     def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
         return context
+
+
+def _copy_to_tensor(array: Any) -> Tensor:
+    """Copy an array to a tensor; torch refuses negative strides, swapped bytes, and dtypes that it lacks."""
+    array = np.asarray(array)
+    is_bfloat16, is_long = array.dtype.name == "bfloat16", array.dtype.itemsize > 8
+    dtype = np.float32 if is_bfloat16 else np.float64 if is_long else array.dtype.newbyteorder("=")
+    tensor = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+    return tensor.to(torch.bfloat16) if is_bfloat16 else tensor
 
 
 def _to_tensors(result: Any) -> Any:

@@ -76,7 +76,7 @@ class RecordingWriter:
         if isinstance(mod, BiasMod):
             return {"kind": "bias", "array": self.add_array(mod.array, name)}
         if isinstance(mod, AlibiMod):
-            slopes = None if mod.slopes is None else np.asarray(mod.slopes).tolist()
+            slopes = None if mod.slopes is None else mod.slopes.tolist()
             return {"kind": "alibi", "slopes": slopes, "align": mod.align}
         if isinstance(mod, RelativeBiasMod):
             return {

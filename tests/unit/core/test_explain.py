@@ -350,3 +350,18 @@ def test_wrong_arguments_are_refused(wrong: Any) -> None:
 def test_a_row_past_the_end_is_an_index_error(row: int) -> None:
     with pytest.raises(regard.IndexOutOfRangeError, match="explain"):
         regard.attention(cat.Q, cat.K).explain(row)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_numbers_that_are_not_finite_raise_no_warning(library: str, scale: float) -> None:
+    query, key = np.array([[np.inf, 1.0], [1e308, 2.0]]), np.array([[1.0, 2.0], [-1.0, 1e300]])
+    value = np.array([[np.inf, np.nan], [-np.inf, 1e308]])
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        query, key, value = map(torch.from_numpy, (query, key, value))
+    with np.errstate(all="raise"):
+        steps = regard.attention(query, key, scale=scale).explain(0, value=value)
+        assert "How query 0 attends" in str(steps) and steps._repr_html_()
+    equal(steps.raw_scores, [np.inf, -np.inf])
+    equal(steps.scaled_scores, [np.nan, np.nan] if scale == 0 else [np.inf, -np.inf])
