@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
+from operator import index
 from typing import Any, Literal
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
@@ -118,10 +119,11 @@ def knockout(
     >>> knockout(3, heads=[1, 2], queries=-1, keys="cat")
     knockout(layers=3, heads=[1, 2], queries=-1, keys='cat')
     """
-    _check_selection("knockout", layers, heads, batch)
-    for parameter, positions in (("queries", queries), ("keys", keys)):
-        _check_positions("knockout", parameter, positions)
-    return KnockoutEdit(layers=layers, heads=heads, queries=queries, keys=keys, batch=batch)
+    return KnockoutEdit(
+        **_as_selections("knockout", layers, heads, batch),
+        queries=_as_positions(queries, "knockout", "queries"),
+        keys=_as_positions(keys, "knockout", "keys"),
+    )
 
 
 def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: Heads = None) -> Edit:
@@ -143,7 +145,7 @@ def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: H
     >>> restrict("*.layers.0.*", heads=2, mask=regard.sliding_window(64))
     restrict(layers='*.layers.0.*', heads=2, mask=sliding_window(64))
     """
-    _check_selection("restrict", layers, heads, batch)
+    selection = _as_selections("restrict", layers, heads, batch)
     if not isinstance(mask, Mask):
         raise ArgumentTypeError(
             "restrict",
@@ -151,7 +153,7 @@ def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: H
             expected="a mask such as regard.sliding_window(64)",
             hint="Wrap a boolean array, True = attend, as regard.dense(array).",
         )
-    return RestrictEdit(layers=layers, heads=heads, mask=mask, batch=batch)
+    return RestrictEdit(**selection, mask=mask)
 
 
 def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, batch: Heads = None) -> Edit:
@@ -173,7 +175,7 @@ def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, 
     >>> rescore(0, score_mod=regard.softcap(5.0))
     rescore(layers=0, score_mod=softcap(5.0))
     """
-    _check_selection("rescore", layers, heads, batch)
+    selection = _as_selections("rescore", layers, heads, batch)
     if not isinstance(score_mod, ScoreMod):
         raise ArgumentTypeError(
             "rescore",
@@ -181,7 +183,7 @@ def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, 
             expected="a score modification such as regard.softcap(5.0)",
             hint="Wrap an array of numbers to add as regard.bias(array).",
         )
-    return RescoreEdit(layers=layers, heads=heads, score_mod=score_mod, batch=batch)
+    return RescoreEdit(**selection, score_mod=score_mod)
 
 
 def ablate(
@@ -212,8 +214,10 @@ def ablate(
     >>> ablate(0, heads=1, to="mean"), ablate(to=0.5)
     (ablate(layers=0, heads=1, to='mean'), ablate(to=0.5))
     """
-    _check_selection("ablate", layers, heads, batch)
-    _check_positions("ablate", "queries", queries)
+    selection = _as_selections("ablate", layers, heads, batch)
+    queries = _as_positions(queries, "ablate", "queries")
+    if getattr(to, "ndim", None) == 0 and not getattr(to, "requires_grad", False):
+        to = to.item()  # type: ignore[union-attr] # a scalar of NumPy or torch
     is_number = isinstance(to, Real) and not isinstance(to, bool)
     if not (is_number or isinstance(to, Recording) or (isinstance(to, str) and to in ("zero", "mean"))):
         raise ArgumentError(
@@ -222,7 +226,7 @@ def ablate(
             expected='"zero", "mean", a recording, or a number to multiply by',
             hint="For the output of another run at the same positions use patch(source=recording, what='output').",
         )
-    return AblateEdit(layers=layers, heads=heads, to=to, queries=queries, batch=batch)
+    return AblateEdit(**selection, to=to, queries=queries)
 
 
 def patch(
@@ -261,8 +265,8 @@ def patch(
     >>> patch(0, heads=1, source=recording)
     patch(layers=0, heads=1, source=<recording of 1 layer>, what='pattern')
     """
-    _check_selection("patch", layers, heads, batch)
-    _check_positions("patch", "queries", queries)
+    selection = _as_selections("patch", layers, heads, batch)
+    queries = _as_positions(queries, "patch", "queries")
     if not isinstance(source, Recording):
         raise ArgumentTypeError(
             "patch",
@@ -284,7 +288,7 @@ def patch(
             expected="no queries: a value is read by every row that attends to it",
             hint="Omit queries, or patch the output of these rows: what='output'.",
         )
-    return PatchEdit(layers=layers, heads=heads, source=source, what=what, queries=queries, batch=batch)
+    return PatchEdit(**selection, source=source, what=what, queries=queries)
 
 
 def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
@@ -308,40 +312,77 @@ def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
     return listed
 
 
-def _check_selection(operation: str, layers: Any, heads: Any, batch: Any) -> None:
-    for entry in [layers] if isinstance(layers, str) or not hasattr(layers, "__iter__") else layers:
-        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, str | int)):
-            raise ArgumentTypeError(
-                operation,
-                received=f"layers with {describe_argument(entry)}",
-                expected="numbers of layers, names of modules, or patterns with *",
-                hint="list(recording) lists the attention layers of a run in order.",
-            )
-    for parameter, chosen in (("heads", heads), ("batch", batch)):
-        entries = [] if chosen is None or isinstance(chosen, slice) else chosen
-        entries = [entries] if not hasattr(entries, "__iter__") or isinstance(entries, str) else list(entries)
-        if any(isinstance(entry, bool) or not hasattr(entry, "__index__") for entry in entries):
-            raise ArgumentTypeError(
-                operation,
-                received=f"{parameter} as {describe_argument(chosen)}",
-                expected="an integer, a list of integers, or a slice",
-                hint=f"Omit {parameter} for all.",
-            )
+def _as_selections(operation: str, layers: Any, heads: Any, batch: Any) -> dict[str, Any]:
+    """Return layers, heads and batch entries as an edit has them."""
+    return {
+        "layers": as_layers(layers, operation),
+        "heads": _as_heads(heads, operation, "heads"),
+        "batch": _as_heads(batch, operation, "batch"),
+    }
 
 
-def _check_positions(operation: str, parameter: str, positions: Any) -> None:
-    if positions is None or isinstance(positions, slice | str):
-        return
-    entries = list(positions) if hasattr(positions, "__iter__") else [positions]
-    for entry in entries:
-        is_position = hasattr(entry, "__index__") and not isinstance(entry, bool)
-        if not is_position and not isinstance(entry, str):
+def as_layers(layers: Any, operation: str) -> Layers:
+    """Return layers with Python's integers: one number or text, a list of them, or None for all.
+
+    Raises:
+        ArgumentTypeError: If something else is passed.
+        ArgumentError: If a number is negative.
+    """
+    expected = "numbers of layers, names of modules, or patterns with *"
+    hint = "list(recording) lists the attention layers of a run in order."
+    chosen: Layers = _as_selection(layers, operation, "layers", expected, hint, allows_text=True)
+    for entry in chosen if isinstance(chosen, list) else [chosen]:
+        if isinstance(entry, int) and entry < 0:
+            raise ArgumentError(
+                operation,
+                received=f"layers with {entry}",
+                expected="numbers from 0: layers are numbered as they run, and how many will run is not known before",
+                hint="Name the layer: with regard.watch(model) as recording: …, and then list(recording)[-1].",
+            )
+    return chosen
+
+
+def _as_heads(chosen: Any, operation: str, parameter: str) -> Heads:
+    """Return heads or batch entries with Python's integers: one, a list of them, a slice, or None for all."""
+    if isinstance(chosen, slice):
+        return chosen
+    expected = "an integer, a list of integers, or a slice"
+    selection: Heads = _as_selection(chosen, operation, parameter, expected, f"Omit {parameter} for all.")
+    return selection
+
+
+def _as_positions(positions: Any, operation: str, parameter: str) -> Positions:
+    """Return positions with Python's integers: one or a text, a list of them, a slice, or None for all."""
+    if isinstance(positions, slice):
+        return positions
+    expected = "positions: an integer, a slice, the text of a token, or a list of these"
+    hint = f"For example {parameter}=[0, 1], or {parameter}=slice(8, None)."
+    selection: Positions = _as_selection(positions, operation, parameter, expected, hint, allows_text=True)
+    return selection
+
+
+def _as_selection(
+    chosen: Any, operation: str, parameter: str, expected: str, hint: str, *, allows_text: bool = False
+) -> Any:
+    """Return one entry or a list of entries, each an integer of Python or a text; None stays None."""
+    if chosen is None:
+        return None
+    # Arrays without axes have `__iter__` and do not iterate.
+    is_single = isinstance(chosen, str) or not hasattr(chosen, "__iter__") or getattr(chosen, "ndim", 1) == 0
+    entries = []
+    for entry in [chosen] if is_single else chosen:
+        is_bool = isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool")
+        number: Any = None if is_bool else entry
+        try:
+            entries.append(entry if isinstance(entry, str) and allows_text else index(number))
+        except TypeError:
             raise ArgumentTypeError(
                 operation,
-                received=f"{parameter} as {describe_argument(positions)}",
-                expected="positions: an integer, a slice, the text of a token, or a list of these",
-                hint=f"For example {parameter}=[0, 1], or {parameter}=slice(8, None).",
-            )
+                received=f"{parameter} with {describe_argument(entry)}",
+                expected=expected,
+                hint=hint,
+            ) from None
+    return entries[0] if is_single else entries
 
 
 def _describe(value: Any) -> str:

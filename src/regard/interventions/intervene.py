@@ -14,7 +14,7 @@ from torch import nn
 
 from regard.errors import ArgumentError, NotCapturedError
 from regard.interventions.edge_correction import compute_rows
-from regard.interventions.edits import AblateEdit, Edit, PatchEdit, RestrictEdit, as_edits
+from regard.interventions.edits import AblateEdit, Edit, PatchEdit, RestrictEdit, as_edits, as_layers
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
 from regard.interventions.sequence_positions import SequencePositions
 from regard.lens.analysis.token_rows import as_token_lists
@@ -266,7 +266,8 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
         ArgumentError: If nothing is selected.
     """
     ordered = list(names)
-    chosen = [name for i, name in enumerate(ordered) if _selects(Edit(layers=layers), name, i)]
+    edit = Edit(layers=as_layers(layers, operation))
+    chosen = [name for i, name in enumerate(ordered) if _selects(edit, name, i)]
     if not chosen:
         raise ArgumentError(
             operation,

@@ -113,9 +113,8 @@ class LayerEdits:
         if call.weights is not None:
             weights = edit_given_weights(call.weights, self.masks, self.score_mods)
             call = replace(call, weights=weights)
-        for edit, pairs in self._patterns:
-            source, rows = find_source(edit, self.name), self._find_patched_rows(edit)
-            call = patch_pattern(call, source, pairs, rows, self.placement)
+        for edit, pairs, rows in self._patterns:
+            call = patch_pattern(call, find_source(edit, self.name), pairs, rows, self.placement)
         return call
 
     # Resolved edits
@@ -124,19 +123,21 @@ class LayerEdits:
         return self.placement.select_pairs(edit.heads, edit.batch, edit.name)
 
     @cached_property
-    def _patterns(self) -> list[tuple[PatchEdit, BoolArray]]:
+    def _patterns(self) -> list[tuple[PatchEdit, BoolArray, IntArray | None]]:
+        """The patches of patterns: pairs and rows of each group of batch entries; None for all rows."""
         return [
-            (entry.edit, self._select(entry.edit))
+            (entry.edit, pairs, rows)
             for entry in self.bound
             if isinstance(entry.edit, PatchEdit) and entry.edit.what == "pattern"
+            for pairs, rows in self._find_rows(entry)
         ]
 
     @cached_property
     def _patterned(self) -> BoolArray:
         """Pairs whose pattern another run replaces as a whole."""
         flags = np.zeros(self.placement.batch * self.placement.heads, bool)
-        for edit, pairs in self._patterns:
-            flags |= pairs if edit.queries is None else False
+        for _, pairs, rows in self._patterns:
+            flags |= pairs if rows is None else False
         return flags
 
     @cached_property
@@ -224,11 +225,6 @@ class LayerEdits:
                 groups.append((self._select(edit) & batch, rows))
         return groups
 
-    def _find_patched_rows(self, edit: PatchEdit) -> IntArray | None:
-        entry = next(entry for entry in self.bound if entry.edit is edit)
-        groups = self._find_rows(entry)
-        return groups[0][1] if groups else np.zeros(0, np.int64)
-
     # Application
 
     def apply(self, call: Call, args: CapturedArgs, base_output: Tensor | None) -> tuple[Tensor | None, str]:
@@ -261,8 +257,7 @@ class LayerEdits:
             paths.append(self._apply_to_given_weights(args, value, values, writer))
         elif self.masks or self.score_mods or values:
             paths.append(self._apply_to_weights(call, value, values, writer))
-        for edit, pairs in self._patterns:
-            rows = self._find_patched_rows(edit)
+        for edit, pairs, rows in self._patterns:
             source = find_source(edit, self.name)
             paths.append(_apply_pattern(source, pairs, rows, value, self.placement, writer))
         for entry in self.bound:

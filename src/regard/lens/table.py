@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 from regard.errors import ArgumentError
 from regard.render.table import Alignment, format_cell, format_table
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
 
 PRINTED_ROWS = 20
 
 
 class Table(list[dict[str, Any]]):
-    """A list of rows, each a dict with the same keys.
+    """A list of rows, each a dict with the same keys; None where a number is missing.
 
-    Printing shows the first 20 rows. `sort` and `filter` return new tables, and so does a slice.
-    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table as it is.
+    Printing shows the first 20 rows. `sort`, `filter` and slices return new tables of the same class.
+    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table as it is. pandas then converts integers to
+    floats if any is missing; `table.to_pandas()` keeps them.
 
     >>> from regard.lens import Table
     >>> table = Table([{"head": 0, "weight": 0.25}, {"head": 1, "weight": 0.5}])
@@ -45,10 +50,10 @@ class Table(list[dict[str, Any]]):
         self._check_columns("table.column", [name])
         return [row[name] for row in self]
 
-    def sort(self, column: str, *, largest_first: bool = True) -> Table:  # type: ignore[override]
+    def sort(self, column: str, *, largest_first: bool = True) -> Self:  # type: ignore[override]
         """Return the rows sorted by one column.
 
-        Unlike `list.sort`, it does not change the table. The sort is stable, and NaN comes last.
+        Unlike `list.sort`, it does not change the table. The sort is stable, and NaN and None come last.
 
         Args:
             column: Name of a column of numbers or of text.
@@ -63,11 +68,11 @@ class Table(list[dict[str, Any]]):
         [1, 0]
         """
         self._check_columns("table.sort", [column])
-        numbers = [row for row in self if row[column] == row[column]]
-        nans = [row for row in self if row[column] != row[column]]
-        return Table([*sorted(numbers, key=itemgetter(column), reverse=largest_first), *nans])
+        missing = [row for row in self if row[column] is None or row[column] != row[column]]
+        present = [row for row in self if row[column] is not None and row[column] == row[column]]
+        return self._with_rows([*sorted(present, key=itemgetter(column), reverse=largest_first), *missing])
 
-    def filter(self, predicate: Callable[[dict[str, Any]], bool] | None = None, /, **values: Any) -> Table:
+    def filter(self, predicate: Callable[[dict[str, Any]], bool] | None = None, /, **values: Any) -> Self:
         """Return the rows that satisfy a condition.
 
         Args:
@@ -83,12 +88,35 @@ class Table(list[dict[str, Any]]):
         True
         """
         self._check_columns("table.filter", values)
-        return Table(
+        return self._with_rows(
             row
             for row in self
             if (predicate is None or predicate(row))
             and all(row[name] == value for name, value in values.items())
         )
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the table as a pandas DataFrame; integers of which some are missing have the dtype Int64."""
+        import pandas
+
+        frame = pandas.DataFrame(self)
+        for name in self.columns:
+            kinds = {type(value) for value in self.column(name)}
+            if kinds == {int, type(None)}:
+                frame[name] = pandas.array(self.column(name), dtype="Int64")
+        return frame
+
+    def to_polars(self) -> polars.DataFrame:
+        """Return the table as a polars DataFrame, in which missing entries are null."""
+        import polars
+
+        return polars.DataFrame(self, infer_schema_length=None)
+
+    def _with_rows(self, rows: Iterable[dict[str, Any]]) -> Self:
+        """Return a table of the same class and with the same attributes."""
+        table = type(self)(rows)
+        vars(table).update(vars(self))
+        return table
 
     def _check_columns(self, operation: str, names: Iterable[str]) -> None:
         """Raise an `ArgumentError` for a name that no column has; a table without rows has any column."""
@@ -104,11 +132,11 @@ class Table(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> Table: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Table:
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Self:
         """Return one row, or for a slice a table."""
         if isinstance(index, slice):
-            return Table(super().__getitem__(index))
+            return self._with_rows(super().__getitem__(index))
         return super().__getitem__(index)
 
     def __repr__(self) -> str:

@@ -71,14 +71,14 @@ def format_cell(value: object) -> str:
 
     Args:
         value: A float is printed to three decimals, or to three digits from 10,000 on, and NaN as a dash. An integer
-            gets thousands separators. The control characters of any other value's text are escaped.
+            gets thousands separators, and None is a dash. The control characters of any other value's text are escaped.
 
     Returns:
         Text of one line.
     """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
     if isinstance(value, float):
-        if math.isnan(value):
-            return "–"
         return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"

@@ -157,3 +157,12 @@ def test_a_metric_that_forgets_the_batch_is_refused_with_a_hint():
     with pytest.raises(regard.ArgumentError, match=r"1 numbers for \d batch entries.*batch_size=1"):
         effects(model, one, metric)
     assert len(effects(model, one, metric, batch_size=1)) == 8
+
+
+def test_sorted_filtered_and_sliced_tables_keep_class_and_metric():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    table = effects(model, inputs, METRIC)
+    for part in (table.sort("effect"), table.filter(layer=1), table[:3]):
+        assert type(part) is type(table) and len(part) in (3, 4, 8)
+        assert (part.clean, part.metric, part.edit) == (table.clean, table.metric, table.edit)
+        assert "effectsPage" in part.page().html

@@ -103,7 +103,22 @@ def remove(queries, keys, heads, batch=(0, 1)):
 # -- What an edit selects ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [1, [1], "1", ["1"], "*1*"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        1,
+        [1],
+        "1",
+        ["1"],
+        "*1*",
+        np.int64(1),
+        np.array(1),
+        np.array([1]),
+        torch.tensor([1]),
+        iter([1]),
+        range(1, 2),
+    ],
+)
 def test_layers_are_numbers_names_or_patterns(model, x, layers):
     edited, intervention = run(model, x, knockout(layers, heads=2, queries=5, keys=[1, 2]))
     torch.testing.assert_close(edited, attend(model, x, 1, remove([5], [1, 2], [2])), atol=1e-6, rtol=1e-5)
@@ -297,6 +312,36 @@ def test_rows_of_a_pattern(model, x):
 
     torch.testing.assert_close(edited, attend(model, x, 0, by_hand), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(intervention.recording["0"][:, 1, 3], weights[:, 1, 3], atol=1e-6, rtol=1e-5)
+
+
+def test_rows_of_a_pattern_by_the_text_of_each_batch_entry(model, x):
+    tokens = [TOKENS, [TOKENS[i] for i in (0, 5, 2, 3, 4, 1, 6)]]
+    with torch.no_grad(), regard.watch(model) as source:
+        model(x.flip(1))
+    weights = source["0"].to_dense()
+    edit = patch(0, heads=1, source=source, queries=[" cat", 3])
+    edited, intervention = run(model, x, edit, tokens=tokens, record=True)
+
+    def by_hand(scores):
+        own = scores.softmax(-1)
+        for entry, rows in enumerate(([1, 3], [5, 3])):
+            own[entry, 1, rows] = weights[entry, 1, rows]
+        return own
+
+    torch.testing.assert_close(edited, attend(model, x, 0, by_hand), atol=1e-6, rtol=1e-5)
+    recorded = intervention.recording["0"].to_dense()
+    torch.testing.assert_close(recorded[1, 1, 5], weights[1, 1, 5], atol=1e-6, rtol=1e-5)
+    plain = attend(model, x, 0, lambda scores: scores.softmax(-1))
+    assert (edited[1, 1:3] - plain[1, 1:3]).abs().max() < 1e-6  # the rows of the other entry's text
+
+
+@pytest.mark.parametrize("to", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_outputs_are_scaled_by_numbers_of_numpy_and_torch(model, x, to):
+    edited, _ = run(model, x, ablate(np.int32(1), heads=np.array(2), to=to, queries=np.array(3)))
+    expected, _ = run(model, x, ablate(1, heads=2, to=0.5, queries=3))
+    assert torch.equal(edited, expected) and not torch.equal(edited, model(x))
+    whole, _ = run(model, x, ablate(1, to=np.int64(1)))
+    assert torch.equal(whole, run(model, x)[0])
 
 
 def test_the_mean_of_a_recording(model, x):

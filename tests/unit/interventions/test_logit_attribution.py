@@ -210,3 +210,29 @@ def test_half_precision_adds_up_to_its_rounding():
     found = logit_attribution(model, inputs, 7)
     size = sum(abs(value) for value in found.parts.column("logit"))
     assert sum(found.parts.column("logit")) == pytest.approx(found.logit, abs=2e-2 * size)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 2", "Granite"])
+def test_double_precision_adds_up_also_where_norms_compute_in_single(name):
+    model, inputs = FAMILIES[name].build(dtype=torch.float64), FAMILIES[name].inputs("none")
+    found = logit_attribution(model, inputs, 7)
+    assert sum(found.parts.column("logit")) == pytest.approx(found.logit, rel=1e-5)
+    single = logit_attribution(FAMILIES[name].build(), inputs, 7)
+    for ours, theirs in zip(found.parts, single.parts, strict=True):
+        assert ours["logit"] == pytest.approx(theirs["logit"], rel=1e-3, abs=1e-5)
+
+
+def test_layer_and_head_are_integers_or_missing_in_data_frames():
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    parts = logit_attribution(TINY["GPT-2"].build(), torch.arange(5)[None], 3).parts
+    assert {type(row["head"]) for row in parts.filter(part="head")} == {int}
+    assert parts.filter(part="embedding")[0]["layer"] is None and "–" in str(parts)
+    for frame in (polars.DataFrame(parts), parts.to_polars()):
+        assert frame.schema["layer"] == frame.schema["head"] == polars.Int64
+        assert frame["head"].to_list() == parts.column("head")
+    frame = parts.to_pandas()
+    assert frame.dtypes["layer"] == frame.dtypes["head"] == pandas.Int64Dtype()
+    assert frame["layer"].isna().tolist() == [layer is None for layer in parts.column("layer")]
+    assert frame.loc[frame["part"] == "head", "head"].tolist() == parts.filter(part="head").column("head")
+    assert frame.dtypes["logit"] == "float64" and frame["logit"].tolist() == parts.column("logit")
+    assert [row["layer"] for row in parts.sort("layer", largest_first=False)][-1] is None

@@ -231,6 +231,8 @@ def test_data_frames_accept_the_table(library):
     frame = frames.DataFrame(table)
     assert list(frame.columns) == table.columns and frame.shape == (4, len(table.columns))
     assert list(frame["entropy"]) == table.column("entropy")
+    own = getattr(table, f"to_{library}")()
+    assert own.equals(frame) and list(own.dtypes) == list(frame.dtypes)
 
 
 def test_the_induction_head_of_the_trained_model_is_found():
