@@ -29,6 +29,15 @@ class ResolvedIndex(NamedTuple):
     adds_axes: bool
     keeps_tokens: bool
 
+    @property
+    def leading_local(self) -> tuple[Any, ...]:
+        """The part of `local` that belongs to the axes before the token axes."""
+        entries = list(self.local)
+        for _ in range(2):
+            while entries.pop() is Ellipsis:
+                pass
+        return tuple(entries)
+
 
 def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> ResolvedIndex:
     """Resolve an index of integers, slices, ellipsis, newaxis and at most one integer array.
@@ -54,9 +63,9 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
     arrays = 0
     adds_axes = False
     for entry in entries:
-        if entry is None:
-            local.append(None)
-            adds_axes = True
+        if entry is None or entry is Ellipsis:
+            local.append(entry)
+            adds_axes = adds_axes or entry is None
             continue
         if hasattr(entry, "detach"):  # a tensor
             entry = entry.detach().cpu().numpy()
@@ -83,12 +92,16 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
             expected="at most one integer array, besides slices and integers",
             hint="Index in two steps: A[rows][:, columns].",
         )
-    whole = all(isinstance(entry, slice) and entry == slice(None) for entry in entries[-2:])
+    tokens = [entry for entry in entries if entry is not Ellipsis][-2:]
+    whole = all(isinstance(entry, slice) and entry == slice(None) for entry in tokens)
     return ResolvedIndex(positions, tuple(local), kept, adds_axes, whole and not adds_axes)
 
 
 def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]:
-    """Replace the ellipsis, or the end of a short index, by full slices."""
+    """Replace the ellipsis, or the end of a short index, by full slices.
+
+    An ellipsis that stands for no axis stays: in NumPy it separates an array from an integer, which moves axes.
+    """
     given = sum(entry is not None and entry is not Ellipsis for entry in entries)
     dots = sum(entry is Ellipsis for entry in entries)
     if given > ndim or dots > 1:
@@ -99,7 +112,7 @@ def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]
             hint=f"The matrix has {ndim} axes.",
         )
     missing = [slice(None)] * (ndim - given)
-    if not dots:
+    if not dots or not missing:
         return entries + missing
     at = next(i for i, entry in enumerate(entries) if entry is Ellipsis)
     return entries[:at] + missing + entries[at + 1 :]

@@ -159,7 +159,7 @@ class AttentionMatrix:
         """
         resolved = resolve_index(index, self.shape, "A[index]")
         if resolved.keeps_tokens:
-            return self._select(resolved)
+            return self._view(resolved)
         return self._entries(resolved, "A[index]", weights=True)
 
     @property
@@ -563,6 +563,22 @@ class AttentionMatrix:
         part_shape = tuple(len(chosen) for chosen, keep in zip(leading, kept, strict=True) if keep)
         part = replace(spec, query=None, leading_shape=part_shape, groups=groups, q_len=len(rows))
         return AttentionMatrix(part, problem, stats)
+
+    def _view(self, resolved: ResolvedIndex) -> AttentionMatrix:
+        """Return `_select(resolved)` with its leading axes in the order that the array library gives them."""
+        part, spec = self._select(resolved), self._spec
+        *leading, _ = resolved.positions[:-1]
+        if not any(isinstance(entry, np.ndarray) for entry in resolved.leading_local):
+            return part
+        # NumPy moves the axis of an array to the front if the index separates it from an integer.
+        numbers = np.arange(len(part._problem.pair_ids)).reshape([len(chosen) for chosen in leading])
+        moved = spec.engine.to_numpy(spec.engine.xp.asarray(numbers)[resolved.leading_local])
+        if np.array_equal(moved.ravel(), numbers.ravel()):
+            return part
+        pairs = moved.ravel()
+        problem = replace(part._problem.select_pairs(pairs), pair_ids=np.arange(len(pairs)))
+        moved_spec = replace(part._spec, leading_shape=moved.shape, groups=int(spec.groups == 1))
+        return AttentionMatrix(moved_spec, problem, None if part._stats is None else part._stats.select(pairs))
 
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         """Compute the weights or scores at an index."""

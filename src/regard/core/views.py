@@ -62,7 +62,7 @@ class LazyIndexer:
                 expected="an index of heads and rows that keeps all columns",
                 hint="A row's weights depend on all its keys; to select columns, compute the weights with A[index].",
             )
-        return self._matrix._select(resolved)
+        return self._matrix._view(resolved)
 
 
 class TransposedMatrix:

@@ -320,6 +320,29 @@ def test_any_other_index_is_an_array(index: Any, tiles: None) -> None:
     close(found, expected, atol=1e-14)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "index",
+    [np.s_[::2, 1, ..., [0, 2, 1], :], np.s_[:, [0, 1, 2], ..., 0, :], np.s_[:, 1, 1, ..., [0, 2], :],
+     np.s_[:, 1, 2, [1, 0], ..., 3], np.s_[1, 0, 2, [1, 0], 3, ...], np.s_[:, :, 1, ..., [2, 0], 3],
+     np.s_[None, 1, 0, ..., [0, 1], 2, :], np.s_[:, 1, ..., [0, 2], :, :], np.s_[:, [0, 1], ..., 1, :, :],
+     np.s_[1, ..., [0, 2], :, :], np.s_[[2, 0], ..., 1, :, :], np.s_[1, :, [0, 2], :, :], np.s_[[0, 2], :, 1, :, :]],
+)  # fmt: skip
+def test_an_ellipsis_of_no_axis_separates_an_array_from_an_integer(index: Any, library: str) -> None:
+    ndim = sum(entry is not None and entry is not Ellipsis for entry in index)
+    query, key, _ = arrays((3,) * (ndim - 2))
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        query, key = torch.tensor(query), torch.tensor(key)
+    A = regard.attention(query, key, mask=causal("lower_right") & padding(7))
+    found, expected = A[index], A.to_dense()[index]
+    assert found.shape == expected.shape
+    if isinstance(found, regard.AttentionMatrix):
+        assert found.entropy().shape == expected.shape[:-1]
+        found = found.to_dense()
+    close(np.asarray(found), np.asarray(expected), atol=1e-14)
+
+
 def test_a_lazy_part_shares_the_query(tiles: None) -> None:
     A = matrix((2, 3))
     assert A[0, 1]._problem.query is A._problem.query
