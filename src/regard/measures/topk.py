@@ -270,8 +270,10 @@ class TopK(Measure):
             return top
         indices = top.indices[rows]  # (rows with zeros, k)
         is_zero = top.values[rows] == 0
-        candidate = xp.arange(self.k)[:, None]
-        free = ~xp.any((indices[..., None, :] == candidate) & ~is_zero[..., None, :], axis=-1)
+        # Whether each of the k lowest keys has a weight above 0; the last column takes the indices that do not matter.
+        taken = xp.zeros((len(indices), self.k + 1), dtype=xp.bool)
+        taken[xp.arange(len(indices))[:, None], xp.where(is_zero | (indices > self.k), self.k, indices)] = True
+        free = ~taken[:, : self.k]
         lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
         zeros_first = xp.argsort(xp.astype(~is_zero, xp.int8), axis=-1, stable=True)
         rank = xp.argsort(zeros_first, axis=-1)  # of each zero among the zeros of its row

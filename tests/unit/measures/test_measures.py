@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_a_nan_in_a_late_tile_is_found() -> None:
     top = regard.attention(query, key, mask=regard.dense(allowed)).topk(2)
     equal(top.indices, [[0, 1]] * 3 + [[12, 13]])
     equal(np.isnan(top.values), np.arange(4)[:, None] == [[3, 3]])
+
+
+@pytest.mark.parametrize("k", [128, 512])
+def test_topk_takes_memory_for_its_result_not_for_its_square(k: int) -> None:
+    query = np.random.default_rng(3).normal(size=(512, 4)).astype(np.float32)
+    A = regard.attention(query, query, mask=causal())
+    tracemalloc.start()
+    try:
+        top = A.topk(k)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    equal(top.indices[0], np.arange(k))  # zeros, masked keys among them, in the order of the keys
+    equal(np.sort(top.indices[k - 1]), np.arange(k))
+    assert peak < 8 * (top.values.nbytes + top.indices.nbytes)
 
 
 # Published definitions
