@@ -252,7 +252,7 @@ class AttentionMatrix:
         """
         engine = self._problem.engine
         if engine.requires_grad(self._problem):
-            return engine.cast(self.measure(lse=LogSumExp()).lse, self._problem.dtype)
+            return self._restore_leading_axes(engine.cast(self._differentiable_lse(), self._problem.dtype))
         if self._fused_lse is not None:
             return self._fused_lse.reshape(self.shape[:-1])
         with engine.suppress_warnings():
@@ -697,6 +697,16 @@ class AttentionMatrix:
     def _flatten_value(self, value: Any) -> tuple[Array, IntArray]:
         operand = flatten_operand(value, self._spec, "Output(value)", transposed=False)
         return operand.array, operand.pair_index
+
+    def _differentiable_lse(self) -> Array:
+        """Compute the lse of each row with its gradient, (pairs, rows): that of the keys, then the sink."""
+        problem, xp = self._problem, self._problem.engine.xp
+        (lse,), _ = run_block_loop(replace(problem, sink=None), [LogSumExp()])
+        if problem.sink is None:
+            return lse
+        sink = problem.engine.cast(problem.frame.per_head(problem.sink, "sink"), lse.dtype)[:, None]
+        is_empty = (lse == -xp.inf) & (sink == -xp.inf)  # logaddexp has no gradient there
+        return xp.where(is_empty, -xp.inf, xp.logaddexp(xp.where(is_empty, 0.0, lse), sink))
 
     def _require_stats(self) -> SoftmaxStats:
         """Return the softmax statistics of each row, computing them if they are not cached."""

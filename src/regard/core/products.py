@@ -113,11 +113,15 @@ class SelectedWeights(Measure):
 
 @dataclass(frozen=True)
 class LogSumExp(Measure):
-    """The lse of each row from its weights, for gradients: score − ln weight at any live key. Shape (…, q_len)."""
+    """The lse of each row of a matrix without a sink, for gradients: score − ln weight at any live key, (…, q_len).
+
+    A sink may leave so little weight to the keys that the gradient of its logarithm overflows.
+    """
 
     problem: Problem | None = None
 
     def bind(self, problem: Problem) -> Measure:
+        assert problem.sink is None
         return replace(self, problem=problem)
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
@@ -134,11 +138,9 @@ class LogSumExp(Measure):
 
     def finish(self, state: Array) -> Array:
         assert self.problem is not None
-        xp, sink = self.problem.engine.xp, self.problem.sink
-        # The lse of a row without weights is its sink's score.
-        sink_only = -xp.inf if sink is None else self.problem.frame.per_head(sink, "sink")[:, None]
+        xp = self.problem.engine.xp
         empty = state[..., 1] == 0
-        return xp.where(empty, sink_only, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
+        return xp.where(empty, -xp.inf, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
 @dataclass(frozen=True)

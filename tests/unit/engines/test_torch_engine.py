@@ -429,6 +429,32 @@ def test_lse_and_entries_have_gradients(name, small, gradcheck):
     assert gradcheck(lambda q, k: attention(q, k, **arguments)[0, 1, 2:5, 1:3], (query, key))
 
 
+@pytest.mark.parametrize("score", [-math.inf, -200.0, 0.0, 60.0, 95.0, 103.0, 1e4])
+@pytest.mark.parametrize("learned", ["sink", "all"])
+def test_the_gradient_of_the_lse_with_any_sink(score, learned):
+    query, key, _ = draw(2, 3, 7, 4)
+    sink = torch.tensor([score, 0.0, 1.0]).requires_grad_()
+    arrays = [*(x.requires_grad_(learned == "all") for x in (query, key)), sink]
+    chosen = [array for array in arrays if array.requires_grad]
+    lse = attention(query, key, mask=causal() & padding(5) & ~first(1), sink=sink).lse
+    found = torch.autograd.grad(torch.where(lse == -math.inf, 0.0, lse).sum(), chosen)
+    wide = [array.detach().double().requires_grad_() for array in arrays]
+    scores = wide[0] @ wide[1].mT / 2
+    at = torch.arange(7)
+    scores = scores.masked_fill((at[:, None] < at) | (at >= 5) | (at < 1), -math.inf)
+    scores = torch.cat([scores, wide[2][None, :, None, None].expand(2, 3, 7, 1)], -1)
+    live = (scores > -math.inf).any(-1)  # row 0 has no key
+    exact = scores.masked_fill(~live[..., None], 0.0).logsumexp(-1)
+    expected = torch.autograd.grad(exact[live].sum(), wide[-len(chosen) :])
+    torch.testing.assert_close(lse[live].double(), exact[live], atol=1e-6, rtol=1e-6)
+    assert (lse[~live] == -math.inf).all()
+    for mine, right in zip(found, expected, strict=True):
+        head_axis = right.ndim - 3 if right.ndim > 1 else 0
+        for own, exact_head in zip(mine.double().unbind(head_axis), right.unbind(head_axis), strict=True):
+            # A head whose sink takes nearly everything has gradients of 1e-26, and must have digits of them.
+            torch.testing.assert_close(own, exact_head, atol=1e-37 + 1e-6 * float(exact_head.abs().max()), rtol=0)
+
+
 def test_shards_merge_with_their_gradients(small, gradcheck):
     query, key, value = (x.requires_grad_() for x in draw(2, 9, 3, dtype=torch.float64))
 
