@@ -38,6 +38,7 @@ from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, LogSumExp, Product, SelectedWeights, flatten_operand
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
 from regard.errors import ArgumentError, format_named_shape
+from regard.frame import EXACT_ROWS_LIMIT, as_index
 from regard.masks import Mask
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
 from regard.render import text
@@ -578,7 +579,9 @@ class AttentionMatrix:
         pairs = moved.ravel()
         problem = replace(part._problem.select_pairs(pairs), pair_ids=np.arange(len(pairs)))
         moved_spec = replace(part._spec, leading_shape=moved.shape, groups=int(spec.groups == 1))
-        return AttentionMatrix(moved_spec, problem, None if part._stats is None else part._stats.select(pairs))
+        return AttentionMatrix(
+            moved_spec, problem, None if part._stats is None else part._stats.select(pairs)
+        )
 
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         """Compute the weights or scores at an index."""
@@ -607,11 +610,25 @@ class AttentionMatrix:
         ):
             block = given
         elif weights:
-            xp = problem.engine.xp
-            block = xp.clip(compute_entries(problem, columns, part._require_stats()), None, 1.0)
+            block = self._entries_from_stats(part, columns)
         else:
             block = compute_entries(problem, columns, None)
         return block.reshape(block_shape)[resolved.local]
+
+    def _entries_from_stats(self, part: AttentionMatrix, columns: IntArray) -> Array:
+        """Compute weights at some columns from the statistics of their rows; weights next to 1, from their whole rows.
+
+        A score computed on its own is rounded differently from its row's statistics. A row with one live key must
+        still have a weight of exactly 1.
+        """
+        problem, xp = part._problem, part._problem.engine.xp
+        block = compute_entries(problem, columns, part._require_stats())
+        margin = 4 * EXACT_ROWS_LIMIT * float(xp.finfo(problem.dtype).eps)
+        rows = np.flatnonzero(problem.engine.to_numpy(xp.any(xp.any(block > 1 - margin, axis=-1), axis=0)))
+        if len(rows):
+            (exact,), _ = run_block_loop(problem.select_rows(rows), [SelectedWeights(columns)])
+            block[:, as_index(rows)] = exact
+        return block
 
     def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
         """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""

@@ -272,7 +272,8 @@ class TopK(Measure):
         is_zero = top.values[rows] == 0
         # Whether each of the k lowest keys has a weight above 0; the last column takes the indices that do not matter.
         taken = xp.zeros((len(indices), self.k + 1), dtype=xp.bool)
-        taken[xp.arange(len(indices))[:, None], xp.where(is_zero | (indices > self.k), self.k, indices)] = True
+        columns = xp.where(is_zero | (indices > self.k), self.k, indices)
+        taken[xp.arange(len(indices))[:, None], columns] = True
         free = ~taken[:, : self.k]
         lowest = xp.argsort(xp.astype(~free, xp.int8), axis=-1, stable=True)
         zeros_first = xp.argsort(xp.astype(~is_zero, xp.int8), axis=-1, stable=True)

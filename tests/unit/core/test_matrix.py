@@ -349,6 +349,41 @@ def test_a_lazy_part_shares_the_query(tiles: None) -> None:
     assert A[0][1].shape == A[0, 1].shape == (Q_LEN, KV_LEN)
 
 
+ONE_KEY = {
+    "causal": {"mask": causal()},
+    "own key": {"mask": regard.dense(np.eye(70, dtype=bool))},
+    "one key": {"mask": first(1)},
+    "bias": {"score_mod": regard.bias(np.where(np.eye(70, dtype=bool), 0.25, -np.inf))},
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("arguments", ONE_KEY)
+@pytest.mark.parametrize("before", ["nothing", "entropy", "product", "lse"])
+def test_the_only_live_key_of_a_row_has_a_weight_of_exactly_one(
+    before: str, arguments: str, library: str
+) -> None:
+    rng = np.random.default_rng(5)
+    query, key = (rng.normal(size=(20, 70, 33)).astype(np.float32) for _ in range(2))
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        query, key = torch.tensor(query), torch.tensor(key)
+    A = regard.attention(2 * query, key, **ONE_KEY[arguments])
+    if before != "nothing":
+        assert {"entropy": A.entropy, "product": lambda: A @ key, "lse": lambda: A.lse}[before]() is not None
+    dense, rows = np.asarray(A.to_dense()), np.arange(70)
+    live = np.isfinite(np.asarray(A.scores[...]))
+    single = live.sum(-1) == 1
+    assert single.any()
+    for columns in (slice(0, 1), slice(0, 69), [68, 0, 3], slice(1, None)):
+        found = np.asarray(A[..., columns])
+        close(found, dense[..., columns], rtol=2e-5, atol=1e-12)
+        equal(found[single][live[..., columns][single]], 1)
+    for head in range(20):
+        for row in rows[single[head]][:2]:
+            assert float(A[head, row, int(np.flatnonzero(live[head, row])[0])]) == 1
+
+
 def test_a_value_with_other_heads_is_refused() -> None:
     query, key, value = arrays((6,), (3,))
     A = regard.attention(query, key, enable_gqa=True)

@@ -452,7 +452,8 @@ def test_the_gradient_of_the_lse_with_any_sink(score, learned):
         head_axis = right.ndim - 3 if right.ndim > 1 else 0
         for own, exact_head in zip(mine.double().unbind(head_axis), right.unbind(head_axis), strict=True):
             # A head whose sink takes nearly everything has gradients of 1e-26, and must have digits of them.
-            torch.testing.assert_close(own, exact_head, atol=1e-37 + 1e-6 * float(exact_head.abs().max()), rtol=0)
+            atol = 1e-37 + 1e-6 * float(exact_head.abs().max())
+            torch.testing.assert_close(own, exact_head, atol=atol, rtol=0)
 
 
 def test_shards_merge_with_their_gradients(small, gradcheck):
