@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,15 @@ def clip_scores(model: Model, rows: list[dict[str, Any]], limit: float) -> int:
 
     Returns:
         Number of heads that were rescaled.
+
+    Raises:
+        ValueError: If the scores of a head are not known, so that it could grow without bound.
     """
     count = 0
     with torch.no_grad():
         for row in rows:
+            if math.isnan(row["max_score"]):
+                raise ValueError(f"the scores of {row['module']!r}, head {row['head']}, are not known")
             if row["max_score"] > limit:
                 attention = model.get_submodule(row["module"])
                 size = attention.q_proj.out_features // attention.num_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -129,8 +130,8 @@ class ScoreGrowth:
                     "score growth", row, score, self.value, f"the largest score is {score:.1f}", hint
                 )
             elif score > self.floor:
-                past = history[row["module"], row["head"]]
-                start, recent = past[0]["max_score"], [old["max_score"] for old in past[-1 - self.window :]]
+                past = [old["max_score"] for old in history[row["module"], row["head"]]]
+                start, recent = next(old for old in past if not math.isnan(old)), past[-1 - self.window :]
                 is_rising = len(recent) > self.window and all(a < b for a, b in pairwise(recent))
                 limit = self.factor * abs(start)
                 if is_rising and score > limit:

@@ -90,7 +90,14 @@ class HeadMeasures:
         # A weight is exp(score − lse), so the largest one needs no search.
         with np.errstate(invalid="ignore"):  # a row without keys has −inf in both
             by_row["max_weight"] = np.exp(by_row["max_score"] - as_numpy_per_head(matrix.lse))
-        return self._reduce(by_row, token_rows.rows)
+        is_finite = np.logical_and.reduce([np.isfinite(values) for values in by_row.values()])
+        if (
+            call.weights is not None
+        ):  # the logarithm of a weight is the score less the lse of the layer's own softmax
+            by_row["max_score"] = by_row["max_score"] + (
+                np.nan if call.lse is None else as_numpy_per_head(call.lse)
+            )
+        return self._reduce(by_row, token_rows.rows, is_finite)
 
     def _check_rows(self, name: str, result: Any, call: Call) -> Array:
         if getattr(result, "shape", None) != call.shape[:-1]:
@@ -102,11 +109,10 @@ class HeadMeasures:
             )
         return as_numpy_per_head(result)
 
-    def _reduce(self, by_row: dict[str, Array], rows: Array) -> HeadSummary:
-        """Reduce (…, heads, q_len) over all axes but the heads."""
-        axes = tuple(axis for axis in range(by_row["entropy"].ndim) if axis != by_row["entropy"].ndim - 2)
-        rows = np.broadcast_to(rows, by_row["entropy"].shape)
-        is_finite = np.logical_and.reduce([np.isfinite(values) for values in by_row.values()])
+    def _reduce(self, by_row: dict[str, Array], rows: Array, is_finite: Array) -> HeadSummary:
+        """Reduce (…, heads, q_len) over all axes but the heads; a score of NaN in a finite row is not known."""
+        axes = tuple(axis for axis in range(is_finite.ndim) if axis != is_finite.ndim - 2)
+        rows = np.broadcast_to(rows, is_finite.shape)
         counted = rows & is_finite
         sums, maxima = [counted.sum(axes), (rows & ~is_finite).sum(axes)], []
         for _, measure, reduce in self.columns:
@@ -117,7 +123,8 @@ class HeadMeasures:
                 sums.append((counted & (values > SATURATED_WEIGHT)).sum(axes))
             else:
                 signed = values if reduce == "max" else -values
-                maxima.append(np.where(counted, signed, -np.inf).max(axes))
+                # Sums of several processes keep a NaN, maxima may not: `finish` reads it from the sum.
+                maxima.append(np.where(counted & ~np.isnan(signed), signed, -np.inf).max(axes))
         return HeadSummary(np.stack(sums, -1).astype(float), np.stack(maxima, -1))
 
     def finish(self, summary: HeadSummary) -> list[dict[str, Any]]:
@@ -126,6 +133,7 @@ class HeadMeasures:
         for head, (sums, maxima) in enumerate(zip(summary.sums, summary.maxima, strict=True)):
             count, nonfinite, *sums = sums.tolist()
             sums_left, maxima_left = iter(sums), iter(maxima.tolist())
+            has_scores = not math.isnan(sums[0])  # that of `max_score`
             row: dict[str, Any] = {"head": head}
             for column in self.columns:
                 if column.reduce in ("mean", "saturated"):
@@ -133,8 +141,9 @@ class HeadMeasures:
                     row[column.name] = total / count if count else math.nan
                 else:
                     extreme = next(maxima_left)
+                    is_known = count and (has_scores or column.measure != "max_score")
                     row[column.name] = (
-                        (-extreme if column.reduce == "min" else extreme) if count else math.nan
+                        (-extreme if column.reduce == "min" else extreme) if is_known else math.nan
                     )
             rows.append(row | {"nonfinite": int(nonfinite), "rows": int(count + nonfinite)})
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import types
@@ -45,6 +46,7 @@ class Monitor:
     `monitor.history` has one row for each step, layer and head:
 
     - `max_score`: the largest score, after scale, mask and score modifications; `max_score_mean`: the mean over rows.
+      Both are NaN, with a warning, if a layer computes its own softmax in a way that hides the scores.
     - `entropy`: the mean entropy of a row, in nats; `entropy_min`: the smallest.
     - `first`: the mean weight on the first token; `first_max`: the largest.
     - `saturated`: the share of rows with a weight above 0.99.
@@ -138,6 +140,7 @@ class Monitor:
         self._layout: Layout | None = None  # what the processes have agreed on
         self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
+        self._has_warned_of_scores = False
 
     # Steps
 
@@ -269,10 +272,27 @@ class Monitor:
         rows = table.rows(step)
         self.history.extend(rows)
         self._num_last_rows = len(rows)
+        if rank == 0:
+            self._warn_of_unknown_scores(rows)
         if rows and rank == 0:
             for logger in self._loggers:
                 logger.log(rows, step)
         self._check_alarms(rows, step, rank)
+
+    def _warn_of_unknown_scores(self, rows: list[dict[str, Any]]) -> None:
+        """Warn once if layers have weights and no scores."""
+        hidden = [
+            row["module"] for row in rows if math.isnan(row["max_score"]) and row["rows"] > row["nonfinite"]
+        ]
+        if hidden and not self._has_warned_of_scores:
+            self._has_warned_of_scores = True
+            warnings.warn(
+                f"Monitor: the scores of {hidden[0]!r} are not known, so its max_score is NaN, and no rule that needs "
+                "scores can fire, nor QK-clip: it computes its own softmax, and exponentiates the scores itself, "
+                "subtracts the largest one before the softmax, or changes the weights after it. Call "
+                "F.scaled_dot_product_attention, or torch.softmax with the scores themselves.",
+                stacklevel=2,
+            )
 
     def _find_device(self) -> Any:
         if dist.get_backend(self._group) == "gloo":

@@ -55,7 +55,8 @@ class Call:
         compact_mask: Mask and bias as they were recognised; `mask` and `score_mods` have their names.
         scale: Factor of the scores.
         kernel: The kernel that ran.
-        lse: (…, heads, q_len), from the kernel that ran; None if it does not return one.
+        lse: (…, heads, q_len), from the kernel that ran; None if it does not return one. If the layer computed its own
+            softmax, that of the scores it passed, NaN where they are not known.
         value: (…, kv_heads, kv_len, value_dim) with `watch(values=True)`, else None.
         output: Output of the kernel with `watch(values=True)`, else None.
         weights: (…, heads, q_len, kv_len), as a layer with its own softmax computed them, without dropout; else None.
@@ -167,7 +168,8 @@ class Call:
         # A matrix keeps results of its query and key, so one that was used without gradients has none afterwards.
         with torch.no_grad():
             matrix = self._build_matrix()
-            if self.lse is not None and self.lse.dtype == self.key.dtype:  # it has no gradient
+            has_scores = self.weights is None  # the scores of given weights are their logarithms
+            if has_scores and self.lse is not None and self.lse.dtype == self.key.dtype:  # it has no gradient
                 matrix._fused_lse = self._correct_lse(self.lse)
             return matrix
 

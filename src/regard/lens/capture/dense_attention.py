@@ -28,12 +28,15 @@ class DenseAttention(NamedTuple):
         value: (…, kv_heads, kv_len, value_dim); None if its axes are not known.
         output: (…, heads, q_len, value_dim); None if its axes are not known.
         dropout_p: Probability of the dropout that the product includes.
+        score_rows: (…, heads, q_len, 3): lse, first key and end of each row before the softmax, NaN where they are not
+            known; None if nothing is known.
     """
 
     weights: Tensor
     value: Tensor | None
     output: Tensor | None
     dropout_p: float
+    score_rows: Tensor | None = None
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def arrange_heads(product: WeightProduct, module: nn.Module) -> DenseAttention:
     weights, heads = product.weights, count_heads(module)
     *lead, q_len, kv_len = weights.shape
     split = product.split
-    parts = [weights, product.value, product.output]
+    parts = [weights, product.value, product.output, product.score_rows]
     if len(lead) >= 2:
         source = _find_heads_axis(lead, heads)
         if source != len(lead) - 1:
@@ -79,7 +82,7 @@ def arrange_heads(product: WeightProduct, module: nn.Module) -> DenseAttention:
         batch = math.prod(lead)
         heads = heads if heads and batch % heads == 0 else 1
         parts = [_split_lead(part, lead, (batch // heads, heads)) for part in parts]
-    return DenseAttention(parts[0], parts[1], parts[2], product.dropout_p)
+    return DenseAttention(parts[0], parts[1], parts[2], product.dropout_p, parts[3])
 
 
 def count_heads(module: nn.Module) -> int | None:
@@ -131,4 +134,5 @@ def _split_rows(product: WeightProduct, split: tuple[int, ...], heads: int | Non
         return part.transpose(1, 2) if rows_first else part
 
     value = None if product.value is None else product.value.unsqueeze(1)
-    return DenseAttention(split_part(product.weights), value, split_part(product.output), product.dropout_p)
+    split_weights, output, score_rows = map(split_part, (product.weights, product.output, product.score_rows))
+    return DenseAttention(split_weights, value, output, product.dropout_p, score_rows)

@@ -26,6 +26,11 @@ OVER_QUERIES = "runs over the queries instead of the keys"
 _PERMUTATIONS = {"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "mT", "T", "adjoint"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"}
 _DROPOUTS = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
+# Operations of the same shape that leave each weight as it is, up to rounding, and those that may also set some to 0.
+_COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "data"}
+_COPIES |= {"contiguous", "clone", "detach"}
+_FILLS = {"nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "where", "__setitem__"}
+_DIVISIONS = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
 
 
 class WeightProduct(NamedTuple):
@@ -37,6 +42,8 @@ class WeightProduct(NamedTuple):
         output: (…, q_len, value_dim); None if it has other axes.
         split: The latest shape of the weights with at least four axes, if they were only reshaped since.
         dropout_p: Probability of the dropout that the product includes.
+        score_rows: (…, q_len, 3): lse, first key and end of each row, as `summarise_score_rows` returns them, NaN
+            where they are not known; None if nothing is known.
     """
 
     weights: Tensor
@@ -44,6 +51,7 @@ class WeightProduct(NamedTuple):
     output: Tensor | None
     split: tuple[int, ...] | None
     dropout_p: float
+    score_rows: Tensor | None = None
 
 
 class SoftmaxTrace:
@@ -99,6 +107,7 @@ class FollowedState(NamedTuple):
         is_expanded: Whether an axis of size 1 was inserted.
         undropped: The tensor without dropout; None if there was none.
         dropout_p: Dropout probability.
+        score_rows: What `summarise_score_rows` returned, with the axes of the tensor; None if it is not known.
     """
 
     trace: SoftmaxTrace
@@ -107,6 +116,7 @@ class FollowedState(NamedTuple):
     is_expanded: bool = False
     undropped: Tensor | None = None
     dropout_p: float = 0.0
+    score_rows: Tensor | None = None
 
 
 _open_traces: set[SoftmaxTrace] = set()
@@ -124,17 +134,20 @@ class FollowedTensor(torch.Tensor):  # type: ignore[misc]
         with torch._C.DisableTorchFunctionSubclass():
             copy = _copy_before_dropout(name, args, kwargs)
             result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor):
-                edited = _follow(func, name, args, kwargs, result, copy)
+            is_assignment = name == "__setitem__" and type(args[0]) is FollowedTensor
+            changed = args[0] if is_assignment else result
+            if isinstance(changed, torch.Tensor):
+                edited = _follow(func, name, args, kwargs, changed, copy)
                 return result if edited is None else edited
         return result
 
 
-def follow(result: Tensor, trace: SoftmaxTrace) -> None:
-    """Follow the result of a softmax to the product with a value."""
+def follow(result: Tensor, trace: SoftmaxTrace, score_rows: Tensor | None) -> None:
+    """Follow the result of a softmax, and what `summarise_score_rows` returned, to the product with a value."""
     if type(result) is torch.Tensor:
         _open_traces.add(trace)
-        _mark(result, FollowedState(trace, trace.dim, trace.shape if len(trace.shape) > 3 else None))
+        split = trace.shape if len(trace.shape) > 3 else None
+        _mark(result, FollowedState(trace, trace.dim, split, score_rows=score_rows))
 
 
 def close_traces(*, all_threads: bool = False) -> None:
@@ -194,10 +207,12 @@ def _follow(
         is_read, edited = _end_at_product(axes, source, state, result)
         if is_read:
             return edited
-    if result is source and copy is None and state.undropped is None:
-        return None
     axis = _locate_key_axis(func, name, args, kwargs, source, state.axis, result)
     if axis is None:
+        return None
+    score_rows = _follow_score_rows(func, name, args, kwargs, source, result, axis)
+    if result is source and copy is None and state.undropped is None:
+        source._regard_state = state._replace(score_rows=score_rows)
         return None
     undropped, dropout_p = state.undropped, state.dropout_p
     if name in _DROPOUTS:
@@ -212,7 +227,28 @@ def _follow(
     elif name not in _RESHAPES and result.shape != source.shape:
         split = None
     is_expanded = state.is_expanded or name == "unsqueeze"
-    _mark(result, FollowedState(state.trace, axis, split, is_expanded, undropped, dropout_p))
+    _mark(result, FollowedState(state.trace, axis, split, is_expanded, undropped, dropout_p, score_rows))
+    return None
+
+
+def _follow_score_rows(
+    func: Any, name: str, args: Any, kwargs: Any, source: Tensor, result: Tensor, axis: int
+) -> Tensor | None:
+    """Return what is known about the scores after an operation, whose result has the keys on the given axis."""
+    state: FollowedState = source._regard_state
+    rows = state.score_rows
+    if rows is None or name in _DROPOUTS | _COPIES:
+        return rows
+    if name in _PERMUTATIONS:
+        moved: Tensor = func(*(rows if item is source else item for item in args), **kwargs)
+        return moved
+    if name in _RESHAPES:
+        return rows.reshape(*result.shape[:axis], 3, *result.shape[axis + 1 :])
+    lse, interval = rows.narrow(state.axis, 0, 1), rows.narrow(state.axis, 1, 2)
+    if name in _DIVISIONS:  # of an exponential by its sum: no weight becomes 0
+        return torch.cat([torch.full_like(lse, torch.nan), interval], state.axis)
+    if name in _FILLS or result.shape != source.shape:  # a part of the keys: the column of a sink is dropped
+        return torch.cat([lse, torch.full_like(interval, torch.nan)], state.axis)
     return None
 
 
@@ -291,8 +327,10 @@ def _end_at_product(
         return False, None
     value = None if axes.value_axes is None else other.permute(axes.value_axes)
     output = None if axes.output_axes is None else result.permute(axes.output_axes)
+    rows = None if state.score_rows is None or over_queries else state.score_rows
+    rows = None if rows is None else rows.permute(*axes.batch, axes.query, axes.key)
     trace.close()
-    edited = trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p))
+    edited = trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p, rows))
     if edited is None:
         return True, None
     assert axes.output_axes is not None

@@ -18,6 +18,7 @@ from regard.lens.capture import wrappers
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.dense_attention import arrange_heads, find_holder
 from regard.lens.capture.followed_tensor import SoftmaxTrace, WeightProduct, follow
+from regard.lens.capture.score_rows import summarise_score_rows
 
 Tensor = Any  # the types of torch are not followed
 
@@ -36,11 +37,12 @@ def wrap_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def softmax(*args: Any, **kwargs: Any) -> Tensor:
         result = original(*args, **kwargs)
+        scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         ndim = getattr(result, "ndim", 0)
         # Over another axis than the last, three axes are no attention: weights of a convolution, or of classes.
         if ndim >= 3 and isinstance(dim, int) and (ndim > 3 or dim in (-1, 2)):
-            _start(result, dim, is_normalised=True)
+            _start(result, dim, scores, is_normalised=True)
         return result
 
     return softmax
@@ -53,13 +55,13 @@ def wrap_exp(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def exp(*args: Any, **kwargs: Any) -> Tensor:
         result = original(*args, **kwargs)
         if getattr(result, "ndim", 0) >= 3 and _may_be_attention(result, -1):
-            _start(result, -1, is_normalised=False)
+            _start(result, -1, args[0] if args else kwargs.get("input"), is_normalised=False)
         return result
 
     return exp
 
 
-def _start(result: Tensor, dim: int, is_normalised: bool) -> None:
+def _start(result: Tensor, dim: int, scores: Tensor, is_normalised: bool) -> None:
     """Follow a result, if a selected module of a watched model is running."""
     modules = [] if _is_own_code() else _list_running_modules()
     if not modules or not wrappers.is_selected(modules[0]) or wrappers.find_obstacle(result) is not None:
@@ -68,7 +70,7 @@ def _start(result: Tensor, dim: int, is_normalised: bool) -> None:
     trace.on_product = partial(_notify, trace, modules)
     if is_normalised and _may_be_attention(result, dim):
         _notice(modules[0], trace)
-    follow(result, trace)
+    follow(result, trace, summarise_score_rows(scores, result, dim))
 
 
 def _list_running_modules() -> list[nn.Module]:
