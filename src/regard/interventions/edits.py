@@ -75,8 +75,12 @@ class RescoreEdit(Edit):
 class AblateEdit(Edit):
     """Heads whose output is replaced or scaled."""
 
-    to: Literal["zero", "mean"] | Recording | float = "zero"
+    to: Literal["zero", "mean"] | Recording | HeadMeans | float = "zero"
     queries: Positions = None
+
+
+class HeadMeans(dict[str, list[Any]]):
+    """The mean output of each head in one run: for each call of a layer, by its name, (heads, value_dim)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

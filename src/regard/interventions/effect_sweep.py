@@ -12,14 +12,27 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.interventions.edits import Edit, Positions, ablate, as_edits, knockout, patch
-from regard.interventions.intervene import find_layers, intervene
+from regard.interventions.edits import (
+    AblateEdit,
+    Edit,
+    HeadMeans,
+    Positions,
+    ablate,
+    as_edits,
+    knockout,
+    patch,
+)
+from regard.interventions.intervene import find_layers, find_output, intervene
 from regard.interventions.metrics import LogitDifference, Metric
 from regard.interventions.placement import select_entries
 from regard.interventions.reused_blocks import BlockOutputs, find_block
+from regard.interventions.sources import compute_mean_output
+from regard.lens.capture.call import Call
+from regard.lens.capture.captured_args import CapturedArgs
+from regard.lens.capture.record import CaptureOptions, build_call
 from regard.lens.recording import Recording
 from regard.lens.table import Table
-from regard.lens.watch import watch
+from regard.lens.watch import Watch, watch
 
 if TYPE_CHECKING:
     from regard.pages.html import Page
@@ -56,8 +69,9 @@ def effects(
             `logit_difference(…)`. One that returns a single number works, too: then the edits run one by one.
         edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
             once.
-        to: With "heads", what heads are ablated to, as in `ablate`. A recording, made with `watch(values=True)`,
-            resamples them: each head takes its output in that run, as `patch(what="output")` does.
+        to: With "heads", what heads are ablated to, as in `ablate`. "mean", here and in edits, is the mean of the run
+            without edits, also if several edits apply at once. A recording, made with `watch(values=True)`, resamples
+            heads: each takes its output in that run, as `patch(what="output")` does.
         queries: With "heads", the tokens at which heads are edited.
         keys: With "heads", knock out these keys instead of ablating the heads.
         layers: With "heads", the layers: numbers, names or patterns. Default: all.
@@ -181,6 +195,30 @@ def _list_edits(edits: Any) -> list[Any]:
     return list(edits)
 
 
+def _takes_mean(edit: Edit) -> bool:
+    return isinstance(edit, AblateEdit) and isinstance(edit.to, str) and edit.to == "mean"
+
+
+class _MeanWatch(Watch):
+    """A watch that keeps the mean output of each head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
+        super().__init__(model, {name for name, _ in model.named_modules()}, self._plain)
+        self.means = HeadMeans()
+
+    def __enter__(self) -> _MeanWatch:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
+        """Keep the means of a call; the wrappers call it."""
+        call = build_call(module, name, args, self._plain, self._biases)
+        assert isinstance(call, Call), "effects has captured it before"
+        output = find_output(call, args) if args.edited_output is None else args.edited_output
+        self.means.setdefault(name, []).append(compute_mean_output(replace(call, output=output)))
+
+
 @dataclass(frozen=True)
 class _Group:
     """Edits that run as one batch: their numbers, and the blocks that need not run."""
@@ -227,6 +265,12 @@ class _Sweep:
     ) -> list[float]:
         """Run the model with each of several edits; return the metric of each."""
         named = [[self._name_layers(edit) for edit in entry] for entry in edits]
+        if any(_takes_mean(edit) for entry in named for edit in entry):
+            # A mean over a batch of copies would include those that other edits change.
+            means: Any = {"to": self._measure_means()}
+            named = [
+                [replace(edit, **means) if _takes_mean(edit) else edit for edit in entry] for entry in named
+            ]
         results = [0.0] * len(named)
         for group in self._group(named, batch_size if self._can_batch else 1):
             copies = len(group.members)
@@ -254,6 +298,12 @@ class _Sweep:
                 if progress is not None:
                     progress()
         return results
+
+    def _measure_means(self) -> HeadMeans:
+        """Run the model without edits; return the mean outputs of its heads."""
+        with _MeanWatch(self._model) as watching:
+            self._model(*self._args, **self._kwargs)
+        return watching.means
 
     def _group(self, edits: Sequence[Sequence[Edit]], batch_size: int) -> list[_Group]:
         """Group edits that can reuse the same blocks."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -15,9 +17,16 @@ from torch import nn
 from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
-from regard.interventions.gradient_path import integrate_gradients
+from regard.interventions.gradient_path import (
+    PathIntegral,
+    PathPoint,
+    compute_slopes,
+    evaluate_point,
+    integrate_path,
+)
 from regard.interventions.metrics import Metric
 from regard.interventions.model_inputs import run_model
+from regard.interventions.sources import compute_mean_output
 from regard.lens.analysis.head_table import as_numpy_per_head
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.recording import Recording
@@ -26,6 +35,7 @@ from regard.lens.watch import watch
 from regard.validation import check_count
 
 Tensor = Any  # the types of torch are not followed
+FloatArray = Any
 OPERATION = "attribution"
 
 
@@ -40,6 +50,9 @@ class Attribution:
             `output`, the sum of gradient · output; and `attention`, the sum of |gradient · weight| over all edges.
         edges: The edges of each head with the largest |gradient · weight|, largest first: `module`, `layer`, `call`,
             `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
+        completeness: With `steps` > 1, one row for each layer: `module`, `layer`; `effect`, the sum over its heads;
+            `change`, the change of the metric if all outputs of the layer are those of the baseline; `gap`, how far
+            the two are apart; and `points`, the number of gradients that were taken. Without steps it is empty.
         gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
         recording: The recording of the run, with values, outputs and graph.
 
@@ -54,6 +67,7 @@ class Attribution:
     metric: float
     heads: Table
     edges: Table
+    completeness: Table
     gradients: dict[str, Tensor] = field(repr=False)
     recording: Recording = field(repr=False)
     _received: dict[str, Tensor] = field(repr=False)
@@ -118,6 +132,7 @@ def attribution(
     *,
     baseline: Literal["zero", "mean"] | Recording = "zero",
     steps: int = 1,
+    max_gap: float = 0.01,
     edges: int = 8,
 ) -> Attribution:
     """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
@@ -133,14 +148,18 @@ def attribution(
             arguments of the model.
         metric: A function from the model's output to one number for each batch entry, (batch,), or to a single number,
             such as `logit_difference(…)`. Its mean over the batch is attributed.
-        baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens and
-            the batch; or a recording of another run with `watch(values=True)`, whose outputs are used.
-        steps: Number of points at which the gradient of `effect` is taken. One point, the model itself, takes one
-            backward pass. A gradient says little where a softmax is saturated; with more points, `effect` is integrated
-            along the path from the outputs to the baseline, one layer at a time (integrated gradients, Sundararajan
-            et al., 1703.01365), in steps passes for each layer. Added up over the heads of a layer it is then the
-            effect of ablating the layer, up to the error of the steps and to jumps, such as those of a router. The
-            other columns and the edges do not depend on it.
+        baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens of
+            the batch, without padding; or a recording of another run with `watch(values=True)`, whose outputs are used.
+        steps: Largest number of points at which the gradient of `effect` is taken, for each layer. One point, the model
+            itself, takes one backward pass for all layers. A gradient says little where a softmax is saturated. With
+            more points, `effect` is integrated along the path from the outputs of a layer to the baseline, one layer
+            at a time (integrated gradients, Sundararajan et al., 1703.01365). Added up over the heads of a layer it
+            should be the change of the metric if the layer is ablated. `completeness` says how far it is from that,
+            and points are added where it is not, at least 3 in all. The other columns and the edges do not depend on
+            it.
+        max_gap: Gap at which no more points are added to a layer, as a share of the range of the metric along its path:
+            the gaps of all parts of the path together. If it is larger after `steps` points, there is a warning. Jumps
+            of the metric, such as those of a router, leave a gap that no number of points closes.
         edges: Number of edges of each head to list.
 
     Returns:
@@ -149,7 +168,7 @@ def attribution(
     Raises:
         ArgumentTypeError: If `inputs`, `metric` or `baseline` has the wrong type, or the metric is not a tensor.
         ArgumentError: If the metric has another shape or does not depend on any attention layer, an output was not
-            captured, or the baseline has other shapes.
+            captured, the baseline has other shapes, or `max_gap` is negative.
         NotCapturedError: If a layer cannot be recorded with gradients; the message says why.
 
     >>> import torch
@@ -169,23 +188,44 @@ def attribution(
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
     check_count(steps, 1, None, OPERATION, "steps", "", "One step takes a single backward pass.")
     _check_baseline(baseline)
+    _check_gap(max_gap)
 
     def run() -> Tensor:
         num_logits = getattr(metric, "num_logits", None)
         output = run_model(model, inputs, OPERATION, num_logits=num_logits, require_grad=True)
         return _check_metric(metric(output)).mean()
 
-    integrated: dict[str, list[Tensor]] = {}
+    effects: dict[str, FloatArray] = {}
+    integrals: dict[str, PathIntegral] = {}
     with require_input_gradients(model), torch.enable_grad():
         with watch(model, grad=True, values=True) as recording:
             value = run()
         layer_calls = recording._layer_calls()
         gradients = _compute_gradients(value, layer_calls)
-        for name in recording if steps > 1 else ():
-            find = partial(_find_baseline, name, baseline=baseline)
-            integrated[name] = integrate_gradients(model, name, steps, find, run)
+        for name in recording:
+            path = [_find_path(i, call, baseline) for i, call in enumerate(recording.calls(name))]
+            own = [gradients[i] for i, entry in enumerate(layer_calls) if entry.module == name]
+            start = PathPoint(value.item(), compute_slopes(own, path))
+            effects[name] = start.slopes
+            if steps > 1:
+                evaluate = partial(evaluate_point, model=model, layer=name, path=path, run=run)
+                eps = torch.finfo(path[0][0].dtype).eps
+                integrals[name] = integrate_path(evaluate, start, steps, max_gap, eps)
+                effects[name] = integrals[name].effects
+    completeness = Table(
+        {
+            "module": name,
+            "layer": layer,
+            "effect": float(found.effects.sum()),
+            "change": found.change,
+            "gap": found.gap,
+            "points": found.num_points,
+        }
+        for layer, (name, found) in enumerate(integrals.items())
+    )
+    _warn_of_gaps(completeness.filter(lambda row: not integrals[row["module"]].is_complete), max_gap)
     with torch.no_grad():
-        return _build(value.item(), layer_calls, gradients, recording, baseline, edges, integrated)
+        return _build(value.item(), layer_calls, gradients, recording, edges, effects, completeness)
 
 
 @contextmanager
@@ -242,6 +282,16 @@ def _check_baseline(baseline: Any) -> None:
         )
 
 
+def _check_gap(max_gap: Any) -> None:
+    if isinstance(max_gap, bool) or not isinstance(max_gap, Real) or not 0 <= float(max_gap) < math.inf:
+        raise ArgumentError(
+            OPERATION,
+            received=f"max_gap={max_gap!r}",
+            expected="a number from 0: a share of the range of the metric",
+            hint="For example max_gap=0.01.",
+        )
+
+
 def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tensor]:
     """Compute dL/dO of every call; zeros where the metric does not depend on it."""
     outputs: list[Any] = [entry.call.output for entry in layer_calls]
@@ -274,9 +324,9 @@ def _build(
     layer_calls: list[LayerCall],
     gradients: list[Tensor],
     recording: Recording,
-    baseline: str | Recording,
     num_edges: int,
-    integrated: dict[str, list[Tensor]],
+    effects: dict[str, FloatArray],
+    completeness: Table,
 ) -> Attribution:
     heads, edges = Table(), Table()
     received: dict[str, Tensor] = {}
@@ -285,13 +335,8 @@ def _build(
         value, output, wide = call.value, call.output, widen(gradient)
         assert value is not None and output is not None
         output = widen(output.detach())
-        if module in integrated:
-            effects = integrated[module][index]
-        else:
-            effects = (wide * (_find_baseline(module, index, output, baseline) - output)).sum((-2, -1))
-        effect, total = (
-            _add_batch(as_numpy_per_head(part)) for part in (effects, (wide * output).sum((-2, -1)))
-        )
+        total = _add_batch(as_numpy_per_head((wide * output).sum((-2, -1))))
+        effect = effects[module].reshape(-1, len(total))[index]
         k = min(num_edges, math.prod(call.shape[-2:]))
         sums: EdgeSums = call.matrix.measure(edges=EdgeGradients(value.detach(), gradient, k)).edges
         columns = {
@@ -312,7 +357,7 @@ def _build(
     }
     heads = Table(sorted(heads, key=lambda row: -abs(row["effect"])))
     edges = Table(sorted(edges, key=lambda row: -abs(row["product"])))
-    return Attribution(metric, heads, edges, by_name, recording, received)
+    return Attribution(metric, heads, edges, completeness, by_name, recording, received)
 
 
 def _add_batch(by_head: Any) -> Any:
@@ -345,22 +390,38 @@ def _list_edges(place: dict[str, Any], sums: EdgeSums, k: int, count: int) -> li
     return rows
 
 
-def _find_baseline(name: str, index: int, output: Tensor, baseline: str | Recording) -> Tensor:
-    """Return what an ablated head would return: broadcasts to (…, heads, q_len, value_dim)."""
+def _find_path(index: int, call: Call, baseline: str | Recording) -> tuple[Tensor, Tensor]:
+    """Return the output of a call, and its change to what ablated heads would return: (…, heads, q_len, value_dim)."""
+    assert call.output is not None
+    output = call.output.detach()
+    wide = widen(output)
     if baseline == "zero":
-        return torch.zeros((), dtype=output.dtype, device=output.device)
+        return output, -wide
     if baseline == "mean":
-        axes = [axis for axis in range(output.ndim - 1) if axis != output.ndim - 3]
-        return output.mean(axes, keepdim=True)
+        mean = compute_mean_output(replace(call, output=output))
+        return output, (mean[:, None] if output.ndim > 2 else mean) - wide
     assert isinstance(baseline, Recording)
-    others = baseline.calls(name)
+    others = baseline.calls(call.name)
     other = others[index].output if index < len(others) else None
     if other is None or other.shape != output.shape:
         raise ArgumentError(
             OPERATION,
-            received=f"a baseline whose {name!r} has "
+            received=f"a baseline whose {call.name!r} has "
             + ("no output" if other is None else f"outputs of shape {tuple(other.shape)}"),
             expected=f"outputs of shape {tuple(output.shape)}",
             hint="Record a run on inputs of the same length: regard.watch(model, values=True).",
         )
-    return other.detach().to(output)
+    return output, other.detach().to(wide) - wide
+
+
+def _warn_of_gaps(rows: Table, max_gap: float) -> None:
+    """Warn of layers whose effects do not add up to the change of the metric."""
+    if rows:
+        worst = rows.sort("gap")[0]
+        more = "" if len(rows) == 1 else f" (and {len(rows) - 1} more)"
+        warnings.warn(
+            f"attribution: the effects of {worst['module']!r}{more} are not complete within max_gap={max_gap:g}. After "
+            f"{worst['points']} points they add up to {worst['effect']:.4g}, and ablating the layer changes the metric "
+            f"by {worst['change']:.4g}. Pass more steps, or measure the heads with interventions.effects.",
+            stacklevel=3,
+        )

@@ -227,7 +227,8 @@ class Intervention(Watch):
         _check_dropout(call, module, bound)
         placement = self._positions.locate(call)
         outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
-        edits = LayerEdits(name, (*outer, *bound), placement)
+        call_index = sum(self._paths.get((name, chosen[0]), {}).values())
+        edits = LayerEdits(name, (*outer, *bound), placement, call_index)
         output, path = edits.apply(call, args, find_output(call, args) if args.has_run else None)
         for i in chosen:
             paths = self._paths.setdefault((name, i), {})

@@ -15,7 +15,15 @@ from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.interventions import edge_correction as correction
 from regard.interventions.edge_correction import OutputWriter, RemovedEdges, ValueColumns
-from regard.interventions.edits import AblateEdit, Edit, KnockoutEdit, PatchEdit, RescoreEdit, RestrictEdit
+from regard.interventions.edits import (
+    AblateEdit,
+    Edit,
+    HeadMeans,
+    KnockoutEdit,
+    PatchEdit,
+    RescoreEdit,
+    RestrictEdit,
+)
 from regard.interventions.given_weights import edit_given_weights, multiply_given_weights
 from regard.interventions.masked_heads import compute_masked_heads
 from regard.interventions.placement import (
@@ -66,11 +74,13 @@ class LayerEdits:
         name: Name of the module.
         bound: The edits that select the layer, in order.
         placement: Where the call is in the sequence.
+        call_index: Number of calls of the layer before.
     """
 
     name: str
     bound: tuple[BoundEdit, ...]
     placement: Placement
+    call_index: int = 0
 
     # What a recording asks
 
@@ -371,9 +381,12 @@ class LayerEdits:
                     expected="a run over the whole sequence, or a recording with the mean to use",
                     hint="Pass a recording made with watch(values=True): ablate(…, to=recording).",
                 )
-            is_own = isinstance(edit.to, str)
-            source = replace(call, output=writer.result) if is_own else find_source(edit, self.name)
-            mean = compute_mean_output(source, edit)  # (heads, value_dim)
+            if isinstance(edit.to, HeadMeans):
+                mean = edit.to[self.name][self.call_index]  # (heads, value_dim)
+            else:
+                is_own = isinstance(edit.to, str)
+                source = replace(call, output=writer.result) if is_own else find_source(edit, self.name)
+                mean = compute_mean_output(source)
             heads = torch.as_tensor(index % self.placement.heads, device=old.device)
             writer.write(index, rows, mean.to(old)[heads][:, None].expand_as(old))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError
 from regard.interventions.edge_correction import OutputWriter, ValueColumns
 from regard.interventions.edits import AblateEdit, PatchEdit
@@ -51,10 +52,10 @@ def find_source(edit: PatchEdit | AblateEdit, name: str) -> Call:
     return call
 
 
-def compute_mean_output(call: Call, edit: AblateEdit) -> Tensor:
-    """Compute the mean output of each head over the tokens of a call, without padding: (heads, value_dim)."""
-    output = call.output
-    assert output is not None
+def compute_mean_output(call: Call) -> Tensor:
+    """Compute the mean output of each head over the tokens of a call, without padding: (heads, value_dim), widened."""
+    assert call.output is not None
+    output = widen(call.output)
     rows = TokenRows.from_call(call).rows  # (…, 1, q_len)
     rows = np.broadcast_to(rows, (*call.shape[:-3], 1, call.shape[-2]))
     share = torch.as_tensor(rows.copy(), device=output.device).to(output.dtype)[..., None]

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E402
 from regard.interventions import ablate as ablate_heads  # noqa: E402
-from regard.interventions import attribution, effects, knockout  # noqa: E402
+from regard.interventions import attribution, effects, knockout, logit_difference  # noqa: E402
 from regard.interventions.edge_gradients import EdgeGradients  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
 
@@ -142,11 +142,89 @@ def test_integrated_effects_of_a_layer_add_up_to_its_ablation(implementation, ba
         size = sum(abs(row["effect"]) for row in found.heads.filter(module=layer))
         assert total == pytest.approx(change, abs=5e-3 * size)
     once = attribution(model, inputs, metric, baseline=baseline)
+    assert not once.completeness
     assert once.edges == found.edges
     columns = ("module", "head", "output", "attention")
     assert sorted([row[name] for name in columns] for row in once.heads) == sorted(
         [row[name] for name in columns] for row in found.heads
     )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_mean_baseline_leaves_out_padding(side):
+    """The sum over a layer is the effect of ablating it to its mean, over the tokens that are not padding."""
+    model, inputs = TINY["Llama"].build(dtype=torch.float64), TINY["Llama"].inputs(side)
+    real = inputs["attention_mask"].bool()
+
+    def last_tokens(output):
+        return (output.logits[..., 7] * real).sum()
+
+    found = attribution(model, inputs, last_tokens, baseline="mean", steps=200)
+    with torch.no_grad(), regard.watch(model, values=True) as clean:
+        model(**inputs)
+    for layer in clean:
+        mean = clean.calls(layer)[0].output.movedim(1, 2)[real].mean(0)  # (heads, value_dim)
+        handle = model.get_submodule(layer).o_proj.register_forward_pre_hook(
+            lambda _, args, mean=mean: (mean.flatten().expand_as(args[0]),)
+        )
+        with torch.no_grad():
+            change = float(last_tokens(model(**inputs))) - found.metric
+        handle.remove()
+        total = sum(row["effect"] for row in found.heads.filter(module=layer))
+        assert total == pytest.approx(change, abs=1e-2 * abs(change))
+
+
+def make_curved_model():
+    """Return a Llama whose metric swings along the path: 64 points at equal distances miss its effect by far."""
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return hf.LlamaForCausalLM(config).eval(), torch.randint(1, 98, (2, 24))
+
+
+def test_integrated_effects_are_as_complete_as_they_say():
+    model, tokens = make_curved_model()
+    measure = logit_difference(5, 7)
+    found = attribution(model, tokens, measure, steps=256)
+    assert found.completeness.columns == ["module", "layer", "effect", "change", "gap", "points"]
+    for row in found.completeness:
+        handle = model.get_submodule(row["module"]).o_proj.register_forward_pre_hook(
+            lambda _, args: (torch.zeros_like(args[0]),)
+        )
+        with torch.no_grad():
+            change = float(measure(model(tokens)).mean()) - found.metric
+        handle.remove()
+        total = sum(entry["effect"] for entry in found.heads.filter(module=row["module"]))
+        assert row["effect"] == pytest.approx(total) and row["change"] == pytest.approx(change, abs=1e-4)
+        assert row["gap"] == pytest.approx(abs(total - change), abs=1e-4)
+        assert row["gap"] < 0.02 * abs(change) and 3 <= row["points"] <= 256
+    points = [row["points"] for row in found.completeness]
+    assert points[0] > points[1]  # more where the metric swings
+    with pytest.warns(
+        UserWarning, match=r"'model.layers.0.self_attn'.* not complete within max_gap=0.01.* 7 points"
+    ):
+        few = attribution(model, tokens, measure, steps=8)
+    assert few.completeness[0]["gap"] > 0.5 * abs(few.completeness[0]["change"])
+    with pytest.raises(ArgumentError, match="max_gap=-1"):
+        attribution(model, tokens, measure, max_gap=-1)
+
+
+def test_a_layer_that_runs_several_times_is_complete():
+    config = hf.AlbertConfig(
+        vocab_size=61, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, tokens = hf.AlbertForMaskedLM(config).eval(), torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape), alpha=0.2)
+    for baseline in ("zero", "mean"):
+        (row,) = attribution(model, tokens, metric, baseline=baseline, steps=128).completeness
+        assert row["gap"] < 0.02 * abs(row["change"])
 
 
 def test_edges_of_a_matrix_in_numpy():
@@ -251,7 +329,7 @@ def test_the_heads_of_the_induction_model_are_ranked_as_effects_ranks_them():
     for baseline in ("mean", resampled):
         measured = effects(model, fresh.tokens, difference, to=baseline)
         assert rank(measured, "effect")[:2] == [(0, 0), (1, 0)]
-        found = attribution(model, fresh.tokens, difference, baseline=baseline, steps=4)
+        found = attribution(model, fresh.tokens, difference, baseline=baseline, steps=32)
         assert rank(found.heads, "effect")[:2] == rank(found.heads, "attention")[:2] == [(0, 0), (1, 0)]
         assert all(row["effect"] < 0 for row in found.heads[:2])
         # One gradient has the wrong sign for the first: its softmax is saturated, and the estimate is local.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import regard  # noqa: E402
 from regard.interventions import ablate, effects, knockout, logit_difference, patch  # noqa: E402
@@ -166,3 +168,59 @@ def test_sorted_filtered_and_sliced_tables_keep_class_and_metric():
         assert type(part) is type(table) and len(part) in (3, 4, 8)
         assert (part.clean, part.metric, part.edit) == (table.clean, table.metric, table.edit)
         assert "effectsPage" in part.page().html
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5", "BART"])
+def test_means_are_those_of_the_unedited_run_whatever_the_batch_size(name):
+    """Several edits run as copies of one batch, and a mean over all copies would include what the others changed."""
+    model, inputs = TINY[name].build(), TINY[name].inputs("left")
+    with torch.no_grad(), regard.watch(model, values=True) as clean:
+        model(**inputs, use_cache=False)
+    listed = [
+        [ablate(1, heads=0)],
+        [ablate(1, heads=0, to="mean")],
+        [ablate(0, heads=1), ablate(1, heads=2, to="mean"), ablate(5 if name != "Llama" else 1, heads=3)],
+        [ablate(0, to="mean"), ablate(1, to="mean", queries=[2, -1], batch=1)],
+    ]
+    for batch_size in (1, 3, 16):
+        for edits, row in zip(
+            listed, effects(model, inputs, METRIC, listed, batch_size=batch_size), strict=True
+        ):
+            fixed = [replace(edit, to=clean) if edit.to == "mean" else edit for edit in edits]
+            assert row["metric"] == pytest.approx(measure(model, inputs, METRIC, *fixed), abs=1e-4)
+        for row in effects(model, inputs, METRIC, to="mean", batch_size=batch_size):
+            edit = ablate(row["layer"], heads=row["head"], to=clean)
+            assert row["metric"] == pytest.approx(measure(model, inputs, METRIC, edit), abs=1e-4)
+
+
+def test_means_of_a_layer_that_runs_several_times():
+    config = transformers.AlbertConfig(
+        vocab_size=61, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape), alpha=0.2)
+    inputs = {"input_ids": torch.arange(24).reshape(2, 12)}
+    projection = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention.dense
+    seen: list = []
+    handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(-1, (4, 8))))
+    with torch.no_grad():
+        model(**inputs)
+    handle.remove()
+    for batch_size in (1, 16):
+        for row in effects(model, inputs, METRIC, to="mean", batch_size=batch_size):
+            means = iter([outputs[..., row["head"], :].mean((0, 1)) for outputs in seen])
+
+            def replace_head(_, args, head=row["head"], means=means):
+                outputs = args[0].unflatten(-1, (4, 8)).clone()
+                outputs[..., head, :] = next(means)
+                return (outputs.flatten(-2),)
+
+            handle = projection.register_forward_pre_hook(replace_head)
+            with torch.no_grad():
+                expected = float(METRIC(model(**inputs)).mean())
+            handle.remove()
+            assert row["metric"] == pytest.approx(expected, abs=1e-4)
