@@ -58,7 +58,8 @@ class AttentionMatrix:
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
     `regard.attention` and `regard.linear_attention` return it. Nothing of size q_len × kv_len is stored, except by
-    `to_dense()`. Weights, lse and measures have dtype float32 or wider; `A @ value` has the dtype of the value.
+    `to_dense()`. Weights and lse have dtype float32 or wider, `A.dtype`. Measures add up in float64 and return it, or
+    float32 on a device without float64. `A @ value` has the dtype of the value.
 
     >>> import regard
     >>> from regard.learn import cat

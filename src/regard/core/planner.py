@@ -167,16 +167,16 @@ def execute(
             if product is None or product[1] is None:
                 return None
             output, lse, kernel = product
+            lse = engine.cast(lse, problem.dtype)  # a value may be wider than query and key
             if problem.score_mods and not SoftmaxStats(lse, None).is_small(xp):
                 return None  # a large bias: the rounded lse would cost the weights digits
             stops = np.cumsum([part.shape[-1] for part, _ in parts])
             for (name, measure), (part, _), stop in zip(plan.from_product.items(), parts, stops, strict=True):
-                columns = output[..., int(stop) - part.shape[-1] : int(stop)]
-                results[name] = (
-                    engine.cast(columns, part.dtype)
-                    if isinstance(measure, Output)
-                    else measure.finish_columns(columns, lse, problem)
-                )
+                columns = engine.cast(output[..., int(stop) - part.shape[-1] : int(stop)], part.dtype)
+                if isinstance(measure, Output):
+                    results[name] = columns
+                else:  # in the dtype of the block loop's sums
+                    results[name] = engine.cast(measure.finish_columns(columns, lse, problem), xp.float64)
         known = SoftmaxStats(lse, None)
     measures = [
         _as_product(measure, problem, flatten_value) if isinstance(measure, Output) else measure

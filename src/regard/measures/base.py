@@ -70,7 +70,7 @@ class Measure:
         """
         return None
 
-    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Any:
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
         """Compute the result from the product of the matrix and `value_columns`.
 
         Args:
@@ -79,7 +79,8 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            The result, which begins with the axis of pairs.
+            The result, an array that begins with the axis of pairs. It is converted to float64, like the sums of a
+            pass, so that the dtype of a result does not depend on how it was computed.
         """
         return product[..., 0]
 

@@ -332,7 +332,7 @@ def test_an_output_at_half_precision_is_a_separate_product() -> None:
     assert plan.splitlines()[0] == "torch: flash on CPU, one product: output"
     found = A.measure(Output(value), Position())
     assert torch.equal(found.output, attention(query, key, mask=causal()) @ value)
-    assert found.position.dtype == torch.float32
+    assert found.position.dtype == torch.float64
 
 
 def test_an_output_keeps_its_gradient_beside_measures() -> None:
