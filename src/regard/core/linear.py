@@ -181,11 +181,13 @@ class LinearProblem(Problem):
             @ engine.take(value, own[1], chunk, dtype)
             for chunk in (key_chunks if any(chunk.full_runs for chunk in row_chunks) else ())
         )
+        # The sum of no entries is 0. It gives the inputs a gradient, zero, also if no row attends to anything.
+        zero = sum(xp.sum(array[..., :0]) for array in (self.query, self.key, value))
         parts: list[Array] = []
         mask_cache: dict[Any, Array] = {}
         for row_chunk in row_chunks:
             query = engine.take(self.query, self.query_index, row_chunk.rows, dtype)
-            part = xp.zeros((self.shape[0], len(row_chunk.rows), value.shape[-1]), dtype=dtype)
+            part = xp.zeros((self.shape[0], len(row_chunk.rows), value.shape[-1]), dtype=dtype) + zero
             for first, stop in row_chunk.full_runs:
                 part = part + query @ engine.take(range_sums(first, stop), which.reshape(-1), features, dtype)
             for i in row_chunk.partial_chunks:

@@ -36,7 +36,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     Returns:
         The result of each measure.
     """
-    xp = problem.engine.xp
+    xp, inputs = problem.engine.xp, _list_inputs(problem, measures)
     problem = replace(problem, key=_zero_masked_keys(problem, bands))
     bound: list[Any] = [
         measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures
@@ -46,10 +46,13 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     width = sizes.columns  # the backward pass must meet the same tiles
 
     positions = xp.arange(max(problem.shape))
+    has_blocks = False
 
     def run_band(band: IntArray) -> list[Any]:
+        nonlocal has_blocks
         with problem.engine.suppress_warnings():
             blocks = problem.live_blocks(band, width)
+            has_blocks = has_blocks or bool(blocks)
             tiles = [problem.scores(band, columns, full) for columns, full in blocks]
             band_states = [measure.init(problem.shape, xp) for measure in bound]
             given = [problem.take_given_weights(band, columns) for columns, _ in blocks]
@@ -74,7 +77,26 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     for band in bands:
         band_states = checkpoint(run_band, band, use_reentrant=False)
         states = [measure.merge(a, b) for measure, a, b in zip(bound, states, band_states, strict=True)]
-    return [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)]
+    results = [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)]
+    # Where every row is empty, nothing was computed from the inputs: their gradient is zero, not missing.
+    return results if has_blocks else [_add_to_graph(result, inputs) for result in results]
+
+
+def _list_inputs(problem: Problem, measures: Sequence[LoopMeasure]) -> list[Tensor]:
+    """List the tensors that get a gradient."""
+    of_mods = (array for score_mod in problem.score_mods for array in vars(score_mod).values())
+    of_measures = (getattr(measure, "array", None) for measure in measures)
+    arrays: list[Any] = [problem.query, problem.key, problem.sink, *of_mods, *of_measures]
+    return [array for array in arrays if isinstance(array, torch.Tensor) and array.requires_grad]
+
+
+def _add_to_graph(result: Any, inputs: Sequence[Tensor]) -> Any:
+    """Return a result as a function of inputs whose numbers it does not depend on."""
+    if isinstance(result, tuple):
+        return type(result)(*(_add_to_graph(part, inputs) for part in result))
+    # The sum of no entries is 0, whatever the others are.
+    zero = sum(array.reshape(-1, 1)[:, :0].sum() for array in inputs)
+    return result + zero if result.is_floating_point() else result
 
 
 def _softmax(tiles: list[Tensor], problem: Problem) -> list[Tensor]:
