@@ -34,9 +34,10 @@ from regard.core.planner import (
     split_products,
     upcast,
 )
-from regard.core.problem import Problem, Spec
+from regard.core.problem import Problem, Spec, detach, detach_arrays
 from regard.core.products import DenseWeights, LogSumExp, Product, SelectedWeights, flatten_operand
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
+from regard.engines import find_engine
 from regard.errors import ArgumentError, format_named_shape
 from regard.frame import EXACT_ROWS_LIMIT, as_index
 from regard.masks import Mask
@@ -60,6 +61,9 @@ class AttentionMatrix:
     `regard.attention` and `regard.linear_attention` return it. Nothing of size q_len × kv_len is stored, except by
     `to_dense()`. Weights and lse have dtype float32 or wider, `A.dtype`. Measures add up in float64 and return it, or
     float32 on a device without float64. `A @ value` has the dtype of the value.
+
+    `copy.deepcopy`, `pickle` and `torch.save` keep the numbers of a matrix but not the graph of their gradients;
+    `torch.load(file, weights_only=False)` reads it, and `map_location` moves it to another device.
 
     >>> import regard
     >>> from regard.learn import cat
@@ -142,6 +146,32 @@ class AttentionMatrix:
         """
         return self._kernel_used or self._problem.kernel
 
+    # Copies
+
+    def __copy__(self) -> AttentionMatrix:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what deep copies and files keep: detached arrays and statistics, and nothing that is derived."""
+        state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
+        state |= {"_spec": detach_arrays(self._spec), "_fused_lse": detach(self._fused_lse)}
+        if self._stats is not None:
+            state["_stats"] = SoftmaxStats(*map(detach, self._stats))
+        if self._spec.query is not None:
+            state.pop("_problem", None)
+        else:
+            state["_problem"] = detach_arrays(self._problem)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        engine = find_engine("attention", key=self._spec.key)  # the arrays may be on another device now
+        self._spec = replace(self._spec, engine=engine)
+        if "_problem" in state:
+            self._problem = replace(self._problem, engine=engine)
+
     # Entries
 
     def __getitem__(self, index: Any) -> Any:
@@ -198,9 +228,38 @@ class AttentionMatrix:
                 expected="copy=None or copy=True",
                 hint="The matrix is lazy: a conversion has to compute its weights.",
             )
+        dense = self._convert_to_dense("numpy.asarray(A)")
+        return np.asarray(self._problem.engine.to_numpy(dense), dtype=dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Convert to a DLPack capsule of at most 256 MiB, so that `torch.as_tensor(A)` works.
+
+        Args:
+            **options: Those of the array's own `__dlpack__`.
+
+        Raises:
+            ArgumentError: If the matrix requires a gradient, which a capsule cannot carry.
+            TooLargeError: If the matrix takes more bytes.
+        """
+        if self._problem.engine.requires_grad(self._problem):
+            raise ArgumentError(
+                "torch.as_tensor(A)",
+                received="a matrix that requires a gradient",
+                expected="a matrix without gradients",
+                hint="Call A.to_dense() to keep the gradient, or convert under torch.no_grad() to drop it.",
+            )
+        return self._convert_to_dense("torch.as_tensor(A)").__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return type and number of the device, as DLPack counts them."""
+        device: tuple[int, int] = self._spec.key.__dlpack_device__()
+        return device
+
+    def _convert_to_dense(self, operation: str) -> Array:
+        """Store the whole matrix for a conversion; refuse a large one, which may not be intended."""
         hint = "Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a picture."
-        check_result_size(self.nbytes, "numpy.asarray(A)", f"a matrix of shape {self.shape}", hint)
-        return np.asarray(self._problem.engine.to_numpy(self.to_dense()), dtype=dtype)
+        check_result_size(self.nbytes, operation, f"a matrix of shape {self.shape}", hint)
+        return self.to_dense()
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,23 @@ from regard.masks import Mask
 from regard.render import text
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray
+
+SpecOrProblem = TypeVar("SpecOrProblem", "Spec", "Problem")
+
+
+def detach(array: Any) -> Any:
+    """Return an array without the graph of its gradient; anything but a tensor unchanged."""
+    return array.detach() if hasattr(array, "detach") else array
+
+
+def detach_arrays(arguments: SpecOrProblem) -> SpecOrProblem:
+    """Return arguments of detached arrays and without an engine, as a deep copy or a file keeps them."""
+    score_mods = tuple(map(copy.copy, arguments.score_mods))
+    for score_mod in score_mods:
+        vars(score_mod).update({name: detach(array) for name, array in vars(score_mod).items()})
+    query, key, sink = map(detach, (arguments.query, arguments.key, arguments.sink))
+    none: Any = None
+    return replace(arguments, engine=none, query=query, key=key, sink=sink, score_mods=score_mods)
 
 
 @dataclass(slots=True)
