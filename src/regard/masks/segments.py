@@ -1,12 +1,13 @@
 """Describe a mask by segments: for each block of rows, the runs of keys that a compiled pass reads.
 
 A run of full blocks is one segment without a mask. A partial block is a segment with a tile of bits. Empty blocks have
-no segment, equal tiles are stored once, and only partial blocks are evaluated: nothing has the size of the matrix.
+no segment, equal tiles are stored once, and only partial blocks are evaluated. The tiles of an irregular mask have one
+bit for each entry of the matrix, so `iterate_segments` describes as many rows at a time as a limit of bytes allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,6 +48,22 @@ class PairSegments(NamedTuple):
     pair_index: IntArray
 
 
+class SegmentRange(NamedTuple):
+    """The segments of some row blocks for (batch, head) pairs whose masks are equal there.
+
+    Attributes:
+        pairs: Numbers of the pairs.
+        first_block: First row block.
+        last_block: Row block after the last.
+        segments: The segments; entry 0 of `offsets` belongs to `first_block`.
+    """
+
+    pairs: IntArray
+    first_block: int
+    last_block: int
+    segments: MaskSegments
+
+
 def build_segments(
     mask: Mask | None,
     frame: Frame,
@@ -82,24 +99,64 @@ def build_segments(
     >>> causal_segments.tiles[0, :, 0].tolist()
     [1, 3, 7, 15, 31, 63, 127, 255]
     """
+    distinct: list[MaskSegments] = []
+    pair_index = np.zeros(len(frame.selected), np.int64)
+    for part in iterate_segments(
+        mask, frame, q_idx, block_rows, block_columns, pack=pack, kv_range=kv_range, xp=xp, to_numpy=to_numpy
+    ):
+        pair_index[part.pairs] = len(distinct)
+        distinct.append(part.segments)
+    return PairSegments(distinct, pair_index)
+
+
+def iterate_segments(
+    mask: Mask | None,
+    frame: Frame,
+    q_idx: IntArray,
+    block_rows: int,
+    block_columns: int,
+    *,
+    max_tile_bytes: float = float("inf"),
+    pack: Literal["columns", "rows"] = "columns",
+    kv_range: range | None = None,
+    xp: Namespace = np,
+    to_numpy: Callable[[Array], Any] = np.asarray,
+) -> Iterator[SegmentRange]:
+    """Describe a mask by segments, some row blocks at a time.
+
+    Args:
+        mask: The mask; None allows every key.
+        frame: The (batch, head) pairs and the lengths.
+        q_idx: Positions of the rows: (rows,).
+        block_rows: Rows of a block, a multiple of 8.
+        block_columns: Keys of a block, a multiple of 8.
+        max_tile_bytes: Bytes of tiles after which a range ends; it has one row block at least.
+        pack: Axis along which the bits of a tile are packed.
+        kv_range: The keys to describe; None for all.
+        xp: Array API namespace to evaluate the mask with.
+        to_numpy: Conversion of its arrays to NumPy.
+
+    Yields:
+        The segments of each range; the ranges of a pair are in the order of the rows.
+    """
     keys = range(frame.kv_len) if kv_range is None else kv_range
     builder = _SegmentBuilder(mask, q_idx, keys, block_rows, block_columns, pack, xp, to_numpy)
     pairs = len(frame.selected)
-    distinct: list[MaskSegments] = []
-    pair_index = np.zeros(pairs, np.int64)
-    groups = [np.arange(pairs)]
+    remaining = [(np.arange(pairs), 0)] if pairs else []
     if mask is not None and mask.varies_by_batch and pairs > 1:
         heads = frame.leading_shape[-1] if frame.leading_shape else 1
-        groups = np.split(np.arange(pairs), np.flatnonzero(np.diff(frame.selected // max(heads, 1))) + 1)
-    for group in groups:
-        shared = builder.build(frame.select(group))
-        for i, pair in enumerate(group):
-            if shared is None or i == 0:
-                own = builder.build(frame.select(group[i : i + 1])) if shared is None else shared
-                assert own is not None
-                distinct.append(own)
-            pair_index[pair] = len(distinct) - 1
-    return PairSegments(distinct, pair_index)
+        entries = np.flatnonzero(np.diff(frame.selected // max(heads, 1))) + 1
+        remaining = [(group, 0) for group in np.split(np.arange(pairs), entries)]
+    while remaining:
+        group, first_block = remaining.pop(0)
+        built = builder.build(frame.select(group), first_block, max_tile_bytes)
+        if built is None:
+            remaining[:0] = [(group[i : i + 1], first_block) for i in range(len(group))]
+            continue
+        segments, last_block = built
+        yield SegmentRange(group, first_block, last_block, segments)
+        if last_block * block_rows < len(q_idx):
+            remaining.insert(0, (group, last_block))
 
 
 class _SegmentBuilder:
@@ -113,14 +170,21 @@ class _SegmentBuilder:
         self._keys = keys
         self._rows, self._columns = block_rows, block_columns
 
-    def build(self, frame: Frame) -> MaskSegments | None:
-        """Build the segments of the pairs of a frame; return None if the mask differs between them."""
+    def build(self, frame: Frame, first_block: int, max_tile_bytes: float) -> tuple[MaskSegments, int] | None:
+        """Build segments from a row block to the one where the tiles exceed a limit; return them and the block after.
+
+        Return None if the mask differs between the pairs of the frame.
+        """
         kv_lo = np.arange(self._keys.start, self._keys.stop, self._columns)
         kv_hi = np.minimum(kv_lo + self._columns, self._keys.stop)
         tiles = _TileStore()
         segments: list[IntArray] = []
         counts = [0]
-        for start in range(0, len(self._q_idx), self._rows):
+        last_block = first_block
+        for start in range(first_block * self._rows, len(self._q_idx), self._rows):
+            if tiles.nbytes > max_tile_bytes:
+                break
+            last_block += 1
             q_idx = self._q_idx[start : start + self._rows]
             live, full = self._classify(frame, q_idx, kv_lo, kv_hi)
             tile_of_block = np.full(len(live), FULL)
@@ -133,11 +197,12 @@ class _SegmentBuilder:
             segments.append(_join_runs(live[kept], tile_of_block[kept], kv_lo, kv_hi))
             counts.append(len(segments[-1]))
         shape = (self._rows, self._columns) if self._pack == "columns" else (self._columns, self._rows)
-        return MaskSegments(
+        built = MaskSegments(
             np.cumsum(counts),
             np.concatenate([np.zeros((0, 3), np.int64), *segments]),
-            np.array(tiles.bits, np.uint8).reshape(-1, shape[0], shape[1] // 8),
+            tiles.join().reshape(-1, shape[0], shape[1] // 8),
         )
+        return built, last_block
 
     def _classify(
         self, frame: Frame, q_idx: IntArray, kv_lo: IntArray, kv_hi: IntArray
@@ -177,7 +242,7 @@ class _TileStore:
     """The distinct tiles of a mask, found by their bits, or by their diagonal if the mask slides along it."""
 
     def __init__(self) -> None:
-        self.bits: list[Any] = []
+        self.nbytes = 0
         self.by_diagonal: dict[tuple[int, int, int] | None, int] = {}
         self._by_bits: dict[bytes, int] = {}
 
@@ -186,11 +251,15 @@ class _TileStore:
         count = np.count_nonzero(block)
         if count in (0, size):
             return FULL if count else EMPTY
-        bits = np.packbits(block if axis else block.T, axis=1, bitorder="little")
-        tile = self._by_bits.setdefault(bits.tobytes(), len(self.bits))
-        if tile == len(self.bits):
-            self.bits.append(bits)
-        return tile
+        bits = np.packbits(block if axis else block.T, axis=1, bitorder="little").tobytes()
+        if bits not in self._by_bits:
+            self._by_bits[bits] = len(self._by_bits)
+            self.nbytes += len(bits)
+        return self._by_bits[bits]
+
+    def join(self) -> Array:
+        """Return the bytes of all tiles, in the order of their numbers."""
+        return np.frombuffer(bytearray().join(self._by_bits), np.uint8)
 
 
 def _join_runs(blocks: IntArray, tiles: IntArray, kv_lo: IntArray, kv_hi: IntArray) -> IntArray:

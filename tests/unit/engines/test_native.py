@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from regard.engines.accumulators import (
     RowSum,
     RowTopK,
 )
-from regard.engines.native import accumulate, use_instruction_set
+from regard.engines.native import accumulate, measure_pass, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
 from regard.lens.analysis.measures import DistanceBands
@@ -132,6 +133,39 @@ def test_every_mask(instruction_set: str, mask: str, dtype: Any) -> None:
     query, key = (x.reshape(2, 2, 300, 8) for x in draw(300, 300, 8, dtype, heads=4))
     for sink in (None, np.array([0.5, -np.inf])):
         check(attention(query, key, mask=MASKS[mask], sink=sink), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        document(RNG.integers(0, 3, 330), query_ids=RNG.integers(0, 3, 700)),
+        document(RNG.integers(0, 3, (2, 330)), query_ids=RNG.integers(0, 3, (2, 700))),
+        dense(RNG.random((2, 2, 700, 330)) < 0.5),
+        # The heads differ in the last rows alone.
+        dense((RNG.random((700, 330)) < 0.5) & (np.arange(700) < np.array([600, 700])[:, None])[:, :, None]),
+        causal(LR) & padding([200, 330]),
+    ],
+    ids=["documents", "documents by batch", "by head", "by head in some rows", "regular"],
+)
+def test_a_mask_that_is_described_a_few_rows_at_a_time(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_pass, "MAX_TILE_BYTES", 3000)
+    query, key = (RNG.normal(size=(2, 2, n, 5)) for n in (700, 330))
+    A = attention(query, key, mask=mask)
+    check(A, **TOLERANCE[np.float64])
+    check(A, known="max and sum", threads=3, **TOLERANCE[np.float64])
+
+
+def test_an_irregular_mask_takes_no_memory_of_the_size_of_the_matrix() -> None:
+    n = 20_000
+    query = np.ones((n, 2), np.float32)
+    A = attention(query, query, mask=document(np.random.default_rng(1).integers(0, 50, n)))
+    tracemalloc.start()
+    try:
+        assert (A.entropy() > 0).all()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.8 * n * n / 8, "a bit for each entry"
 
 
 def test_rows_out_of_order_grouped_heads_and_layouts(instruction_set: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from regard import causal, dense, document, first, padding, sliding_window
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.segments import FULL, build_segments
+from regard.masks.segments import FULL, build_segments, iterate_segments
 
 RNG = np.random.default_rng(3)
 MASKS: dict[str, Any] = {
@@ -69,6 +69,26 @@ def test_segments_are_the_whole_mask(name: str, pack: Any) -> None:
             for pair in range(6):
                 found = rebuild(distinct[pair_index[pair]], len(q_idx), 45, block_rows, pack)
                 np.testing.assert_array_equal(found, whole[pair, q_idx])
+
+
+@pytest.mark.parametrize("name", [*MASKS, "of a user"])
+@pytest.mark.parametrize("max_tile_bytes", [0, 20, 100])
+def test_ranges_of_rows_are_the_whole_mask_and_keep_the_limit(name: str, max_tile_bytes: int) -> None:
+    mask = MASKS.get(name, RowParity()) if name != "none" else None
+    frame, whole = Frame((2, 3), 37, 45), np.ones((6, 37, 45), bool)
+    if mask is not None:
+        whole = np.broadcast_to(mask.allows(frame, np.arange(37), np.arange(45), np), whole.shape)
+    next_block = np.zeros(6, int)
+    for part in iterate_segments(mask, frame, np.arange(37), 8, 16, max_tile_bytes=max_tile_bytes):
+        assert (next_block[part.pairs] == part.first_block).all() and part.last_block > part.first_block
+        next_block[part.pairs] = part.last_block
+        rows = slice(8 * part.first_block, min(8 * part.last_block, 37))
+        found = rebuild(part.segments, rows.stop - rows.start, 45, 8, "columns")
+        for pair in part.pairs:
+            np.testing.assert_array_equal(found, whole[pair, rows])
+        row_block = 3 * 16  # bytes of a block of rows with three tiles
+        assert part.segments.tiles.nbytes <= max_tile_bytes + row_block
+    assert (next_block == 5).all()
 
 
 def test_equal_pairs_share_their_segments() -> None:

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from regard.engines.native.library import (
     find_instruction_set,
     load_library,
 )
-from regard.masks.segments import PairSegments, build_segments
+from regard.masks.segments import SegmentRange, iterate_segments
 from regard.types import Array
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 MIN_JOBS = 32
 # Multiply-adds that are worth a thread of their own.
 MIN_WORK_OF_THREAD = 1 << 22
+# Bytes of mask tiles that are built before the jobs that read them run.
+MAX_TILE_BYTES = 1 << 23
 # Larger than any distance between a query and a key.
 FAR = 1 << 40
 
@@ -93,14 +95,27 @@ def accumulate(
     """
     library, name = load_library(), find_instruction_set()
     assert name is not None, "describe_pass says that there is none"
-    segments = build_segments(
-        problem.mask, problem.frame, problem.positions, BLOCK_ROWS, BLOCK_KEYS, pack="rows", kv_range=problem.kv_range,
-        xp=problem.engine.xp, to_numpy=problem.engine.to_numpy,
-    )  # fmt: skip
-    matrix_pass = _MatrixPass(problem, query, key, accumulators, segments, known_max, known_sum)
-    jobs = matrix_pass.make_jobs()
-    _run_jobs(library, INSTRUCTION_SETS.index(name), query.dtype == np.float64, jobs, num_threads)
-    return matrix_pass.finish(jobs)
+    matrix_pass = _MatrixPass(problem, query, key, accumulators, known_max, known_sum)
+    for ranges in _split_mask(problem):
+        jobs = matrix_pass.make_jobs(ranges)
+        _run_jobs(library, INSTRUCTION_SETS.index(name), query.dtype == np.float64, jobs, num_threads)
+        matrix_pass.add_parts(jobs)
+    return [matrix_pass.read(item) for item in accumulators], matrix_pass.max, matrix_pass.sum
+
+
+def _split_mask(problem: Problem) -> Iterator[list[SegmentRange]]:
+    """Yield the segments of a matrix, as many at a time as a limit of bytes allows: almost always all at once."""
+    ranges: list[SegmentRange] = []
+    for part in iterate_segments(
+        problem.mask, problem.frame, problem.positions, BLOCK_ROWS, BLOCK_KEYS, max_tile_bytes=MAX_TILE_BYTES,
+        pack="rows", kv_range=problem.kv_range, xp=problem.engine.xp, to_numpy=problem.engine.to_numpy,
+    ):  # fmt: skip
+        ranges.append(part)
+        if sum(own.segments.tiles.nbytes for own in ranges) > MAX_TILE_BYTES:
+            yield ranges
+            ranges.clear()  # the caller's list, too: the tiles go before others are built
+    if ranges:
+        yield ranges
 
 
 @dataclass
@@ -120,10 +135,10 @@ class _MatrixPass:
 
     def __init__(
         self, problem: Problem, query: Array, key: Array, accumulators: Sequence[Accumulator],
-        segments: PairSegments, known_max: Array | None, known_sum: Array | None,
+        known_max: Array | None, known_sum: Array | None,
     ) -> None:  # fmt: skip
         pairs, rows, kv_len = self.shape = problem.shape
-        self.problem, self.accumulators, self.segments = problem, accumulators, segments
+        self.problem, self.accumulators = problem, accumulators
         self.query, self.key = (_make_rows_contiguous(array) for array in (query, key))
         self.positions = np.ascontiguousarray(problem.positions, np.int64)
         self.is_known, self.is_lse = known_max is not None, known_max is not None and known_sum is None
@@ -148,28 +163,36 @@ class _MatrixPass:
         self.top_k = max((item.k for item in accumulators if isinstance(item, RowTopK)), default=0)
         self.top = (np.zeros((pairs, rows, self.top_k)), np.zeros((pairs, rows, self.top_k), np.int64))
 
-    def make_jobs(self) -> list[_PairJob]:
-        """Split the matrix into jobs, the last rows first: under a causal mask they take longest."""
+    def make_jobs(self, ranges: Sequence[SegmentRange]) -> list[_PairJob]:
+        """Split some rows of the matrix into jobs, the last rows first: under a causal mask they take longest."""
         pairs, rows, _ = self.shape
         blocks = -(-rows // BLOCK_ROWS)
-        if not (pairs and rows):
-            return []
-        parts = min(blocks, -(-MIN_JOBS // pairs))
-        edges = [blocks * i // parts for i in range(parts + 1)]
-        ranges = list(itertools.pairwise(edges))[::-1]
-        return [self._make_job(pair, *block_range) for block_range in ranges for pair in range(pairs)]
+        parts = min(blocks, -(-MIN_JOBS // max(pairs, 1)))
+        edges = {blocks * i // parts for i in range(parts + 1)} if parts else set()
+        split = []
+        for own in ranges:
+            # Some rows of an irregular mask are few jobs, so each block of them is one.
+            is_whole = (own.first_block, own.last_block) == (0, blocks)
+            own_edges = sorted(edges) if is_whole else range(own.first_block, own.last_block + 1)
+            split += [
+                (edge, pair, own) for edge in itertools.pairwise(own_edges) for pair in own.pairs.tolist()
+            ]
+        split.sort(key=lambda job: (-job[0][0], job[1]))
+        return [self._make_job(pair, *block_range, own) for block_range, pair, own in split]
 
-    def _make_job(self, pair: int, first_block: int, last_block: int) -> _PairJob:
+    def _make_job(self, pair: int, first_block: int, last_block: int, own: SegmentRange) -> _PairJob:
         problem, (_, rows, kv_len) = self.problem, self.shape
         query, key = self.query[problem.query_index[pair]], self.key[problem.key_index[pair]]
-        segments = self.segments.distinct[self.segments.pair_index[pair]]
+        segments = own.segments
+        # The library counts blocks from the first row of the matrix.
+        offsets = segments.offsets.ctypes.data - own.first_block * segments.offsets.itemsize
         itemsize, first_key = query.itemsize, problem.first_key
         # The library counts keys from the start of the sequence, and reads those of the segments only.
         key_start = key.ctypes.data - first_key * key.strides[0]
         job = Job(
             query=query.ctypes.data, key=key_start, query_stride=query.strides[0] // itemsize,
             key_stride=key.strides[0] // itemsize, rows=rows, kv_len=kv_len, dim=query.shape[1],
-            scale=problem.scale, positions=self.positions.ctypes.data, offsets=segments.offsets.ctypes.data,
+            scale=problem.scale, positions=self.positions.ctypes.data, offsets=offsets,
             segments=segments.segments.ctypes.data, tiles=segments.tiles.ctypes.data, first_block=first_block,
             last_block=last_block, is_known=self.is_known, is_lse=self.is_lse, max=self.max[pair].ctypes.data,
             sum=None if self.sum is None else self.sum[pair].ctypes.data, has_measures=bool(self.accumulators),
@@ -234,8 +257,8 @@ class _MatrixPass:
         job.num_bands, job.bands = len(bands), (Band * max(len(bands), 1))(*bands)
         job.shares = (ctypes.c_void_p * max(len(shares), 1))(*(pointer for _, pointer in shares))
 
-    def finish(self, jobs: list[_PairJob]) -> tuple[list[Any], Array, Array | None]:
-        """Add up the parts of the jobs, and return the result of each accumulator."""
+    def add_parts(self, jobs: list[_PairJob]) -> None:
+        """Add the sums over rows of the jobs to those of their pairs, in the order of the rows."""
         for made in reversed(jobs):
             for array, part in ((self.columns, made.columns), (self.diagonals, made.diagonals)):
                 if array is not None and part is not None and part.base is not array:
@@ -243,9 +266,9 @@ class _MatrixPass:
             for (grid, cells), (first, part) in zip(self.grids.items(), made.cells, strict=True):
                 own = cells[made.pair, first : first + len(part)]
                 own[...] = np.maximum(own, part) if grid.reduce == "max" else own + part
-        return [self._read(item) for item in self.accumulators], self.max, self.sum
 
-    def _read(self, accumulator: Accumulator) -> Any:
+    def read(self, accumulator: Accumulator) -> Any:
+        """Return the result of an accumulator: an array, or a pair of arrays."""
         match accumulator:
             case ColumnSum():
                 return self.columns
