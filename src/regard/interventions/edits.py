@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from numbers import Real
 from operator import index
 from typing import Any, Literal
@@ -39,6 +40,12 @@ class Edit:
     def name(self) -> str:
         """Name of the function that returns such an edit."""
         return type(self).__name__.removesuffix("Edit").lower()
+
+    def selects(self, name: str, number: int | None) -> bool:
+        """Return whether the edit selects a layer, by its name or its number."""
+        return self.layers is None or any(
+            matches_layer(entry, name, number) for entry in list_entries(self.layers)
+        )
 
     def __repr__(self) -> str:
         given = [
@@ -314,6 +321,21 @@ def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
                 hint="For example regard.interventions.ablate(0, heads=1).",
             )
     return listed
+
+
+def list_entries(chosen: Any) -> list[Any]:
+    """List the entries of a selection: one or several; none if it is None."""
+    if chosen is None:
+        return []
+    return list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+
+
+def matches_layer(entry: int | str, name: str, number: int | None) -> bool:
+    """Return whether an entry of `layers` is the number of a layer, or matches it or a module around it."""
+    if isinstance(entry, int):
+        return entry == number
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), entry) for i in range(len(parts)))
 
 
 def _as_selections(operation: str, layers: Any, heads: Any, batch: Any) -> dict[str, Any]:

@@ -278,11 +278,20 @@ class _Sweep:
                 self._place_batch(edit, copy) for copy, i in enumerate(group.members) for edit in named[i]
             ]
             args, kwargs = self._repeat_inputs(copies)
+            run = intervene(self._model, placed, tokens=self._repeat_tokens(copies))
+            run.warns_of_unapplied = False
             with (
-                intervene(self._model, placed, tokens=self._repeat_tokens(copies)),
+                run,
                 self._outputs.reuse(group.reused, copies),
             ):
                 values = self._check(self._metric(self._model(*args, **kwargs)))
+            for text in run.describe_unapplied().values():
+                raise ArgumentError(
+                    "effects",
+                    received=f"edits of which a part does not apply: {text}",
+                    expected="layers and positions that the run has",
+                    hint="Positions count from 0, padding included; negative ones from the end.",
+                )
             if values.ndim and len(values) != copies * self._batch:
                 raise ArgumentError(
                     "effects",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import types
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,17 @@ from torch import nn
 
 from regard.errors import ArgumentError, NotCapturedError
 from regard.interventions.edge_correction import compute_rows
-from regard.interventions.edits import AblateEdit, Edit, PatchEdit, RestrictEdit, as_edits, as_layers
+from regard.interventions.edit_reach import EditReach
+from regard.interventions.edits import (
+    AblateEdit,
+    Edit,
+    PatchEdit,
+    RestrictEdit,
+    as_edits,
+    as_layers,
+    list_entries,
+    matches_layer,
+)
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
 from regard.interventions.sequence_positions import SequencePositions
 from regard.lens.analysis.token_rows import as_token_lists
@@ -28,6 +39,9 @@ from regard.lens.watch import Watch, check_model
 __all__ = ["intervene"]
 
 Tensor = Any  # the types of torch are not followed
+
+# Edits that a warning describes.
+MAX_WARNED = 4
 
 _HINT = (
     "Name other layers in the edit, or load the model with attn_implementation='sdpa' if it supports that."
@@ -62,7 +76,8 @@ def intervene(
         values: Record value and output, too.
 
     Returns:
-        A context manager; `with` binds the `Intervention`.
+        A context manager; `with` binds the `Intervention`. If an edit names layers that do not run in the block, or
+        positions that no sequence has, a warning says so when the block ends.
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
@@ -120,11 +135,15 @@ class Intervention(Watch):
         self._plain_options = plain
         self._grad_options = replace(plain, grad=True)
         self._paths: dict[tuple[str, int], dict[str, int]] = {}
+        self._reach = EditReach(())
+        self._ran: dict[str, int] = {}  # numbers of the layers that ran in the present block
+        self.warns_of_unapplied = True
 
     def __enter__(self) -> Intervention:  # type: ignore[override]
         """Patch the attention functions; edits apply from now on."""
         super().__enter__()
         self._positions = SequencePositions()
+        self._reach, self._ran = EditReach([entry.edit for entry in self._bound]), {}
         return self
 
     def __exit__(
@@ -133,7 +152,7 @@ class Intervention(Watch):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Restore everything that was patched.
+        """Restore everything that was patched; warn of edits that did not apply.
 
         Raises:
             NotCapturedError: If the block raised nothing, and an edited layer ran whose attention was not captured.
@@ -147,6 +166,19 @@ class Intervention(Watch):
             if missed:
                 name, fault = next(iter(missed.items()))
                 raise _refuse(name, fault.reason, fault.hint) from None
+        unapplied = self.describe_unapplied() if error_type is None and self.warns_of_unapplied else {}
+        if unapplied:
+            listed = [f"{self._bound[i].edit!r}: {text}." for i, text in unapplied.items()]
+            more = [f"And {len(listed) - MAX_WARNED} more."] if len(listed) > MAX_WARNED else []
+            warnings.warn(
+                f"intervene: {len(listed)} of {len(self._bound)} edits did not apply, or only in part. "
+                + " ".join(listed[:MAX_WARNED] + more),
+                stacklevel=2,
+            )
+
+    def describe_unapplied(self) -> dict[int, str]:
+        """Describe the layers and positions of each edit that no call of the last block had, by number of the edit."""
+        return self._reach.describe(self._ran)
 
     @property
     def recording(self) -> Recording:
@@ -207,8 +239,8 @@ class Intervention(Watch):
 
     def _choose(self, name: str) -> list[int]:
         """Return the numbers of the edits that select a layer."""
-        number = self._numbers.setdefault(name, len(self._numbers))
-        return [i for i, entry in enumerate(self._bound) if _selects(entry.edit, name, number)]
+        number = self._ran[name] = self._numbers.setdefault(name, len(self._numbers))
+        return [i for i, entry in enumerate(self._bound) if entry.edit.selects(name, number)]
 
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Apply the edits to a call; the wrappers call it."""
@@ -231,6 +263,7 @@ class Intervention(Watch):
         edits = LayerEdits(name, (*outer, *bound), placement, call_index)
         output, path = edits.apply(call, args, find_output(call, args) if args.has_run else None)
         for i in chosen:
+            self._reach.note(i, self._numbers[name], len(outer) + chosen.index(i), edits)
             paths = self._paths.setdefault((name, i), {})
             label = path or (
                 "output replaced" if output is not None and args.has_run else "nothing to change"
@@ -250,7 +283,7 @@ class Intervention(Watch):
         """Return whether an edit selects a layer by name, or by a number that it might have."""
         number = self._numbers.get(name)
         return any(
-            _selects(entry.edit, name, number) or (number is None and _has_numbers(entry.edit))
+            entry.edit.selects(name, number) or (number is None and _has_numbers(entry.edit))
             for entry in self._bound
         )
 
@@ -264,15 +297,21 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
         operation: Name of the calling function, for error messages.
 
     Raises:
-        ArgumentError: If nothing is selected.
+        ArgumentError: If an entry selects no layer.
     """
     ordered = list(names)
     edit = Edit(layers=as_layers(layers, operation))
-    chosen = [name for i, name in enumerate(ordered) if _selects(edit, name, i)]
-    if not chosen:
+    chosen = [name for i, name in enumerate(ordered) if edit.selects(name, i)]
+    missing = [
+        repr(entry)
+        for entry in list_entries(edit.layers)
+        if not any(matches_layer(entry, name, i) for i, name in enumerate(ordered))
+    ]
+    if missing or not chosen:
         raise ArgumentError(
             operation,
-            received=f"layers={layers!r}, which selects none of {len(ordered)} attention layers",
+            received=f"layers with {', '.join(missing) or 'nothing'}, which selects none of {len(ordered)} attention "
+            "layers",
             expected=f"numbers from 0 to {len(ordered) - 1}, or names such as {ordered[0]!r}"
             if ordered
             else "a model with attention",
@@ -281,33 +320,14 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
     return chosen
 
 
-def _selects(edit: Edit, name: str, number: int | None) -> bool:
-    """Return whether an edit selects a layer."""
-    layers: Any = edit.layers
-    if layers is None:
-        return True
-    entries = [layers] if isinstance(layers, str | int) else layers
-    return any(entry == number if isinstance(entry, int) else _matches(name, entry) for entry in entries)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a module or one that contains it has a name or matches a pattern."""
-    parts = name.split(".")
-    names = [".".join(parts[: i + 1]) for i in range(len(parts))] or [name]
-    return any(fnmatch.fnmatchcase(candidate, pattern) for candidate in (*names, name))
-
-
 def _has_numbers(edit: Edit) -> bool:
-    layers: Any = edit.layers
-    entries = [layers] if isinstance(layers, str | int) or layers is None else layers
-    return any(isinstance(entry, int) for entry in entries)
+    return any(isinstance(entry, int) for entry in list_entries(edit.layers))
 
 
 def _check_names(model: nn.Module, edits: Sequence[Edit]) -> None:
     names = [name for name, _ in model.named_modules()]
     for edit in edits:
-        layers: Any = edit.layers
-        for pattern in [layers] if isinstance(layers, str | int) or layers is None else layers:
+        for pattern in list_entries(edit.layers):
             if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise ArgumentError(
                     edit.name,

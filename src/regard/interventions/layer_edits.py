@@ -235,6 +235,26 @@ class LayerEdits:
                 groups.append((self._select(edit) & batch, rows))
         return groups
 
+    def reaches(self, number: int, parameter: str, positions: Any) -> bool:
+        """Return whether the call has a row or a key at some positions of an edit.
+
+        Args:
+            number: Number of the edit.
+            parameter: "queries" or "keys".
+            positions: The positions.
+        """
+        entry, placement, is_keys = self.bound[number], self.placement, parameter == "keys"
+        tokens = entry.key_tokens if is_keys and placement.is_cross_attention else entry.tokens
+        length, find = (
+            (placement.num_keys, placement.find_columns)
+            if is_keys
+            else (placement.num_queries, placement.find_rows)
+        )
+        return any(
+            len(find(resolve_positions(positions, length, own, parameter, entry.edit.name)))
+            for _, own in self._split_batch(entry.edit, (positions, tokens))
+        )
+
     # Application
 
     def apply(self, call: Call, args: CapturedArgs, base_output: Tensor | None) -> tuple[Tensor | None, str]:

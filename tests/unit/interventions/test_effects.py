@@ -224,3 +224,17 @@ def test_means_of_a_layer_that_runs_several_times():
                 expected = float(METRIC(model(**inputs)).mean())
             handle.remove()
             assert row["metric"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_layers_and_positions_that_do_not_exist_are_refused(batch_size):
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    for options, message in (
+        ({"layers": [0, 2]}, r"layers with 2, .*2 attention layers; expected numbers from 0 to 1"),
+        ({"layers": "model.layers.1.mlp"}, r"layers with 'model.layers.1.mlp'"),
+        ({"edits": [ablate(0), ablate(7)]}, r"layers with 7"),
+        ({"queries": 11}, r"no queries 11 in a sequence of 11 tokens"),
+        ({"edits": [knockout(0, keys=[1, 40]), ablate(1)]}, r"no keys 40 in a sequence of 11 tokens"),
+    ):
+        with pytest.raises(regard.ArgumentError, match=message):
+            effects(model, inputs, METRIC, batch_size=batch_size, **options)

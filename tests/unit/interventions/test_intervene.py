@@ -175,18 +175,24 @@ def test_a_head_is_edited_without_the_others_of_its_group(model, x):
     "edit",
     [
         knockout(0, queries=2, keys=[4, 5]),  # masked by the model
-        knockout(0, queries=40, keys=0),  # no such token yet
         knockout(0, heads=[], keys=0),
         knockout(0, queries=slice(0, 3), keys=slice(3, None)),
         restrict(0, mask=regard.causal()),
         restrict(0, mask=regard.sliding_window(7)),
         rescore(0, heads=[], score_mod=regard.softcap(1.0)),
         ablate(0, heads=[]),
-        ablate(0, queries=20),
     ],
 )
 def test_edits_that_touch_nothing_leave_outputs_bit_equal(model, x, edit):
     edited, intervention = run(model, x, edit)
+    assert torch.equal(edited, model(x))
+    assert len(intervention.applied) == 1
+
+
+@pytest.mark.parametrize("edit", [knockout(0, queries=40, keys=0), ablate(0, queries=20)])
+def test_positions_that_no_token_has_leave_outputs_bit_equal(model, x, edit):
+    with pytest.warns(UserWarning, match="no queries"):
+        edited, intervention = run(model, x, edit)
     assert torch.equal(edited, model(x))
     assert len(intervention.applied) == 1
 
@@ -480,6 +486,50 @@ def test_parts_of_an_edited_layer_that_are_named_attention(x):
     assert not torch.equal(run(model, x, ablate("0", heads=1))[0], model(x))
 
 
+@pytest.mark.parametrize(
+    "edits, message",
+    [
+        ([ablate(99)], r"1 of 1 edits .*ablate\(layers=99.*no layer 99, of 3 that ran: 0 '0', 1 '1', 2 '2'"),
+        ([ablate([0, 99, 3])], r"no layers 99, 3, of 3 that ran"),
+        ([ablate(0), ablate("2.q")], r"1 of 2 edits .*no layer '2.q', of 3 that ran"),
+        ([knockout(1, queries=99, keys=0)], r"no queries 99 in a sequence of 7 tokens"),
+        ([knockout(1, queries=-8, keys=0)], r"no queries -8 in a sequence of 7 tokens"),
+        ([knockout(1, queries=[3, 7], keys=[-9, 2])], r"no queries 7 .*no keys -9 in a sequence of 7 tokens"),
+        ([ablate(1, queries=slice(7, 9))], r"no queries slice\(7, 9, None\) in a sequence of 7 tokens"),
+    ],
+)
+def test_edits_that_never_apply_are_reported_when_the_block_ends(model, x, edits, message):
+    with pytest.warns(UserWarning, match=message):
+        run(model, x, *edits)
+
+
+def test_positions_that_a_later_call_has_are_not_reported(model, x):
+    edits = knockout(1, queries=8, keys=[2, 7]), ablate(0, queries=slice(7, None)), ablate(2)
+    with torch.no_grad(), regard.intervene(model, edits):
+        model(x)
+        model(torch.cat([x, x], 1))
+    with torch.no_grad(), regard.intervene(model, []):
+        pass
+
+
+def test_a_block_in_which_the_model_does_not_run_is_reported(model, x):
+    intervention = regard.intervene(model, ablate(1))
+    with torch.no_grad(), intervention:
+        model(x)
+    with pytest.warns(UserWarning, match="no attention layer of the model ran"), intervention:
+        pass
+    with pytest.raises(ZeroDivisionError), intervention:  # the block's own error comes first
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("layers", [-1, [0, -2], np.int64(-1)])
+def test_negative_layers_are_refused_with_a_hint(layers):
+    with pytest.raises(
+        regard.ArgumentError, match=r"layers with -\d; expected numbers from 0.*list\(recording\)\[-1\]"
+    ):
+        ablate(layers)
+
+
 def test_heads_and_batch_entries_out_of_range(model, x):
     with pytest.raises(regard.IndexOutOfRangeError, match="one of 4 heads"):
         run(model, x, ablate(0, heads=4))
@@ -543,7 +593,8 @@ def test_nothing_stays_patched_after_exceptions_nesting_and_threads(model, x):
     first, second = regard.intervene(model, ablate(0)), regard.intervene(model, ablate(1))
     first.__enter__()
     second.__enter__()
-    first.__exit__(None, None, None)
+    with pytest.warns(UserWarning, match="no attention layer of the model ran"):
+        first.__exit__(None, None, None)
     torch.testing.assert_close(model(x), run(model, x, ablate(1))[0])
     second.__exit__(None, None, None)
     threads = [threading.Thread(target=run, args=(model, x, ablate(i % 3))) for i in range(6)]
