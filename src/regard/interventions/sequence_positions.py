@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
 
 from regard.interventions.placement import Placement
 from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.capture.cache_store import match_cache
 from regard.lens.capture.call import Call
 
 Tensor = Any  # the types of torch are not followed
 
-# As many of the newest keys are kept to recognise a cache.
-NEWEST = 32
+# Caches of one layer that may take turns; only a cache that evicts keys needs to be recognised.
+RECENT_CACHES = 16
 
 
 class CacheState(NamedTuple):
-    """The state of a layer's cache after its last call.
+    """The state of a layer's cache after a call.
 
     Args:
-        tail: Its newest keys, or values if the layer computes its own softmax: (…, at most 32, dim).
-        held: Number of keys in use.
-        key_offset: Position of its first key.
-        num_rows: Number of rows so far, for cross-attention.
-        source_key: Weak reference to the key that was passed, and its version.
+        keys: Keys in use, or values if the layer computes its own softmax: (…, kv_heads, held, dim).
+        key_offset: Position of the first one.
     """
 
-    tail: Tensor
-    held: int
+    keys: Tensor
     key_offset: int
-    num_rows: int
-    source_key: Any
 
 
 class SequencePositions:
     """Where the calls of each layer are in the sequence.
 
-    If the newest keys of the last call are found where a cache would have them, the call continues its sequence: at the
-    end of all keys, or of those that a rolling cache has not evicted. Otherwise it begins a sequence.
+    If a call extends the keys of an earlier one, it continues its sequence: at the end of all keys, or of those that a
+    rolling cache has not evicted. Otherwise it begins a sequence. The rows of cross-attention are where the decoder's
+    self-attention before it was.
     """
 
     def __init__(self) -> None:
-        self._states: dict[str, CacheState] = {}
+        self._caches: dict[str, deque[CacheState]] = {}
+        self._newest_rows: Placement | None = None  # of self-attention
+        self._preceding: Callable[[], Call | None] | None = None
+
+    def precede(self, build: Callable[[], Call | None]) -> None:
+        """Remember a call that no edit changes; it is built if cross-attention needs its rows.
+
+        Args:
+            build: Builds the record of the call.
+        """
+        self._preceding = build
 
     def locate(self, call: Call) -> Placement:
         """Return where a call is, and remember it.
@@ -51,38 +57,41 @@ class SequencePositions:
             call: Record of the call.
         """
         *_, q_len, kv_len = call.shape
-        keys = call.key if call.weights is None else call.cached
         used = min(call.compact_mask.last_key or kv_len, kv_len)
         call.query_offset = max(0, used - q_len)
-        state = self._states.get(call.name)
         if TokenRows.from_call(call).query_offset is None:
-            is_same = state is not None and _is_same(state.source_key, call.source_key)
-            past = state.num_rows if is_same and state is not None else 0
-            self._states[call.name] = CacheState(None, used, 0, past + q_len, call.source_key)
-            return Placement(call.shape, past, 0, True)
-        past, key_offset = used - q_len, 0
-        old = None if state is None or past <= 0 else state.tail
-        if state is not None and keys is not None and _ends_with(keys[..., : max(0, past), :], old):
-            key_offset = state.key_offset + max(0, state.held - past)
+            return Placement(call.shape, self._count_rows_before(call), 0, True)
+        self._preceding = None
+        past, key_offset = call.query_offset, 0
+        keys = call.key if call.weights is None else call.cached
         if keys is not None:
-            tail = keys[..., max(0, used - NEWEST) : used, :].detach().clone()
-            self._states[call.name] = CacheState(tail, used, key_offset, 0, call.source_key)
-        return Placement(call.shape, key_offset + max(0, past), key_offset, False)
+            key_offset = self._find_key_offset(call.name, keys[..., :used, :].detach(), past)
+        placement = Placement(call.shape, key_offset + past, key_offset, False)
+        self._newest_rows = placement
+        return placement
 
+    def _find_key_offset(self, name: str, keys: Tensor, past: int) -> int:
+        """Return the position of the first key of a call, and remember the keys."""
+        caches = self._caches.setdefault(name, deque(maxlen=RECENT_CACHES))
+        key_offset = 0
+        for state in reversed(caches):
+            match = match_cache(state.keys, keys, past)
+            if match is not None:
+                key_offset = state.key_offset + match.evicted
+                if past == match.evicted + state.keys.shape[-2]:
+                    caches.remove(state)
+                break
+        caches.append(CacheState(keys, key_offset))
+        return key_offset
 
-def _ends_with(keys: Tensor, tail: Tensor | None) -> bool:
-    """Return whether keys end with those that were the newest, as far as both go."""
-    if tail is None:
-        return False
-    count = min(keys.shape[-2], tail.shape[-2])
-    if keys.shape[:-2] != tail.shape[:-2] or keys.shape[-1] != tail.shape[-1]:
-        return False
-    return bool(torch.equal(keys[..., -count:, :], tail[..., -count:, :]))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two calls were passed the same key tensor, unchanged in between."""
-    if a is None or b is None:
-        return False
-    (tensor, version), (other, other_version) = a, b
-    return tensor() is not None and tensor() is other() and version == other_version
+    def _count_rows_before(self, call: Call) -> int:
+        """Count the rows before those of cross-attention by the self-attention that ran before it."""
+        if self._preceding is not None:
+            build, self._preceding = self._preceding, None
+            preceding = build()
+            if preceding is not None:
+                self.locate(preceding)
+        newest = self._newest_rows
+        if newest is None or newest.shape[-2] != call.shape[-2] or newest.batch != len(call.query):
+            return 0
+        return newest.query_offset

@@ -19,8 +19,7 @@ from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.analysis.span_rows import compute_span_mass, select_call
-from regard.lens.capture.cache_faults import find_cache_fault
-from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
+from regard.lens.capture.cache_joining import CacheFault, JoinedCalls, find_cache_fault
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.output_projections import OutputProjections
@@ -68,6 +67,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._joined_calls: dict[str, list[JoinedCalls]] = {}
         self._uncaptured: dict[str, Uncaptured] = {}
         self._cache_faults: dict[str, list[CacheFault]] = {}
+        self._latest: dict[str, JoinedCalls] = {}  # what the newest call of each layer belongs to
+        self._preceding: dict[str, str | None] = {}  # the layer that ran before each layer
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
         self._lock = threading.Lock()
@@ -77,21 +78,33 @@ class Recording(Mapping[str, AttentionMatrix]):
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
             number = sum(joined.num_calls for joined in groups)
+            joined = None
             if call.measures is None:
-                tokens = call.query.shape[-2]
+                rows_before = self._count_rows_before(call)
                 # The latest first: a layer that several depths share has one cache for each.
-                for joined in reversed(groups):
-                    if joined.try_append(call):
-                        if call.num_missing_values and not joined.is_cross_attention:
-                            values = tokens - call.num_missing_values
-                            missing = CacheFault(number, "values missing", tokens, values)
-                            self._cache_faults.setdefault(call.name, []).append(missing)
-                        return joined if joined is groups[-1] else None
-                fault = find_cache_fault(groups, call, number)
-                if fault is not None:
-                    self._cache_faults.setdefault(call.name, []).append(fault)
-            groups.append(JoinedCalls(call))
+                extensions = ((known, known.extend(call, rows_before)) for known in reversed(groups))
+                known, joined = next((pair for pair in extensions if pair[1] is not None), (None, None))
+                if joined is None:
+                    fault = find_cache_fault(groups, call, number)
+                    if fault is not None:
+                        self._cache_faults.setdefault(call.name, []).append(fault)
+                elif call.num_missing_values and not joined.is_cross_attention:
+                    tokens = call.query.shape[-2]
+                    missing = CacheFault(number, "values missing", tokens, tokens - call.num_missing_values)
+                    self._cache_faults.setdefault(call.name, []).append(missing)
+            added = JoinedCalls(call) if joined is None else joined
+            if joined is None or joined is not known:
+                groups.append(added)
+            self._latest[call.name] = added
+            return joined if joined is groups[-1] else None
+
+    def _count_rows_before(self, call: Call) -> int | None:
+        """Count the rows before a call by the layer that ran before it: a decoder's self-attention knows its place."""
+        name = self._preceding.setdefault(call.name, next(reversed(self._latest), None))
+        before = None if name is None else self._latest.get(name)
+        if before is None or before.is_cross_attention or not before.has_rows_of(call):
             return None
+        return before.newest_offset
 
     def _layer_calls(self) -> list[LayerCall]:
         """List every call with its layer.

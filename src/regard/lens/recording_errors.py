@@ -27,9 +27,9 @@ def build_join_error(name: str, groups: Sequence[JoinedCalls], faults: Sequence[
     if faults:
         reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
     hint = (
-        f"Choose one: recording.calls({name!r})[0].matrix. If steps do not join (beam search reorders its "
-        "cache, some caches change old keys, broken ones lose some: see recording.diagnose()), run the model "
-        "once on the generated sequence and watch that run."
+        f"Choose one: recording.calls({name!r})[-1].matrix is the latest. A cache that was cut back or shared by "
+        "several continuations has one call for each. If steps do not join (some caches change old keys, broken ones "
+        "lose some: see recording.diagnose()), run the model once on the generated sequence and watch that run."
     )
     if _grow_without_cache(groups):
         hint = (

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from regard.core.matrix import AttentionMatrix
+from regard.lens.capture.cache_store import KeyStore
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.compact_mask import CompactMask
@@ -23,14 +24,15 @@ from regard.lens.capture.mask_recognition import recognise_mask
 from regard.lens.capture.record import combine_mask_and_bias
 from regard.lens.watch import find_position_biases
 from regard.score_mods import ScoreMod, bias, softcap
-from regard.transformers.key_store import KeyStore
 
 Tensor = Any  # the types of torch are not followed
 
 # Layers share their masks: those of self-attention with and without a window, and of cross-attention.
 RECENT_MASKS = 4
+# Caches of one layer that may take turns without storing keys twice: guidance has two.
+RECENT_STORES = 4
 
-# Of each thread: the store of the last call of each module, and the last masks that were recognised.
+# Of each thread: the stores of the calls of each module, and the last masks that were recognised.
 _thread = threading.local()
 
 
@@ -138,17 +140,18 @@ def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> Recorde
 
 
 def _store_keys(module: nn.Module, args: CapturedArgs) -> tuple[KeyStore, int]:
-    """Append the keys to the store of the module's last call, or begin a new one; return it and the first position."""
+    """Append the keys to a store of the module's calls, or begin a new one; return it and the first position."""
     if not hasattr(_thread, "stores"):
         _thread.stores = weakref.WeakKeyDictionary()
-    last = _thread.stores.get(module)
-    # The store is held by the calls that use it. If none of them is left, the steps before are not needed.
-    store = None if last is None else last()
+    stores = _thread.stores.setdefault(module, deque(maxlen=RECENT_STORES))
     used, q_len = _count_used_keys(args), args.query.shape[-2]
-    if store is not None and (start := store.try_append(args.key, q_len, used)) is not None:
-        return store, start
+    for reference in reversed(stores):
+        # A store is held by the calls that use it. If none of them is left, the steps before are not needed.
+        store = reference()
+        if store is not None and (start := store.try_append(args.key, q_len, used)) is not None:
+            return store, start
     store = KeyStore(args.key, used)
-    _thread.stores[module] = weakref.ref(store)
+    stores.append(weakref.ref(store))
     return store, 0
 
 

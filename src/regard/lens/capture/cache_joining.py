@@ -1,28 +1,33 @@
 """Join the calls that share one key-value cache: prefill and steps of `generate()` become one matrix.
 
-Only the newest keys are held, and the keys that a rolling cache evicted; each call adds its own rows.
+Only the newest keys are held, and the keys that a rolling cache evicted; each call adds its own rows. A step of one
+unmasked row over the keys of the last call and one more has a fast path, `RowSteps`: it differs from the last step in
+query, key, value and lse only, and building its record in full would take most of the time that `watch` adds to it.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import replace
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
+from regard.lens.capture.cache_store import have_same_bits, have_same_numbers, match_cache, match_entries
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import NUMPY_DTYPES, CapturedArgs
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.mask_recognition import recognise_mask
-from regard.lens.capture.row_steps import RowSteps, have_equal_keys
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
 
-# Keys with at most this many numbers are compared whole with the previous call's; of more, a sample and the newest.
-MAX_COMPARED, NEWEST = 1 << 18, 512
+# A call that extends no cache is compared with this many of the latest ones to find out why.
+MAX_FAULTY_CACHES = 8
 
 
 class CacheFault(NamedTuple):
@@ -58,6 +63,7 @@ class CallRows(NamedTuple):
     is_causal: bool
     weights: Tensor | None
     key_offset: int  # position of the first column of `weights` among all keys
+    entries: IntArray | None = None  # batch entry of the rows before that each entry continues; None: its own
 
     def first(self, count: int) -> CallRows:
         """Return the first rows."""
@@ -73,7 +79,106 @@ class CallRows(NamedTuple):
             self.is_causal,
             None if self.weights is None else self.weights[..., :count, :],
             self.key_offset,
+            self.entries,
         )
+
+    def select(self, entries: IntArray) -> CallRows:
+        """Return the rows of some batch entries, without their place among the rows before."""
+        mask = self.compact_mask
+        selected = {name: _select(getattr(mask, name), entries) for name in ("start", "stop", "uniform_keys")}
+        index = torch.as_tensor(entries, device=self.query.device)
+        query, lse, output, weights = (
+            None if tensor is None else tensor[index]
+            for tensor in (self.query, self.lse, self.output, self.weights)
+        )
+        mask = replace(mask, **selected)
+        return CallRows(query, lse, output, mask, self.is_causal, weights, self.key_offset)
+
+
+class RowSteps:
+    """The steps of one cache that are waiting to be joined.
+
+    Args:
+        query: Query of the last call, one row.
+        key: Its key.
+        value: Its value.
+        options: Dropout, `is_causal`, scale and `enable_gqa` of the call, which all steps share.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]) -> None:
+        self.queries: list[Tensor] = []
+        self.lses: list[Tensor] = []
+        self.key, self.value_dim = key, value.shape[-1]
+        self.options = options
+        self.lock = Lock()
+        self._query_shape, self._dtype, self._key_lead = query.shape, query.dtype, tuple(key.shape[:-2])
+        self._value_lead, self._head_dim = tuple(value.shape[:-2]), key.shape[-1]
+        self._length = key.shape[-2]
+        self._numbers = self._next_numbers = key.numpy()
+        self._last_number = (-1,) * value.ndim
+        self._given: tuple[Any, Any] | None = None  # other arguments of the last step, as they were passed
+
+    @staticmethod
+    def accept(args: CapturedArgs) -> bool:
+        """Return whether a call is one unmasked row of a kernel whose lse is known, on the CPU."""
+        return (
+            args.lse is not None
+            and args.edits is None
+            and args.attn_mask is None
+            and not args.is_causal
+            and args.query.shape[-2] == 1
+            and args.key.is_cpu
+            and args.key.dtype in NUMPY_DTYPES
+        )
+
+    def matches(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call is the next step.
+
+        Args:
+            module: The module that ran.
+            args: Arguments of `F.scaled_dot_product_attention`, as they were passed.
+            kwargs: Its keyword arguments; `attn_mask` is None.
+
+        Returns:
+            Whether `append` may be called. If not, the call is recorded in full, which finds out why.
+        """
+        if len(args) < 3 or module.training:
+            return False
+        query, key, value = args[:3]
+        if not type(query) is type(key) is type(value) is torch.Tensor:
+            return False
+        length = self._length + 1
+        if (
+            key.shape != (*self._key_lead, length, self._head_dim)
+            or value.shape != (*self._value_lead, length, self.value_dim)
+            or query.shape != self._query_shape
+            or not query.dtype is key.dtype is self._dtype
+        ):
+            return False
+        if self._given != (args[3:], kwargs):
+            if CapturedArgs(*args, **kwargs)[4:8] != self.options:
+                return False
+            self._given = args[3:], dict(kwargs)
+        # Tensors that may be overwritten are copied, and those with a graph detached.
+        if key.is_inference() or key._version or query._version:
+            return False
+        if key.requires_grad or query.requires_grad or value.requires_grad:
+            return False
+        if not value.numpy()[self._last_number]:
+            return False  # it may not have been written
+        numbers = key.numpy()
+        if not have_same_numbers(numbers[..., :-1, :], self._numbers):
+            return False
+        self._next_numbers = numbers
+        return True
+
+    def append(self, query: Tensor, key: Tensor, lse: Tensor) -> None:
+        """Add a step for which `matches` returned True."""
+        with self.lock:
+            self.queries.append(query)
+            self.lses.append(lse)
+            self.key, self._numbers = key, self._next_numbers
+            self._length += 1
 
 
 class JoinedCalls:
@@ -86,7 +191,7 @@ class JoinedCalls:
     def __init__(self, call: Call) -> None:
         self._last = call
         self._steps: list[CallRows] = []
-        self._rows: RowSteps | None = None  # what collects rows by the short way
+        self._rows: RowSteps | None = None  # what collects rows on the fast path
         self.num_rows = 0
         self._num_calls = 0  # without rows that wait to be joined
         self.evicted_keys: list[Tensor] = []  # by a rolling cache
@@ -99,10 +204,12 @@ class JoinedCalls:
         self._query_offset = call.query_offset
         self._first_edits = call.edits
 
-    def _add_rows(self, call: Call) -> None:
+    def _add_rows(self, call: Call, entries: IntArray | None = None) -> None:
         self._last, self._joined = call, None
         mask, weights = call.compact_mask, call.weights
-        rows = CallRows(call.query, call.lse, call.output, mask, call.is_causal, weights, self.key_offset)
+        rows = CallRows(
+            call.query, call.lse, call.output, mask, call.is_causal, weights, self.key_offset, entries
+        )
         self._steps.append(rows)
         self._num_calls += 1
         self.num_rows += call.query.shape[-2]
@@ -131,58 +238,85 @@ class JoinedCalls:
         *lead, _, kv_len = self.last.shape  # joins the rows first
         return (*lead, self.num_rows, self.key_offset + kv_len)
 
-    def try_append(self, call: Call) -> bool:
+    @property
+    def newest_offset(self) -> int:
+        """Position of the first row of the newest call; of self-attention, which counts rows as keys."""
+        waiting = 0 if self._rows is None else len(self._rows.queries)
+        return self._last.query_offset + waiting
+
+    def has_rows_of(self, call: Call) -> bool:
+        """Return whether the newest call has as many rows as another layer's call, and for the same batch."""
+        last = self._last
+        same_length = last.measures is None and last.query.shape[-2] == call.query.shape[-2]
+        return bool(same_length and len(last.query) == len(call.query))
+
+    def extend(self, call: Call, rows_before: int | None = None) -> JoinedCalls | None:
         """Append a call whose keys extend those of the last call.
 
         Args:
             call: The next call of the layer. If it is appended, its key, mask and offset are adjusted.
+            rows_before: Number of rows that precede those of the call, by the self-attention of the same pass; it
+                decides where the rows of cross-attention belong. None if it is not known.
 
         Returns:
-            Whether it was appended.
+            These calls with the new one. If the call continues from an earlier position, or drops batch entries, they
+            are a copy, and these stay as they are; unless `generate()` discarded the tokens. None if the call is of
+            another cache, or of none.
         """
         last = self.last
         if not _have_same_settings(last, call):
-            return False
-        if _is_same_tensor(call.source_key, last.source_key):
-            # Another query over the same keys; if the query repeats, it is the same attention over another value.
-            repeated = call.query.data_ptr() == last.query.data_ptr()
-            if (
-                repeated
-                or self._has_grown
-                or not _attend_to_same_keys(last.compact_mask, call.compact_mask, call.key.shape[-2])
-            ):
-                return False
-            self.is_cross_attention = True
-            self._add_rows(call)
-            return True
-        if call.weights is not None and self._append_cross_attention(call):
-            return True
-        if self.is_cross_attention:
-            return False
+            return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
-        if old_keys is None or new_keys is None:
-            return False
-        if self._append(call, old_keys, new_keys):
-            return True
+        is_same = _is_same_tensor(call.source_key, last.source_key) or (
+            call.weights is not None and _share_memory(old_keys, new_keys)
+        )
+        if is_same or rows_before:
+            extended = self._extend_cross_attention(call, old_keys, new_keys, is_same, rows_before)
+            if extended is not None or _is_same_tensor(call.source_key, last.source_key):
+                return extended
+        if self.is_cross_attention or old_keys is None or new_keys is None:
+            return None
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
-        return any(self._append(call, *keys) for keys in ((old_keys, new), (old, new_keys), (old, new)))
+        for keys in ((old_keys, new_keys), (old_keys, new), (old, new_keys), (old, new)):
+            if (extended := self._extend(call, *keys)) is not None:
+                return extended
+        return None
 
-    def _append_cross_attention(self, call: Call) -> bool:
-        """Append a call with its own softmax if it attends to the values of the last call, in the same memory."""
-        old, new = _get_cached(self.last), _get_cached(call)
-        if old is None or new is None or old.shape != new.shape or old.data_ptr() != new.data_ptr():
-            return False
-        if self._has_grown or not _attend_to_same_keys(
-            self.last.compact_mask, call.compact_mask, new.shape[-2]
-        ):
-            return False
-        self.is_cross_attention = True
-        self._add_rows(call)
-        return True
+    def _extend_cross_attention(
+        self, call: Call, old: Tensor | None, new: Tensor | None, is_same: bool, rows_before: int | None
+    ) -> JoinedCalls | None:
+        """Append a call with other queries over the same keys, as a decoder has over those of its encoder."""
+        entries = None
+        if not is_same:
+            # Equal keys may have been computed again. They are the same cache if the rows continue those before.
+            entries = None if old is None or new is None else match_entries(old, new)
+            if entries is None or call.edits is not None:
+                return None
+        # If the query repeats, it is the same attention over another value.
+        is_repeated = is_same and call.weights is None and call.query.data_ptr() == self.last.query.data_ptr()
+        if is_repeated or self._has_grown or not _attend_to_same_keys(self.last, call, entries):
+            return None
+        kept_rows = self.num_rows if rows_before is None else rows_before
+        if not 0 < kept_rows <= self.num_rows:
+            return None
+        extended = self._continue_from(kept_rows, entries, call)
+        extended.is_cross_attention = True
+        extended._add_rows(call, extended._truncate(kept_rows, entries))
+        return extended
+
+    def _continue_from(self, num_rows: int, entries: IntArray | None, call: Call) -> JoinedCalls:
+        """Return what a call extends: these calls, or a copy if it would remove rows that `generate()` kept."""
+        drops_entries = entries is not None and len(np.unique(entries)) < len(self.last.key)
+        if call.speculative_mode or (num_rows >= self.num_rows and not drops_entries):
+            return self
+        fork = copy.copy(self)
+        fork._steps, fork.evicted_keys = list(self.steps), list(self.evicted_keys)
+        fork._rows, fork._num_calls = None, 0
+        return fork
 
     def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
-        """Prepare for steps by the short way, after a call was appended.
+        """Prepare for steps on the fast path, after a call was appended.
 
         Args:
             args: What the layer was called with.
@@ -205,7 +339,7 @@ class JoinedCalls:
         return self._rows
 
     def _join_rows(self) -> None:
-        """Add the rows that were collected by the short way; the result is that of `try_append`."""
+        """Add the rows that were collected on the fast path; the result is that of `extend`."""
         rows = self._rows
         if rows is None or not rows.queries:
             return
@@ -234,43 +368,56 @@ class JoinedCalls:
         self._join_rows()
         return self._steps
 
-    def _append(self, call: Call, old: Tensor, new: Tensor) -> bool:
+    def _extend(self, call: Call, old: Tensor, new: Tensor) -> JoinedCalls | None:
         """Append a call with the keys `new` if they extend the keys `old` of the last call."""
-        past = new.shape[-2] - call.query.shape[-2]  # keys from before this call
-        evicted = _count_evicted(old, new, past) if past > 0 else None
-        if evicted is None:
-            return False
+        q_len = call.query.shape[-2]
+        past = new.shape[-2] - q_len  # keys from before this call
+        match = match_cache(old, new, past)
+        if match is None:
+            return None
+        evicted, entries = match
+        if entries is not None and call.edits is not None:
+            return None  # an edit may select batch entries
+        if not evicted and past < old.shape[-2]:
+            # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
+            overlap = min(old.shape[-2], new.shape[-2])
+            replaced = old[..., past:overlap, :]
+            replaced = replaced if entries is None else replaced[torch.as_tensor(entries)]
+            if have_same_bits(replaced.detach(), new[..., past:overlap, :].detach()):
+                return None
         key_offset = self.key_offset + evicted
         kept_rows = key_offset + past - self._query_offset  # a speculative step may discard rows
         old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
         has_holes = old_keys is not None or new_keys is not None
-        if kept_rows + call.query.shape[-2] <= self.num_rows and not call.speculative_mode:
-            return False  # the sequence did not grow, so the rows were not discarded on purpose
-        if kept_rows <= 0 or (has_holes and (evicted or not _agree(old_keys, new_keys, past))):
-            return False
+        if kept_rows + q_len <= self.num_rows and not call.speculative_mode:
+            return None  # the sequence did not grow, so the rows were not discarded on purpose
+        if kept_rows <= 0 or (has_holes and (evicted or not _agree(old_keys, new_keys, past, entries))):
+            return None
+        extended = self._continue_from(kept_rows, entries, call)
         if evicted:
-            self.evicted_keys.append(old[..., :evicted, :].clone())
-        self._truncate(kept_rows)
+            extended.evicted_keys.append(old[..., :evicted, :].clone())
+        if entries is not None:
+            extended.evicted_keys = [keys[torch.as_tensor(entries)] for keys in extended.evicted_keys]
         mask = call.compact_mask
         if new_keys is not None:
             mask = replace(mask, visible_keys=new_keys[..., : new.shape[-2]])
         if key_offset:
             mask = replace(mask, start=mask.start + key_offset, stop=mask.stop + key_offset)
-        self.key_offset, call.query_offset = key_offset, key_offset + past
+        extended.key_offset, call.query_offset = key_offset, key_offset + past
         call.compact_mask = mask
         if call.weights is None:
             call.key = new
         else:
             length = new.shape[-2]
             call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
-        self._add_rows(call)
-        return True
+        extended._add_rows(call, extended._truncate(kept_rows, entries))
+        return extended
 
     def find_fault(self, call: Call) -> tuple[str, int] | None:
         """Find out why a call does not extend this cache although it holds the keys of its first tokens.
 
         Args:
-            call: A call that `try_append` rejected.
+            call: A call that `extend` rejected.
 
         Returns:
             What is wrong, a key of `CACHE_FAULTS`, and how many keys were added; None if the call is of another
@@ -285,30 +432,29 @@ class JoinedCalls:
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
         held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
         shared = min(held, past)
-        if shared <= 0 or not _are_equal(new[..., :shared, :], old[..., :shared, :]):
+        if shared <= 0 or match_cache(old[..., :shared, :], new, shared) is None:
             return None
         added = new.shape[-2] - held
         if past > held:
             return "keys skipped", added
         if added > 0:
             return None
-        repeats = _are_equal(new, old[..., : new.shape[-2], :])
-        if (
-            repeats
-            and not self._has_grown
-            and _attend_to_same_keys(last.compact_mask, last.compact_mask, held)
-        ):
+        repeats = match_entries(old[..., : new.shape[-2], :], new) is not None
+        if repeats and not self._has_grown and _attend_to_same_keys(last, last):
             return None  # cross-attention whose keys are computed again
         return "keys do not grow", added
 
-    def _truncate(self, num_rows: int) -> None:
-        """Remove the rows from `num_rows` on."""
+    def _truncate(self, num_rows: int, entries: IntArray | None) -> IntArray | None:
+        """Remove the rows from `num_rows` on; return the batch entries of the rest for those of the last call."""
         while self.num_rows > num_rows:
             step = self.steps.pop()
             self.num_rows -= step.query.shape[-2]
             if self.num_rows < num_rows:
                 self.steps.append(step.first(num_rows - self.num_rows))
                 self.num_rows = num_rows
+            elif step.entries is not None:
+                entries = step.entries if entries is None else step.entries[entries]
+        return entries
 
     @property
     def call(self) -> Call:
@@ -320,7 +466,7 @@ class JoinedCalls:
         return self._joined
 
     def _join(self) -> Call:
-        last, steps = self.last, self.steps
+        last, steps = self.last, self._select_entries()
         lses, outputs = [step.lse for step in steps], [step.output for step in steps]
         key = last.key
         if self.evicted_keys:
@@ -332,7 +478,7 @@ class JoinedCalls:
             last,
             query=torch.cat([step.query for step in steps], -2),
             key=key,
-            weights=None if last.weights is None else self._join_weights(),
+            weights=None if last.weights is None else self._join_weights(steps),
             value=last.value if not self.evicted_keys else None,
             output=None if any(output is None for output in outputs) else torch.cat(outputs, -2),
             lse=None if any(lse is None for lse in lses) else torch.cat(lses, -1),
@@ -344,14 +490,23 @@ class JoinedCalls:
             edits=None if last.edits is None else last.edits.join(self._first_edits, self.shape),
         )
 
-    def _join_weights(self) -> Tensor:
+    def _select_entries(self) -> list[CallRows]:
+        """Return the rows of each call in the order of the last call's batch entries."""
+        entries, steps = None, []
+        for step in reversed(self.steps):
+            steps.append(step if entries is None else step.select(entries))
+            if step.entries is not None:
+                entries = step.entries if entries is None else step.entries[entries]
+        return steps[::-1]
+
+    def _join_weights(self, steps: list[CallRows]) -> Tensor:
         """Join the weights of all calls; keys that a call did not have get a weight of 0."""
         kv_len = self.shape[-1]
         rows = [
             torch.nn.functional.pad(
                 step.weights, (step.key_offset, kv_len - step.key_offset - step.weights.shape[-1])
             )
-            for step in self.steps
+            for step in steps
             if step.weights is not None
         ]
         return torch.cat(rows, -2)
@@ -367,6 +522,24 @@ class JoinedCalls:
         return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
+def find_cache_fault(groups: list[JoinedCalls], call: Call, number: int) -> CacheFault | None:
+    """Find out which of the latest caches a call does not extend although it holds its keys.
+
+    Args:
+        groups: The calls of the layer; those of one cache are joined.
+        call: A call that extends none of them.
+        number: Its number among the calls of its layer.
+
+    Returns:
+        The fault; None if the call is of another cache, or of none.
+    """
+    for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
+        found = joined.find_fault(call)
+        if found is not None:
+            return CacheFault(number, found[0], int(call.query.shape[-2]), found[1])
+    return None
+
+
 def _count_prompt_rows(steps: list[CallRows]) -> int:
     """Return the number of rows before the last steps of one row each; a prompt may be read in several pieces."""
     sizes = [int(step.query.shape[-2]) for step in steps]
@@ -376,7 +549,13 @@ def _count_prompt_rows(steps: list[CallRows]) -> int:
 
 def _have_same_settings(a: Call, b: Call) -> bool:
     """Return whether two calls agree in everything except the lengths, and neither holds a mask as an array."""
-    if a.query.shape[:-2] != b.query.shape[:-2] or a.key.shape[:-2] != b.key.shape[:-2]:
+    # Batches may differ: a cache can be expanded to several beams, or reduced to some of its entries.
+    first = 1 if a.query.ndim == b.query.ndim == 4 else 0
+    if (
+        a.query.shape[first:-2] != b.query.shape[first:-2]
+        or a.key.shape[first:-2] != b.key.shape[first:-2]
+        or (a.edits is not None and len(a.query) != len(b.query))
+    ):
         return False
     if (
         a.scale != b.scale
@@ -410,12 +589,24 @@ def _is_same_tensor(a: Any, b: Any) -> bool:
     return tensor() is not None and tensor() is other() and version == other_version
 
 
-def _attend_to_same_keys(a: CompactMask, b: CompactMask, kv_len: int) -> bool:
-    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's."""
-    same_interval = all(
-        (mask.start == a.start[..., :1]).all() and (mask.stop == a.stop[..., :1]).all() for mask in (a, b)
-    )
-    return same_interval and _agree(a.visible_keys, b.visible_keys, kv_len)
+def _share_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors are the same memory."""
+    return a is not None and b is not None and a.shape == b.shape and bool(a.data_ptr() == b.data_ptr())
+
+
+def _attend_to_same_keys(a: Call, b: Call, entries: IntArray | None = None) -> bool:
+    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's.
+
+    Args:
+        a: A call.
+        b: Another call over as many keys.
+        entries: The batch entry of the first call that each entry of the other one continues; None: its own.
+    """
+    first, other = a.compact_mask, b.compact_mask
+    starts, stops = (_select(edge, entries)[..., :1] for edge in (first.start, first.stop))
+    same_interval = (first.start == first.start[..., :1]).all() and (first.stop == first.stop[..., :1]).all()
+    same_interval = same_interval and (other.start == starts).all() and (other.stop == stops).all()
+    return bool(same_interval) and _agree(first.visible_keys, other.visible_keys, b.key.shape[-2], entries)
 
 
 def _count_used_keys(call: Call) -> int:
@@ -423,36 +614,18 @@ def _count_used_keys(call: Call) -> int:
     return call.compact_mask.last_key or int(call.key.shape[-2])
 
 
-def _count_evicted(old: Tensor, new: Tensor, past: int) -> int | None:
-    """Return how many old keys a cache evicted if `past` new keys are old ones; None if they are not."""
-    held = old.shape[-2]
-    if past > held:
-        return None
-    if _are_equal(new[..., :past, :], old if past == held else old[..., :past, :]):
-        overlap = min(held, new.shape[-2])
-        # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
-        same = past < overlap and _are_equal(new[..., past:overlap, :], old[..., past:overlap, :])
-        return None if same else 0
-    if past < held and _are_equal(new[..., :past, :], old[..., held - past :, :]):
-        return int(held - past)
-    return None
+def _select(edges: Any, entries: IntArray | None) -> Any:
+    """Select batch entries of an array that broadcasts to (batch, heads, n)."""
+    is_shared = entries is None or edges is None or edges.ndim < 3 or len(edges) == 1
+    return edges if is_shared else edges[entries]
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare keys: all of them if they are few, else a sample and the newest."""
-    if a.requires_grad or b.requires_grad:
-        a, b = a.detach(), b.detach()
-    if a.is_cpu and a.dtype in NUMPY_DTYPES:
-        a, b = a.numpy(), b.numpy()
-    return have_equal_keys(a, b, NEWEST, MAX_COMPARED)
-
-
-def _agree(a: Any, b: Any, past: int) -> bool:
+def _agree(a: Any, b: Any, past: int, entries: IntArray | None = None) -> bool:
     """Return whether two calls mask the same of the first `past` keys in every row."""
     if a is None and b is None:
         return True
     a, b = (np.ones((1, past), bool) if keys is None else keys[..., :past] for keys in (a, b))
-    return bool((a == b).all())
+    return bool((_select(a, entries) == b).all())
 
 
 def _join_masks(masks: list[CompactMask]) -> CompactMask:

@@ -22,11 +22,11 @@ from torch.nn.attention.bias import CausalBias
 
 from regard.core.matrix import AttentionMatrix
 from regard.engines import torch_kernels as kernels
+from regard.lens.capture.cache_joining import RowSteps
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.dense_attention import hold_products
 from regard.lens.capture.followed_tensor import SoftmaxTrace
 from regard.lens.capture.patching import unwrap_original
-from regard.lens.capture.row_steps import RowSteps
 
 Tensor = Any  # the types of torch are not followed
 
@@ -56,7 +56,7 @@ class Watcher(Protocol):
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
 watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
-# For the id of a module with one watcher: what collects steps of `generate()` by the short way.
+# For the id of a module with one watcher: what collects steps of `generate()` on the fast path.
 row_steps: dict[int, RowSteps] = {}
 _thread = threading.local()
 
@@ -93,7 +93,7 @@ def find_running_module() -> nn.Module | None:
 
 
 def follow_rows(module: nn.Module, rows: RowSteps | None) -> None:
-    """Record the next steps of a module by the short way, if no other watch needs them in full."""
+    """Record the next steps of a module on the fast path, if no other watch needs them in full."""
     if rows is not None and len(watchers.get(id(module), ())) == 1:
         row_steps[id(module)] = rows
 

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from regard import ArgumentError  # noqa: E402
-from regard.transformers import key_store  # noqa: E402
-from regard.transformers.key_store import KeyStore  # noqa: E402
+from regard.lens.capture import cache_store  # noqa: E402
+from regard.lens.capture.cache_store import KeyStore  # noqa: E402
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def keys():
 
 @pytest.mark.parametrize("chunk", [1 << 18, 24])
 def test_a_growing_cache(keys, chunk, monkeypatch):
-    monkeypatch.setattr(key_store, "CHUNK", chunk)
+    monkeypatch.setattr(cache_store, "CHUNK", chunk)
     store = KeyStore(keys[..., :7, :].clone(), 7)
     assert [store.try_append(keys[..., :n, :], 1, n) for n in range(8, 14)] == [0] * 6
     assert torch.equal(store.read(0, 13), keys) and torch.equal(store.read(0, 9), keys[..., :9, :])

@@ -1,19 +1,20 @@
-"""Store the keys of one layer once for all steps of a key-value cache.
+"""Decide which calls of a layer share a key-value cache, and store the keys of such calls once.
 
 Each step of `generate()` passes the keys of all tokens so far: in a new tensor, in a buffer that the next step writes
-to, or in a window from which older keys were evicted. The new keys of a step are appended to those of the last one if
-the others are the same numbers. So the store depends on no class of cache, and matrices of earlier steps stay as they
-were whatever the model does to its cache.
+to, in a window from which older keys were evicted, or in another order of the batch, as beam search does. A call
+continues a cache if all its older keys are the same numbers, bit by bit. So the decision depends on no class of cache,
+and it is the same for recordings, interventions and `outputs.attentions`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from regard.errors import ArgumentError
+from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
 
@@ -21,6 +22,87 @@ Tensor = Any  # the types of torch are not followed
 CHUNK = 1 << 18
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CacheMatch(NamedTuple):
+    """How a call continues a cache.
+
+    Args:
+        evicted: How many of the oldest keys the cache no longer has.
+        entries: The batch entry of the cache that each batch entry of the call continues; None if each continues its
+            own.
+    """
+
+    evicted: int
+    entries: IntArray | None
+
+
+def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
+    """Find out whether a call continues a cache: by its newest keys, or from an earlier position on.
+
+    Args:
+        old: Keys of the cache after its last call, (…, kv_heads, held, head_dim).
+        new: Keys of the call, (…, kv_heads, kv_len, head_dim).
+        past: How many of them are of earlier calls.
+
+    Returns:
+        The match, or None if any of the first `past` keys differs from the cache. With `past` < `held` and nothing
+        evicted, the cache was cut back.
+    """
+    held = old.shape[-2]
+    if not 0 < past <= held:
+        return None
+    for evicted in dict.fromkeys((0, held - past)):
+        entries = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
+        if entries is not None:
+            is_own = len(entries) == old.shape[0] and bool((entries == np.arange(len(entries))).all())
+            return CacheMatch(evicted, None if is_own else entries)
+    return None
+
+
+def match_entries(old: Tensor, new: Tensor) -> IntArray | None:
+    """Return the batch entry of old keys that each batch entry of new keys equals; None if any equals none.
+
+    Args:
+        old: (batch, …, n, head_dim).
+        new: The same with any number of batch entries. Keys without a batch axis, (heads, n, head_dim), have as many
+            heads as the old ones.
+    """
+    if (
+        old.shape[1:] != new.shape[1:] or old.dtype != new.dtype or old.device != new.device
+        or (old.ndim < 4 and len(old) != len(new))
+    ):  # fmt: skip
+        return None
+    old, new = old.detach(), new.detach()
+    if len(old) == len(new) and have_same_bits(old, new):
+        return np.arange(len(old))
+    if old.ndim < 4 or len(old) == len(new) == 1:
+        return None
+    entries = []
+    for i, entry in enumerate(new):
+        # Its own entry first: several are equal if beams have not diverged yet.
+        candidates = sorted(range(len(old)), key=lambda j: j != i)
+        found = next((j for j in candidates if have_same_bits(old[j], entry)), None)
+        if found is None:
+            return None
+        entries.append(found)
+    return np.array(entries)
+
+
+def have_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare keys of one shape bit by bit, so that NaN equals itself."""
+    integer = _INTEGERS[a.dtype.itemsize]
+    a, b = a.view(integer), b.view(integer)
+    return have_same_numbers(a.numpy(), b.numpy()) if a.is_cpu else bool(torch.equal(a, b))
+
+
+def have_same_numbers(a: Any, b: Any) -> bool:
+    """Compare NumPy arrays of keys, (…, n, head_dim): the newest key first, then all in chunks."""
+    if a.size <= CHUNK:
+        return bool((a == b).all())
+    rows = max(1, CHUNK * a.shape[-2] // a.size)
+    starts = (a.shape[-2] - 1, *range(0, a.shape[-2], rows))
+    return all(bool((a[..., i : i + rows, :] == b[..., i : i + rows, :]).all()) for i in starts)
 
 
 class KeyStore:
@@ -55,15 +137,15 @@ class KeyStore:
             Position of the step's first key in the store, or None if its keys do not extend the store.
         """
         past, old = used - q_len, self._keys
-        if not _have_same_layout(key, old) or key.requires_grad or old.requires_grad:
+        if key.requires_grad or old.requires_grad:
             return None
         if self._holds(key, used):
             return 0
-        if not 0 < past <= self.count:
+        match = match_cache(old[..., : self.count, :], key[..., :used, :], past)
+        # Matrices of earlier calls read this store: its keys are neither cut back nor reordered.
+        if match is None or match.entries is not None or match.evicted != self.count - past:
             return None
-        if not _are_same(key[..., :past, :], old[..., self.count - past : self.count, :]):
-            return None
-        start, count = self.count - past, self.count + q_len
+        start, count = match.evicted, self.count + q_len
         needed = max(count, start + key.shape[-2])  # a buffer has keys that are not filled yet
         with torch.inference_mode(False), torch.no_grad():
             if self._version is not None or needed > old.shape[-2]:
@@ -77,7 +159,8 @@ class KeyStore:
         """Return whether a call has the keys of the last one, as the calls of a decoder have those of its encoder."""
         if used != self.count or key.shape[-2] > self._keys.shape[-2]:
             return False
-        return _are_same(key[..., :used, :], self._keys[..., :used, :])
+        match = match_cache(self._keys[..., :used, :], key[..., :used, :], used)
+        return match is not None and match.entries is None
 
     def read(self, start: int, length: int) -> Tensor:
         """Return keys as a view, (…, kv_heads, length, head_dim); keys that were never filled are 0.
@@ -132,26 +215,3 @@ def _grow(keys: Tensor, count: int, length: int) -> Tensor:
         grown = torch.zeros((*keys.shape[:-2], length, keys.shape[-1]), dtype=keys.dtype, device=keys.device)
         grown[..., :count, :] = keys[..., :count, :]
         return grown
-
-
-def _have_same_layout(a: Tensor, b: Tensor) -> bool:
-    """Return whether two keys differ in their length only."""
-    return bool(
-        a.shape[:-2] == b.shape[:-2]
-        and a.shape[-1] == b.shape[-1]
-        and a.dtype == b.dtype
-        and a.device == b.device
-    )
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Compare keys bit by bit, so that NaN equals itself."""
-    integer = _INTEGERS[a.dtype.itemsize]
-    a, b = a.view(integer), b.view(integer)
-    if not a.is_cpu:
-        return bool(torch.equal(a, b))
-    # NumPy compares several numbers at once.
-    ours, theirs = a.numpy(), b.numpy()
-    rows = max(1, CHUNK * a.shape[-2] // max(1, a.numel()))
-    starts = range(0, a.shape[-2], rows)
-    return all(np.array_equal(ours[..., i : i + rows, :], theirs[..., i : i + rows, :]) for i in starts)
