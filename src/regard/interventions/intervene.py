@@ -157,6 +157,7 @@ class Intervention(Watch):
         Raises:
             NotCapturedError: If the block raised nothing, and an edited layer ran whose attention was not captured.
         """
+        self._positions = SequencePositions()  # it holds keys
         try:
             super().__exit__(error_type, error, traceback)
         except NotCapturedError:
@@ -246,6 +247,7 @@ class Intervention(Watch):
         """Apply the edits to a call; the wrappers call it."""
         chosen = self._choose(name)
         if not chosen:
+            self._positions.precede(lambda: self._build_unedited(module, name, args))
             return args
         tracks = _tracks_gradients(args)
         options = self._grad_options if tracks else self._plain_options
@@ -274,6 +276,12 @@ class Intervention(Watch):
             weights = _compute_weights(call, edits, args.weights)
         kernel = "; ".join(filter(None, (args.kernel, path)))
         return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
+
+    def _build_unedited(self, module: nn.Module, name: str, args: CapturedArgs) -> Call | None:
+        """Return the record of a call that no edit of this intervention changes; None if it cannot be recorded."""
+        unedited = args._replace(edits=None, edited_output=None)
+        call = build_call(module, name, unedited, self._plain_options, self._biases)
+        return call if isinstance(call, Call) else None
 
     @property
     def _captured_names(self) -> Collection[str]:

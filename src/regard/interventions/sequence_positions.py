@@ -74,12 +74,12 @@ class SequencePositions:
         """Return the position of the first key of a call, and remember the keys."""
         caches = self._caches.setdefault(name, deque(maxlen=RECENT_CACHES))
         key_offset = 0
-        for state in reversed(caches):
+        for i, state in reversed(list(enumerate(caches))):
             match = match_cache(state.keys, keys, past)
             if match is not None:
                 key_offset = state.key_offset + match.evicted
-                if past == match.evicted + state.keys.shape[-2]:
-                    caches.remove(state)
+                if past + match.evicted == state.keys.shape[-2]:
+                    del caches[i]  # otherwise it was cut back, and others may continue it
                 break
         caches.append(CacheState(keys, key_offset))
         return key_offset

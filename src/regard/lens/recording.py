@@ -19,7 +19,7 @@ from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.analysis.span_rows import compute_span_mass, select_call
-from regard.lens.capture.cache_joining import CacheFault, JoinedCalls, find_cache_fault
+from regard.lens.capture.cache_joining import CacheFault, Extension, JoinedCalls, find_cache_fault
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.output_projections import OutputProjections
@@ -68,7 +68,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._uncaptured: dict[str, Uncaptured] = {}
         self._cache_faults: dict[str, list[CacheFault]] = {}
         self._latest: dict[str, JoinedCalls] = {}  # what the newest call of each layer belongs to
-        self._preceding: dict[str, str | None] = {}  # the layer that ran before each layer
+        self._preceding: dict[str, str] = {}  # the layer that ran before each layer
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
         self._lock = threading.Lock()
@@ -78,33 +78,47 @@ class Recording(Mapping[str, AttentionMatrix]):
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
             number = sum(joined.num_calls for joined in groups)
-            joined = None
-            if call.measures is None:
-                rows_before = self._count_rows_before(call)
-                # The latest first: a layer that several depths share has one cache for each.
-                extensions = ((known, known.extend(call, rows_before)) for known in reversed(groups))
-                known, joined = next((pair for pair in extensions if pair[1] is not None), (None, None))
-                if joined is None:
-                    fault = find_cache_fault(groups, call, number)
-                    if fault is not None:
-                        self._cache_faults.setdefault(call.name, []).append(fault)
-                elif call.num_missing_values and not joined.is_cross_attention:
+            known, extension = (None, None) if call.measures is not None else self._find_cache(call, groups)
+            if known is not None and extension is not None:
+                joined = known.extend(call, extension)
+                if call.num_missing_values and not joined.is_cross_attention:
                     tokens = call.query.shape[-2]
                     missing = CacheFault(number, "values missing", tokens, tokens - call.num_missing_values)
                     self._cache_faults.setdefault(call.name, []).append(missing)
-            added = JoinedCalls(call) if joined is None else joined
-            if joined is None or joined is not known:
-                groups.append(added)
-            self._latest[call.name] = added
-            return joined if joined is groups[-1] else None
+            else:
+                fault = None if call.measures is not None else find_cache_fault(groups, call, number)
+                if fault is not None:
+                    self._cache_faults.setdefault(call.name, []).append(fault)
+                joined = JoinedCalls(call)
+            if joined is not known:
+                groups.append(joined)
+            self._latest[call.name] = joined
+            return joined if joined is known is groups[-1] else None
 
-    def _count_rows_before(self, call: Call) -> int | None:
-        """Count the rows before a call by the layer that ran before it: a decoder's self-attention knows its place."""
-        name = self._preceding.setdefault(call.name, next(reversed(self._latest), None))
-        before = None if name is None else self._latest.get(name)
-        if before is None or before.is_cross_attention or not before.has_rows_of(call):
-            return None
-        return before.newest_offset
+    def _find_cache(
+        self, call: Call, groups: list[JoinedCalls]
+    ) -> tuple[JoinedCalls, Extension] | tuple[None, None]:
+        """Find the calls whose cache a call extends, and how."""
+        # A layer that ran before in the same pass, such as a decoder's self-attention, knows where the rows belong.
+        before = self._latest.get(self._preceding.setdefault(call.name, next(reversed(self._latest), "")))
+        place = None if before is None else before.find_newest_rows(call)
+        # The latest first, since a layer that several depths share has one cache for each; but first of all those
+        # that were called with the same cache, if the model was given one: windows of two caches may be equal.
+        ordered = sorted(reversed(groups), key=lambda joined: not joined.has_cache_of(call))
+        matches = ((joined, match) for joined in ordered if (match := joined.match(call, place)) is not None)
+        found = next(matches, None)
+        if found is None:
+            return None, None
+        joined, extension = found
+        has_evicted = extension.evicted or joined.key_offset
+        if has_evicted and not joined.has_cache_of(call):
+            for other, match in matches:
+                if not joined.has_history_of(other, (extension, match)):
+                    return (
+                        None,
+                        None,
+                    )  # they differ in evicted keys alone, so which one it extends is not known
+        return found
 
     def _layer_calls(self) -> list[LayerCall]:
         """List every call with its layer.

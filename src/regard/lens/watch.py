@@ -6,6 +6,7 @@ import fnmatch
 import re
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -192,7 +193,8 @@ class Watch:
         self._watched_ids: list[int] = []
         # Captures of this thread before each running module, by (thread, module), and speculative modes by thread.
         self._captures_before: dict[tuple[int, int], int] = {}
-        self._speculative_modes: dict[int, str] = {}
+        # Of the pass that each thread is in: how `generate()` proposes tokens, and the cache that the model was given.
+        self._passes: dict[int, tuple[str, Any]] = {}
         # Class of each module that computed a softmax, and one that was not read if there is any, by name.
         self._softmaxes: dict[str, tuple[str, SoftmaxTrace]] = {}
         # Modules that are named attention and ran without a capture, by name.
@@ -264,7 +266,7 @@ class Watch:
         self._watched_ids.clear()
         wrappers.row_steps.clear()
         self._captures_before.clear()
-        self._speculative_modes.clear()
+        self._passes.clear()
         self._recording._projections.close()
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
@@ -276,11 +278,11 @@ class Watch:
                 expected="a run without torch.no_grad, torch.inference_mode and generate(), which disable them",
                 hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
             )
-        mode = self._speculative_modes.get(threading.get_ident(), "")
+        mode, source_cache = self._passes.get(threading.get_ident(), ("", None))
         wrappers.row_steps.pop(id(module), None)
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call):
-            call.speculative_mode = mode
+            call.speculative_mode, call.source_cache = mode, source_cache
             joined = self._recording._add(call)
             if joined is not None and self._options.is_default and not mode:
                 wrappers.follow_rows(module, joined.follow_rows(args))
@@ -350,21 +352,24 @@ class Watch:
             is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
             if id(module) not in native and (is_attention or module is self._model):
                 before, after = exclude_from_compile(self._before_forward), self._make_after_forward(name)
-                self._hooks.append(module.register_forward_pre_hook(before))
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._hooks.append(
                     module.register_forward_hook(exclude_from_compile(after), with_kwargs=True)
                 )
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         thread = threading.get_ident()
         self._captures_before[thread, id(module)] = wrappers.count_captures()
         if module is self._model:
-            self._speculative_modes[thread] = wrappers.speculative_mode()
+            cache = kwargs.get("past_key_values")
+            reference = None if cache is None or isinstance(cache, tuple) else weakref.ref(cache)
+            self._passes[thread] = wrappers.speculative_mode(), reference
 
     def _make_after_forward(self, name: str) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             before = self._captures_before.pop((threading.get_ident(), id(module)), None)
             if module is self._model:
+                self._passes.pop(threading.get_ident(), None)
                 close_traces()  # outputs must not have the class of followed tensors
             if before != wrappers.count_captures():
                 return

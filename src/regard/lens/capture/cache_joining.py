@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from regard.lens.capture.cache_store import have_same_bits, have_same_numbers, match_cache, match_entries
+from regard.lens.capture.cache_store import (
+    find_entries,
+    have_same_bits,
+    have_same_numbers,
+    match_cache,
+    match_entries,
+)
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import NUMPY_DTYPES, CapturedArgs
 from regard.lens.capture.compact_mask import CompactMask
@@ -93,6 +99,38 @@ class CallRows(NamedTuple):
         )
         mask = replace(mask, **selected)
         return CallRows(query, lse, output, mask, self.is_causal, weights, self.key_offset)
+
+
+class RowPlace(NamedTuple):
+    """Where the rows of a call belong.
+
+    Args:
+        rows_before: Number of rows that precede them.
+        candidates: For each batch entry, the entries of the rows before that it may continue, the likeliest first;
+            None: its own.
+    """
+
+    rows_before: int
+    candidates: list[list[int]] | None = None
+
+    @property
+    def entries(self) -> IntArray | None:
+        """The batch entry of the rows before that each batch entry continues; None: its own."""
+        return None if self.candidates is None else find_entries(self.candidates)
+
+
+class Extension(NamedTuple):
+    """How a call extends the calls before it.
+
+    Args:
+        place: Where its rows belong; rows from there on are replaced.
+        key: Its keys in use, or values if the layer computed its own softmax; None for cross-attention.
+        evicted: How many of the oldest keys the cache no longer has.
+    """
+
+    place: RowPlace
+    key: Tensor | None = None
+    evicted: int = 0
 
 
 class RowSteps:
@@ -197,6 +235,7 @@ class JoinedCalls:
         self.evicted_keys: list[Tensor] = []  # by a rolling cache
         self.key_offset = 0  # position of the newest call's first key among all keys
         self.is_cross_attention = False  # every call attends to the same keys
+        self._candidates: list[list[int]] | None = None  # which entries those of the newest call may continue
         self._joined: Call | None = None
         if call.measures is None:
             call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
@@ -238,82 +277,174 @@ class JoinedCalls:
         *lead, _, kv_len = self.last.shape  # joins the rows first
         return (*lead, self.num_rows, self.key_offset + kv_len)
 
-    @property
-    def newest_offset(self) -> int:
-        """Position of the first row of the newest call; of self-attention, which counts rows as keys."""
-        waiting = 0 if self._rows is None else len(self._rows.queries)
-        return self._last.query_offset + waiting
+    def has_cache_of(self, call: Call) -> bool:
+        """Return whether the model was given the same cache object for the last call as for another one."""
+        return call.source_cache is not None and call.source_cache == self._last.source_cache
 
-    def has_rows_of(self, call: Call) -> bool:
-        """Return whether the newest call has as many rows as another layer's call, and for the same batch."""
+    def find_newest_rows(self, call: Call) -> RowPlace | None:
+        """Return where the newest rows are if they are those of the pass in which another layer was called."""
         last = self._last
-        same_length = last.measures is None and last.query.shape[-2] == call.query.shape[-2]
-        return bool(same_length and len(last.query) == len(call.query))
+        if (
+            self.is_cross_attention
+            or last.measures is not None
+            or last.query.shape[-2] != call.query.shape[-2]
+        ):
+            return None
+        if len(last.query) != len(call.query):
+            return None
+        waiting = 0 if self._rows is None else len(self._rows.queries)
+        return RowPlace(last.query_offset + waiting, None if waiting else self._candidates)
 
-    def extend(self, call: Call, rows_before: int | None = None) -> JoinedCalls | None:
-        """Append a call whose keys extend those of the last call.
+    def match(self, call: Call, place: RowPlace | None = None) -> Extension | None:
+        """Find out whether the keys of a call extend those of the last call.
 
         Args:
-            call: The next call of the layer. If it is appended, its key, mask and offset are adjusted.
-            rows_before: Number of rows that precede those of the call, by the self-attention of the same pass; it
-                decides where the rows of cross-attention belong. None if it is not known.
+            call: The next call of the layer.
+            place: Where its rows belong by the self-attention of the same pass, which decides for cross-attention; None
+                if it is not known.
 
         Returns:
-            These calls with the new one. If the call continues from an earlier position, or drops batch entries, they
-            are a copy, and these stay as they are; unless `generate()` discarded the tokens. None if the call is of
-            another cache, or of none.
+            How the call extends these; None if it is of another cache, or of none.
         """
         last = self.last
         if not _have_same_settings(last, call):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
-        is_same = _is_same_tensor(call.source_key, last.source_key) or (
-            call.weights is not None and _share_memory(old_keys, new_keys)
-        )
-        if is_same or rows_before:
-            extended = self._extend_cross_attention(call, old_keys, new_keys, is_same, rows_before)
-            if extended is not None or _is_same_tensor(call.source_key, last.source_key):
-                return extended
+        is_same = _is_same_tensor(call.source_key, last.source_key)
+        if is_same or place is not None or (call.weights is not None and _share_memory(old_keys, new_keys)):
+            extension = self._match_cross_attention(call, old_keys, new_keys, place)
+            if extension is not None or is_same:
+                return extension
         if self.is_cross_attention or old_keys is None or new_keys is None:
             return None
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
         for keys in ((old_keys, new_keys), (old_keys, new), (old, new_keys), (old, new)):
-            if (extended := self._extend(call, *keys)) is not None:
-                return extended
+            if (extension := self._match_grown(call, *keys)) is not None:
+                return extension
         return None
 
-    def _extend_cross_attention(
-        self, call: Call, old: Tensor | None, new: Tensor | None, is_same: bool, rows_before: int | None
-    ) -> JoinedCalls | None:
-        """Append a call with other queries over the same keys, as a decoder has over those of its encoder."""
-        entries = None
-        if not is_same:
-            # Equal keys may have been computed again. They are the same cache if the rows continue those before.
-            entries = None if old is None or new is None else match_entries(old, new)
-            if entries is None or call.edits is not None:
+    def _match_cross_attention(
+        self, call: Call, old: Tensor | None, new: Tensor | None, place: RowPlace | None
+    ) -> Extension | None:
+        """Match a call with other queries over the same keys, as a decoder has over those of its encoder."""
+        place = RowPlace(self.num_rows) if place is None else place
+        last = self.last
+        if self._has_grown or not 0 < place.rows_before <= self.num_rows:
+            return None
+        if _is_same_tensor(call.source_key, last.source_key):
+            # If the query repeats, it is the same attention over another value.
+            if call.query.data_ptr() == last.query.data_ptr():
                 return None
-        # If the query repeats, it is the same attention over another value.
-        is_repeated = is_same and call.weights is None and call.query.data_ptr() == self.last.query.data_ptr()
-        if is_repeated or self._has_grown or not _attend_to_same_keys(self.last, call, entries):
+        elif old is None or new is None:
             return None
-        kept_rows = self.num_rows if rows_before is None else rows_before
-        if not 0 < kept_rows <= self.num_rows:
+        elif not _share_memory(old, new):
+            # Beams of one text have equal keys. The rows before tell them apart as far as they differ.
+            candidates = match_entries(old, new, place.candidates)
+            if candidates is None:
+                return None
+            place = place._replace(candidates=candidates)
+        return Extension(place) if _attend_to_same_keys(last, call, place.entries) else None
+
+    def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> Extension | None:
+        """Match a call whose keys `new` extend the keys `old` of the last call."""
+        q_len = call.query.shape[-2]
+        past = new.shape[-2] - q_len  # keys from before this call
+        match = match_cache(old, new, past)
+        if match is None:
             return None
-        extended = self._continue_from(kept_rows, entries, call)
-        extended.is_cross_attention = True
-        extended._add_rows(call, extended._truncate(kept_rows, entries))
+        evicted, entries = match.evicted, match.entries
+        overlap = slice(past, min(old.shape[-2], new.shape[-2]))
+        is_cut_back = not evicted and past < old.shape[-2]
+        # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
+        if is_cut_back and _have_same_keys(old[..., overlap, :], new[..., overlap, :], entries):
+            return None
+        kept_rows = (
+            self.key_offset + evicted + past - self._query_offset
+        )  # a speculative step may discard rows
+        if kept_rows <= 0 or (kept_rows + q_len <= self.num_rows and not call.speculative_mode):
+            return None  # the sequence did not grow, so the rows were not discarded on purpose
+        old_keys, new_keys = last_keys = [each.compact_mask.visible_keys for each in (self.last, call)]
+        has_holes = any(keys is not None for keys in last_keys)
+        if has_holes and (evicted or not _agree(old_keys, new_keys, past, entries)):
+            return None
+        extension = Extension(RowPlace(kept_rows, match.candidates), new, evicted)
+        may_be_reordered = entries is not None or call.speculative_mode
+        return None if may_be_reordered and self._has_equal_windows(extension) else extension
+
+    def _has_equal_windows(self, extension: Extension) -> bool:
+        """Return whether batch entries differ in evicted keys alone, so that their order cannot be known."""
+        history, window = self._get_history(extension)
+        if history is None or len(window) == 1:
+            return False
+        return any(
+            have_same_bits(window[i], window[j]) and not have_same_bits(history[i], history[j])
+            for i in range(len(window))
+            for j in range(i)
+        )
+
+    def _get_history(self, extension: Extension) -> tuple[Tensor | None, Tensor]:
+        """Return the keys that a cache will have evicted, None if there are none, and the keys that it has left."""
+        old = _get_cached(self.last)
+        assert old is not None
+        evicted = [*self.evicted_keys, *([old[..., : extension.evicted, :]] if extension.evicted else [])]
+        history = torch.cat(evicted, -2).detach() if evicted else None
+        return history, old[..., extension.evicted :, :].detach()
+
+    def has_history_of(self, other: JoinedCalls, extensions: tuple[Extension, Extension]) -> bool:
+        """Return whether two caches that a call extends have evicted the same keys."""
+        (ours, _), (theirs, _) = self._get_history(extensions[0]), other._get_history(extensions[1])
+        if ours is None or theirs is None:
+            return ours is theirs
+        return ours.shape == theirs.shape and have_same_bits(ours, theirs)
+
+    def extend(self, call: Call, extension: Extension) -> JoinedCalls:
+        """Append a call that extends these; its key, mask and offset are adjusted.
+
+        Args:
+            call: The call.
+            extension: What `match` returned for it.
+
+        Returns:
+            These calls with the new one. If the call continues from an earlier position, or drops batch entries, they
+            are a copy, and these stay as they are; unless `generate()` discarded the tokens.
+        """
+        place, new, evicted = extension
+        num_rows, entries = place.rows_before, place.entries
+        extended = self
+        drops_entries = entries is not None and len(np.unique(entries)) < len(self.last.query)
+        if not call.speculative_mode and (num_rows < self.num_rows or drops_entries):
+            extended = copy.copy(self)
+            extended._steps, extended.evicted_keys = list(self.steps), list(self.evicted_keys)
+            extended._rows, extended._num_calls = None, 0
+        if new is None:
+            extended.is_cross_attention = True
+        else:
+            extended._advance(call, new, evicted, entries)
+        extended._add_rows(call, extended._truncate(num_rows, entries))
+        extended._candidates = place.candidates
         return extended
 
-    def _continue_from(self, num_rows: int, entries: IntArray | None, call: Call) -> JoinedCalls:
-        """Return what a call extends: these calls, or a copy if it would remove rows that `generate()` kept."""
-        drops_entries = entries is not None and len(np.unique(entries)) < len(self.last.key)
-        if call.speculative_mode or (num_rows >= self.num_rows and not drops_entries):
-            return self
-        fork = copy.copy(self)
-        fork._steps, fork.evicted_keys = list(self.steps), list(self.evicted_keys)
-        fork._rows, fork._num_calls = None, 0
-        return fork
+    def _advance(self, call: Call, new: Tensor, evicted: int, entries: IntArray | None) -> None:
+        """Take over the keys of a call, and keep those that the cache evicted."""
+        if evicted:
+            old = _get_cached(self.last)
+            assert old is not None
+            self.evicted_keys.append(old[..., :evicted, :].clone())
+        if entries is not None:
+            self.evicted_keys = [keys[torch.as_tensor(entries)] for keys in self.evicted_keys]
+        length, mask = new.shape[-2], call.compact_mask
+        if mask.visible_keys is not None:
+            mask = replace(mask, visible_keys=mask.visible_keys[..., :length])
+        self.key_offset += evicted
+        if self.key_offset:
+            mask = replace(mask, start=mask.start + self.key_offset, stop=mask.stop + self.key_offset)
+        call.compact_mask = mask
+        call.query_offset = self.key_offset + length - call.query.shape[-2]
+        if call.weights is None:
+            call.key = new
+        else:
+            call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
 
     def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
         """Prepare for steps on the fast path, after a call was appended.
@@ -368,56 +499,11 @@ class JoinedCalls:
         self._join_rows()
         return self._steps
 
-    def _extend(self, call: Call, old: Tensor, new: Tensor) -> JoinedCalls | None:
-        """Append a call with the keys `new` if they extend the keys `old` of the last call."""
-        q_len = call.query.shape[-2]
-        past = new.shape[-2] - q_len  # keys from before this call
-        match = match_cache(old, new, past)
-        if match is None:
-            return None
-        evicted, entries = match
-        if entries is not None and call.edits is not None:
-            return None  # an edit may select batch entries
-        if not evicted and past < old.shape[-2]:
-            # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
-            overlap = min(old.shape[-2], new.shape[-2])
-            replaced = old[..., past:overlap, :]
-            replaced = replaced if entries is None else replaced[torch.as_tensor(entries)]
-            if have_same_bits(replaced.detach(), new[..., past:overlap, :].detach()):
-                return None
-        key_offset = self.key_offset + evicted
-        kept_rows = key_offset + past - self._query_offset  # a speculative step may discard rows
-        old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
-        has_holes = old_keys is not None or new_keys is not None
-        if kept_rows + q_len <= self.num_rows and not call.speculative_mode:
-            return None  # the sequence did not grow, so the rows were not discarded on purpose
-        if kept_rows <= 0 or (has_holes and (evicted or not _agree(old_keys, new_keys, past, entries))):
-            return None
-        extended = self._continue_from(kept_rows, entries, call)
-        if evicted:
-            extended.evicted_keys.append(old[..., :evicted, :].clone())
-        if entries is not None:
-            extended.evicted_keys = [keys[torch.as_tensor(entries)] for keys in extended.evicted_keys]
-        mask = call.compact_mask
-        if new_keys is not None:
-            mask = replace(mask, visible_keys=new_keys[..., : new.shape[-2]])
-        if key_offset:
-            mask = replace(mask, start=mask.start + key_offset, stop=mask.stop + key_offset)
-        extended.key_offset, call.query_offset = key_offset, key_offset + past
-        call.compact_mask = mask
-        if call.weights is None:
-            call.key = new
-        else:
-            length = new.shape[-2]
-            call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
-        extended._add_rows(call, extended._truncate(kept_rows, entries))
-        return extended
-
     def find_fault(self, call: Call) -> tuple[str, int] | None:
         """Find out why a call does not extend this cache although it holds the keys of its first tokens.
 
         Args:
-            call: A call that `extend` rejected.
+            call: A call that extends none of these.
 
         Returns:
             What is wrong, a key of `CACHE_FAULTS`, and how many keys were added; None if the call is of another
@@ -432,14 +518,14 @@ class JoinedCalls:
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
         held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
         shared = min(held, past)
-        if shared <= 0 or match_cache(old[..., :shared, :], new, shared) is None:
+        if shared <= 0 or not _have_same_keys(old[..., :shared, :], new[..., :shared, :]):
             return None
         added = new.shape[-2] - held
         if past > held:
             return "keys skipped", added
         if added > 0:
             return None
-        repeats = match_entries(old[..., : new.shape[-2], :], new) is not None
+        repeats = _have_same_keys(old[..., : new.shape[-2], :], new)
         if repeats and not self._has_grown and _attend_to_same_keys(last, last):
             return None  # cross-attention whose keys are computed again
         return "keys do not grow", added
@@ -554,7 +640,7 @@ def _have_same_settings(a: Call, b: Call) -> bool:
     if (
         a.query.shape[first:-2] != b.query.shape[first:-2]
         or a.key.shape[first:-2] != b.key.shape[first:-2]
-        or (a.edits is not None and len(a.query) != len(b.query))
+        or (a.edits is not None and len(a.query) != len(b.query))  # an edit may select batch entries
     ):
         return False
     if (
@@ -587,6 +673,12 @@ def _is_same_tensor(a: Any, b: Any) -> bool:
         return False
     (tensor, version), (other, other_version) = a, b
     return tensor() is not None and tensor() is other() and version == other_version
+
+
+def _have_same_keys(old: Tensor, new: Tensor, entries: IntArray | None = None) -> bool:
+    """Return whether batch entries of a call have the same keys as those that they continue."""
+    old = old.detach() if entries is None else old.detach()[torch.as_tensor(entries)]
+    return old.shape == new.shape and old.dtype == new.dtype and have_same_bits(old, new.detach())
 
 
 def _share_memory(a: Tensor | None, b: Tensor | None) -> bool:

@@ -29,12 +29,16 @@ class CacheMatch(NamedTuple):
 
     Args:
         evicted: How many of the oldest keys the cache no longer has.
-        entries: The batch entry of the cache that each batch entry of the call continues; None if each continues its
-            own.
+        candidates: For each batch entry of the call, the batch entries of the cache with its keys, its own first.
     """
 
     evicted: int
-    entries: IntArray | None
+    candidates: list[list[int]]
+
+    @property
+    def entries(self) -> IntArray | None:
+        """The batch entry of the cache that each batch entry of the call continues; None if each continues its own."""
+        return find_entries(self.candidates)
 
 
 def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
@@ -53,40 +57,42 @@ def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
     if not 0 < past <= held:
         return None
     for evicted in dict.fromkeys((0, held - past)):
-        entries = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
-        if entries is not None:
-            is_own = len(entries) == old.shape[0] and bool((entries == np.arange(len(entries))).all())
-            return CacheMatch(evicted, None if is_own else entries)
+        candidates = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
+        if candidates is not None:
+            return CacheMatch(evicted, candidates)
     return None
 
 
-def match_entries(old: Tensor, new: Tensor) -> IntArray | None:
-    """Return the batch entry of old keys that each batch entry of new keys equals; None if any equals none.
+def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None) -> list[list[int]] | None:
+    """List the batch entries of old keys that equal each batch entry of new keys, its own first; None if any has none.
 
     Args:
         old: (batch, …, n, head_dim).
         new: The same with any number of batch entries. Keys without a batch axis, (heads, n, head_dim), have as many
             heads as the old ones.
+        among: For each new entry, the old ones to look at. Default: all, unless each equals its own.
     """
-    if (
-        old.shape[1:] != new.shape[1:] or old.dtype != new.dtype or old.device != new.device
-        or (old.ndim < 4 and len(old) != len(new))
-    ):  # fmt: skip
+    if old.shape[1:] != new.shape[1:] or old.dtype != new.dtype or old.device != new.device:
         return None
     old, new = old.detach(), new.detach()
-    if len(old) == len(new) and have_same_bits(old, new):
-        return np.arange(len(old))
-    if old.ndim < 4 or len(old) == len(new) == 1:
-        return None
-    entries = []
-    for i, entry in enumerate(new):
-        # Its own entry first: several are equal if beams have not diverged yet.
-        candidates = sorted(range(len(old)), key=lambda j: j != i)
-        found = next((j for j in candidates if have_same_bits(old[j], entry)), None)
-        if found is None:
+    if among is None:
+        if len(old) == len(new) and have_same_bits(old, new):
+            return [[i] for i in range(len(old))]
+        if old.ndim < 4 or len(old) == len(new) == 1:
             return None
-        entries.append(found)
-    return np.array(entries)
+        among = [sorted(range(len(old)), key=lambda j: j != i) for i in range(len(new))]
+    candidates = []
+    for entry, others in zip(new, among, strict=True):
+        candidates.append([j for j in others if have_same_bits(old[j], entry)])
+        if not candidates[-1]:
+            return None
+    return candidates
+
+
+def find_entries(candidates: list[list[int]]) -> IntArray | None:
+    """Return the first candidate of each batch entry; None if it is its own."""
+    entries = np.array([others[0] for others in candidates])
+    return None if (entries == np.arange(len(entries))).all() else entries
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:

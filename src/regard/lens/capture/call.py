@@ -75,6 +75,7 @@ class Call:
         speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
         num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
         source_key: Weak reference to the key that was passed, and its version.
+        source_cache: Weak reference to the cache that the model was given, or None.
         cached: The value of a layer with its own softmax: later calls extend it if they share a cache.
         edits: What `regard.intervene` changed: mask, score modifications and matrix are those after the edits. None if
             nothing was.
@@ -114,6 +115,7 @@ class Call:
     speculative_mode: str = ""
     num_missing_values: int = 0
     source_key: Any = field(default=None, repr=False)
+    source_cache: Any = field(default=None, repr=False)
     cached: Tensor | None = field(default=None, repr=False)
     edits: CallEdits | None = field(default=None, repr=False)
 
