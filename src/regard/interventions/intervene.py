@@ -125,6 +125,8 @@ class Intervention(Watch):
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
 
+    _edits_calls = True
+
     def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
         plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, options or plain)

@@ -73,14 +73,16 @@ class SequencePositions:
     def _find_key_offset(self, name: str, keys: Tensor, past: int) -> int:
         """Return the position of the first key of a call, and remember the keys."""
         caches = self._caches.setdefault(name, deque(maxlen=RECENT_CACHES))
-        key_offset = 0
+        offsets = []
         for i, state in reversed(list(enumerate(caches))):
             match = match_cache(state.keys, keys, past)
             if match is not None:
-                key_offset = state.key_offset + match.evicted
-                if past + match.evicted == state.keys.shape[-2]:
-                    del caches[i]  # otherwise it was cut back, and others may continue it
+                offsets.append(state.key_offset + match.evicted)
+            if match is not None and past + match.evicted == state.keys.shape[-2]:
+                offsets = offsets[-1:]
+                del caches[i]  # others may continue a cache that was cut back, but not this one
                 break
+        key_offset = offsets[0] if offsets else 0
         caches.append(CacheState(keys, key_offset))
         return key_offset
 
@@ -88,7 +90,7 @@ class SequencePositions:
         """Count the rows before those of cross-attention by the self-attention that ran before it."""
         if self._preceding is not None:
             build, self._preceding = self._preceding, None
-            preceding = build()
+            preceding, self._newest_rows = build(), None
             if preceding is not None:
                 self.locate(preceding)
         newest = self._newest_rows

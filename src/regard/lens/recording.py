@@ -106,19 +106,21 @@ class Recording(Mapping[str, AttentionMatrix]):
         # that were called with the same cache, if the model was given one: windows of two caches may be equal.
         ordered = sorted(reversed(groups), key=lambda joined: not joined.has_cache_of(call))
         matches = ((joined, match) for joined in ordered if (match := joined.match(call, place)) is not None)
-        found = next(matches, None)
-        if found is None:
+        whole: list[tuple[JoinedCalls, Extension]] = []
+        cut_back: list[tuple[JoinedCalls, Extension]] = []
+        for joined, match in matches:
+            is_whole = match.place.rows_before == joined.num_rows
+            (whole if is_whole else cut_back).append((joined, match))
+            if is_whole and (joined.has_cache_of(call) or not (match.evicted or joined.key_offset)):
+                return joined, match
+        if not whole and not cut_back:
             return None, None
-        joined, extension = found
-        has_evicted = extension.evicted or joined.key_offset
-        if has_evicted and not joined.has_cache_of(call):
-            for other, match in matches:
-                if not joined.has_history_of(other, (extension, match)):
-                    return (
-                        None,
-                        None,
-                    )  # they differ in evicted keys alone, so which one it extends is not known
-        return found
+        (joined, extension), *others = whole or cut_back
+        if not joined.has_cache_of(call) and not all(
+            joined.has_history_of(other, (extension, match)) for other, match in others
+        ):
+            return None, None  # they differ in evicted keys alone, so which one it extends is not known
+        return joined, extension
 
     def _layer_calls(self) -> list[LayerCall]:
         """List every call with its layer.

@@ -200,6 +200,8 @@ class Watch:
         # Modules that are named attention and ran without a capture, by name.
         self._without_capture: dict[str, str] = {}
 
+    _edits_calls = False  # an intervention needs to see every call
+
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
         if self._watched_ids:
@@ -284,7 +286,7 @@ class Watch:
         if isinstance(call, Call):
             call.speculative_mode, call.source_cache = mode, source_cache
             joined = self._recording._add(call)
-            if joined is not None and self._options.is_default and not mode:
+            if joined is not None and self._options.is_default and not mode and not self._edits_calls:
                 wrappers.follow_rows(module, joined.follow_rows(args))
             if self._options.values:
                 output = getattr(args.dense, "output", None) if args.output is None else args.output

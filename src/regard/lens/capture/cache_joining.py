@@ -284,13 +284,9 @@ class JoinedCalls:
     def find_newest_rows(self, call: Call) -> RowPlace | None:
         """Return where the newest rows are if they are those of the pass in which another layer was called."""
         last = self._last
-        if (
-            self.is_cross_attention
-            or last.measures is not None
-            or last.query.shape[-2] != call.query.shape[-2]
-        ):
+        if self.is_cross_attention or last.measures is not None:
             return None
-        if len(last.query) != len(call.query):
+        if last.query.shape[-2] != call.query.shape[-2] or len(last.query) != len(call.query):
             return None
         waiting = 0 if self._rows is None else len(self._rows.queries)
         return RowPlace(last.query_offset + waiting, None if waiting else self._candidates)
@@ -354,10 +350,11 @@ class JoinedCalls:
         if match is None:
             return None
         evicted, entries = match.evicted, match.entries
-        overlap = slice(past, min(old.shape[-2], new.shape[-2]))
-        is_cut_back = not evicted and past < old.shape[-2]
+        discarded = min(old.shape[-2] - evicted, new.shape[-2]) - past
         # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
-        if is_cut_back and _have_same_keys(old[..., overlap, :], new[..., overlap, :], entries):
+        if discarded and _have_same_keys(
+            old[..., evicted + past :, :][..., :discarded, :], new[..., past:, :][..., :discarded, :], entries
+        ):
             return None
         kept_rows = (
             self.key_offset + evicted + past - self._query_offset

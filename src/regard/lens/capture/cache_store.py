@@ -8,6 +8,8 @@ and it is the same for recordings, interventions and `outputs.attentions`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +44,7 @@ class CacheMatch(NamedTuple):
 
 
 def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
-    """Find out whether a call continues a cache: by its newest keys, or from an earlier position on.
+    """Find out whether a call continues a cache: its newest keys, or older ones if the cache was cut back.
 
     Args:
         old: Keys of the cache after its last call, (…, kv_heads, held, head_dim).
@@ -50,17 +52,25 @@ def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
         past: How many of them are of earlier calls.
 
     Returns:
-        The match, or None if any of the first `past` keys differs from the cache. With `past` < `held` and nothing
-        evicted, the cache was cut back.
+        The match, or None if any of the first `past` keys differs from the cache.
     """
     held = old.shape[-2]
     if not 0 < past <= held:
         return None
-    for evicted in dict.fromkeys((0, held - past)):
+    for evicted in chain({held - past: None, 0: None}, _find_first_keys(old, new, held - past)):
         candidates = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
         if candidates is not None:
             return CacheMatch(evicted, candidates)
     return None
+
+
+def _find_first_keys(old: Tensor, new: Tensor, end: int) -> Iterator[int]:
+    """Yield the positions between 0 and `end` of old keys that equal the first of the new keys."""
+    if end > 1 and old.ndim == new.ndim and old.shape[-1] == new.shape[-1] and old.device == new.device:
+        heads = old[:, 0] if old.ndim == 4 else old.flatten(0, -3)[:1]  # of each batch entry
+        first = new[(0,) * (new.ndim - 1)]
+        same = (heads[:, 1:end] == first).all(-1).any(0)
+        yield from (same.nonzero().flatten() + 1).tolist()
 
 
 def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None) -> list[list[int]] | None:
