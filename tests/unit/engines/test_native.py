@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -376,6 +378,30 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert library_module.load_library.__wrapped__() is None
     monkeypatch.setattr(library_module, "LIBRARY_FILE", library_module.SOURCE_FOLDER / "measures.c")
     assert library_module.load_library.__wrapped__() is None, "not a library at all"
+
+
+READ_ENTROPY = """
+import sys
+from pathlib import Path
+import numpy as np
+from regard.engines.native import library
+library.LIBRARY_FILE = Path(sys.argv[1])
+import regard
+A = regard.attention(np.zeros((70, 8)), np.zeros((70, 8)))
+print(A.entropy().round(9).tolist() == [round(np.log(70), 9)] * 70, A.plan(regard.Entropy()).split(",")[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse truncated libraries")
+@pytest.mark.parametrize("share", [0.0, 0.00003, 0.0002, 0.02, 0.5, 0.9, 0.9999, 1.0])
+def test_a_truncated_library_is_not_loaded(tmp_path, share):
+    whole = library_module.LIBRARY_FILE.read_bytes()
+    file = tmp_path / library_module.LIBRARY_FILE.name
+    file.write_bytes(whole[: int(len(whole) * share)])
+    done = subprocess.run([sys.executable, "-c", READ_ENTROPY, str(file)], capture_output=True, text=True)
+    kernel = f"compiled pass ({list_instruction_sets()[-1]})" if share == 1 else "block loop"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"True numpy: {kernel}\n"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

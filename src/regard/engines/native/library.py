@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from regard.engines.native.build import LIBRARY_NAME, SOURCE_FOLDER, hash_sources
@@ -61,10 +63,12 @@ class Job(Structure):
 
 @cache
 def load_library() -> Any:
-    """Load the compiled library; return None if there is none, or if it was built from other sources."""
+    """Load the compiled library; return None if there is none, it is damaged, or it was built from other sources."""
     if not LIBRARY_FILE.exists():
         return None
     try:
+        if not _is_whole(LIBRARY_FILE):
+            return None
         library = ctypes.CDLL(str(LIBRARY_FILE))
         library.regard_source_hash.restype = c_char_p
         is_current = library.regard_source_hash().decode() == hash_sources()
@@ -74,6 +78,20 @@ def load_library() -> Any:
     except (OSError, AttributeError):
         return None
     return library if is_current else None
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a library has all the bytes that its header counts: Linux maps the rest and dies reading it."""
+    with file.open("rb") as stream:
+        header = stream.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return True  # every loader refuses so short a file, and those of other systems truncated ones
+    # The table of sections is the end of a file: its offset, the size of an entry, and how many there are.
+    offset_at, size_at, kind = (40, 58, "Q") if header[4] == 2 else (32, 46, "I")
+    order = "<" if header[5] == 1 else ">"
+    (offset,) = struct.unpack_from(order + kind, header, offset_at)
+    size, count = struct.unpack_from(f"{order}HH", header, size_at)
+    return file.stat().st_size >= offset + size * count
 
 
 @cache
