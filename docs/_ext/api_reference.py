@@ -103,6 +103,11 @@ def find_modules() -> Iterator[ModuleType]:
             yield from _walk_module(f"regard.{module.name}")
 
 
+def list_exports(module: ModuleType) -> list[str]:
+    """Return the public names of a module: its `__all__`; for regard, those imported on first access as well."""
+    return [name for name in dir(module) if name[0] != "_"] if module is regard else list(module.__all__)
+
+
 def _walk_module(name: str) -> Iterator[ModuleType]:
     """Yield a module and the modules in its `__all__`. A module without `__all__` is not imported."""
     spec = importlib.util.find_spec(name)
@@ -125,7 +130,7 @@ def public_modules() -> tuple[PublicModule, ...]:
     homes: dict[int, PublicModule] = {}
     full_names: dict[int, str] = {}
     for public_module in reversed(modules):  # outer modules come last and win, except regard itself
-        for name in public_module.module.__all__:
+        for name in list_exports(public_module.module):
             value = getattr(public_module.module, name)
             if isinstance(value, ModuleType):
                 continue
@@ -133,7 +138,7 @@ def public_modules() -> tuple[PublicModule, ...]:
                 homes[id(value)] = public_module
             full_names[id(value)] = f"{public_module.name}.{name}"
     for public_module in modules:
-        for name in sorted(set(public_module.module.__all__)):
+        for name in sorted(set(list_exports(public_module.module))):
             value = getattr(public_module.module, name)
             if homes.get(id(value)) is public_module:
                 public_module.names.append(describe(full_names[id(value)], value, full_names))

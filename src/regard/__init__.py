@@ -2,7 +2,7 @@
 
 `attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
 functions that need them (`watch`, `intervene`, `compare`, …) are imported on first access, so `import regard` loads
-NumPy only.
+NumPy only. `dir(regard)` lists them all; `from regard import *` imports those that need NumPy only.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ if TYPE_CHECKING:
     from regard import testing as testing
     from regard import tiling as tiling
     from regard import transformers as transformers
-    from regard.core.explanation import Explanation
-    from regard.interventions.intervene import intervene
-    from regard.lens.compare import compare
-    from regard.lens.saved_recording import load_recording
-    from regard.lens.watch import watch
+    from regard.core.explanation import Explanation as Explanation
+    from regard.interventions.intervene import intervene as intervene
+    from regard.lens.compare import compare as compare
+    from regard.lens.saved_recording import load_recording as load_recording
+    from regard.lens.watch import watch as watch
 
     __version__: str
 
+# The names that `import regard` loads: `from regard import *` imports no optional package.
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -77,7 +78,6 @@ __all__ = [
     "Coarse",
     "Distance",
     "Entropy",
-    "Explanation",
     "IndexOutOfRangeError",
     "Mask",
     "Mass",
@@ -98,30 +98,15 @@ __all__ = [
     "between",
     "bias",
     "causal",
-    "compare",
     "dense",
-    "distributed",
     "document",
     "engines",
-    "explore",
-    "feature_maps",
     "first",
-    "images",
-    "intervene",
-    "interventions",
-    "learn",
-    "lens",
     "linear_attention",
-    "load_recording",
     "masks",
     "measures",
     "merge",
-    "models",
-    "monitor",
-    "nn",
     "padding",
-    "plot",
-    "policy",
     "positions",
     "prefix",
     "relative_bias",
@@ -130,11 +115,7 @@ __all__ = [
     "sinusoidal",
     "sliding_window",
     "softcap",
-    "survey",
-    "testing",
     "tiling",
-    "transformers",
-    "watch",
 ]
 
 _LAZY_PACKAGES = (
@@ -179,7 +160,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names, including those imported on first access."""
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_LAZY_PACKAGES, *_LAZY_NAMES, "__version__"])
 
 
 set_public_module(globals())

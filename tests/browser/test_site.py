@@ -252,7 +252,11 @@ def test_the_address_of_an_error_is_its_section(site, quiet):
 
 def test_every_public_name_can_be_linked_to(site):
     ids = {anchor for page in (site / "reference").glob("*.html") for anchor in Links(page.read_text()).ids}
-    exported = {name for name in regard.__all__ if not isinstance(getattr(regard, name), types.ModuleType)}
+    exported = {
+        name
+        for name in dir(regard)
+        if name[0] != "_" and not isinstance(getattr(regard, name), types.ModuleType)
+    }
     assert {f"regard.{name}" for name in exported} <= ids
     assert {"regard.AttentionMatrix.entropy", "regard.lens.Recording.find", "regard.learn.family.show"} <= ids
 

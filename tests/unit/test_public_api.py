@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -24,30 +25,67 @@ pytest.importorskip("transformers")  # regard.transformers needs it, and nn and 
 SHOWS_SOURCE = "regard.learn"
 
 
+def list_exports(module: types.ModuleType) -> list[str]:
+    """List the public names of a module; those that regard imports on first access are not in its `__all__`."""
+    return [name for name in dir(regard) if name != "__version__"] if module is regard else module.__all__
+
+
 def list_modules(module: types.ModuleType = regard) -> Iterator[types.ModuleType]:
     """List a module and the modules with an `__all__` that it exports, recursively."""
     yield module
-    for name in module.__all__:
+    for name in list_exports(module):
         exported = getattr(module, name)
         if isinstance(exported, types.ModuleType) and hasattr(exported, "__all__"):
             yield from list_modules(exported)
 
 
-def list_exports() -> Iterator[tuple[types.ModuleType, str, Any]]:
+def list_objects() -> Iterator[tuple[types.ModuleType, str, Any]]:
     """List the exported functions and classes with the module that exports them."""
     for module in list_modules():
-        for name in module.__all__:
+        for name in list_exports(module):
             exported = getattr(module, name)
             if inspect.isclass(exported) or inspect.isroutine(exported):
                 yield module, name, exported
 
 
 def test_dir_lists_the_exported_names():
-    assert dir(regard) == sorted([*regard.__all__, "__version__"])
-    assert len(regard.__all__) == len(set(regard.__all__))
+    assert set(regard.__all__) < set(dir(regard)) and "__version__" in dir(regard)
+    assert dir(regard) == sorted(set(dir(regard))) and regard.__all__ == sorted(set(regard.__all__))
 
 
-@pytest.mark.parametrize("name", regard.__all__)
+IMPORT_ALL = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in ALLOWED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+ALLOWED = {*sys.stdlib_module_names, "numpy", "regard"}
+sys.meta_path.insert(0, Refuse())
+import regard
+after_import = set(sys.modules)
+from regard import *
+assert set(sys.modules) == after_import, sorted(set(sys.modules) - after_import)
+assert {name for name in dir() if name in dir(regard)} == set(regard.__all__)
+print(attention([[1.0]], [[1.0]], mask=causal()).measure(Entropy()).entropy.tolist())
+"""
+
+
+def test_a_star_import_needs_numpy_only():
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout == "[0.0]\n"
+
+
+def test_a_star_import_loads_no_optional_package():
+    code = (
+        "import sys; from regard import *; print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", list_exports(regard))
 def test_an_exported_name_can_be_imported(name):
     assert getattr(importlib.import_module("regard"), name) is getattr(regard, name)
 
@@ -59,10 +97,10 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_exported_objects_have_the_path_of_a_public_package():
     packages = {module.__name__ for module in list_modules()}
-    exports = [export for export in list_exports() if not export[0].__name__.startswith(SHOWS_SOURCE)]
+    exports = [export for export in list_objects() if not export[0].__name__.startswith(SHOWS_SOURCE)]
     assert len(exports) > 100
     for module, name, exported in exports:
-        expected = {"regard"} if name in regard.__all__ and module is regard else packages
+        expected = {"regard"} if module is regard else packages
         assert exported.__module__ in expected, f"{module.__name__}.{name}"
         if not name.startswith("_") and "<locals>" not in exported.__qualname__:
             public = importlib.import_module(exported.__module__)
@@ -71,7 +109,7 @@ def test_exported_objects_have_the_path_of_a_public_package():
 
 def test_no_function_has_the_name_of_a_module():
     for module in list_modules():
-        for name in module.__all__:
+        for name in list_exports(module):
             if not isinstance(getattr(module, name), types.ModuleType) and hasattr(module, "__path__"):
                 assert importlib.util.find_spec(f"{module.__name__}.{name}") is None, (
                     f"{module.__name__}.{name}"
@@ -88,13 +126,13 @@ def test_the_reference_pages_show_the_exported_names():
     }
     shown = {name.name for module in public_modules() for name in module.names}
     values = {id(name.value) for module in public_modules() for name in module.names}
-    assert all(id(exported) in values for _, _, exported in list_exports())
-    assert {f"regard.{name}" for module, name, _ in list_exports() if module is regard} <= shown
+    assert all(id(exported) in values for _, _, exported in list_objects())
+    assert {f"regard.{name}" for module, name, _ in list_objects() if module is regard} <= shown
 
 
 REVEALED = re.compile(r'Revealed type is "(.*)"')
 TYPED = [
-    *(f"regard.{name}" for name in regard.__all__),
+    *(f"regard.{name}" for name in list_exports(regard)),
     *(
         "regard.survey.run",
         "regard.survey.open",

@@ -23,7 +23,7 @@ pytest.importorskip("torch")  # nn and lens need it
 pytest.importorskip("sphinx")
 grimp = pytest.importorskip("grimp")
 
-from api_reference import PublicModule, PublicName, describe, find_modules, public_modules  # noqa: E402
+from api_reference import PublicModule, PublicName, describe, find_modules, list_exports, public_modules  # noqa: E402
 from architecture import (  # noqa: E402
     DESIGN_SECTIONS,
     draw,
@@ -150,9 +150,11 @@ def test_every_public_function_and_class_has_an_example():
 
 
 def exported_names() -> set[str]:
-    """The names in `regard.__all__` that are not modules."""
+    """The public names of regard that are not modules."""
     return {
-        f"regard.{name}" for name in regard.__all__ if not isinstance(getattr(regard, name), types.ModuleType)
+        f"regard.{name}"
+        for name in list_exports(regard)
+        if not isinstance(getattr(regard, name), types.ModuleType)
     }
 
 
