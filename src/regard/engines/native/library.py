@@ -91,7 +91,7 @@ def _is_whole(file: Path) -> bool:
     order = "<" if header[5] == 1 else ">"
     (offset,) = struct.unpack_from(order + kind, header, offset_at)
     size, count = struct.unpack_from(f"{order}HH", header, size_at)
-    return file.stat().st_size >= offset + size * count
+    return bool(file.stat().st_size >= offset + size * count)
 
 
 @cache
