@@ -188,6 +188,7 @@ class Watch:
         self._options = options
         self._biases = list(find_position_biases(model))
         self._recording = Recording() if recording is None else recording
+        self._targets: list[Any] = []  # arguments of `patch`
         self._patches: list[Any] = []
         self._hooks: list[Any] = []
         self._watched_ids: list[int] = []
@@ -204,26 +205,22 @@ class Watch:
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
-        if self._watched_ids:
+        if self._targets:
             raise ArgumentError(
                 "watch",
                 received="a watch that has already been entered",
                 expected="one with block at a time",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
-        wrappers.row_steps.clear()  # the watches of a module change
         try:
-            for name, module in self._model.named_modules():
-                selected_name = name if name in self._selected else None
-                wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
-                self._watched_ids.append(id(module))
             self._register_hooks()
-            self._hooks.extend(self._recording._module_hints.attach(self._model))
+            if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
+                self._hooks.extend(self._recording._module_hints.attach(self._model))
             if self._options.values:
                 native = _find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
-            for namespace, name, make_wrapper in find_patch_targets(self._model):
-                self._patches.append(patch(namespace, name, make_wrapper))
+            self._targets = list(find_patch_targets(self._model))
+            self.resume()
         except BaseException:
             self._restore()
             raise
@@ -253,12 +250,21 @@ class Watch:
                 hint=f"{first_failure.hint} Or omit the layer: layers= selects those to watch.",
             )
 
-    def _restore(self) -> None:
+    def resume(self) -> None:
+        """Patch the attention functions; a watch that was entered calls it, and may after `suspend`."""
+        wrappers.row_steps.clear()  # the watches of a module change
+        for name, module in self._model.named_modules():
+            selected_name = name if name in self._selected else None
+            wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
+            self._watched_ids.append(id(module))
+        for target in self._targets:
+            self._patches.append(patch(*target))
+
+    def suspend(self) -> None:
+        """Restore every function that was patched, until `resume`; hooks of the model stay, and do nothing."""
         close_traces(all_threads=True)
         while self._patches:
             unpatch(self._patches.pop())
-        while self._hooks:
-            self._hooks.pop().remove()
         for module_id in self._watched_ids:
             others = [entry for entry in wrappers.watchers[module_id] if entry[0] is not self]
             if others:
@@ -267,6 +273,12 @@ class Watch:
                 del wrappers.watchers[module_id]
         self._watched_ids.clear()
         wrappers.row_steps.clear()
+
+    def _restore(self) -> None:
+        self.suspend()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._targets.clear()
         self._captures_before.clear()
         self._passes.clear()
         self._recording._projections.close()
@@ -360,6 +372,8 @@ class Watch:
                 )
 
     def _before_forward(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        if not self._watched_ids:
+            return  # suspended
         thread = threading.get_ident()
         self._captures_before[thread, id(module)] = wrappers.count_captures()
         if module is self._model:

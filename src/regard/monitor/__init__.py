@@ -5,8 +5,8 @@ token of every head in one step of N, and raises alarms. The package imports `re
 loggers are imported where they are used.
 
 Design notes:
-- A monitored step runs inside `regard.watch`, entered and left at the boundaries of the step. Other steps run none of
-  this code.
+- A monitored step runs inside `regard.watch`, entered and left at the boundaries of the step. Its patches are in place
+  only while a module of the model runs. Other steps run none of this code.
 - A step is one table of sums and one of maxima, so that processes combine theirs by one all-reduce each.
 
 >>> import torch

@@ -36,12 +36,9 @@ class LightningCallback(_Callback or object):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the monitor."""
-
-        def log(numbers: dict[str, float], step: int) -> None:
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step)
-
-        self.monitor = Monitor(pl_module, to=[log, *self._to], **self._options)
+        self._detach()
+        loggers = [logger.log_metrics for logger in trainer.loggers]
+        self.monitor = Monitor(pl_module, to=[*loggers, *self._to], **self._options)
         self.monitor.attach(step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -25,9 +25,11 @@ class StepTable:
     def __init__(self, measures: HeadMeasures) -> None:
         self._measures = measures
         self.layers: dict[str, HeadSummary] = {}
+        self.is_empty = True
 
     def add(self, call: Call) -> None:
         """Measure a call, and join it with the other calls of its layer."""
+        self.is_empty = False
         summary = self._measures.summarise(call)
         if summary is not None:
             before = self.layers.get(call.name)

@@ -23,6 +23,7 @@ from regard.lens.table import Table
 from regard.lens.watch import Watch, check_model, watch
 from regard.measures import Measure
 from regard.monitor.alarms import DEFAULT_ALARMS, Alarm, AlarmError, AlarmRule, AlarmWarning
+from regard.monitor.forward_scope import ForwardScope
 from regard.monitor.head_summary import HeadMeasures
 from regard.monitor.loggers import Logger, make_logger
 from regard.monitor.step_table import Layout, StepTable, agree_on_layout
@@ -41,7 +42,9 @@ class Monitor:
 
     Training is bit-identical with and without it, and steps between run none of its code in forward or backward. Step 0
     is the first. In a monitored step, all forward passes count (gradient accumulation); the second run of a layer by
-    activation checkpointing does not, nor do passes in eval mode. Padding is left out.
+    activation checkpointing does not, nor do passes in eval mode. Padding is left out. Functions are patched only while
+    a module of the model runs, so that none stays patched if an exception ends the run. A monitor that is deleted
+    removes its hooks.
 
     `monitor.history` has one row for each step, layer and head:
 
@@ -61,7 +64,8 @@ class Monitor:
         every: Monitor one optimiser step of this many.
         measures: More measures by name, with one number for each row, such as `{"distance": regard.Distance()}`.
         to: Where the numbers go; one target, or a list. A function `(numbers, step)`; a path, to which JSON lines are
-            appended; a TensorBoard `SummaryWriter`; a wandb run or module; the module mlflow.
+            appended; a TensorBoard `SummaryWriter`; a wandb run or module; the module mlflow. If a target raises an
+            exception, the monitor warns once, counts it in `num_failed_logs`, and goes on.
         alarms: Rules to check in each monitored step; () for none. Default: the five of `regard.monitor`.
         on_alarm: "warn", "raise" an `AlarmError`, or a function that is called with each `Alarm`.
         optimizer: Whose steps to count: "auto" for the first optimiser that steps and holds parameters of the model,
@@ -121,6 +125,8 @@ class Monitor:
         """One row for each monitored step, layer and head."""
         self.raised: list[Alarm] = []
         """All alarms so far."""
+        self.num_failed_logs = 0
+        """Number of times that a target of `to` raised an exception, which does not stop training."""
         # Names of layers do not depend on the wrapper.
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._measures = HeadMeasures(dict(measures or {}))
@@ -132,15 +138,16 @@ class Monitor:
         targets = to if isinstance(to, list | tuple) else [] if to is None else [to]
         self._loggers: list[Logger] = [make_logger(target) for target in targets]
         self._step = 0
-        self._hook: Any = None
         self._attached = False
-        self._watch: Watch | None = None
+        self._registered = _Registered()
+        weakref.finalize(self, self._registered.release).atexit = False
         self._table = StepTable(self._measures)
         self._num_last_rows = 0
         self._layout: Layout | None = None  # what the processes have agreed on
         self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
-        self._has_warned_of_scores = False
+        self._has_warned_of_scores = self._has_warned_of_nothing = False
+        self._failed_loggers: list[Logger] = []
 
     # Steps
 
@@ -152,7 +159,7 @@ class Monitor:
     @property
     def is_due(self) -> bool:
         """Whether the present step is monitored."""
-        return self._watch is not None
+        return self._registered.watch is not None
 
     @property
     def last_rows(self) -> Table:
@@ -172,22 +179,18 @@ class Monitor:
             return self
         self._step = self._step if step is None else step
         self._attached = True
+        count_step = _make_weak(self._after_optimizer_step)
         if self._optimizer == "auto":
-            self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
+            self._registered.hook = register_optimizer_step_post_hook(count_step)
         elif self._optimizer is not None:
-            self._hook = self._optimizer.register_step_post_hook(self._after_optimizer_step)
+            self._registered.hook = self._optimizer.register_step_post_hook(count_step)
         self._begin_step()
         return self
 
     def detach(self) -> None:
         """Stop counting. A step that is not complete is dropped; `attach` continues."""
         self._attached = False
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if self._watch is not None:
-            entered, self._watch = self._watch, None
-            entered.__exit__(KeyboardInterrupt, None, None)  # reports nothing about half a step
+        self._registered.release()
 
     def __enter__(self) -> Monitor:
         return self.attach()
@@ -233,15 +236,14 @@ class Monitor:
     def _begin_step(self) -> None:
         if self._step % self.every == 0:
             self._table = StepTable(self._measures)
-            entered = watch(self._model, layers=self._layers, measures=self._measure)
-            entered.__enter__()
-            self._watch = entered
+            entered = watch(self._model, layers=self._layers, measures=_make_weak(self._measure))
+            self._registered.begin_step(entered, self._model, self._include_eval)
 
     def _end_step(self) -> None:
         if not self._attached:
             return
-        step, entered = self._step, self._watch
-        self._step, self._watch = step + 1, None
+        step, entered = self._step, self._registered.end_step()
+        self._step = step + 1
         if entered is not None:
             try:
                 entered.__exit__(None, None, None)
@@ -273,11 +275,38 @@ class Monitor:
         self.history.extend(rows)
         self._num_last_rows = len(rows)
         if rank == 0:
+            self._warn_of_nothing(not rows and table.is_empty, step)
             self._warn_of_unknown_scores(rows)
         if rows and rank == 0:
-            for logger in self._loggers:
-                logger.log(rows, step)
+            self._log(rows, step)
         self._check_alarms(rows, step, rank)
+
+    def _log(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Pass the rows to each logger; if one fails, training and the other loggers go on."""
+        for logger in self._loggers:
+            try:
+                logger.log(rows, step)
+            except Exception as error:
+                self.num_failed_logs += 1
+                if logger not in self._failed_loggers:
+                    self._failed_loggers.append(logger)
+                    warnings.warn(
+                        f"Monitor: a target of `to` failed in step {step}, and training goes on without its numbers: "
+                        f"{type(error).__name__}: {error}. It is called again in later steps; monitor.num_failed_logs "
+                        "counts the failures, and monitor.history has all numbers.",
+                        stacklevel=2,
+                    )
+
+    def _warn_of_nothing(self, is_empty: bool, step: int) -> None:
+        """Warn once if no attention ran inside a forward pass of the model."""
+        if is_empty and not self._has_warned_of_nothing:
+            self._has_warned_of_nothing = True
+            warnings.warn(
+                f"Monitor: nothing was measured in step {step}: no attention ran in Python inside a call of the model "
+                "or of one of its modules in training mode. Call modules rather than their methods, and run what "
+                "torch.compile has compiled in other steps only: (model if monitor.is_due else compiled)(inputs).",
+                stacklevel=2,
+            )
 
     def _warn_of_unknown_scores(self, rows: list[dict[str, Any]]) -> None:
         """Warn once if layers have weights and no scores."""
@@ -355,6 +384,49 @@ class Monitor:
     def __repr__(self) -> str:
         steps = len({row["step"] for row in self.history})
         return f"Monitor(every={self.every}, {self._step:,} steps, {steps:,} monitored, {len(self.raised)} alarms)"
+
+
+class _Registered:
+    """What a monitor has registered outside of itself; released when it is detached or collected."""
+
+    def __init__(self) -> None:
+        self.hook: Any = None  # of the optimiser
+        self.watch: Watch | None = None
+        self._scope: ForwardScope | None = None
+
+    def begin_step(self, watch: Watch, model: nn.Module, include_eval: bool) -> None:
+        """Enter the watch of a monitored step; functions are patched only while the model runs."""
+        watch.__enter__()
+        watch.suspend()
+        self.watch, self._scope = watch, ForwardScope(model, watch, include_eval, _raise_compiled)
+
+    def end_step(self) -> Watch | None:
+        """Stop watching, and return the watch of a monitored step, which is to be left."""
+        watch, self.watch = self.watch, None
+        if self._scope is not None:
+            self._scope.remove()
+            self._scope = None
+        return watch
+
+    def release(self) -> None:
+        """Remove everything, in the middle of a step, too."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        watch = self.end_step()
+        if watch is not None:
+            watch.__exit__(KeyboardInterrupt, None, None)  # reports nothing about half a step
+
+
+def _make_weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method as long as its object exists, without keeping the object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        return {} if found is None else found(*args)
+
+    return call
 
 
 def _is_recomputing() -> bool:

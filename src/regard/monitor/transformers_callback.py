@@ -34,7 +34,8 @@ class TrainerCallback(_TrainerCallback or object):  # type: ignore[misc]
         self._options = {"every": every, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the monitor."""
+        """Attach the monitor; that of a run that an exception ended is detached."""
+        self.on_train_end(args, state, control)
         self.monitor = Monitor(kwargs["model"], optimizer=None, **self._options)
         self.monitor.attach(step=state.global_step)
 

@@ -112,3 +112,29 @@ def test_mlflow_logs_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_other_targets_are_refused() -> None:
     with pytest.raises(regard.ArgumentTypeError, match="a function"):
         Monitor(Decoder(), to=[3.5])
+
+
+def test_a_logger_that_fails_stops_neither_training_nor_the_other_loggers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Decoder()
+    losses = train(plain, torch.optim.SGD(plain.parameters(), 0.1), 4)
+    torch.manual_seed(0)
+    model, calls, received = Decoder(), [], []
+
+    def fail(numbers: dict[str, float], step: int) -> None:
+        calls.append(step)
+        if step != 2:
+            raise ConnectionError("the server is down")
+
+    path = tmp_path / "attention.jsonl"
+    targets = [fail, path, tmp_path / "no folder" / "x.jsonl", lambda _, step: received.append(step)]
+    with (
+        Monitor(model, every=1, to=targets, alarms=()) as monitor,
+        pytest.warns(UserWarning, match="target of `to` failed in step 0") as caught,
+    ):
+        assert train(model, torch.optim.SGD(model.parameters(), 0.1), 4) == losses
+    reasons = [str(item.message) for item in caught]
+    assert len(reasons) == 2 and "the server is down" in reasons[0] and "FileNotFoundError" in reasons[1]
+    assert calls == received == [0, 1, 2, 3] and monitor.num_failed_logs == 3 + 4
+    assert [json.loads(line) for line in path.read_text().splitlines()] == monitor.history
+    assert len(monitor.history) == 4 * 2 * 4

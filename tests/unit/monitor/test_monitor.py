@@ -191,6 +191,7 @@ def test_several_optimizers_count_once_and_others_not_at_all() -> None:
     assert monitor.num_steps == 4  # detached
 
 
+@pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")  # torch, of hooks and a compiled model
 def test_compiled_models_are_refused_with_a_hint() -> None:
     model, _ = build()
     with pytest.raises(regard.ArgumentError, match=r"monitor\.is_due"):
