@@ -328,18 +328,17 @@ class JoinedCalls:
         last = self.last
         if self._has_grown or not 0 < place.rows_before <= self.num_rows:
             return None
-        if _is_same_tensor(call.source_key, last.source_key):
-            # If the query repeats, it is the same attention over another value.
-            if call.query.data_ptr() == last.query.data_ptr():
-                return None
-        elif old is None or new is None:
-            return None
-        elif not _share_memory(old, new):
+        is_same = _is_same_tensor(call.source_key, last.source_key)
+        if is_same and call.query.data_ptr() == last.query.data_ptr():
+            return None  # the same attention over another value
+        if place.entries is not None or not (is_same or _share_memory(old, new)):
             # Beams of one text have equal keys. The rows before tell them apart as far as they differ.
-            candidates = match_entries(old, new, place.candidates)
+            candidates = None if old is None or new is None else match_entries(old, new, place.candidates)
             if candidates is None:
                 return None
             place = place._replace(candidates=candidates)
+        if place.entries is not None and call.edits is not None:
+            return None  # an edit may select batch entries
         return Extension(place) if _attend_to_same_keys(last, call, place.entries) else None
 
     def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> Extension | None:
@@ -347,8 +346,8 @@ class JoinedCalls:
         q_len = call.query.shape[-2]
         past = new.shape[-2] - q_len  # keys from before this call
         match = match_cache(old, new, past)
-        if match is None:
-            return None
+        if match is None or (match.entries is not None and call.edits is not None):
+            return None  # an edit may select batch entries
         evicted, entries = match.evicted, match.entries
         discarded = min(old.shape[-2] - evicted, new.shape[-2]) - past
         # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
@@ -356,13 +355,11 @@ class JoinedCalls:
             old[..., evicted + past :, :][..., :discarded, :], new[..., past:, :][..., :discarded, :], entries
         ):
             return None
-        kept_rows = (
-            self.key_offset + evicted + past - self._query_offset
-        )  # a speculative step may discard rows
+        kept_rows = self.key_offset + evicted + past - self._query_offset
         if kept_rows <= 0 or (kept_rows + q_len <= self.num_rows and not call.speculative_mode):
             return None  # the sequence did not grow, so the rows were not discarded on purpose
-        old_keys, new_keys = last_keys = [each.compact_mask.visible_keys for each in (self.last, call)]
-        has_holes = any(keys is not None for keys in last_keys)
+        old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
+        has_holes = old_keys is not None or new_keys is not None
         if has_holes and (evicted or not _agree(old_keys, new_keys, past, entries)):
             return None
         extension = Extension(RowPlace(kept_rows, match.candidates), new, evicted)
