@@ -167,6 +167,13 @@ class Exponential(Unfused):
         return (weights / weights.sum(-1, keepdim=True)) @ value
 
 
+class LogSoftmax(Unfused):
+    """The exponential of a log-softmax, which no division follows."""
+
+    def attend(self, query, key, value):
+        return ((query * self.scale) @ key.mT).log_softmax(-1).exp() @ value
+
+
 class MultiQuery(Unfused):
     """All heads share one value, and their rows are merged."""
 
@@ -231,7 +238,9 @@ def test_weights_equal_those_of_the_model_and_outputs_are_unchanged(family):
     assert not recording.diagnose(attention_mask=ATTENTION_MASK).by_severity("error")
 
 
-@pytest.mark.parametrize("layer", [Unfused, NanoGPT, Merged, Einsum, Exponential, MultiQuery, Slots])
+@pytest.mark.parametrize(
+    "layer", [Unfused, NanoGPT, Merged, Einsum, Exponential, LogSoftmax, MultiQuery, Slots]
+)
 def test_every_way_to_write_it_is_read(layer):
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": layer()})
@@ -413,6 +422,54 @@ def test_a_softmax_that_is_no_attention_is_no_layer(other, x):
         watched = model(x)
     assert torch.equal(watched, expected) and type(watched) is torch.Tensor
     assert list(recording) == ["0"] and not recording.diagnose().by_severity("warning")
+
+
+class Decay(Unfused):
+    """A state-space layer without q and k: a value fades by exp(-rate) with each token."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def attend(self, query, key, value):
+        distance = torch.arange(7)[:, None] - torch.arange(7)
+        decay = torch.exp((-self.rate * distance).masked_fill(distance < 0, -torch.inf).expand(2, 4, 7, 7))
+        return decay @ value
+
+
+@pytest.mark.parametrize("rate", [0.1, 3.0, 12.0, 40.0])
+def test_the_decays_of_a_state_space_layer_are_no_weights(rate):
+    """If they are strong, each row is a single 1, which the rows of a softmax may be as well."""
+    model = nn.Sequential(Unfused(), Decay(rate))
+    with regard.watch(model) as recording:
+        model(X)
+    assert list(recording) == ["0"] and not recording.diagnose().by_severity("warning")
+
+
+def test_an_exponential_that_the_model_divides_is_read_if_every_row_is_a_single_one():
+    layer = Exponential()
+    with torch.no_grad():
+        layer.qkv.weight[:64].mul_(1e4)  # queries and keys
+    model = nn.Sequential(layer)
+    with regard.watch(model) as recording:
+        model(X)
+    (weights,) = (recording[name].to_dense() for name in recording)
+    assert bool((weights.amax(-1) == 1).all())
+
+
+@torch.no_grad()
+def test_state_space_layers_of_a_hybrid_model_are_no_layers():
+    sizes = {**BERT, "num_hidden_layers": 3, "num_key_value_heads": 2, "attn_layer_indices": [1]}
+    sizes |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+    torch.manual_seed(0)
+    model = transformers.BambaForCausalLM(transformers.BambaConfig(**sizes)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.25)  # strong decays
+    for tokens in (TOKENS, TOKENS[:, :1]):
+        with regard.watch(model) as recording:
+            model(tokens)
+        assert list(recording) == ["model.layers.1.self_attn"]
 
 
 @torch.no_grad()

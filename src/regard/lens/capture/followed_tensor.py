@@ -68,7 +68,7 @@ class SoftmaxTrace:
         fault: Why the softmax is not the weights of a product.
         is_read: Whether the product was found and recorded.
         is_multiplied: Whether an exponential was multiplied by a value before its rows were divided by their sums.
-        is_summed: Whether the rows of an exponential were summed.
+        is_summed: Whether the rows of an exponential were summed, as a softmax sums them.
     """
 
     on_product: Callable[[WeightProduct | None], Tensor | None]
@@ -199,7 +199,7 @@ def _follow(
     if source is None or not result.is_floating_point():
         return None
     state: FollowedState = source._regard_state
-    if name == "sum":
+    if name == "sum" and _get_summed_axis(args, kwargs, source) == state.axis:
         state.trace.is_summed = True
         state.trace.check_division()
     axes = find_product_axes(name, args, source)
@@ -260,6 +260,14 @@ def _find_followed(args: Any) -> Tensor | None:
     return None
 
 
+def _get_summed_axis(args: Any, kwargs: Any, source: Tensor) -> int | None:
+    """Return the axis that `sum` was called with; None if it was none or several."""
+    axis = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if isinstance(axis, list | tuple) and len(axis) == 1:
+        axis = axis[0]
+    return axis % source.ndim if isinstance(axis, int) else None
+
+
 def _apply_again(func: Any, name: str, args: Any, kwargs: Any, source: Tensor, undropped: Tensor) -> Tensor:
     """Apply an operation to the tensor without dropout, too."""
     with torch.no_grad():
@@ -313,7 +321,7 @@ def _end_at_product(
     weights = source if state.undropped is None else state.undropped
     weights = weights.permute(*axes.batch, axes.query, axes.key)
     over_queries = axes.key != state.axis  # weights only if the model divided the rows by their sums
-    if not _are_weights(weights.detach(), trace.is_normalised and not over_queries):
+    if not _are_weights(weights.detach(), trace, over_queries):
         if (
             over_queries
             and trace.is_normalised
@@ -337,13 +345,18 @@ def _end_at_product(
     return True, edited.permute([axes.output_axes.index(i) for i in range(edited.ndim)])
 
 
-def _are_weights(weights: Tensor, is_normalised: bool) -> bool:
-    """Return whether no weight is negative, and no row sums to more than 1; if not yet normalised, not to less."""
+def _are_weights(weights: Tensor, trace: SoftmaxTrace, over_queries: bool) -> bool:
+    """Return whether rows are weights: not negative, with sums of at most 1, and of 1 if the model normalised them.
+
+    The rows of an exponential may sum to 1 by chance if each is a single 1, as the decays of a state-space layer are:
+    exp(0) for a token itself, and almost 0 for all before it. These are weights only if the model summed the rows.
+    """
     if bool((weights < 0).any()):
         return False
     sums = weights.sum(-1, dtype=torch.promote_types(weights.dtype, torch.float32))
     tolerance = 4 * torch.finfo(weights.dtype).eps + 1e-5
     within = (sums <= 1 + tolerance) | sums.isnan()
-    if not is_normalised:
-        within &= (sums >= 1 - tolerance) | (sums == 0) | sums.isnan()
-    return bool(within.all())
+    if trace.is_normalised and not over_queries:
+        return bool(within.all())
+    within &= (sums >= 1 - tolerance) | (sums == 0) | sums.isnan()
+    return bool(within.all()) and (trace.is_summed or bool((weights.amax(-1) < 1 - 2 * tolerance).any()))
