@@ -188,6 +188,31 @@ def test_speculative_decoding_is_rejected(name):
             method()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_calls_of_an_assistant_model_are_not_recorded(attention):
+    """Its layers run inside a method of the watched model, whose calls they are not."""
+    model, assistant = TINY["Llama"].build(), TINY["Llama"].build()
+    model.set_attn_implementation(attention)
+    assistant.set_attn_implementation(attention)
+    for parameter in assistant.parameters():
+        parameter.mul_(1.5)
+    inputs = TINY["Llama"].inputs("none", batch=1)
+    with regard.watch(model) as one:
+        model(**inputs)
+    with regard.watch(model) as recording, regard.watch(assistant) as of_assistant:
+        model.generate(
+            **inputs, assistant_model=assistant, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+    assert list(recording) == list(one)
+    assert list(of_assistant) == list(one)
+    ablated = regard.interventions.ablate(0, heads=0)
+    with regard.intervene(model, ablated) as run:
+        model.generate(
+            **inputs, assistant_model=assistant, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+    assert [row["module"] for row in run.applied] == list(one)[:1]
+
+
 def test_two_passes_are_two_calls():
     model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
     with regard.watch(model) as recording:

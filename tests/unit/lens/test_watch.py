@@ -253,6 +253,41 @@ def test_a_model_without_any_captured_attention_is_rejected():
         model(X)
 
 
+class Outer(nn.Module):
+    """A layer that is no submodule: a list holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.block = [Block()], Block()
+
+    def attend(self, x):
+        return self.hidden[0](x)
+
+    def forward(self, x):
+        return self.block(self.attend(x))
+
+    def assist(self, other, x):
+        return other(x) + self.block(x)
+
+
+def test_a_layer_that_is_no_submodule_belongs_to_the_module_that_calls_it():
+    model = Outer()
+    with regard.watch(model) as recording:
+        model(X)
+    assert list(recording) == ["", "block"]
+
+
+def test_another_model_that_runs_in_a_method_of_the_watched_one_is_not_recorded():
+    model, wrapped = Outer(), nn.Sequential(Outer())
+    with regard.watch(model) as recording:
+        model.assist(stack(), X)
+    assert list(recording) == ["block"]
+    wrapped.forward = lambda x: wrapped[0].assist(stack(), x)
+    with regard.watch(wrapped) as recording:
+        wrapped(X)
+    assert list(recording) == ["0.block"]
+
+
 # -- Options ----------------------------------------------------------------------------------------------
 
 

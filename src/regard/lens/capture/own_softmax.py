@@ -75,16 +75,7 @@ def _start(result: Tensor, dim: int, scores: Tensor, is_normalised: bool) -> Non
 
 def _list_running_modules() -> list[nn.Module]:
     """List the modules of watched models that are running, the innermost first, without `nn.Softmax`."""
-    modules: list[nn.Module] = []
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if id(first) in wrappers.watchers and isinstance(first, nn.Module):
-                modules += [first] if not isinstance(first, nn.Softmax) else []
-        frame = frame.f_back  # type: ignore[assignment]
-    return modules
+    return [module for module in wrappers.iter_running_modules() if not isinstance(module, nn.Softmax)]
 
 
 def _notice(module: nn.Module, trace: SoftmaxTrace) -> None:

@@ -1,7 +1,8 @@
 """Wrap the attention functions that models call: each runs the original, and notifies the watchers of the arguments.
 
 The running module is read from the Python stack: the nearest caller whose first argument is a module of a watched
-model. Hooks would disable the fast paths of `nn.TransformerEncoderLayer`, and so change its output.
+model (`iter_running_modules`). Hooks would disable the fast paths of `nn.TransformerEncoderLayer`, and so change its
+output.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import Any, Protocol
 
@@ -81,15 +83,42 @@ def speculative_mode() -> str:
 
 def find_running_module() -> nn.Module | None:
     """Return the module of a watched model that is nearest on the stack, if it is selected."""
-    frame = sys._getframe(2)
+    module = next(iter_running_modules(), None)
+    return module if module is not None and is_selected(module) else None
+
+
+def iter_running_modules() -> Iterator[nn.Module]:
+    """Yield the modules of watched models that are running, the innermost first.
+
+    What another module computes belongs to the watched module in whose forward pass it runs. If a method of a watched
+    model calls it outside of a forward pass, as `generate()` calls an assistant model, it belongs to none.
+    """
+    frame, in_other = sys._getframe(1), False
     while frame is not None:
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if id(first) in watchers and isinstance(first, nn.Module):
-                return first if is_selected(first) else None
+        module = _get_first_argument(frame)
+        if issubclass(type(module), nn.Module):
+            if id(module) not in watchers:
+                in_other = True
+            elif in_other and not _is_in_forward(module, frame):
+                return
+            else:
+                in_other = False
+                yield module
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+
+
+def _get_first_argument(frame: types.FrameType) -> Any:
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _is_in_forward(module: nn.Module, frame: types.FrameType | None) -> bool:
+    """Return whether a frame of a module, or one that called it, is the module's forward pass."""
+    while frame is not None:
+        if frame.f_code.co_name in ("forward", "_call_impl") and _get_first_argument(frame) is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def follow_rows(module: nn.Module, rows: RowSteps | None) -> None:
