@@ -322,6 +322,32 @@ def test_device_dtype_copy_and_values():
     torch.testing.assert_close(call.matrix @ call.value, call.output)
 
 
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({}, "query float32 (2, 4, 7, 8), key float32 (2, 4, 7, 8), lse float32 (2, 4, 7)"),
+        ({"dtype": torch.float64}, "query float64 (2, 4, 7, 8), key float64 (2, 4, 7, 8)"),
+        ({"measures": {"entropy": regard.Entropy()}}, "entropy float64 (2, 4, 7)"),
+    ],
+)
+def test_the_repr_of_a_call_has_shapes_and_no_numbers(options, held):
+    with regard.watch(model := stack(), **options) as recording:
+        model(X)
+    (call,) = recording.calls("1")
+    assert repr(call).split() == (
+        "Call('1', Block, (batch 2, heads 4, q_len 7, kv_len 7), torch: flash on CPU; " + held + ")"
+    ).split()
+
+
+def test_the_repr_of_a_call_with_its_own_weights_or_a_mask_is_short():
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    mask = torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    with regard.watch(nn.Sequential(layer), values=True) as recording:
+        layer(X, X, X, attn_mask=mask, need_weights=True)
+    (call,) = recording.calls("0")
+    assert len(repr(call)) < 400 and "tensor(" not in repr(call) and "array(" not in repr(call)
+
+
 def test_measures_instead_of_queries_and_keys():
     model = stack()
     with regard.watch(model) as exact:

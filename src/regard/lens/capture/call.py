@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from regard.core.attention import attention
 from regard.core.given_weights import attention_from_weights
 from regard.core.matrix import AttentionMatrix
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, format_named_shape
 from regard.lens.capture.compact_mask import CompactMask
 from regard.masks import Mask
 from regard.score_mods import ScoreMod
@@ -38,7 +38,7 @@ class CallEdits(Protocol):
         """Return the edits of a matrix that joins several calls."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Call:
     """One call of an attention layer, or the consecutive calls that share one key-value cache.
 
@@ -85,8 +85,9 @@ class Call:
     >>> with regard.watch(layer) as recording:
     ...     output = layer(torch.ones(1, 3, 8))
     >>> (call,) = recording.calls("self_attn")
-    >>> call.layer_class, call.shape, call.kernel
-    ('MultiheadAttention', (1, 2, 3, 3), 'torch: flash on CPU')
+    >>> call
+    Call('self_attn', MultiheadAttention, (batch 1, heads 2, q_len 3, kv_len 3), torch: flash on CPU;
+         query float32 (1, 2, 3, 4), key float32 (1, 2, 3, 4), lse float32 (1, 2, 3))
     """
 
     name: str
@@ -111,13 +112,13 @@ class Call:
     prompt_len: int = 0
     measures: dict[str, Any] | None = None
     stored_shape: tuple[int, ...] = ()
-    versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    versions: tuple[tuple[Tensor, int], ...] = ()
     speculative_mode: str = ""
     num_missing_values: int = 0
-    source_key: Any = field(default=None, repr=False)
-    source_cache: Any = field(default=None, repr=False)
-    cached: Tensor | None = field(default=None, repr=False)
-    edits: CallEdits | None = field(default=None, repr=False)
+    source_key: Any = None
+    source_cache: Any = None
+    cached: Tensor | None = None
+    edits: CallEdits | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,6 +126,21 @@ class Call:
         if self.stored_shape:
             return self.stored_shape
         return (*self.query.shape[:-1], self.key.shape[-2])
+
+    def __repr__(self) -> str:
+        steps = f", {self.steps} steps" if self.steps > 1 else ""
+        shape = format_named_shape(self.shape, "q_len", "kv_len")
+        names = ("query", "key", "lse", "weights", "value", "output")
+        tensors = {name: getattr(self, name) for name in names} | (self.measures or {})
+        held = [
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            if isinstance(tensor, torch.Tensor)
+            else f"{name} {type(tensor).__name__}"
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        head = f"Call({self.name!r}, {self.layer_class}, {shape}{steps}, {self.kernel};"
+        return f"{head}\n     {', '.join(held)})"
 
     @property
     def groups(self) -> int:
