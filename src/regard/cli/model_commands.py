@@ -232,10 +232,14 @@ def record_run(
 
     Returns:
         The recording, and the seconds that the run took.
+
+    Raises:
+        NotCapturedError: If nothing was recorded, or a layer was not and `accept_missed` is False.
     """
     from regard.lens.watch import watch
 
     watcher = watch(loaded.model, layers=layers or None, values=values)
+    watcher._warns_if_empty = False  # it is an error below
     start = time.perf_counter()
     recording: Any = None
     try:
@@ -246,6 +250,13 @@ def record_run(
     except NotCapturedError:
         if not accept_missed or not len(recording):
             raise
+    if not len(recording):
+        raise NotCapturedError(
+            "watch",
+            received=f"--layers {' '.join(layers)}, whose modules computed no attention",
+            expected="modules that compute attention",
+            hint="Omit --layers: regard heads then lists the names of all attention layers.",
+        )
     return recording, time.perf_counter() - start
 
 

@@ -34,7 +34,7 @@ from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.record import CaptureOptions, build_call
 from regard.lens.recording import Recording
 from regard.lens.table import Table
-from regard.lens.watch import Watch, check_model
+from regard.lens.watch import ATTENDS_OVER_CHANNELS, Watch, check_model
 
 __all__ = ["intervene"]
 
@@ -227,6 +227,13 @@ class Intervention(Watch):
         if self._watched_ids and self._may_edit(name):
             raise _refuse(name, reason, hint)
         super().report_uncaptured(name, reason, hint)
+
+    def drop_channels(self, name: str) -> None:
+        """Raise an error if an edit changed a layer whose rows are channels; the wrappers call it."""
+        if any(module == name for module, _ in self._paths):
+            raise _refuse(name, ATTENDS_OVER_CHANNELS.reason, "Select other layers by their names: layers=….")
+        self._numbers.pop(name, None)  # it has no number in a recording
+        super().drop_channels(name)
 
     def replaces_output(self, name: str, args: CapturedArgs) -> bool:
         """Return whether masks of whole heads alone edit a call, so that each is computed once; the wrappers ask."""

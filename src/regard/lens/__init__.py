@@ -34,6 +34,7 @@ from regard.lens.comparison import Comparison
 from regard.lens.experiments.examination import doctor
 from regard.lens.layer_spans import LayerSpans
 from regard.lens.recording import Recording
+from regard.lens.recording_errors import EmptyRecordingWarning
 from regard.lens.sharded_recording import ShardedRecording
 from regard.lens.span_mass import SpanMass
 from regard.lens.spans import token_spans
@@ -44,6 +45,7 @@ __all__ = [
     "Alignment",
     "Call",
     "Comparison",
+    "EmptyRecordingWarning",
     "Finding",
     "Findings",
     "LayerSpans",

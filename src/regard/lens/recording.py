@@ -122,6 +122,13 @@ class Recording(Mapping[str, AttentionMatrix]):
             return None, None  # they differ in evicted keys alone, so which one it extends is not known
         return joined, extension
 
+    def _drop(self, name: str, reason: Uncaptured) -> None:
+        """Drop the calls of a layer, and note why."""
+        with self._lock:
+            self._joined_calls.pop(name, None)
+            self._cache_faults.pop(name, None)
+            self._uncaptured[name] = reason
+
     def _layer_calls(self) -> list[LayerCall]:
         """List every call with its layer.
 
@@ -483,9 +490,10 @@ class Recording(Mapping[str, AttentionMatrix]):
         inverted mask, a mask of 0 and 1, one of another batch entry or without its diagonal, `is_causal` aligned to the
         wrong corner, packed documents that attend to each other, dropout in eval mode, positions that count padding or
         are not consecutive in cached steps, a cache that loses keys or values, a bias that grows with the distance,
-        sinks, soft caps and windows that are not as configured, a softmax over the queries. Warnings:
-        a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that were not captured. Notes: uniform
-        heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.lens.doctor` makes experiments.
+        sinks, soft caps and windows that are not as configured, a softmax over the queries, an empty recording.
+        Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that were not captured. Notes:
+        uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.lens.doctor` makes
+        experiments.
 
         Args:
             tokens: Tokens of the sequence, (n,) or (batch, n). Without `attention_mask`, tokens such as "[PAD]" mark

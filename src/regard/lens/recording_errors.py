@@ -1,4 +1,4 @@
-"""The errors of a recording whose layer has no matrix: not captured, several calls, or discarded rows."""
+"""Errors of a recording whose layer has no matrix: not captured, several calls, or discarded rows; and a warning."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from collections.abc import Mapping, Sequence
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
 from regard.lens.capture.record import Uncaptured
+
+
+class EmptyRecordingWarning(UserWarning):
+    """Nothing was captured in the block of a `regard.watch`; the message says what did not run, and what to do.
+
+    >>> import regard, torch, warnings
+    >>> with warnings.catch_warnings(record=True) as caught, regard.watch(torch.nn.Linear(2, 2)) as recording:
+    ...     pass
+    >>> recording, caught[0].category.__name__
+    (Recording(empty), 'EmptyRecordingWarning')
+    """
 
 
 def build_join_error(name: str, groups: Sequence[JoinedCalls], faults: Sequence[CacheFault]) -> ArgumentError:

@@ -6,6 +6,7 @@ import fnmatch
 import re
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from regard.lens.capture.patch_targets import find_patch_targets
 from regard.lens.capture.patching import exclude_from_compile, patch, unpatch
 from regard.lens.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
 from regard.lens.recording import Recording
+from regard.lens.recording_errors import EmptyRecordingWarning
 from regard.lens.spans import SpanRanges, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
@@ -47,6 +49,12 @@ _OWN_SOFTMAX_HINT = (
     "in your own layer call F.scaled_dot_product_attention, and nothing else changes."
 )
 
+ATTENDS_OVER_CHANNELS = Uncaptured(
+    "its weights are between channels and not between tokens, as in cross-covariance attention",
+    "There is nothing to fix; measures of tokens do not apply to it.",
+    is_intended=True,
+)
+
 Measures = Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | Literal["default"]
 
 
@@ -69,6 +77,7 @@ def watch(
 
     The model runs the same kernels as without it, and its outputs are bit-identical. The recording maps the names of
     its attention layers to lazy matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them.
+    With activation checkpointing, a layer that `backward()` runs again is recorded once, by its first run.
 
     If a function around the model is compiled, the graph breaks at each attention call, and outputs agree up to
     rounding.
@@ -108,6 +117,9 @@ def watch(
             are disabled.
         NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
             and what to do.
+
+    Warns:
+        EmptyRecordingWarning: If nothing was captured in the block.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -200,6 +212,8 @@ class Watch:
         self._softmaxes: dict[str, tuple[str, SoftmaxTrace]] = {}
         # Modules that are named attention and ran without a capture, by name.
         self._without_capture: dict[str, str] = {}
+        self._has_run = False  # the model itself, in this block
+        self._warns_if_empty = recording is not None  # other classes of watches make their own recording
 
     _edits_calls = False  # an intervention needs to see every call
 
@@ -212,6 +226,7 @@ class Watch:
                 expected="one with block at a time",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
+        self._has_run = False
         try:
             self._register_hooks()
             if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
@@ -239,7 +254,8 @@ class Watch:
         """
         self._restore()
         self._report_missed_layers()
-        uncaptured = self._recording._uncaptured
+        failures = self._recording._uncaptured.items()
+        uncaptured = {name: failure for name, failure in failures if not failure.is_intended}
         if error_type is None and uncaptured:
             name, first_failure = next(iter(uncaptured.items()))
             more = "" if len(uncaptured) < 2 else f" (and {len(uncaptured) - 1} more)"
@@ -249,6 +265,25 @@ class Watch:
                 expected="attention that the lens can capture",
                 hint=f"{first_failure.hint} Or omit the layer: layers= selects those to watch.",
             )
+        if error_type is None and self._warns_if_empty and not len(self._recording):
+            warnings.warn(self._describe_empty(), EmptyRecordingWarning, stacklevel=2)
+
+    def _describe_empty(self) -> str:
+        """Say why the recording may be empty, and what to do."""
+        name = type(self._model).__name__
+        if self._recording._uncaptured:
+            layer, failure = next(iter(self._recording._uncaptured.items()))
+            found, hint = f"{layer!r} was left out: {failure.reason}", failure.hint
+        elif not self._has_run:
+            found = f"the forward pass of {name} did not run inside the block"
+            hint = (
+                "Call the model inside the block. If something else runs it, such as a compiled function, a copy or "
+                "another process, watch the model that runs there. What only backward() runs again is not recorded."
+            )
+        else:
+            found = f"{name} ran, and no module of the {len(self._selected):,} in layers= computed attention"
+            hint = "Omit layers=; list(recording) then has the names of all attention layers."
+        return f"watch: nothing was recorded: {found}. {hint}"
 
     def resume(self) -> None:
         """Patch the attention functions; a watch that was entered calls it, and may after `suspend`."""
@@ -284,7 +319,9 @@ class Watch:
         self._recording._projections.close()
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
-        """Record a call; the wrappers call it."""
+        """Record a call, unless activation checkpointing runs the layer again; the wrappers call it."""
+        if wrappers.is_recomputing():
+            return
         if self._options.grad and not torch.is_grad_enabled():
             raise ArgumentError(
                 "watch",
@@ -309,6 +346,8 @@ class Watch:
     def record_matrix(self, name: str, matrix: Any) -> None:
         """Record the matrix of a layer whose tokens are on several ranks; the wrappers call it."""
         add_matrix = getattr(self._recording, "_add_matrix", None)
+        if wrappers.is_recomputing():
+            return
         if add_matrix is None:
             reason = "its tokens are on the ranks of a process group"
             self.report_uncaptured(name, reason, "Pass the group: regard.watch(model, group=group).")
@@ -336,6 +375,10 @@ class Watch:
         """Notice a softmax that may be attention; the wrappers call it."""
         if name not in self._softmaxes or self._softmaxes[name][1].is_read:
             self._softmaxes[name] = (type(module).__name__, trace)
+
+    def drop_channels(self, name: str) -> None:
+        """Drop the calls of a layer whose rows are channels; the wrappers call it."""
+        self._recording._drop(name, ATTENDS_OVER_CHANNELS)
 
     @property
     def _captured_names(self) -> Collection[str]:
@@ -377,6 +420,7 @@ class Watch:
         thread = threading.get_ident()
         self._captures_before[thread, id(module)] = wrappers.count_captures()
         if module is self._model:
+            self._has_run = True
             cache = kwargs.get("past_key_values")
             reference = None if cache is None or isinstance(cache, tuple) else weakref.ref(cache)
             self._passes[thread] = wrappers.speculative_mode(), reference

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -237,6 +236,7 @@ class Monitor:
         if self._step % self.every == 0:
             self._table = StepTable(self._measures)
             entered = watch(self._model, layers=self._layers, measures=_make_weak(self._measure))
+            entered._warns_if_empty = False  # a step may have no forward pass
             self._registered.begin_step(entered, self._model, self._include_eval)
 
     def _end_step(self) -> None:
@@ -255,7 +255,7 @@ class Monitor:
 
     def _measure(self, call: Call) -> dict[str, Any]:
         """Measure a call inside the watch; nothing of it is recorded beside the sums."""
-        if (self._model.training or self._include_eval) and not _is_recomputing():
+        if self._model.training or self._include_eval:
             _check_runs_in_python()
             self._table.add(call)
         return {}
@@ -427,11 +427,6 @@ def _make_weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return {} if found is None else found(*args)
 
     return call
-
-
-def _is_recomputing() -> bool:
-    """Return whether this thread is inside `backward`, where activation checkpointing runs layers again."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _check_not_compiled(model: Any) -> None:

@@ -59,6 +59,22 @@ def test_a_leak_outside_the_attention_is_found():
     )
 
 
+class Convolution(Mixer):
+    """No attention: each token is a sum of earlier tokens, or of later ones."""
+
+    def forward(self, input_ids):
+        y = self.embed(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        return y.cumsum(1) if self.causal else y.flip(1).cumsum(1).flip(1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_model_without_captured_attention_is_not_healthy_and_its_outputs_are_compared(causal):
+    findings = doctor(Convolution(causal=causal), make_inputs(), causal=True)
+    errors = {finding.kind for finding in findings.by_severity("error")}
+    assert errors == {"nothing recorded"} | (set() if causal else {"future leaks"})
+    assert "experiments left out" not in kinds(findings)
+
+
 def test_batch_entries_that_are_mixed_outside_the_attention_are_found():
     findings = doctor(Mixer(lambda y: y - y.mean(0, keepdim=True)), make_inputs())
     assert [finding.kind for finding in findings.by_severity("error")] == ["batch entries mixed"]

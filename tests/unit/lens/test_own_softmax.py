@@ -200,6 +200,50 @@ class Slots(Unfused):
         return (weights / weights.sum(-1, keepdim=True)) @ value
 
 
+class CrossCovariance(Unfused):
+    """Attention of channels, as XCiT computes it."""
+
+    def forward(self, x):
+        query, key, value = (part.mT for part in self.project(x))  # (batch, heads, channels, tokens)
+        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        attended = self.attend(query, key, value)
+        return self.proj(attended.permute(0, 3, 1, 2).reshape(x.shape))
+
+
+class Transposed(nn.Module):
+    """Attention of channels over an image, as Restormer computes it."""
+
+    def __init__(self, merge_batch=False):
+        super().__init__()
+        self.qkv, self.proj, self.merge_batch = nn.Conv2d(32, 96, 1), nn.Conv2d(32, 32, 1), merge_batch
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).flatten(2).chunk(3, 1)
+        split = (-1, 8) if self.merge_batch else (len(x), 4, 8)
+        query, key, value = (part.reshape(*split, part.shape[-1]) for part in (query, key, value))
+        attended = (query @ key.mT).softmax(-1) @ value
+        if self.merge_batch:
+            attended = attended.view(len(x), 4, 8, -1)
+        return self.proj(attended.reshape(x.shape))
+
+
+class Pixels(Transposed):
+    """Attention of the pixels of an image."""
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(1, (4, 8)) for part in self.qkv(x).flatten(2).chunk(3, 1))
+        weights = (query.mT @ key).softmax(-1)
+        return self.proj((value @ weights.mT).reshape(x.shape))
+
+
+class Windows(Unfused):
+    """One head, in windows of four tokens on an axis of their own."""
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(1, (-1, 4)) for part in self.qkv(x).chunk(3, -1))
+        return self.proj(((query @ key.mT).softmax(-1) @ value).reshape(x.shape))
+
+
 class LateDivision(Unfused):
     """The output is divided by the sums, so there are no weights."""
 
@@ -455,6 +499,61 @@ def test_an_exponential_that_the_model_divides_is_read_if_every_row_is_a_single_
         model(X)
     (weights,) = (recording[name].to_dense() for name in recording)
     assert bool((weights.amax(-1) == 1).all())
+
+
+# As many tokens as channels of a head, too.
+@pytest.mark.parametrize("length", [7, 8, 9, 16])
+def test_the_channels_of_cross_covariance_attention_are_not_taken_for_tokens(length):
+    x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(2))
+    model = nn.Sequential(Unfused(), CrossCovariance(), Unfused())
+    expected = model(x)
+    with regard.watch(model, values=True) as recording, regard.watch(model, measures="default") as measured:
+        watched = model(x)
+    assert torch.equal(watched, expected) and type(watched) is torch.Tensor
+    assert list(recording) == list(measured) == ["0", "2"]
+    assert {row["module"] for row in recording.heads()} == {"0", "2"}
+    (note,) = (finding for finding in recording.diagnose() if finding.module == "1")
+    assert (note.kind, note.severity, note.module) == ("left out", "note", "1") and "channel" in note.message
+    with pytest.raises(NotCapturedError, match="between channels"):
+        recording["1"]
+    assert list(recording.span_mass({"start": slice(0, 2)}).lookback) == ["0", "2"]
+    assert "Not captured: 1" in recording._repr_html_()
+
+
+@pytest.mark.parametrize("merge_batch", [False, True])
+def test_the_channels_of_an_image_are_not_taken_for_tokens(merge_batch):
+    image = torch.randn(2, 32, 4, 2, generator=torch.Generator().manual_seed(3))  # 8 pixels, 8 channels
+    with (
+        pytest.warns(
+            regard.lens.EmptyRecordingWarning, match="'0' was left out: its weights are between channels"
+        ),
+        regard.watch(nn.Sequential(model := Transposed(merge_batch))) as recording,
+    ):
+        watched = model(image)
+    assert type(watched) is torch.Tensor and torch.equal(watched, model(image)) and not len(recording)
+
+
+def test_pixels_and_windows_are_tokens():
+    image = torch.randn(2, 32, 4, 2, generator=torch.Generator().manual_seed(3))
+    pixels, windows = Pixels(), Windows()
+    with regard.watch(nn.ModuleList([pixels, windows])) as recording:
+        pixels(image)
+        windows(X[:, :4].repeat(1, 3, 1))
+    assert [recording[name].shape for name in recording] == [(2, 4, 8, 8), (2, 3, 4, 4)]
+    query, key, _ = (part.unflatten(1, (4, 8)) for part in pixels.qkv(image).flatten(2).chunk(3, 1))
+    assert torch.equal(recording["0"].to_dense(), (query.mT @ key).softmax(-1))
+
+
+def test_edits_of_channels_are_refused_and_have_no_number():
+    model = nn.Sequential(Unfused(), CrossCovariance(), Unfused())
+    with (
+        pytest.raises(NotCapturedError, match=r"an edit of '1', .* its weights are between channels"),
+        regard.intervene(model, regard.interventions.ablate("1", heads=0)),
+    ):
+        model(X)
+    with regard.intervene(model, regard.interventions.ablate(0, heads=0)) as run:
+        model(X)
+    assert [row["module"] for row in run.applied] == ["0"]
 
 
 @torch.no_grad()

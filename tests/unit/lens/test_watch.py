@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 
@@ -13,9 +14,11 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError, causal, padding  # noqa: E402
+from regard.lens import EmptyRecordingWarning  # noqa: E402
 from regard.lens.capture import patching, wrappers  # noqa: E402
 
 
@@ -253,6 +256,98 @@ def test_a_model_without_any_captured_attention_is_rejected():
         model(X)
 
 
+def test_a_block_in_which_nothing_was_captured_warns():
+    model = nn.Sequential(*stack(), nn.Linear(32, 32))
+    other = copy.deepcopy(model)
+    with pytest.warns(EmptyRecordingWarning, match="Sequential did not run inside the block") as caught:  # noqa: SIM117
+        with regard.watch(model) as recording:
+            other(X)
+    assert caught[0].filename == __file__ and len(caught) == 1
+    assert not len(recording)
+    with (
+        pytest.warns(EmptyRecordingWarning, match="no module of the 1 in layers= computed attention"),
+        regard.watch(model, layers="2"),
+    ):
+        model(X)
+    with (
+        pytest.warns(EmptyRecordingWarning, match="did not run"),
+        regard.watch(model, measures="default"),
+    ):
+        model[2](X)
+    watching = regard.watch(model)
+    with watching:
+        model(X)
+    with watching as recording:  # continued, so it is not empty
+        pass
+    assert len(recording) == 2
+    with pytest.raises(ZeroDivisionError), regard.watch(model):
+        raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::regard.lens.EmptyRecordingWarning")
+def test_an_empty_recording_is_never_healthy():
+    with regard.watch(stack()) as recording:
+        pass
+    findings = recording.diagnose()
+    assert [(finding.kind, finding.severity, finding.layer) for finding in findings] == [
+        ("nothing recorded", "error", -1)
+    ]
+    assert str(findings).startswith("1 error in 0 layers") and "Nothing found" not in str(findings)
+    assert "regard.watch" in findings[0].as_dict()["hint"]
+
+
+class Checkpointed(nn.Sequential):
+    """Runs each layer again in the backward pass."""
+
+    def __init__(self, use_reentrant, *layers) -> None:
+        super().__init__(*layers)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class OwnSoftmax(Block):
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return self.out((query @ key.mT).softmax(-1) @ value)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layer", [Block, OwnSoftmax, "MultiheadAttention"])
+def test_a_layer_that_checkpointing_runs_again_is_recorded_once(use_reentrant, layer):
+    torch.manual_seed(0)
+    if layer == "MultiheadAttention":
+        layers = [nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)]
+    else:
+        layers = [layer(), layer()]
+    model, plain = Checkpointed(use_reentrant, *layers), nn.Sequential(*layers)
+    plain(X).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in plain.parameters()]
+    plain.zero_grad()
+    with regard.watch(plain) as expected:
+        plain(X)
+    x = X.clone().requires_grad_()
+    counted = []
+    measures = {"entropy": regard.Entropy()}
+    with (
+        regard.watch(model, values=True) as recording,
+        regard.watch(model, measures=measures) as measured,
+        regard.watch(model, measures=lambda call: counted.append(call.name) or {}),
+    ):
+        model(x).sum().backward()
+    assert list(recording) == list(measured) == list(expected) == list(dict.fromkeys(counted))
+    assert len(counted) == 2
+    for name in recording:
+        assert torch.equal(recording[name].to_dense(), expected[name].to_dense())  # one call
+    assert len(recording.heads()) == len(expected.heads())
+    assert recording.diagnose().scope == expected.diagnose().scope
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 class Outer(nn.Module):
     """A layer that is no submodule: a list holds it."""
 
@@ -334,9 +429,12 @@ def test_the_repr_of_a_call_has_shapes_and_no_numbers(options, held):
     with regard.watch(model := stack(), **options) as recording:
         model(X)
     (call,) = recording.calls("1")
-    assert repr(call).split() == (
-        "Call('1', Block, (batch 2, heads 4, q_len 7, kv_len 7), torch: flash on CPU; " + held + ")"
-    ).split()
+    assert (
+        repr(call).split()
+        == (
+            "Call('1', Block, (batch 2, heads 4, q_len 7, kv_len 7), torch: flash on CPU; " + held + ")"
+        ).split()
+    )
 
 
 def test_the_repr_of_a_call_with_its_own_weights_or_a_mask_is_short():

@@ -28,6 +28,9 @@ from regard.lens.capture.followed_tensor import OVER_QUERIES
 from regard.lens.capture.module_hints import ModuleHints
 from regard.lens.capture.record import Uncaptured
 
+# Kind of the finding about an empty recording. It is an error, since nothing was checked, and not one of the model.
+NOTHING_RECORDED = "nothing recorded"
+
 # Padding tokens of common vocabularies.
 _PADDING_TOKENS = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 
@@ -88,6 +91,8 @@ def run_checks(
     findings += _check_caches(joined_calls, cache_faults)
     for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
         findings.append(_build_uncaptured(name, number, failure))
+    if not layers and all(finding.severity != "error" for finding in findings):
+        findings.append(_build_empty())
     heads = sum(layer.shape[1] for layer in layers)
     return Findings(findings, f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}")
 
@@ -124,6 +129,19 @@ def _format_count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
+def _build_empty() -> Finding:
+    """Build the finding of a recording without any layer, which is no sign of health."""
+    return Finding(
+        NOTHING_RECORDED,
+        "error",
+        "The recording is empty, so no attention was checked.",
+        "",
+        -1,
+        hint="Run the model inside the block of regard.watch(model), without layers= or with layers that compute "
+        "attention.",
+    )
+
+
 def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
     """Build the finding of a layer that was not captured; a softmax over the wrong axis is an error of its own."""
     if failure.reason.endswith(OVER_QUERIES):
@@ -131,6 +149,15 @@ def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
         hint = "Use softmax(dim=-1) on scores of shape (…, q_len, kv_len)."
         return Finding(
             "softmax axis", "error", message, name, number, evidence={"reason": failure.reason}, hint=hint
+        )
+    if failure.is_intended:
+        return Finding(
+            "left out",
+            "note",
+            f"Nothing was recorded of it: {failure.reason}.",
+            name,
+            number,
+            hint=failure.hint,
         )
     message = f"The layer was not captured: {failure.reason}."
     return Finding("not captured", "warning", message, name, number, hint=failure.hint)

@@ -3,6 +3,9 @@
 The result gets the class `FollowedTensor` for as long as it is followed, so torch passes every operation on it, and
 only those, to this file. Casts, dropout, masks, reshapes and permutations are followed. If the softmax axis is then
 summed over in a product with another tensor, the operand is the attention matrix. The numbers are never touched.
+
+The output of the product is followed to the reshape that puts the heads side by side. If that merges the heads with the
+rows, these are channels and not tokens, as in the cross-covariance attention of XCiT.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from regard.lens.capture.product_axes import ProductAxes, find_product_axes, locate_axis
+from regard.lens.capture.product_axes import ProductAxes, find_product_axes, group_axes, locate_axis
 
 Tensor = Any  # the types of torch are not followed
 
@@ -31,6 +34,9 @@ _COPIES = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu"
 _COPIES |= {"contiguous", "clone", "detach"}
 _FILLS = {"nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "where", "__setitem__"}
 _DIVISIONS = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
+
+# What the axes of an output are; the others belong to the batch.
+_HEADS, _ROWS, _WIDTH, _BATCH = "heads", "rows", "width", "batch"
 
 
 class WeightProduct(NamedTuple):
@@ -65,6 +71,7 @@ class SoftmaxTrace:
     Attributes:
         on_product: Called with the product; with None if `fault` says why it cannot be read. Returns the output if an
             intervention changes it.
+        on_channels: Called if the rows of the product are channels and not tokens; None if the layer was not recorded.
         fault: Why the softmax is not the weights of a product.
         is_read: Whether the product was found and recorded.
         is_multiplied: Whether an exponential was multiplied by a value before its rows were divided by their sums.
@@ -72,6 +79,7 @@ class SoftmaxTrace:
     """
 
     on_product: Callable[[WeightProduct | None], Tensor | None]
+    on_channels: Callable[[], None] | None = None
 
     def __init__(self, shape: tuple[int, ...], dim: int, is_normalised: bool) -> None:
         self.shape, self.dim, self.is_normalised = shape, dim % len(shape), is_normalised
@@ -119,13 +127,25 @@ class FollowedState(NamedTuple):
     score_rows: Tensor | None = None
 
 
+class OutputState(NamedTuple):
+    """What is known about the output of a product with weights, until its heads are put side by side.
+
+    Args:
+        trace: The softmax.
+        axes: What each axis is.
+    """
+
+    trace: SoftmaxTrace
+    axes: tuple[str, ...]
+
+
 _open_traces: set[SoftmaxTrace] = set()
 
 
 class FollowedTensor(torch.Tensor):  # type: ignore[misc]
     """The class of a tensor while it is followed."""
 
-    _regard_state: FollowedState
+    _regard_state: FollowedState | OutputState
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +184,7 @@ def _get_name(func: Any) -> str:
     return str(name)
 
 
-def _mark(tensor: Tensor, state: FollowedState) -> None:
+def _mark(tensor: Tensor, state: FollowedState | OutputState) -> None:
     if type(tensor) is torch.Tensor:
         tensor.__class__ = FollowedTensor
         state.trace.followed.append(weakref.ref(tensor))
@@ -198,7 +218,10 @@ def _follow(
     source = _find_followed(args)
     if source is None or not result.is_floating_point():
         return None
-    state: FollowedState = source._regard_state
+    state = source._regard_state
+    if isinstance(state, OutputState):
+        _follow_output(func, name, args, kwargs, source, state, result)
+        return None
     if name == "sum" and _get_summed_axis(args, kwargs, source) == state.axis:
         state.trace.is_summed = True
         state.trace.check_division()
@@ -253,11 +276,14 @@ def _follow_score_rows(
 
 
 def _find_followed(args: Any) -> Tensor | None:
-    for item in args:
-        for part in item if isinstance(item, list | tuple) else (item,):
-            if type(part) is FollowedTensor:
-                return part
-    return None
+    """Return the followed tensor among the arguments: weights, or the output of a product if there are none."""
+    parts = (part for item in args for part in (item if isinstance(item, list | tuple) else (item,)))
+    followed = [part for part in parts if type(part) is FollowedTensor]
+    return next(filter(_is_followed_weights, followed), followed[0] if followed else None)
+
+
+def _is_followed_weights(tensor: Tensor) -> bool:
+    return type(tensor) is FollowedTensor and isinstance(tensor._regard_state, FollowedState)
 
 
 def _get_summed_axis(args: Any, kwargs: Any, source: Tensor) -> int | None:
@@ -281,11 +307,7 @@ def _locate_key_axis(
 ) -> int | None:
     """Return the axis of the keys after an operation; None if it does not keep the weights."""
     if name in _PERMUTATIONS:
-        # Distinct strides show where each axis went, axes of size 1 included.
-        strides = [1 << (6 * i) for i in range(source.ndim)]
-        probe = torch.empty_strided(source.shape, strides, device="meta")
-        moved = func(*(probe if item is source else item for item in args), **kwargs)
-        return list(moved.stride()).index(strides[axis])
+        return _permute_axes(func, args, kwargs, source).index(axis)
     if name in _RESHAPES:
         return locate_axis(tuple(source.shape), axis, tuple(result.shape))
     if name.endswith("_like") or name.startswith("new_"):
@@ -300,6 +322,63 @@ def _locate_key_axis(
     return axis if is_slice else None  # the column of a sink is dropped after the softmax
 
 
+def _permute_axes(func: Any, args: Any, kwargs: Any, source: Tensor) -> list[int]:
+    """Return which axis of a tensor each axis of its permutation is."""
+    # Distinct strides show where each axis went, axes of size 1 included.
+    strides = [1 << (6 * i) for i in range(source.ndim)]
+    probe = torch.empty_strided(source.shape, strides, device="meta")
+    moved = func(*(probe if item is source else item for item in args), **kwargs)
+    return [strides.index(stride) for stride in moved.stride()]
+
+
+def _follow_output(
+    func: Any, name: str, args: Any, kwargs: Any, source: Tensor, state: OutputState, result: Tensor
+) -> None:
+    """Follow the output of a product through permutations and reshapes, until it is known what its rows are."""
+    axes: tuple[str, ...] | None = None
+    if name in _PERMUTATIONS:
+        axes = tuple(state.axes[i] for i in _permute_axes(func, args, kwargs, source))
+    elif name in _RESHAPES:
+        axes = _reshape_output(state, tuple(source.shape), tuple(result.shape))
+    elif name in _COPIES or name in _DROPOUTS:
+        axes = state.axes
+    if axes is None:
+        state.trace.close()
+    else:
+        _mark(result, OutputState(state.trace, axes))
+
+
+def _reshape_output(
+    state: OutputState, before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[str, ...] | None:
+    """Return what the axes of an output are after a reshape; None if it merges the heads with another axis.
+
+    Heads are merged with the width of the value. If they are merged with the rows, these are channels, provided that
+    the width is then an axis of tokens: it comes before the channels, or is split into the axes of an image. Windows or
+    blocks may be merged with their rows as well, and have their width last.
+    """
+    kept = [i for i, size in enumerate(before) if size != 1]
+    new = [i for i, size in enumerate(after) if size != 1]
+    old_axes = [state.axes[i] for i in kept]
+    new_axes = [_BATCH] * len(after)
+    groups = group_axes([before[i] for i in kept], [after[i] for i in new])
+    merged = [[old_axes[i] for i in old] for old, _ in groups if len(old) > 1]
+    if [_HEADS, _ROWS] in merged:
+        is_split = any([old_axes[i] for i in old] == [_WIDTH] and len(parts) > 1 for old, parts in groups)
+        if is_split or _WIDTH in old_axes[: old_axes.index(_HEADS)]:
+            assert state.trace.on_channels is not None
+            state.trace.on_channels()
+    if any(_HEADS in labels for labels in merged):
+        return None
+    for old, parts in groups:
+        label = old_axes[old[0]] if len(old) == 1 else _BATCH
+        for i in parts:
+            new_axes[new[i]] = label
+        if label == _BATCH and len(old) == 1 < len(parts) and _HEADS not in old_axes:
+            new_axes[new[parts[-1]]] = _HEADS  # batch and heads were one axis
+    return tuple(new_axes)
+
+
 def _end_at_product(
     axes: ProductAxes, source: Tensor, state: FollowedState, result: Tensor
 ) -> tuple[bool, Tensor | None]:
@@ -309,7 +388,7 @@ def _end_at_product(
         Whether it is, and the result if an intervention changes it.
     """
     trace, other = state.trace, axes.other
-    if type(other) is FollowedTensor:
+    if _is_followed_weights(other):
         return False, None
     if any(isinstance(tensor, nn.Parameter) for tensor in (other, other._base)):
         return False, None  # such as the embeddings of a vocabulary
@@ -339,10 +418,18 @@ def _end_at_product(
     rows = None if rows is None else rows.permute(*axes.batch, axes.query, axes.key)
     trace.close()
     edited = trace.on_product(WeightProduct(weights, value, output, state.split, state.dropout_p, rows))
-    if edited is None:
-        return True, None
-    assert axes.output_axes is not None
-    return True, edited.permute([axes.output_axes.index(i) for i in range(edited.ndim)])
+    if edited is not None:
+        assert axes.output_axes is not None
+        edited = edited.permute([axes.output_axes.index(i) for i in range(edited.ndim)])
+    if axes.output_axes is not None and trace.on_channels is not None and result.numel():
+        labels = [_BATCH] * result.ndim
+        for label, axis in zip(
+            (_WIDTH, _ROWS, _HEADS)[: result.ndim - 1], axes.output_axes[::-1], strict=False
+        ):
+            labels[axis] = label
+        _open_traces.add(trace)
+        _mark(result if edited is None else edited, OutputState(trace, tuple(labels)))
+    return True, edited
 
 
 def _are_weights(weights: Tensor, trace: SoftmaxTrace, over_queries: bool) -> bool:

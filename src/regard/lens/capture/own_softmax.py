@@ -107,6 +107,7 @@ def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduc
     if held is not None:
         held.append(dense)
     elif wrappers.is_selected(module):
+        trace.on_channels = partial(wrappers.report_channels, module)
         captured = wrappers.notify(module, CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
         if captured.edited_output is not None and product.output is not None:
             output = product.output.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Tensor = Any  # the types of torch are not followed
@@ -149,3 +150,29 @@ def locate_axis(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> i
         if after[i] == before[axis] and math.prod(after[i + 1 :]) == inner:
             return i
     return None
+
+
+def group_axes(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Return the smallest groups of neighbouring axes that a reshape turns into each other.
+
+    Args:
+        before: Shape before the reshape, without axes of size 0.
+        after: Shape after it.
+
+    Returns:
+        The axes before and after it, for each group. An axis that is kept is a group of its own.
+
+    >>> group_axes((2, 4, 5, 6), (2, 20, 3, 2))
+    [(range(0, 1), range(0, 1)), (range(1, 3), range(1, 2)), (range(3, 4), range(2, 4))]
+    """
+    groups, i, j = [], 0, 0
+    while i < len(before) and j < len(after):
+        first, second, size, other = i, j, before[i], after[j]
+        i, j = i + 1, j + 1
+        while size != other:
+            if size < other:
+                size, i = size * before[i], i + 1
+            else:
+                other, j = other * after[j], j + 1
+        groups.append((range(first, i), range(second, j)))
+    return groups

@@ -74,10 +74,11 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Uncaptured:
-    """Why a call cannot be recorded, and a hint."""
+    """Why a call cannot be recorded, and a hint; `is_intended` if the layer has no weights of tokens by design."""
 
     reason: str
     hint: str
+    is_intended: bool = False
 
 
 def build_call(

@@ -49,6 +49,9 @@ class Watcher(Protocol):
     def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
         """Notice a softmax that may be attention."""
 
+    def drop_channels(self, name: str) -> None:
+        """Drop the calls of a layer whose rows are channels and not tokens."""
+
     def replaces_output(self, name: str, args: CapturedArgs) -> bool:
         """Return whether `edit` computes the output of a call without the function that the model called."""
 
@@ -79,6 +82,11 @@ def speculative_mode() -> str:
             return _SPECULATIVE[frame.f_code.co_name]
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def is_recomputing() -> bool:
+    """Return whether this thread is inside `backward()`, where activation checkpointing runs layers again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def find_running_module() -> nn.Module | None:
@@ -215,6 +223,13 @@ def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str 
     for watcher, name in tuple(watchers.get(id(module), ())):
         if name is not None:
             watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
+
+
+def report_channels(module: nn.Module) -> None:
+    """Tell the watchers of a module that the rows of its last call are channels and not tokens."""
+    for watcher, name in tuple(watchers.get(id(module), ())):
+        if name is not None:
+            watcher.drop_channels(name)
 
 
 def _join_names(name: str, submodule: str) -> str:

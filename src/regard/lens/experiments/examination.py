@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentTypeError, NotCapturedError, RegardError, describe_argument
+from regard.lens.analysis.diagnose import NOTHING_RECORDED
 from regard.lens.analysis.finding import Finding, Findings, Severity
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.experiments import behaviour
@@ -136,8 +137,12 @@ class Examination:
         return Findings(self._merge(), scope)
 
     def _has_errors(self, *kinds: str) -> bool:
-        """Return whether an error was found: of these kinds, or of any if none is passed."""
-        errors = [finding for finding in self.findings if finding.severity == "error"]
+        """Return whether an error of the model was found: of these kinds, or of any if none is passed."""
+        errors = [
+            finding
+            for finding in self.findings
+            if finding.severity == "error" and finding.kind != NOTHING_RECORDED
+        ]
         return any(not kinds or finding.kind in kinds for finding in errors)
 
     def _record(self, recording: Recording | None) -> tuple[Tensor, Recording]:
