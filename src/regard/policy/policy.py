@@ -338,8 +338,8 @@ class CachePolicy:
 
         Args:
             path: The folder to write, or for "json" the file.
-            format: "duo_attention" writes `full_attention_heads.tsv` and `config.json`, which DuoAttention and kvpress
-                read. "transformers" writes a `config.json` with a window for each layer. "json" is that of `save`.
+            format: "duo_attention" writes `full_attention_heads.tsv` and `config.json`, which DuoAttention reads.
+                "transformers" writes a `config.json` with a window for each layer. "json" is that of `save`.
             config: Configuration of the model, for "transformers".
             widen: Give every windowed head the largest window and the most sinks of any, for "duo_attention".
 

@@ -546,7 +546,8 @@ def test_a_layer_that_was_not_captured_is_reported():
     model["attention"](torch.ones(2, 4))
     with pytest.raises(regard.NotCapturedError):
         watch.__exit__(None, None, None)
-    (finding,) = recording.diagnose()
+    error, finding = recording.diagnose()
+    assert (error.kind, error.severity) == ("nothing recorded", "error")
     assert (finding.kind, finding.module, finding.severity) == ("not captured", "attention", "warning")
 
 

@@ -156,7 +156,10 @@ def test_missing_tokens_raise_with_a_hint():
         recording.find(1.5, 0)
     with pytest.raises(ArgumentError, match=r"key_tokens= of the encoder"):
         recording.find("cat", "the", tokens, key_tokens=tokens)
-    with torch.no_grad(), regard.watch(bert(), measures="default") as measured:
+    with (
+        pytest.warns(regard.lens.EmptyRecordingWarning),
+        regard.watch(bert(), measures="default") as measured,
+    ):
         pass
     assert measured.find(0, 1) == []
 

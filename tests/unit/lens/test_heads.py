@@ -179,7 +179,10 @@ def test_tokens_that_fit_no_layer_are_rejected():
         recording.heads([1, 2, 3])
     with pytest.raises(ArgumentTypeError, match="convert_ids_to_tokens"):
         recording.heads("a text")
-    with regard.watch(gpt2(), measures="default") as measured:
+    with (
+        pytest.warns(regard.lens.EmptyRecordingWarning),
+        regard.watch(gpt2(), measures="default") as measured,
+    ):
         pass
     assert measured.heads() == []
 
