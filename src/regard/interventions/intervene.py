@@ -233,6 +233,7 @@ class Intervention(Watch):
         if any(module == name for module, _ in self._paths):
             raise _refuse(name, ATTENDS_OVER_CHANNELS.reason, "Select other layers by their names: layers=….")
         self._numbers.pop(name, None)  # it has no number in a recording
+        self._ran.pop(name, None)
         super().drop_channels(name)
 
     def replaces_output(self, name: str, args: CapturedArgs) -> bool:
