@@ -281,6 +281,11 @@ class JoinedCalls:
         """Return whether the model was given the same cache object for the last call as for another one."""
         return call.source_cache is not None and call.source_cache == self._last.source_cache
 
+    def _has_another_cache(self, call: Call) -> bool:
+        """Return whether the model was given another cache object for a call, such as a copy of a shared prefix."""
+        caches = (call.source_cache, self._last.source_cache)
+        return None not in caches and caches[0] != caches[1]
+
     def find_newest_rows(self, call: Call) -> RowPlace | None:
         """Return where the newest rows are if they are those of the pass in which another layer was called."""
         last = self._last
@@ -356,8 +361,9 @@ class JoinedCalls:
         ):
             return None
         kept_rows = self.key_offset + evicted + past - self._query_offset
-        if kept_rows <= 0 or (kept_rows + q_len <= self.num_rows and not call.speculative_mode):
-            return None  # the sequence did not grow, so the rows were not discarded on purpose
+        is_cut_on_purpose = call.speculative_mode or self._has_another_cache(call)
+        if kept_rows <= 0 or (kept_rows + q_len <= self.num_rows and not is_cut_on_purpose):
+            return None  # the sequence did not grow
         old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
         has_holes = old_keys is not None or new_keys is not None
         if has_holes and (evicted or not _agree(old_keys, new_keys, past, entries)):
@@ -504,7 +510,9 @@ class JoinedCalls:
             cache, or of none.
         """
         last = self.last
-        if call.speculative_mode or self.is_cross_attention or not _have_same_settings(last, call):
+        if call.speculative_mode or self.is_cross_attention or self._has_another_cache(call):
+            return None
+        if not _have_same_settings(last, call):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
         if old_keys is None or new_keys is None:
