@@ -50,14 +50,15 @@ class EditReach:
             if missing is not None:
                 self._missing[i, parameter] = missing
 
-    def describe(self, numbers: Mapping[str, int]) -> dict[int, str]:
+    def describe(self, numbers: Mapping[str, int], where: str = "") -> dict[int, str]:
         """Describe what was not found of each edit that did not apply as a whole, by its number.
 
         Args:
             numbers: Number of each layer that ran, by its name.
+            where: Where the model ran, if not in this thread.
         """
         if not numbers:
-            return dict.fromkeys(range(self._count), "no attention layer of the model ran")
+            return dict.fromkeys(range(self._count), f"no attention layer of the model ran{where}")
         ran = [f"{number} {name!r}" for name, number in numbers.items()]
         if len(ran) > MAX_LISTED:
             ran = [*ran[: MAX_LISTED - 1], "…", ran[-1]]

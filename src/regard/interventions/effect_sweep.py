@@ -202,6 +202,8 @@ def _takes_mean(edit: Edit) -> bool:
 class _MeanWatch(Watch):
     """A watch that keeps the mean output of each head."""
 
+    binds_context = True
+
     def __init__(self, model: nn.Module) -> None:
         self._plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, self._plain)
@@ -248,7 +250,9 @@ class _Sweep:
 
     def run_clean(self) -> float:
         """Run the model without edits; return the metric."""
-        with watch(self._model, measures=lambda call: {}) as recording:
+        watching = watch(self._model, measures=lambda call: {})
+        watching.binds_context = True
+        with watching as recording:
             first = self._model(*self._args, **self._kwargs)
         self.layers = {name: recording.calls(name)[0].shape[-3] for name in recording}
         values = self._check(self._metric(first))

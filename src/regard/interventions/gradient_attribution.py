@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from regard.validation import check_count
 Tensor = Any  # the types of torch are not followed
 FloatArray = Any
 OPERATION = "attribution"
+_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,10 @@ def attribution(
 
     effects: dict[str, FloatArray] = {}
     integrals: dict[str, PathIntegral] = {}
+    watching = watch(model, grad=True, values=True)
+    watching.binds_context = True
     with require_input_gradients(model), torch.enable_grad():
-        with watch(model, grad=True, values=True) as recording:
+        with watching as recording:
             value = run()
         layer_calls = recording._layer_calls()
         gradients = _compute_gradients(value, layer_calls)
@@ -232,21 +236,23 @@ def attribution(
 def require_input_gradients(model: nn.Module) -> Iterator[None]:
     """Let only the embeddings of a model require gradients, so that activations have a graph and no weight has one.
 
-    In a model without embeddings all parameters do, unless its inputs do. Everything is restored afterwards.
+    In a model without embeddings all parameters do, unless its inputs do. Everything is restored afterwards. Threads
+    take turns, since each restores what it found.
 
     Args:
         model: The model.
     """
-    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    chosen = {id(weight) for weight in embeddings} or {id(parameter) for parameter in before}
-    try:
-        for parameter in before:
-            parameter.requires_grad_(id(parameter) in chosen and parameter.is_floating_point())
-        yield
-    finally:
-        for parameter, required in before.items():
-            parameter.requires_grad_(required)
+    with _lock:
+        before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        chosen = {id(weight) for weight in embeddings} or {id(parameter) for parameter in before}
+        try:
+            for parameter in before:
+                parameter.requires_grad_(id(parameter) in chosen and parameter.is_floating_point())
+            yield
+        finally:
+            for parameter, required in before.items():
+                parameter.requires_grad_(required)
 
 
 def _check_metric(value: Any) -> Tensor:

@@ -55,6 +55,8 @@ class PathWatch(Watch):
         place: 0 for the outputs themselves, 1 for the baseline.
     """
 
+    binds_context = True
+
     def __init__(self, model: nn.Module, layer: str, path: Path, place: float) -> None:
         options = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
         super().__init__(model, {layer}, options)

@@ -64,6 +64,10 @@ def intervene(
     flow through them. Interventions may be nested, with each other and with `regard.watch`, which then records what the
     edits leave.
 
+    Edits apply in the thread or asyncio task that enters the block, and in tasks that it starts there. Other threads
+    run the model without them. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply where a
+    backward pass runs a part of the model again, in the block or after it.
+
     Within a layer, masks and score modifications come first, then patterns and values of other runs, then outputs.
 
     Args:
@@ -126,6 +130,7 @@ class Intervention(Watch):
     """
 
     _edits_calls = True
+    binds_context = True
 
     def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
         plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
@@ -181,7 +186,8 @@ class Intervention(Watch):
 
     def describe_unapplied(self) -> dict[int, str]:
         """Describe the layers and positions of each edit that no call of the last block had, by number of the edit."""
-        return self._reach.describe(self._ran)
+        where = " in this thread, only in others, to which it does not apply" if self._ran_elsewhere else ""
+        return self._reach.describe(self._ran, where)
 
     @property
     def recording(self) -> Recording:

@@ -113,7 +113,9 @@ def logit_attribution(
                 hint="Positions count all tokens, padding included.",
             )
     trace = StreamTrace(size, length, position)
-    with torch.no_grad(), watch(model, values=True) as recording, trace.attach(model):
+    watching = watch(model, values=True)
+    watching.binds_context = True
+    with torch.no_grad(), watching as recording, trace.attach(model):
         output = run_model(model, inputs, OPERATION)
     logits = trace.pick(getattr(output, "logits", output))
     with torch.no_grad():

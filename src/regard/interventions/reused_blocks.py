@@ -6,14 +6,18 @@ blocks that finished before it began, so their outputs are returned instead of c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 Tensor = Any  # the types of torch are not followed
+
+_lock = threading.RLock()
 
 
 def find_block(name: str) -> str | None:
@@ -55,7 +59,7 @@ class BlockOutputs:
 
             return run
 
-        with _replace_forward({module: wrap(name, module.forward) for name, module in self._modules.items()}):
+        with _replace_forward({module: partial(wrap, name) for name, module in self._modules.items()}):
             yield
 
     def list_before(self, blocks: Iterable[str | None]) -> list[str]:
@@ -77,10 +81,10 @@ class BlockOutputs:
             copies: How many copies of the batch the run has.
         """
 
-        def wrap(name: str) -> Callable[..., Any]:
+        def wrap(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self._repeat(self._outputs[name][0], copies)
 
-        with _replace_forward({self._modules[name]: wrap(name) for name in blocks}):
+        with _replace_forward({self._modules[name]: partial(wrap, name) for name in blocks}):
             yield
 
     def _repeat(self, output: Any, copies: int) -> Any:
@@ -99,16 +103,30 @@ class BlockOutputs:
 
 
 @contextmanager
-def _replace_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of modules, without hooks: they would disable the fast paths of torch's own layers."""
-    saved = {module: vars(module).get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            module.forward = forward
-        yield
-    finally:
-        for module, forward in saved.items():
-            if forward is not None:
-                module.forward = forward
-            else:
-                vars(module).pop("forward", None)
+def _replace_forward(
+    make_forwards: dict[nn.Module, Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Iterator[None]:
+    """Replace the `forward` of modules in this thread, without hooks: they would disable fast paths of torch's layers.
+
+    Threads take turns, since each restores what it found.
+
+    Args:
+        make_forwards: For each module, a function from its `forward` to the new one.
+    """
+    owner = threading.get_ident()
+
+    def choose(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (own if threading.get_ident() == owner else original)(*args, **kwargs)
+
+    with _lock:
+        saved = {module: vars(module).get("forward") for module in make_forwards}
+        try:
+            for module, make_forward in make_forwards.items():
+                module.forward = choose(make_forward(module.forward), module.forward)
+            yield
+        finally:
+            for module, forward in saved.items():
+                if forward is not None:
+                    module.forward = forward
+                else:
+                    vars(module).pop("forward", None)

@@ -9,6 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,13 @@ from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.capture import wrappers
+from regard.lens.capture.bound_blocks import (
+    enter_block,
+    find_checkpoint_targets,
+    is_entered,
+    join_block,
+    leave_block,
+)
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.followed_tensor import SoftmaxTrace, close_traces
@@ -188,6 +196,9 @@ class Watch:
     ['self_attn']
     """
 
+    # Whether the block concerns the thread or task that enters it, and no others.
+    binds_context: bool = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -214,6 +225,9 @@ class Watch:
         self._without_capture: dict[str, str] = {}
         self._has_run = False  # the model itself, in this block
         self._warns_if_empty = recording is not None  # other classes of watches make their own recording
+        self._key: object | None = None  # of the block, if it is bound to a context
+        self._ran_elsewhere = False  # whether the model ran in a context that the block does not concern
+        self._rejoin_lock, self._is_rejoined = threading.RLock(), False
 
     _edits_calls = False  # an intervention needs to see every call
 
@@ -226,15 +240,18 @@ class Watch:
                 expected="one with block at a time",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
-        self._has_run = False
+        self._has_run = self._ran_elsewhere = False
         try:
             self._register_hooks()
             if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
-                self._hooks.extend(self._recording._module_hints.attach(self._model))
+                self._hooks.extend(self._recording._module_hints.attach(self._model, self._guard))
             if self._options.values:
                 native = _find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
             self._targets = list(find_patch_targets(self._model))
+            if self.binds_context:
+                self._key = enter_block(self)
+                self._targets.extend(find_checkpoint_targets())
             self.resume()
         except BaseException:
             self._restore()
@@ -288,35 +305,65 @@ class Watch:
     def resume(self) -> None:
         """Patch the attention functions; a watch that was entered calls it, and may after `suspend`."""
         wrappers.row_steps.clear()  # the watches of a module change
-        for name, module in self._model.named_modules():
-            selected_name = name if name in self._selected else None
-            wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
-            self._watched_ids.append(id(module))
+        with wrappers.watchers_lock:
+            for name, module in self._model.named_modules():
+                selected_name = name if name in self._selected else None
+                wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
+                self._watched_ids.append(id(module))
         for target in self._targets:
             self._patches.append(patch(*target))
 
     def suspend(self) -> None:
         """Restore every function that was patched, until `resume`; hooks of the model stay, and do nothing."""
-        close_traces(all_threads=True)
         while self._patches:
             unpatch(self._patches.pop())
-        for module_id in self._watched_ids:
-            others = [entry for entry in wrappers.watchers[module_id] if entry[0] is not self]
-            if others:
-                wrappers.watchers[module_id] = others
-            else:
-                del wrappers.watchers[module_id]
+        with wrappers.watchers_lock:
+            for module_id in self._watched_ids:
+                others = [entry for entry in wrappers.watchers[module_id] if entry[0] is not self]
+                if others:
+                    wrappers.watchers[module_id] = others
+                else:
+                    del wrappers.watchers[module_id]
         self._watched_ids.clear()
+        # Another thread may follow a softmax for its own block.
+        close_traces(all_threads=not wrappers.watchers)
         wrappers.row_steps.clear()
 
     def _restore(self) -> None:
         self.suspend()
+        if self._key is not None:
+            leave_block(self._key)
+            self._key = None
         while self._hooks:
             self._hooks.pop().remove()
         self._targets.clear()
         self._captures_before.clear()
         self._passes.clear()
         self._recording._projections.close()
+
+    @property
+    def applies_here(self) -> bool:
+        """Whether the block concerns the running thread or task; the wrappers ask."""
+        return not self.binds_context or is_entered(self._key)
+
+    @contextmanager
+    def rejoin(self) -> Iterator[None]:
+        """Let the block concern the present context, also if it has ended: a backward pass runs a part of it again."""
+        if self._targets and not self._is_rejoined:
+            with nullcontext() if self.applies_here else join_block(self._key):
+                yield
+            return
+        with self._rejoin_lock:  # of the threads of a backward pass
+            if self._is_rejoined:
+                yield
+                return
+            self._is_rejoined = True
+            try:
+                Watch.__enter__(self)
+                yield
+            finally:
+                self._restore()
+                self._is_rejoined = False
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call, unless activation checkpointing runs the layer again; the wrappers call it."""
@@ -408,11 +455,29 @@ class Watch:
             is_attention = is_attention and not _WITHOUT_WEIGHTS.search(class_name)
             is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
             if id(module) not in native and (is_attention or module is self._model):
-                before, after = exclude_from_compile(self._before_forward), self._make_after_forward(name)
+                before = exclude_from_compile(self._guard(self._before_forward, 3))
+                after = exclude_from_compile(self._guard(self._make_after_forward(name), 4))
                 self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._hooks.append(
-                    module.register_forward_hook(exclude_from_compile(after), with_kwargs=True)
-                )
+                self._hooks.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def _guard(self, hook: Callable[..., Any], num_args: int) -> Callable[..., Any]:
+        """Return a hook that does nothing in a context that the block does not concern.
+
+        Nor does it if torch calls it without keyword arguments, because another thread adds or removes it just then.
+
+        Args:
+            hook: The hook.
+            num_args: Its number of arguments.
+        """
+
+        def call(*args: Any) -> Any:
+            if not self.applies_here:
+                self._ran_elsewhere = True
+            elif len(args) == num_args:
+                return hook(*args)
+            return None
+
+        return call
 
     def _before_forward(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         if not self._watched_ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,22 @@ def test_parameters_and_hooks_are_left_as_they_were():
     assert hooks == sum(
         len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
     )
+
+
+def test_attributions_of_several_threads_do_not_mix():
+    model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
+    wanted = attribution(model, inputs, metric).heads
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(attribution(model, inputs, metric).heads))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 4
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_arguments_that_cannot_be_attributed_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -238,3 +239,35 @@ def test_layers_and_positions_that_do_not_exist_are_refused(batch_size):
     ):
         with pytest.raises(regard.ArgumentError, match=message):
             effects(model, inputs, METRIC, batch_size=batch_size, **options)
+
+
+def test_sweeps_of_several_threads_do_not_mix():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    wanted = {to: effects(model, inputs, METRIC, to=to) for to in ("zero", "mean")}
+    with torch.no_grad():
+        plain = model(**inputs).logits
+    faults = []
+
+    def work(to):
+        try:
+            for _ in range(3):
+                if to is None:
+                    with torch.no_grad():
+                        faults.extend([to] * (not torch.equal(model(**inputs).logits, plain)))
+                else:
+                    found = effects(model, inputs, METRIC, to=to)
+                    faults.extend(
+                        [to]
+                        * (found.column("metric") != pytest.approx(wanted[to].column("metric"), abs=1e-5))
+                    )
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(to,)) for to in ("zero", "mean", None, None)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert all("forward" not in vars(module) for module in model.modules())

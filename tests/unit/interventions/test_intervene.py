@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import gc
 import threading
 
@@ -12,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
@@ -605,6 +608,133 @@ def test_nothing_stays_patched_after_exceptions_nesting_and_threads(model, x):
     assert (F.scaled_dot_product_attention, F.softmax, torch.Tensor.softmax) == functions
     assert not list_patches() and not watchers
     assert torch.equal(model(x), plain)
+
+
+# -- Threads and backward passes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_class", [Attention, OwnSoftmax])
+def test_edits_of_several_threads_do_not_mix(layer_class, x):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer_class() for _ in range(3))).eval()
+    with torch.no_grad():
+        plain = model(x)
+    expected = [run(model, x, ablate(1, heads=head))[0] for head in range(4)]
+    faults = []
+
+    def work(head):
+        try:
+            for _ in range(12):
+                found = run(model, x, ablate(1, heads=head))[0]
+                with torch.no_grad():
+                    unedited = model(x)
+                faults.extend(
+                    [head] * (not torch.equal(found, expected[head]) or not torch.equal(unedited, plain))
+                )
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(head,)) for head in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and not watchers and not list_patches()
+
+
+def test_other_threads_run_the_model_without_the_edits(model, x):
+    found = {}
+
+    def work(name):
+        with torch.no_grad():
+            found[name] = model(x)
+
+    def start(target, *args):
+        thread = threading.Thread(target=target, args=args)
+        thread.start()
+        thread.join()
+
+    with torch.no_grad():
+        plain = model(x)
+        with (
+            regard.watch(model) as recording,
+            regard.intervene(model, ablate(1, heads=2), record=True) as intervention,
+        ):
+            edited = model(x)
+            start(work, "thread")
+            start(contextvars.copy_context().run, work, "copy of the context")
+    assert torch.equal(found["thread"], plain) and torch.equal(found["copy of the context"], edited)
+    assert len(recording.calls("1")) == 3 and len(intervention.recording.calls("1")) == 2
+    around = nn.Sequential(model)
+    warned = pytest.warns(UserWarning, match="ran in this thread, only in others, to which it does not apply")
+    with warned, regard.intervene(around, ablate(1)):
+        start(around, x)
+
+
+def test_edits_of_asyncio_tasks_do_not_mix(model, x):
+    async def work(head):
+        with regard.intervene(model, ablate(0, heads=head)):
+            await asyncio.sleep(0.01)
+            output = model(x).detach()
+            await asyncio.sleep(0.01)
+            return output
+
+    async def work_together():
+        return await asyncio.gather(*(work(head) for head in range(4)))
+
+    for head, output in enumerate(asyncio.run(work_together())):
+        assert torch.equal(output, run(model, x, ablate(0, heads=head))[0])
+
+
+class Checkpointed(nn.Sequential):
+    """Runs each layer again in the backward pass."""
+
+    reentrant = True
+
+    def forward(self, x):
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("layer_class", [Attention, OwnSoftmax])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["inside", "after", "in another thread"])
+def test_checkpointed_layers_run_again_with_their_edits(layer_class, reentrant, where, x):
+    torch.manual_seed(0)
+    layers = [layer_class() for _ in range(3)]
+    plain, model = nn.Sequential(*layers), Checkpointed(*layers)
+    model.reentrant = reentrant
+    edits = [
+        ablate(1, heads=0),
+        knockout("2", heads=1, queries=5, keys=[1, 2]),
+        ablate(0, heads=3, to="mean"),
+    ]
+
+    def differentiate(model, where):
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        with regard.intervene(model, edits, record=True) as run:
+            loss = model(leaf).square().sum()
+            if where == "inside":
+                loss.backward()
+        if where == "after":
+            loss.backward()
+        elif where == "in another thread":
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        assert where == "inside" or len(run.recording.calls("1")) == 1
+        return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+
+    expected = [gradient.clone() for gradient in differentiate(plain, "inside")]
+    for ours, theirs in zip(differentiate(model, where), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    unedited = x.clone().requires_grad_()
+    plain(unedited).square().sum().backward()
+    assert (unedited.grad - expected[0]).abs().max() > 1e-2
+    assert not watchers and not list_patches()
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from torch import nn
 from regard.errors import RegardError
 from regard.images.grid_reading import BLOCK_TYPES, Grids, read_grids
 from regard.images.patch_grid import PatchGrid
+from regard.lens.capture.patching import Guard
 
 
 class ImagePass(NamedTuple):
@@ -43,12 +44,13 @@ class ImagePass(NamedTuple):
 ImagePasses = dict[str, list[ImagePass]]
 
 
-def attach_image_hooks(model: nn.Module, passes: ImagePasses) -> Iterator[Any]:
+def attach_image_hooks(model: nn.Module, passes: ImagePasses, guard: Guard) -> Iterator[Any]:
     """Register hooks on the models that read images: a vision model, and a model with a vision model in it.
 
     Args:
         model: The model that is watched.
         passes: To which passes are added.
+        guard: Makes each hook.
 
     Yields:
         The handle of each hook, which removes it.
@@ -63,7 +65,7 @@ def attach_image_hooks(model: nn.Module, passes: ImagePasses) -> Iterator[Any]:
             continue
         if {"pixel_values", "grid_thw"} & inspect.signature(module.forward).parameters.keys():
             hook = partial(_record_pass, passes.setdefault(name, []), pixels)
-            yield module.register_forward_pre_hook(hook, with_kwargs=True)
+            yield module.register_forward_pre_hook(guard(hook, 3), with_kwargs=True)
 
 
 def _record_pass(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from regard.lens.capture.image_passes import ImagePasses, attach_image_hooks
+from regard.lens.capture.patching import Guard
 from regard.lens.capture.wrappers import find_obstacle
 
 Tensor = Any  # the types of torch are not followed
@@ -78,18 +79,22 @@ class ModuleHints:
         self._last: Tensor = None
         self._last_types: Tensor = None
 
-    def attach(self, model: nn.Module) -> Iterator[Any]:
+    def attach(self, model: nn.Module, guard: Guard) -> Iterator[Any]:
         """Read `is_causal` of the modules, and register hooks on position embeddings and models that read images.
+
+        Args:
+            model: The model.
+            guard: Makes each hook.
 
         Yields:
             The handle of each hook, which removes it.
         """
-        yield from attach_image_hooks(model, self.image_passes)
+        yield from attach_image_hooks(model, self.image_passes, guard)
         for name, module in model.named_modules():
             if isinstance(getattr(module, "is_causal", None), bool):
                 self.causal[name] = module.is_causal
             if getattr(getattr(module, "config", None), "vision_config", None) is not None:
-                yield module.register_forward_pre_hook(self._record_images, with_kwargs=True)
+                yield module.register_forward_pre_hook(guard(self._record_images, 3), with_kwargs=True)
             class_name = type(module).__name__.lower()
             if "attention" in class_name or "attn" in class_name:
                 self.settings[name] = ModuleSettings.read(module)
@@ -98,9 +103,10 @@ class ModuleHints:
                 attribute == "wpe" or "position_embedding" in attribute or attribute == "embed_positions"
             )
             if is_table or "rotaryembedding" in class_name:
-                yield module.register_forward_pre_hook(self._make_hook(name, is_table), with_kwargs=True)
+                hook = guard(self._make_hook(name, is_table), 3)
+                yield module.register_forward_pre_hook(hook, with_kwargs=True)
         if "position_ids" in inspect.signature(model.forward).parameters:
-            yield model.register_forward_pre_hook(self._record_position_ids, with_kwargs=True)
+            yield model.register_forward_pre_hook(guard(self._record_position_ids, 3), with_kwargs=True)
 
     def _record_images(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in ("token_type_ids", "mm_token_type_ids"):

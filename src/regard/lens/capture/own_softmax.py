@@ -80,9 +80,8 @@ def _list_running_modules() -> list[nn.Module]:
 
 def _notice(module: nn.Module, trace: SoftmaxTrace) -> None:
     """Tell the watchers of a module that it computes a softmax, which is reported if it is not read."""
-    for watcher, name in tuple(wrappers.watchers.get(id(module), ())):
-        if name is not None:
-            watcher.notice_softmax(name, module, trace)
+    for watcher, name in wrappers.list_watchers(module):
+        watcher.notice_softmax(name, module, trace)
 
 
 def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduct | None) -> Tensor | None:

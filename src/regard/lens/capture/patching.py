@@ -15,6 +15,8 @@ from typing import Any
 
 Function = Callable[..., Any]
 PatchKey = tuple[int, str]
+# Makes a hook that runs only where it should, from a hook and its number of arguments.
+Guard = Callable[[Function, int], Function]
 
 
 @dataclass
@@ -45,7 +47,7 @@ class ClassNamespace(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Function:
         entry = inspect.getattr_static(self._owner, name)
-        function: Function = entry.__func__ if isinstance(entry, classmethod) else entry
+        function: Function = entry.__func__ if isinstance(entry, classmethod | staticmethod) else entry
         return function
 
     def __setitem__(self, name: str, function: Function) -> None:
@@ -57,7 +59,8 @@ class ClassNamespace(MutableMapping[str, Any]):
             return
         present = inspect.getattr_static(self._owner, name)
         self._saved.setdefault(name, (self[name], vars(self._owner).get(name)))
-        setattr(self._owner, name, classmethod(function) if isinstance(present, classmethod) else function)
+        kind = type(present)
+        setattr(self._owner, name, kind(function) if kind in (classmethod, staticmethod) else function)
 
     def __delitem__(self, name: str) -> None:
         delattr(self._owner, name)

@@ -37,6 +37,10 @@ class Watcher(Protocol):
     """What is notified of the calls of a module."""
 
     @property
+    def applies_here(self) -> bool:
+        """Whether it is notified of the calls of the running thread or task."""
+
+    @property
     def keeps_grad(self) -> bool:
         """Whether calls are recorded with their graph."""
 
@@ -61,6 +65,7 @@ class Watcher(Protocol):
 
 # For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
 watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
+watchers_lock = threading.RLock()  # held by those who change it
 # For the id of a module with one watcher: what collects steps of `generate()` on the fast path.
 row_steps: dict[int, RowSteps] = {}
 _thread = threading.local()
@@ -105,7 +110,7 @@ def iter_running_modules() -> Iterator[nn.Module]:
     while frame is not None:
         module = _get_first_argument(frame)
         if issubclass(type(module), nn.Module):
-            if id(module) not in watchers:
+            if not is_watched(module):
                 in_other = True
             elif in_other and not _is_in_forward(module, frame):
                 return
@@ -135,9 +140,20 @@ def follow_rows(module: nn.Module, rows: RowSteps | None) -> None:
         row_steps[id(module)] = rows
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Return whether any watch of the running thread has a module in its model."""
+    return any(watcher.applies_here for watcher, _ in watchers.get(id(module), ()))
+
+
 def is_selected(module: nn.Module) -> bool:
-    """Return whether any watch selects a module."""
-    return any(name is not None for _, name in watchers.get(id(module), ()))
+    """Return whether any watch of the running thread selects a module."""
+    return bool(list_watchers(module))
+
+
+def list_watchers(module: nn.Module) -> list[tuple[Watcher, str]]:
+    """List the watchers that select a module in the running thread, each with the name of the module."""
+    entries = watchers.get(id(module), ())
+    return [(watcher, name) for watcher, name in entries if name is not None and watcher.applies_here]
 
 
 def _has_numbers() -> bool:
@@ -196,11 +212,7 @@ def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captur
 
 def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
     _thread.captures = count_captures() + 1
-    entries = [
-        (watcher, _join_names(name, submodule))
-        for watcher, name in watchers.get(id(module), ())
-        if name is not None
-    ]
+    entries = [(watcher, _join_names(name, submodule)) for watcher, name in list_watchers(module)]
     for watcher, name in entries:
         args = watcher.edit(module, name, args)
     for watcher, name in entries:
@@ -211,25 +223,23 @@ def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captu
 def notify_matrix(module: nn.Module, matrix: AttentionMatrix) -> None:
     """Pass the matrix of a layer whose tokens are on several ranks to the watchers that record such matrices."""
     _thread.captures = count_captures() + 1
-    for watcher, name in tuple(watchers.get(id(module), ())):
+    for watcher, name in list_watchers(module):
         record_matrix = getattr(watcher, "record_matrix", None)
-        if name is not None and record_matrix is not None:
+        if record_matrix is not None:
             record_matrix(name, matrix)
 
 
 def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:
     """Report a call that cannot be recorded to the watchers of a module."""
     _thread.captures = count_captures() + 1
-    for watcher, name in tuple(watchers.get(id(module), ())):
-        if name is not None:
-            watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
+    for watcher, name in list_watchers(module):
+        watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
 
 
 def report_channels(module: nn.Module) -> None:
     """Tell the watchers of a module that the rows of its last call are channels and not tokens."""
-    for watcher, name in tuple(watchers.get(id(module), ())):
-        if name is not None:
-            watcher.drop_channels(name)
+    for watcher, name in list_watchers(module):
+        watcher.drop_channels(name)
 
 
 def _join_names(name: str, submodule: str) -> str:
@@ -287,7 +297,7 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _is_replaced(module: nn.Module, args: CapturedArgs) -> bool:
     """Return whether the only watcher of a module computes the output itself."""
-    entries = [(watcher, name) for watcher, name in watchers[id(module)] if name is not None]
+    entries = list_watchers(module)
     return len(entries) == 1 and entries[0][0].replaces_output(entries[0][1], args)
 
 
@@ -429,8 +439,7 @@ def _return_through(moved: Tensor, result: Any) -> Any:
 
 def _keeps_grad(module: nn.Module) -> bool:
     """Return whether a watcher of a module records its calls with their graph."""
-    watching = (watcher for watcher, name in watchers.get(id(module), ()) if name is not None)
-    return torch.is_grad_enabled() and any(watcher.keeps_grad for watcher in watching)
+    return torch.is_grad_enabled() and any(watcher.keeps_grad for watcher, _ in list_watchers(module))
 
 
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
