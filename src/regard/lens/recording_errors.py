@@ -14,8 +14,10 @@ class EmptyRecordingWarning(UserWarning):
     """Nothing was captured in the block of a `regard.watch`; the message says what did not run, and what to do.
 
     >>> import regard, torch, warnings
-    >>> with warnings.catch_warnings(record=True) as caught, regard.watch(torch.nn.Linear(2, 2)) as recording:
-    ...     pass
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     with regard.watch(torch.nn.Linear(2, 2)) as recording:
+    ...         pass
     >>> recording, caught[0].category.__name__
     (Recording(empty), 'EmptyRecordingWarning')
     """
