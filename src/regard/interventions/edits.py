@@ -254,9 +254,9 @@ def patch(
     Args:
         layers: Layers, as in `knockout`.
         source: Recording of the other run. For "output" and "value", one made with `watch(values=True)`.
-        what: "pattern" applies the weights of the other run to this run's values; it replaces other changes of these
-            weights. "output" takes the output before the output projection. "value" applies this run's weights to the
-            values of the other run.
+        what: "pattern" applies the weights of the other run to this run's values; in the rows that the other run has,
+            it replaces other changes of these weights. "output" takes the output before the output projection. "value"
+            applies this run's weights to the values of the other run.
         heads: Query heads. Default: all.
         queries: Tokens whose row is patched, as in `knockout`. Default: all that the other run has. A value is read by
             every row.

@@ -144,10 +144,12 @@ class LayerEdits:
 
     @cached_property
     def _patterned(self) -> BoolArray:
-        """Pairs whose pattern another run replaces as a whole."""
+        """Pairs whose pattern another run replaces in every row of the call."""
         flags = np.zeros(self.placement.batch * self.placement.heads, bool)
-        for _, pairs, rows in self._patterns:
-            flags |= pairs if rows is None else False
+        for edit, pairs, rows in self._patterns:
+            if rows is None:
+                replaced, _ = find_source_rows(find_source(edit, self.name), None, self.placement)
+                flags |= pairs if len(replaced) == self.placement.shape[-2] else False
         return flags
 
     @cached_property
@@ -278,18 +280,14 @@ class LayerEdits:
             output, is_masked = compute_masked_heads(problem, edited, masked, args, value)
             return output, "through the edited mask" if is_masked else ""
         writer, paths = OutputWriter(base_output), []
-        values = [
-            (entry.edit, self._select(entry.edit))
-            for entry in self.bound
-            if isinstance(entry.edit, PatchEdit) and entry.edit.what == "value"
-        ]
+        new_value, revalued = self._patch_values(value)
         if call.weights is not None:
-            paths.append(self._apply_to_given_weights(args, value, values, writer))
-        elif self.masks or self.score_mods or values:
-            paths.append(self._apply_to_weights(call, value, values, writer))
+            paths.append(self._apply_to_given_weights(args, value, new_value, revalued, writer))
+        elif self.masks or self.score_mods or revalued.any():
+            paths.append(self._apply_to_weights(call, value, new_value, revalued, writer))
         for edit, pairs, rows in self._patterns:
             source = find_source(edit, self.name)
-            paths.append(_apply_pattern(source, pairs, rows, value, self.placement, writer))
+            paths.append(_apply_pattern(source, pairs, rows, new_value, self.placement, writer))
         for entry in self.bound:
             if isinstance(entry.edit, AblateEdit):
                 for pairs, rows in self._find_rows(entry):
@@ -299,6 +297,16 @@ class LayerEdits:
                 for pairs, rows in self._find_rows(entry):
                     patch_output(source, pairs, rows, self.placement, writer)
         return (writer.result if writer.is_changed else None), ", ".join(dict.fromkeys(filter(None, paths)))
+
+    def _patch_values(self, value: ValueColumns) -> tuple[ValueColumns, BoolArray]:
+        """Return the value after patches from other runs, and which pairs they change: (pairs,)."""
+        revalued = np.zeros(len(value.pair_index), bool)
+        for entry in self.bound:
+            if isinstance(entry.edit, PatchEdit) and entry.edit.what == "value":
+                pairs = self._select(entry.edit)
+                value = patch_value(find_source(entry.edit, self.name), pairs, value, self.placement)
+                revalued |= pairs
+        return value, revalued
 
     def _edit_problem(self, call: Call) -> tuple[Problem, Problem]:
         """Return the problem of a call, and that after the edits."""
@@ -310,7 +318,7 @@ class LayerEdits:
         return problem, replace(problem, mask=mask, score_mods=mods)
 
     def _apply_to_given_weights(
-        self, args: CapturedArgs, value: ValueColumns, values: Sequence[tuple[PatchEdit, BoolArray]],
+        self, args: CapturedArgs, value: ValueColumns, new_value: ValueColumns, revalued: BoolArray,
         writer: OutputWriter,
     ) -> str:  # fmt: skip
         """Compute the rows of a layer with its own softmax whose weights or values change; return how."""
@@ -319,34 +327,31 @@ class LayerEdits:
         new = edit_given_weights(old, self.masks, self.score_mods)
         path = "the layer's own weights edited"
         path = path if new is not old and multiply_given_weights(old, new, value, writer) else ""
-        flat = new.reshape(-1, *new.shape[-2:])
-        for edit, pairs in values:
-            own = patch_value(find_source(edit, self.name), pairs, value, self.placement)
-            chosen = np.flatnonzero(pairs & ~self._patterned)
-            parts = own.array[torch.as_tensor(own.pair_index[chosen])].to(flat.dtype)
-            writer.write(chosen, None, flat[torch.as_tensor(chosen)] @ parts)
+        chosen = np.flatnonzero(revalued & ~self._patterned)
+        if len(chosen):
+            flat = new.reshape(-1, *new.shape[-2:])[torch.as_tensor(chosen)]
+            columns = new_value.array[torch.as_tensor(new_value.pair_index[chosen])]
+            writer.write(chosen, None, flat @ columns.to(flat.dtype))
         return path
 
     def _apply_to_weights(
         self,
         call: Call,
         value: ValueColumns,
-        values: Sequence[tuple[PatchEdit, BoolArray]],
+        new_value: ValueColumns,
+        revalued: BoolArray,
         writer: OutputWriter,
     ) -> str:
         """Compute the rows whose weights or values change; return how."""
         problem, edited = self._edit_problem(call)
-        rest = np.zeros(len(problem.pair_ids), bool)
-        for edit, pairs in values:
-            own = patch_value(find_source(edit, self.name), pairs, value, self.placement)
-            chosen = np.flatnonzero(pairs & ~self._patterned)
-            writer.write(chosen, None, correction.compute_rows(edited, chosen, None, own))
-            rest |= pairs
-        changed = np.zeros(len(rest), bool)
+        chosen = np.flatnonzero(revalued & ~self._patterned)
+        if len(chosen):
+            writer.write(chosen, None, correction.compute_rows(edited, chosen, None, new_value))
+        changed = np.zeros(len(revalued), bool)
         parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
         for part in parts:
             changed |= part.pairs
-        changed &= ~rest
+        changed &= ~revalued
         if not changed.any():
             return ""
         only_knockouts = not self.score_mods and not any(

@@ -105,7 +105,7 @@ def patch_output(
 def patch_value(source: Call, pairs: BoolArray, value: ValueColumns, placement: Placement) -> ValueColumns:
     """Return a value with that of another run for some pairs, as far as its keys go.
 
-    Each pair gets a value of its own, so that heads which share one are not changed.
+    Each of these pairs gets a value of its own, so that heads which share one are not changed.
     """
     theirs = source.value
     assert theirs is not None
@@ -115,13 +115,12 @@ def patch_value(source: Call, pairs: BoolArray, value: ValueColumns, placement: 
     source_pairs = find_source_pairs(source, index, placement)
     own_pairs = source_pairs // heads * kv_heads + source_pairs % heads // (heads // kv_heads)
     flat = theirs.reshape(-1, *theirs.shape[-2:])[torch.as_tensor(own_pairs)].to(value.array.dtype)
-    array = value.array[torch.as_tensor(value.pair_index[index])].clone()
-    start = placement.key_offset
-    count = min(array.shape[-2], flat.shape[-2] - start)
-    array[:, :count] = flat[:, start : start + count]
-    new_index = np.zeros(len(value.pair_index), np.int64)
-    new_index[index] = np.arange(len(index))
-    return ValueColumns(array, new_index)
+    array = value.array[torch.as_tensor(value.pair_index[index])]
+    flat = flat[:, placement.key_offset :][:, : array.shape[-2]]
+    patched = torch.cat([flat, array[:, flat.shape[-2] :]], -2)
+    new_index = value.pair_index.copy()
+    new_index[index] = len(value.array) + np.arange(len(index))
+    return ValueColumns(torch.cat([value.array, patched]), new_index)
 
 
 def patch_pattern(
@@ -152,12 +151,10 @@ def patch_pattern(
     problem = source.matrix.problem
     dense = source.matrix.to_dense() if source.weights is None else source.weights
     dense = dense.reshape(len(problem.pair_ids), *dense.shape[-2:])
-    start = placement.key_offset
-    count = min(flat.shape[-1], dense.shape[-1] - start)
     part = dense[torch.as_tensor(theirs)[:, None], torch.as_tensor(source_rows)[None, :]]
+    part = part[..., placement.key_offset :][..., : flat.shape[-1]]
     places = torch.as_tensor(index)[:, None], torch.as_tensor(own_rows)[None, :]
-    flat[places] = 0.0
-    flat[(*places, slice(0, count))] = part[..., start : start + count].to(flat.dtype)
+    flat[places] = torch.nn.functional.pad(part, (0, flat.shape[-1] - part.shape[-1])).to(flat.dtype)
     *lead, q_len, kv_len = call.shape
     kv_lead = tuple(call.key.shape[:-2])
     return replace(

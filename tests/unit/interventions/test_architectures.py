@@ -192,3 +192,23 @@ def test_edits_by_position_continue_over_cached_steps(name, layer, cache):
     stepwise, exact, plain = generate(MODELS[name], layer, cache)
     assert float((stepwise - exact).abs().max()) < 1e-5
     assert float((plain - exact).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("what", ["pattern", "output", "value"])
+def test_patches_from_a_short_run_continue_over_a_rolling_cache(what):
+    model, tokens = MODELS["Mistral"].build(), MODELS["Mistral"].inputs("none")["input_ids"]
+    with regard.watch(model, values=True) as source:
+        model(input_ids=tokens.flip(-1)[:, :4])
+    edit = patch(0, heads=HEADS, source=source, what=what)
+    with regard.intervene(model, edit):
+        one_pass = model(input_ids=tokens, use_cache=False).logits
+    with regard.intervene(model, edit, record=True) as run:
+        cache = hf.DynamicCache(config=model.config)
+        pieces = [
+            model(input_ids=piece, past_key_values=cache).logits
+            for piece in tokens.split([3, 2, *[1] * 6], 1)
+        ]
+    assert float((torch.cat(pieces, 1) - one_pass).abs().max()) < 1e-5
+    plain = model(input_ids=tokens, use_cache=False).logits
+    assert float((plain - one_pass).abs().max()) > 1e-2
+    assert sum(call.shape[-2] for call in run.recording.calls(next(iter(run.recording)))) == tokens.shape[1]

@@ -308,6 +308,36 @@ def test_a_pattern_replaces_other_changes_of_its_head(model, x):
     assert not recorded[:, 2, 6, :2].any() and recorded[:, 1, 6, :2].all()
 
 
+def test_other_edits_apply_in_rows_that_the_source_of_a_pattern_lacks(model, x):
+    with torch.no_grad(), regard.watch(model) as source:
+        model(x.flip(1)[:, :4])
+    weights = source["1"].to_dense()
+    edits = patch(1, heads=1, source=source), knockout(1, heads=1, queries=[2, 6], keys=[0, 1])
+    edited, intervention = run(model, x, *edits, record=True)
+
+    def by_hand(scores):
+        own = remove([6], [0, 1], [1])(scores)
+        own[:, 1, :4] = F.pad(weights[:, 1], (0, 3))
+        return own
+
+    torch.testing.assert_close(edited, attend(model, x, 1, by_hand), atol=1e-6, rtol=1e-5)
+    recorded = intervention.recording["1"].to_dense()
+    assert recorded[:, 1, 2, :2].all() and not recorded[:, 1, 6, :2].any()
+
+
+@pytest.mark.parametrize("layer", [Attention, OwnSoftmax])
+def test_pattern_and_value_of_a_run_give_its_output(layer, x):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), layer()).eval()
+    with torch.no_grad(), regard.watch(model, values=True) as source:
+        model(x.flip(1))
+    where = {"heads": [1, 3], "source": source}
+    both = patch(1, what="pattern", **where), patch(1, what="value", **where)
+    output, _ = run(model, x, patch(1, what="output", **where))
+    torch.testing.assert_close(run(model, x, *both)[0], output, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(run(model, x, *both[::-1])[0], output, atol=1e-6, rtol=1e-5)
+
+
 def test_rows_of_a_pattern(model, x):
     with torch.no_grad(), regard.watch(model) as source:
         model(x.flip(1))
