@@ -69,10 +69,11 @@ def check_count(
     if is_int and count >= least and (most is None or count <= most):
         return int(count)
     limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+    is_empty = most is not None and most < least
     raise ArgumentError(
         operation,
         received=f"{name}={count!r}{of}",
-        expected=f"{name} {limits}, a whole number",
+        expected="a matrix that is not empty" if is_empty else f"{name} {limits}, a whole number",
         hint=hint,
     )
 

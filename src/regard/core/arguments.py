@@ -106,12 +106,14 @@ def check_not_empty(shape: tuple[int, ...], operation: str) -> None:
 
 def check_one_head(shape: tuple[int, ...], operation: str, hint: str) -> None:
     """Refuse several heads; `hint` is the call for one head, with {} in place of the head's index."""
-    if math.prod(shape[:-2]) != 1:
+    if (heads := math.prod(shape[:-2])) != 1:
         raise ArgumentError(
             operation,
             received=f"a matrix of {format_named_shape(shape, 'q_len', 'kv_len')}",
             expected="one head",
-            hint=f"Choose one: {hint.format(', '.join('0' * (len(shape) - 2)))}.",
+            hint=f"Choose one: {hint.format(', '.join('0' * (len(shape) - 2)))}."
+            if heads
+            else "The matrix is empty: it has no head to choose.",
         )
 
 

@@ -160,7 +160,7 @@ def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> I
         raise IndexOutOfRangeError(
             operation,
             received=f"index {positions[wrong][0]} for axis {axis}",
-            expected=f"{-size} to {size - 1}",
+            expected=f"{-size} to {size - 1}" if size else "an axis that is not empty",
             hint=f"The axis has size {size}.",
         )
     return np.where(positions < 0, positions + size, positions)

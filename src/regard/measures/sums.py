@@ -217,7 +217,7 @@ class Mass(Measure):
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
         self.mask.check(problem.frame)
-        if not self.mask.is_key_only:
+        if not self.mask.is_key_only or 0 in problem.shape:
             return None
         kv_idx, xp = np.arange(problem.frame.kv_len), problem.engine.xp
         allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, xp)
@@ -227,12 +227,12 @@ class Mass(Measure):
     def accumulator(self, problem: Problem) -> Accumulator | None:
         from regard.engines.accumulators import RowSum
 
-        if not self.mask.is_key_only:
+        if not self.mask.is_key_only or 0 in problem.shape:
             return None
         kv_idx, engine = np.arange(problem.frame.kv_len), problem.engine
         allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, engine.xp)
         allowed = engine.to_numpy(allowed)[:, 0]
-        if not len(kv_idx) or not (allowed == allowed[:1]).all():
+        if not (allowed == allowed[:1]).all():
             return None  # the heads differ
         edges = np.flatnonzero(np.diff(allowed[0], prepend=False, append=False)).reshape(-1, 2)
         if len(edges) > MAX_INTERVALS:
