@@ -190,6 +190,22 @@ def test_beam_search_follows_the_running_beams(name, beams):
             assert_equal_weights(call, expected, layer)
 
 
+def test_beams_whose_order_is_not_known_stay_separate_calls():
+    """Edited self-attention is not joined over a new order of the beams, so it cannot place cross-attention."""
+    (model, eager), prompt = build("BART"), draw_tokens(1, 9)
+    edit = regard.interventions.ablate("model.decoder.layers.1.self_attn", heads=1, queries=slice(1, 6))
+    options = {"num_beams": 4, "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    with regard.intervene(model, edit, record=True) as run:
+        model.generate(prompt, **options)
+    layer = "model.decoder.layers.1.encoder_attn"
+    with log_eager(eager) as weights, regard.intervene(eager, edit):
+        eager.generate(prompt, **options)
+    assert len(run.recording.calls(layer)) > 1
+    rows = [row for call in run.recording.calls(layer) for row in call.matrix.to_dense().unbind(-2)]
+    for row, expected in zip(rows, (call[..., 0, :] for call in weights[layer]), strict=True):
+        assert_matches(row, expected, expected, dtype="float32", score_error=2e-5, ordinary=True, what=layer)
+
+
 def test_assisted_decoding_records_no_rejected_token():
     models, prompt = build(), draw_tokens(1, 9)
     assistant = TINY["Llama"].build()

@@ -293,6 +293,8 @@ class JoinedCalls:
             return None
         if last.query.shape[-2] != call.query.shape[-2] or len(last.query) != len(call.query):
             return None
+        if last.query_offset and len(self._steps) == 1:
+            return None  # what it continues is not known
         waiting = 0 if self._rows is None else len(self._rows.queries)
         return RowPlace(last.query_offset + waiting, None if waiting else self._candidates)
 
@@ -329,7 +331,10 @@ class JoinedCalls:
         self, call: Call, old: Tensor | None, new: Tensor | None, place: RowPlace | None
     ) -> Extension | None:
         """Match a call with other queries over the same keys, as a decoder has over those of its encoder."""
-        place = RowPlace(self.num_rows) if place is None else place
+        if place is None:
+            if call.speculative_mode:
+                return None  # beams share keys, and rows may have been discarded
+            place = RowPlace(self.num_rows)
         last = self.last
         if self._has_grown or not 0 < place.rows_before <= self.num_rows:
             return None
