@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
+    parser.addoption("--runs", type=int, default=30, help="number of random runs of tiny models")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 
 
