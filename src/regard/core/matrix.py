@@ -276,7 +276,8 @@ class AttentionMatrix:
             value: (…, kv_heads, kv_len, value_dim), or a vector (kv_len,).
 
         Returns:
-            The output in the dtype of the value: (…, heads, q_len, value_dim), or (…, heads, q_len) for a vector.
+            The output in the dtype of the value: (…, heads, q_len, value_dim), or (…, heads, q_len) for a vector. As in
+            NumPy, the byte order is this machine's.
 
         Raises:
             ArgumentError: If the shape of the value does not fit the matrix.

@@ -69,7 +69,7 @@ def test_the_layout_of_an_argument_does_not_matter(library: str, layout: str, us
     query = torch.from_numpy(QUERY) if library == "torch" else QUERY
     expected = np.asarray(USES[use](query, lambda array: array))
     found = np.asarray(USES[use](query, LAYOUTS[layout]))
-    assert found.shape == expected.shape
+    assert found.shape == expected.shape and found.dtype.isnative
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
