@@ -150,3 +150,24 @@ def count_questions_about_the_store(group: Any) -> int:
     finally:
         peer_group.PeerGroup._serves_store = ask
     return len(calls)
+
+
+def measure_changed_tensors(group: Any) -> list[float]:
+    """Return how far results are from those of a new matrix, after every rank or the first one changed its tensors."""
+    rank = dist.get_rank(group)
+    query, key, value = torch.randn(3, 2, 9, 4, generator=torch.Generator().manual_seed(rank)).unbind()
+    A = distributed.attention(query, key, group=group)
+    part = A[1]
+    differences = []
+    for own in ([query, key], [key], [query] if rank == 0 else []):
+        for matrix in (A, part):  # statistics of the old values
+            assert (matrix.lse.isfinite()).all() and (matrix.measure(Entropy()).entropy >= 0).all()
+        for tensor in own:
+            tensor.mul_(2.0).add_(0.3)
+        new = distributed.attention(query, key, group=group)
+        for old_matrix, new_matrix in ((A, new), (part, new[1])):
+            pairs = [(x.measure(Entropy(), Received()), x.to_dense()) for x in (old_matrix, new_matrix)]
+            pairs = [(*measures, dense) for measures, dense in pairs]
+            differences += [float((x - y).abs().max()) for x, y in zip(*pairs, strict=True)]
+        differences.append(float(((A @ value) - (new @ value)).abs().max()))
+    return differences

@@ -36,6 +36,10 @@ def attention(
     Order of operations: scale → score modifications in the order given → mask → sink → softmax. NumPy arrays, torch
     tensors and nested lists are accepted; the leading axes of query and key broadcast.
 
+    The matrix reads query, key, mask, bias and sink when it computes, and copies none of them. If a tensor is changed
+    in place, later results describe its new values. NumPy arrays and tensors made in `torch.inference_mode()` do not
+    count their changes: do not change them while the matrix is in use, or use `attention(…).copy()`.
+
     Args:
         query: (…, heads, q_len, head_dim), or just (q_len, head_dim).
         key: (…, kv_heads, kv_len, head_dim), or just (kv_len, head_dim).

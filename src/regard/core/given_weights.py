@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from regard.core.block_loop import SoftmaxStats
+import numpy as np
+
 from regard.core.broadcasting import leading_shape
 from regard.core.matrix import AttentionMatrix
 from regard.core.problem import Problem, Spec
@@ -65,6 +66,12 @@ class GivenWeightsProblem(Problem):
     def describe(self) -> list[str]:
         return [repr(mod) for mod in self.score_mods]
 
+    @property
+    def given_lse(self) -> Array:
+        xp, (_, rows, kv_len) = self.engine.xp, self.shape
+        has_weight = xp.any(self.take_given_weights(np.arange(rows), np.arange(kv_len)) != 0, axis=-1)
+        return self.engine.cast(xp.where(has_weight, 0.0, -xp.inf), self.dtype)
+
     def take_given_weights(self, rows: IntArray, columns: IntArray) -> Array:
         (log_weights,) = self.score_mods
         assert isinstance(log_weights, LogWeights)
@@ -108,7 +115,4 @@ def attention_from_weights(
     for part in (mask, *spec.score_mods):
         if part is not None:
             part.check(Frame.from_shape(spec.shape))
-    xp = engine.xp
-    has_weight = xp.any(weights != 0, axis=-1).reshape((-1, weights.shape[-2]))
-    lse = xp.where(has_weight, 0.0, -xp.inf)
-    return AttentionMatrix(spec, stats=SoftmaxStats(engine.cast(lse, engine.working_dtype(query, key)), None))
+    return AttentionMatrix(spec)

@@ -5,12 +5,13 @@ The public methods check and resolve their arguments once; everything below them
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,19 @@ __all__ = ["AttentionMatrix"]
 MAX_PRINTED = 8
 
 
+class PartSource(NamedTuple):
+    """Where a part of a matrix comes from: the whole matrix, and the pairs and rows of it."""
+
+    whole: AttentionMatrix
+    pairs: IntArray
+    rows: IntArray
+
+    def make_problem(self) -> Problem:
+        """Return the problem of the part."""
+        part = self.whole._problem.select_pairs(self.pairs).select_rows(self.rows)
+        return replace(part, pair_ids=np.arange(len(self.pairs)))
+
+
 class AttentionMatrix:
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
@@ -81,17 +95,46 @@ class AttentionMatrix:
     # NumPy then calls __rmatmul__ for `array @ A`, and refuses other ufuncs instead of storing the matrix.
     __array_ufunc__ = None
 
-    def __init__(self, spec: Spec, problem: Problem | None = None, stats: SoftmaxStats | None = None) -> None:
+    def __init__(
+        self, spec: Spec, problem: Problem | None = None, stats: SoftmaxStats | None = None,
+        source: PartSource | None = None,
+    ) -> None:  # fmt: skip
         self._spec, self._stats, self._kernel_used, self._fused_lse = spec, stats, "", None
-        if problem is not None:  # a part: its problem is a part of the whole matrix's
-            self._problem = problem
+        self._cached_problem, self._source = problem, source
+        self._tracked: list[Any] | None = None if source is None else source.whole._tracked
+        self._changes: list[int] | None = None
 
-    @cached_property
+    def _forget_if_changed(self) -> None:
+        """Drop what was computed from arrays that were changed in place since; called before anything is cached."""
+        if self._tracked is None:
+            # A copy of a part has arrays of its own, and no whole matrix to take them from again.
+            self._tracked = [] if self._spec.query is None else self._spec.list_arrays()
+        changes = self._spec.engine.count_changes(self._tracked)
+        if changes != self._changes:
+            if self._changes is not None:
+                self._stats, self._fused_lse, self._cached_problem = None, None, None
+                vars(self).pop("_needs_exact_rows", None)
+            self._changes = changes
+
+    def _keep_lse(self, lse: Array) -> None:
+        """Cache the lse of a fused kernel, (…, heads, q_len), that was computed from the arrays as they are."""
+        self._forget_if_changed()
+        if self._stats is None:
+            self._fused_lse = lse
+
+    @property
     def _problem(self) -> Problem:
         """The matrix in canonical form, resolved on first use; a plain product does not need it."""
-        # The views are kept: made under `torch.no_grad()`, they would cut gradients off later uses of the matrix.
-        with self._spec.engine.enable_grad():
-            return self._spec.to_problem()
+        self._forget_if_changed()
+        if self._cached_problem is None:
+            # The views are kept: made under `torch.no_grad()`, they would cut gradients off later uses of the matrix.
+            with self._spec.engine.enable_grad():
+                self._cached_problem = self._make_problem()
+        return self._cached_problem
+
+    def _make_problem(self) -> Problem:
+        """Convert the arrays to canonical form, which may copy them."""
+        return self._spec.to_problem() if self._source is None else self._source.make_problem()
 
     @cached_property
     def _fast_product(self) -> Any:
@@ -148,6 +191,20 @@ class AttentionMatrix:
 
     # Copies
 
+    def copy(self) -> AttentionMatrix:
+        """Return a matrix with copies of query, key and all other arrays, which later changes in place do not reach.
+
+        Gradients do not flow to the original arrays.
+
+        >>> import numpy as np, regard
+        >>> x = np.eye(3)
+        >>> A = regard.attention(x, x).copy()
+        >>> x *= 100
+        >>> A[0].round(3)
+        array([0.471, 0.264, 0.264])
+        """
+        return copy.deepcopy(self)
+
     def __copy__(self) -> AttentionMatrix:
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
@@ -155,22 +212,20 @@ class AttentionMatrix:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what deep copies and files keep: detached arrays and statistics, and nothing that is derived."""
+        problem = None if self._spec.query is not None else detach_arrays(self._problem)
+        self._forget_if_changed()
         state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
         state |= {"_spec": detach_arrays(self._spec), "_fused_lse": detach(self._fused_lse)}
         if self._stats is not None:
             state["_stats"] = SoftmaxStats(*map(detach, self._stats))
-        if self._spec.query is not None:
-            state.pop("_problem", None)
-        else:
-            state["_problem"] = detach_arrays(self._problem)
-        return state
+        return state | {"_cached_problem": problem, "_source": None, "_tracked": None, "_changes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         engine = find_engine("attention", key=self._spec.key)  # the arrays may be on another device now
         self._spec = replace(self._spec, engine=engine)
-        if "_problem" in state:
-            self._problem = replace(self._problem, engine=engine)
+        if self._cached_problem is not None:
+            self._cached_problem = replace(self._cached_problem, engine=engine)
 
     # Entries
 
@@ -614,17 +669,23 @@ class AttentionMatrix:
         kept = resolved.kept[:-2]
         spec, shape = self._spec, self._spec.leading_shape
         pairs = np.arange(len(self._problem.pair_ids)).reshape(shape)[np.ix_(*leading)].ravel()
-        problem = replace(self._problem.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
-        stats = self._get_stats()
-        if stats is not None:
-            stats = None if self._needs_exact_rows else stats.select((pairs[:, None], rows))
         has_heads = bool(leading) and kept[-1]
         all_heads = has_heads and np.array_equal(leading[-1], np.arange(shape[-1]))
         # Some heads of a grouped matrix: the heads of a value could be key heads or query heads, so 0 allows neither.
         groups = spec.groups if all_heads or spec.groups == 1 else int(not has_heads)
         part_shape = tuple(len(chosen) for chosen, keep in zip(leading, kept, strict=True) if keep)
         part = replace(spec, query=None, leading_shape=part_shape, groups=groups, q_len=len(rows))
-        return AttentionMatrix(part, problem, stats)
+        return self._take_part(part, pairs, rows)
+
+    def _take_part(self, spec: Spec, pairs: IntArray, rows: IntArray) -> AttentionMatrix:
+        """Return the lazy matrix of some pairs and rows, with the statistics that are known."""
+        source = PartSource(self, pairs, rows)
+        stats = self._get_stats()
+        if stats is not None:
+            stats = None if self._needs_exact_rows else stats.select((pairs[:, None], rows))
+        part = AttentionMatrix(spec, source.make_problem(), stats, source)
+        part._changes = self._changes
+        return part
 
     def _view(self, resolved: ResolvedIndex) -> AttentionMatrix:
         """Return `_select(resolved)` with its leading axes in the order that the array library gives them."""
@@ -637,12 +698,8 @@ class AttentionMatrix:
         moved = spec.engine.to_numpy(spec.engine.xp.asarray(numbers)[resolved.leading_local])
         if np.array_equal(moved.ravel(), numbers.ravel()):
             return part
-        pairs = moved.ravel()
-        problem = replace(part._problem.select_pairs(pairs), pair_ids=np.arange(len(pairs)))
         moved_spec = replace(part._spec, leading_shape=moved.shape, groups=int(spec.groups == 1))
-        return AttentionMatrix(
-            moved_spec, problem, None if part._stats is None else part._stats.select(pairs)
-        )
+        return part._take_part(moved_spec, moved.ravel(), np.arange(part.shape[-2]))
 
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         """Compute the weights or scores at an index."""
@@ -708,12 +765,8 @@ class AttentionMatrix:
     def _store_fused(self, output: Array, lse: Array | None, kernel: str) -> Array:
         """Cache lse and name of a fused kernel, and return its output."""
         self._kernel_used = kernel
-        if (
-            self._stats is None
-            and lse is not None
-            and lse.dtype.itemsize == max(4, self._spec.key.dtype.itemsize)
-        ):
-            self._fused_lse = lse
+        if lse is not None and lse.dtype.itemsize == max(4, self._spec.key.dtype.itemsize):
+            self._keep_lse(lse)
         return output
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
@@ -799,10 +852,13 @@ class AttentionMatrix:
 
     def _get_stats(self) -> SoftmaxStats | None:
         """Return the cached softmax statistics, or those that a fused kernel's lse gives; None if there are none."""
+        problem = self._problem
+        if self._stats is None and (given := problem.given_lse) is not None:
+            self._stats = SoftmaxStats(given, None)
         if self._stats is None and self._fused_lse is not None and not self._needs_exact_rows:
-            with self._problem.engine.no_grad():
-                stats = SoftmaxStats(self._fused_lse.reshape(self._problem.shape[:2]), None)
-                if not self._problem.score_mods or stats.is_small(self._problem.engine.xp):
+            with problem.engine.no_grad():
+                stats = SoftmaxStats(self._fused_lse.reshape(problem.shape[:2]), None)
+                if not problem.score_mods or stats.is_small(problem.engine.xp):
                     self._stats = stats
         return self._stats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -34,6 +35,17 @@ def detach_arrays(arguments: SpecOrProblem) -> SpecOrProblem:
     return replace(arguments, engine=none, query=query, key=key, sink=sink, score_mods=score_mods)
 
 
+def _list_fields(parts: Iterable[Any]) -> Iterator[Any]:
+    """List the fields of masks and score modifications, and of the ones they combine."""
+    for part in parts:
+        if isinstance(part, Mask | ScoreMod):
+            yield from _list_fields(vars(part).values())
+        elif isinstance(part, list | tuple):
+            yield from _list_fields(part)
+        else:
+            yield part
+
+
 @dataclass(slots=True)
 class Spec:
     """The checked arguments of `attention`, before their leading axes are broadcast.
@@ -54,6 +66,13 @@ class Spec:
     q_len: int | None = None
     problem_class: type[Problem] | None = None
     kv_len: int | None = None
+
+    def list_arrays(self) -> list[Any]:
+        """List everything that the weights depend on: query, key, sink, and what mask and modifications hold."""
+        arrays = [self.query, self.key]
+        if self.mask is not None or self.score_mods or self.sink is not None:
+            arrays += [self.sink, *_list_fields((self.mask, *self.score_mods))]
+        return arrays
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,6 +180,11 @@ class Problem:
     def placeholder_value(self) -> tuple[Array, IntArray]:
         """A value for a product that is computed for its lse only, and its index."""
         return self.key, self.key_index
+
+    @property
+    def given_lse(self) -> Array | None:
+        """The lse of each row if the weights were given, (pairs, rows); None if it is computed from the scores."""
+        return None
 
     @property
     def needs_exact_rows(self) -> bool:

@@ -14,8 +14,8 @@ import torch
 from regard.core.arguments import Axis, check_not_empty, check_result_size, name_measures, resolve_reduction
 from regard.core.block_loop import SoftmaxStats
 from regard.core.indexing import ResolvedIndex
-from regard.core.matrix import AttentionMatrix
-from regard.core.problem import Spec
+from regard.core.matrix import AttentionMatrix, PartSource
+from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, Product, SelectedWeights, flatten_operand
 from regard.distributed.fingerprint import describe_argument_content
 from regard.distributed.measuring import can_compile, count_norms, run_measure_pass, run_stats_pass
@@ -43,14 +43,28 @@ class DistributedMatrix(AttentionMatrix):
 
     def __init__(
         self, spec: Spec, ring: RingProblem, lse_stats: SoftmaxStats | None = None,
-        exact_stats: dict[bool, SoftmaxStats] | None = None,
+        exact_stats: dict[bool, SoftmaxStats] | None = None, source: PartSource | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(spec, ring.problem)
+        super().__init__(spec, ring.problem, source=source)
         self._ring = ring
         self._lse_stats = lse_stats
         self._exact_stats = exact_stats or {}
 
     _fast_product = None  # of one process
+
+    def _forget_if_changed(self) -> None:
+        changes = self._changes
+        super()._forget_if_changed()
+        if changes != self._changes:  # the other ranks compute theirs again, too: they ask what each rank has
+            self._lse_stats, self._exact_stats = None, {}
+            vars(self).pop("_norms", None)
+
+    def _make_problem(self) -> Problem:
+        problem, own = super()._make_problem(), self._ring.problem
+        if self._source is None:
+            problem = replace(problem, frame=own.frame, positions=own.positions)
+        self._ring = replace(self._ring, problem=problem)
+        return problem
 
     @property
     def positions(self) -> Array:
@@ -78,6 +92,7 @@ class DistributedMatrix(AttentionMatrix):
     @property
     def lse(self) -> Array:
         """The natural-log logsumexp of each of this rank's rows over all keys: (…, heads, own queries)."""
+        self._forget_if_changed()
         if self._lse_stats is None and not self._exact_stats:
             self._refuse_gradients("A.lse")
             self._run_operation("A.lse", {})
@@ -252,6 +267,7 @@ class DistributedMatrix(AttentionMatrix):
             replace(self._ring, problem=part._problem),
             None if self._lse_stats is None else select(self._lse_stats),
             {kind: select(stats) for kind, stats in self._exact_stats.items()},
+            part._source,
         )
 
     def _get_stats(self) -> None:
@@ -313,6 +329,7 @@ class DistributedMatrix(AttentionMatrix):
 
     def _run_operation(self, operation: str, chosen: dict[str, Measure], content: str = "") -> dict[str, Any]:
         """Compute measures together with the other ranks; results begin with the axis of pairs."""
+        engine = self._problem.engine  # first: if an array was changed in place, this renews the ring
         ring, measures = self._ring, list(chosen.values())
         # Entries of each rank are its own choice.
         is_own_choice = any(isinstance(measure, SelectedWeights | SelectedScores) for measure in measures)
@@ -330,7 +347,7 @@ class DistributedMatrix(AttentionMatrix):
             "query_norm": query_norm,
             "key_norm": key_norm,
             "has_lse": self._lse_stats is not None,
-            "is_small": self._lse_stats is not None and self._lse_stats.is_small(self._problem.engine.xp),
+            "is_small": self._lse_stats is not None and self._lse_stats.is_small(engine.xp),
             "has_exact": compiled in self._exact_stats,
         }
         with torch.no_grad(), ring.operate(operation, same, own, error=error) as begun:

@@ -64,6 +64,10 @@ class ArrayEngine:
             )
         return array
 
+    def count_changes(self, arrays: Sequence[Any]) -> list[int]:
+        """Return no counts: NumPy does not count changes in place."""
+        return []
+
     def working_dtype(self, *arrays: Array) -> Any:
         """Return the widest dtype of the arrays, float32 at least."""
         float32 = self.xp.float32

@@ -73,6 +73,13 @@ class Engine(Protocol):
             ArgumentTypeError: If the argument does not hold real numbers, or is on another device.
         """
 
+    def count_changes(self, arrays: Sequence[Any]) -> list[int]:
+        """Return how often each array was changed in place; nothing for those whose changes the library does not count.
+
+        Args:
+            arrays: Arrays and any other objects.
+        """
+
     def working_dtype(self, *arrays: Array) -> Any:
         """Return the dtype that scores are computed in: the widest of the arrays' dtypes, float32 at least.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import array_api_compat.torch as array_api
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from regard.masks import Mask
 
 Tensor = Any  # torch's types are not checked
+_get_version = attrgetter("_version")
 
 
 class TorchNamespace:
@@ -130,6 +132,16 @@ class TorchEngine:
             expected=f"{self.device}, where the query is",
             hint=f"Move it: {name}.to({str(self.device)!r}).",
         )
+
+    def count_changes(self, arrays: Sequence[Any]) -> list[int]:
+        try:
+            return list(map(_get_version, arrays))
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # not a tensor, or one made in inference mode, which has no version
+            tensors = (x for x in arrays if isinstance(x, torch.Tensor))
+            return [x._version for x in tensors if not x.is_inference()]
 
     def working_dtype(self, *arrays: Array) -> Any:
         dtype = torch.float32

@@ -18,6 +18,7 @@ from tests.helpers.ring_cases import (
     count_questions_about_the_store,
     count_received_tensors,
     join_results,
+    measure_changed_tensors,
 )
 
 
@@ -94,6 +95,11 @@ def test_any_split_gives_the_same_numbers(ranks, data) -> None:
     )  # fmt: skip
     failures = check_splits(ranks, [case], [build_inputs(case, TILE)], [Split(layout, queries, keys)], size)
     assert not failures, "\n".join(failures)
+
+
+def test_tensors_that_were_changed_in_place(ranks) -> None:
+    for differences in ranks.run(measure_changed_tensors):
+        assert max(differences) < 1e-5
 
 
 def test_a_rank_holds_two_blocks_of_other_ranks_at_most(ranks) -> None:

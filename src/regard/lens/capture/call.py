@@ -188,7 +188,7 @@ class Call:
             matrix = self._build_matrix()
             has_scores = self.weights is None  # the scores of given weights are their logarithms
             if has_scores and self.lse is not None and self.lse.dtype == self.key.dtype:  # it has no gradient
-                matrix._fused_lse = self._correct_lse(self.lse)
+                matrix._keep_lse(self._correct_lse(self.lse))
             return matrix
 
     def _build_matrix(self) -> AttentionMatrix:
