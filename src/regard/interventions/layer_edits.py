@@ -104,8 +104,8 @@ class LayerEdits:
             first: The edits of the first call.
             shape: Shape of the joined matrix.
         """
-        offset = first.placement.query_offset
-        placement = self.placement._replace(shape=shape, query_offset=offset, key_offset=0)
+        _, query_offset, key_offset, _ = first.placement
+        placement = self.placement._replace(shape=shape, query_offset=query_offset, key_offset=key_offset)
         return replace(self, placement=placement)
 
     def edit_mask(self, mask: Mask | None) -> Mask | None:

@@ -212,3 +212,22 @@ def test_patches_from_a_short_run_continue_over_a_rolling_cache(what):
     plain = model(input_ids=tokens, use_cache=False).logits
     assert float((plain - one_pass).abs().max()) > 1e-2
     assert sum(call.shape[-2] for call in run.recording.calls(next(iter(run.recording)))) == tokens.shape[1]
+
+
+def test_calls_that_begin_after_evictions_are_recorded_with_their_edits():
+    """Beams begin a call of their own, at keys of a window whose first position is not 0."""
+    model, tokens = MODELS["Mistral"].build(), MODELS["Mistral"].inputs("none", batch=1)["input_ids"]
+    edit = knockout(0, heads=HEADS, keys=[2, 6, 8])
+    with regard.intervene(model, edit, record=True) as whole:
+        model(input_ids=tokens, use_cache=False)
+    with regard.intervene(model, edit, record=True) as run:
+        cache = hf.DynamicCache(config=model.config)
+        model(input_ids=tokens[:, :8], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        for token in tokens[:, 8:].split(1, 1):
+            model(input_ids=token.repeat(2, 1), past_key_values=cache)
+    name = next(iter(run.recording))
+    prompt, steps = run.recording.calls(name)
+    assert prompt.shape[-2:] == (8, 8) and steps.steps == 3
+    weights, expected = steps.matrix.to_dense(), whole.recording[name].to_dense()
+    assert float((weights - expected[..., -3:, -weights.shape[-1] :]).abs().max()) < 1e-6
