@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from regard.lens.capture.call import Call
 from regard.monitor.head_summary import HeadMeasures, HeadSummary
-
-Layout = dict[str, int]  # number of heads by module name, in the order in which the layers ran
+from regard.monitor.layer_parts import LayerPart, Layout
 
 
 class StepTable:
@@ -25,6 +24,7 @@ class StepTable:
     def __init__(self, measures: HeadMeasures) -> None:
         self._measures = measures
         self.layers: dict[str, HeadSummary] = {}
+        self.first_heads: dict[str, int] = {}  # number of the first head of a layer, if it is not 0
         self.is_empty = True
 
     def add(self, call: Call) -> None:
@@ -35,20 +35,20 @@ class StepTable:
             before = self.layers.get(call.name)
             self.layers[call.name] = summary if before is None else before.join(summary)
 
-    @property
-    def layout(self) -> Layout:
-        """Number of heads of each layer."""
-        return {name: len(summary.sums) for name, summary in self.layers.items()}
-
-    def reduce(self, layout: Layout, group: Any, device: Any) -> None:
+    def reduce(self, layout: Layout, own: dict[str, LayerPart], group: Any, device: Any) -> None:
         """Combine with the tables of the other processes: one SUM and one MAX all-reduce.
 
         Args:
             layout: The layers that all processes expect. A layer that this process has not run adds nothing.
+            own: The part of each layer that this process holds.
             group: The process group, or None for all processes.
             device: Device of the tensors that are sent.
         """
-        unknown = [name for name, heads in self.layout.items() if layout.get(name) != heads]
+        unknown = [
+            name
+            for name, summary in self.layers.items()
+            if name not in layout or layout[name].heads.get(own[name].part) != len(summary.sums)
+        ]
         if unknown:
             warnings.warn(
                 f"Monitor: {unknown[0]!r} did not run in the first monitored step of any process, so it is skipped: "
@@ -59,9 +59,10 @@ class StepTable:
         num_maxima = 2 + len(self._measures.columns) - num_sums
         parts = [
             self.layers[name]
-            if name in self.layers and name not in unknown
+            if name in self.layers and name not in unknown and own[name].part == number
             else HeadSummary(np.zeros((heads, num_sums)), np.full((heads, num_maxima), -np.inf))
-            for name, heads in layout.items()
+            for name, layer in layout.items()
+            for number, heads in layer.heads.items()
         ]
         tables = []
         for values, operation in (
@@ -71,24 +72,21 @@ class StepTable:
             table = torch.from_numpy(np.concatenate(values)).to(device)
             dist.all_reduce(table, op=operation, group=group)
             tables.append(table.cpu().numpy())
-        stops = np.cumsum(list(layout.values()))[:-1]
+        stops = np.cumsum([sum(layer.heads.values()) for layer in layout.values()])[:-1]
         halves = zip(*(np.split(table, stops) for table in tables), strict=True)
         self.layers = {name: HeadSummary(*half) for name, half in zip(layout, halves, strict=True)}
+        self.first_heads = {name: layer.first_head for name, layer in layout.items()}
 
     def rows(self, step: int) -> list[dict[str, Any]]:
         """Return the table as rows of the history, one for each layer and head."""
         return [
-            {"step": step, "module": name, "layer": layer, **row}
+            {
+                "step": step,
+                "module": name,
+                "layer": layer,
+                **row,
+                "head": row["head"] + self.first_heads.get(name, 0),
+            }
             for layer, (name, summary) in enumerate(self.layers.items())
             for row in self._measures.finish(summary)
         ]
-
-
-def agree_on_layout(layout: Layout, group: Any) -> Layout:
-    """Exchange the layers that each process has run, once; layers are in the order of the first that ran them."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, layout, group=group)
-    union: Layout = {}
-    for other in gathered:
-        union |= {name: heads for name, heads in other.items() if name not in union}
-    return union

@@ -24,8 +24,9 @@ from regard.measures import Measure
 from regard.monitor.alarms import DEFAULT_ALARMS, Alarm, AlarmError, AlarmRule, AlarmWarning
 from regard.monitor.forward_scope import ForwardScope
 from regard.monitor.head_summary import HeadMeasures
+from regard.monitor.layer_parts import LayerPart, Layout, agree_on_layout, find_layer_part
 from regard.monitor.loggers import Logger, make_logger
-from regard.monitor.step_table import Layout, StepTable, agree_on_layout
+from regard.monitor.step_table import StepTable
 from regard.validation import check_count
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class Monitor:
     - With `measures`, the mean of each by its name, and `name_min` and `name_max`.
 
     With torch.distributed, every process needs a monitor. They combine their numbers in each monitored step with one
-    SUM and one MAX all-reduce; the process of rank 0 logs.
+    SUM and one MAX all-reduce; the process of rank 0 logs. Every head has one row: heads that tensor parallelism splits
+    (parameters that are DTensors) are numbered by their place among all heads, and pipeline stages add their layers.
 
     Args:
         model: The model, or its DistributedDataParallel. It must not be compiled.
@@ -142,6 +144,7 @@ class Monitor:
         weakref.finalize(self, self._registered.release).atexit = False
         self._table = StepTable(self._measures)
         self._num_last_rows = 0
+        self._parts: dict[str, LayerPart] = {}  # what this process holds
         self._layout: Layout | None = None  # what the processes have agreed on
         self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
@@ -250,13 +253,19 @@ class Monitor:
             except BaseException:
                 self.detach()
                 raise
-            self._finish(step)
+            try:
+                self._finish(step)
+            except ArgumentError:
+                self.detach()
+                raise
         self._begin_step()
 
     def _measure(self, call: Call) -> dict[str, Any]:
         """Measure a call inside the watch; nothing of it is recorded beside the sums."""
         if self._model.training or self._include_eval:
             _check_runs_in_python()
+            if call.name not in self._parts and dist.is_available() and dist.is_initialized():
+                self._parts[call.name] = find_layer_part(self._model, call)
             self._table.add(call)
         return {}
 
@@ -267,10 +276,12 @@ class Monitor:
         table, rank = self._table, 0
         if dist.is_available() and dist.is_initialized():
             rank = dist.get_rank(self._group)
-            layout = self._layout or agree_on_layout(table.layout, self._group)
+            layout = self._layout
+            if layout is None:
+                layout = agree_on_layout({name: self._parts[name] for name in table.layers}, self._group)
             if layout:
                 self._layout = layout
-                table.reduce(layout, self._group, self._find_device())
+                table.reduce(layout, self._parts, self._group, self._find_device())
         rows = table.rows(step)
         self.history.extend(rows)
         self._num_last_rows = len(rows)

@@ -189,6 +189,9 @@ def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
         ):
             hint = "Watch the model with its weights loaded, and export it outside the watch."
             return "it ran on meta or fake tensors, which have no numbers", hint
+        if hasattr(tensor, "device_mesh"):
+            hint = "Let the projections return local tensors: ColwiseParallel(use_local_output=True), the default."
+            return "its tensors are distributed (DTensor)", hint
     return None
 
 
