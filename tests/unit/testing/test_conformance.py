@@ -312,7 +312,7 @@ def test_a_fault_without_a_name_is_one_finding():
         return output * 1.01 if key.shape[-2] > 64 else output
 
     (finding,) = check_conformance(long).findings
-    assert "for lengths around tiles, by up to" in finding.message
+    assert "for more than 64 keys, by up to" in finding.message
     assert finding.call.sizes["kv_len"] == 65
     assert finding.call.sizes["q_len"] == finding.call.sizes["head_dim"] == 1
 

@@ -50,7 +50,13 @@ class Attention(torch.autograd.Function):
             score_gradient = torch.zeros_like(score_gradient)
         if "gradient without scale" not in faults:
             score_gradient = score_gradient * query.shape[-1] ** -0.5
-        return score_gradient @ key, score_gradient.mT @ query, weights.mT @ slope, None, None
+        gradients = {
+            "query": score_gradient @ key,
+            "key": score_gradient.mT @ query,
+            "value": weights.mT @ slope,
+        }
+        reached = (x * (f"gradient of {name} stopped" not in faults) for name, x in gradients.items())
+        return *reached, None, None
 
 
 def build_function(*faults):
@@ -77,7 +83,8 @@ BROKEN_ON_TENSORS = {
         name: (build_function(name), {"unsupported": ODD_VALUES})
         for name in (
             "gradient without scale", "gradient not centred", "gradient stopped", "gradient NaN of empty rows",
-            "gradient of masked NaN",
+            "gradient of masked NaN", "gradient of query stopped", "gradient of key stopped",
+            "gradient of value stopped",
         )
     },
     "half precision": (in_half, {"unsupported": (*NO_NAN, *NO_GRADIENTS)}),
@@ -93,6 +100,50 @@ def test_the_planted_fault_on_tensors_is_the_only_finding(name):
     fn, described = BROKEN_ON_TENSORS[name]
     report = check_conformance(fn, library="torch", **described)
     assert [finding.name for finding in report.findings] == [name], str(report)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_an_argument_that_is_detached_is_the_only_finding(name):
+    def attend(query, key, value, mask=None):
+        arrays = {"query": query, "key": key, "value": value}
+        arrays[name] = arrays[name].detach()
+        mask = torch.ones((), dtype=torch.bool) if mask is None else mask
+        return Attention.apply(*arrays.values(), mask, ())
+
+    report = check_conformance(attend, library="torch", unsupported=ODD_VALUES)
+    assert [finding.message for finding in report.findings] == [f"no gradient reaches {name}"], str(report)
+
+
+@pytest.mark.parametrize("changed", ["query", "value", "mask"])
+def test_an_argument_that_is_overwritten_is_a_finding(changed):
+    def attend(query, key, value, mask=None):
+        output = build_function()(query, key, value, mask)
+        argument = {"query": query, "value": value, "mask": mask}[changed]
+        if argument is not None and not argument.requires_grad:
+            argument[...] = True
+        return output
+
+    report = check_conformance(attend, library="torch", unsupported=ODD_VALUES)
+    assert [finding.name for finding in report.findings] == ["arguments changed"], str(report)
+
+
+@pytest.mark.parametrize(
+    "feature, is_large",
+    [
+        ("more than 256 keys", lambda query, key: key.shape[-2] >= 300),
+        ("more than 128 queries", lambda query, key: query.shape[-2] >= 300),
+        ("a head_dim above 64", lambda query, key: query.shape[-1] >= 128),
+    ],
+    ids=["300 keys", "300 queries", "head_dim 128"],
+)
+def test_the_quick_size_finds_what_breaks_at_ordinary_sizes(feature, is_large):
+    def attend(query, key, value, mask=None):
+        output = build_function()(query, key, value, mask)
+        return output * 1.01 if is_large(query, key) else output
+
+    report = check_conformance(attend, library="torch", unsupported=ODD_VALUES)
+    (finding,) = report.findings
+    assert f"differs from the definition for {feature}" in finding.message, str(report)
 
 
 def test_correct_gradients_have_no_findings():

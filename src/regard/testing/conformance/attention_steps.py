@@ -116,7 +116,7 @@ class Steps:
     backward_centre: bool = (
         True  # whether Σ weight · gradient of the row is subtracted, as the softmax requires
     )
-    backward_through: bool = True  # whether gradients reach query and key
+    backward_reaches: tuple[str, ...] = ("query", "key", "value")
     backward_empty: float = 0.0
     backward_key: bool = True  # whether keys that no query attends to stay out of the gradients, NaN included
     backward_value: bool = True  # … and values
@@ -164,7 +164,7 @@ def run_steps(
 
 def _compute_gradients(
     arrays: tuple[Any, Any, Any], weights: Any, live: Any, output_gradient: Any, call: AttentionCall, steps: Steps
-) -> tuple[Any, Any, Any]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """Compute the gradients of query, key and value; masked entries have none."""
     query, key, value = arrays
     is_visible = live.any(-2)[..., None]
@@ -176,10 +176,11 @@ def _compute_gradients(
     gradient = weights * gradient
     gradient = np.where(live.any(-1, keepdims=True), gradient, steps.backward_empty)
     gradient = gradient * steps.backward_scale(call)
-    if not steps.backward_through:
-        gradient = np.zeros_like(gradient)
     value_gradient = weights.swapaxes(-1, -2) @ output_gradient
-    return gradient @ key, gradient.swapaxes(-1, -2) @ query, value_gradient
+    gradients = {"query": gradient @ key, "key": gradient.swapaxes(-1, -2) @ query, "value": value_gradient}
+    return tuple(
+        array if name in steps.backward_reaches else np.zeros_like(array) for name, array in gradients.items()
+    )
 
 
 def round_to(array: Any, dtype: str) -> Any:

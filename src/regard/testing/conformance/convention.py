@@ -211,7 +211,8 @@ class CallingConvention:
         library = self.array_library
         arrays = [self._convert_array(x, call) for x in (call.query, call.key, call.value)]
         options = self._build_options(call)
-        before = [np.array(library.to_numpy(x)) for x in arrays]
+        passed = [*arrays, *(x for x in options.values() if hasattr(x, "shape"))]
+        before = [np.array(library.to_numpy(x)) for x in passed]
 
         def run(*inputs: Any) -> tuple[Any, Any]:
             returned = fn(*inputs, **options)
@@ -224,7 +225,7 @@ class CallingConvention:
             returned, gradients = library.compute_gradients(run, arrays, self.to_layout(output_gradient))
         output, weights = self._split_pair(returned)
         heads, kv_heads = call.sizes["heads"], call.sizes["kv_heads"]
-        after = zip(before, map(library.to_numpy, arrays), strict=True)
+        after = zip(before, map(library.to_numpy, passed), strict=True)
         inputs_changed = any(not np.array_equal(x, y, equal_nan=True) for x, y in after)
         if not hasattr(output, "shape"):
             raise OutputShapeError(f"a {type(output).__name__}, expected an array")

@@ -302,7 +302,16 @@ FAULTS: tuple[Fault, ...] = (
         "Compute weights · (gradient − Σ weights · gradient), with the sum over keys.", backward_centre=False,
     ),
     _fault(
-        "gradient stopped", "no gradient reaches query and key", "Do not detach the weights.", backward_through=False
+        "gradient stopped", "no gradient reaches query and key", "Do not detach the weights.",
+        backward_reaches=("value",),
+    ),
+    *(
+        _fault(
+            f"gradient of {name} stopped", f"no gradient reaches {name}",
+            f"Do not detach {name}, or what is computed from it.",
+            backward_reaches=tuple(other for other in ("query", "key", "value") if other != name),
+        )
+        for name in ("query", "key", "value")
     ),
     _fault(
         "gradient NaN of empty rows", "gradients are NaN in empty rows",

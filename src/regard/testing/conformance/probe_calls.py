@@ -135,10 +135,16 @@ def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dic
         (33, 31),
         (3, 65),
         (1, 129),
-        *(((257, 255), (2, 513)) if size == "full" else ()),
+        (2, 513),
+        (321, 5),
+        *(((257, 255), (515, 1030)) if size == "full" else ()),
     ):
         yield "lengths around tiles", f"{q_len} × {kv_len}", {"q_len": q_len, "kv_len": kv_len, "head_dim": 8}
     yield "lengths around tiles", "5 × 67, padding", {"q_len": 5, "kv_len": 67, "mask": "padding"}
+    for head_dim in (128, 257):
+        yield (
+            "lengths around tiles", f"5 × 7, head_dim {head_dim}", {"q_len": 5, "kv_len": 7, "head_dim": head_dim}
+        )  # fmt: skip
     yield "gradients", "3 × 3", {"gradients": True}
     yield "gradients", "heads, batch, mask", {**longer, "mask": "random", "gradients": True}
     yield "gradients, causal", "4 × 4", {**causal, "q_len": 4, "kv_len": 4, "gradients": True}
@@ -197,6 +203,9 @@ def _find_features(capability: str, call: AttentionCall, options: dict[str, Any]
         "causal": call.causal is not None,
         "a scale": call.scale is not None,
         "gradients": options.get("gradients", False),
+        "a head_dim above 64": sizes["head_dim"] > 64,
+        **{f"more than {tile} queries": sizes["q_len"] > tile for tile in (32, 64, 128, 256)},
+        **{f"more than {tile} keys": sizes["kv_len"] > tile for tile in (32, 64, 128, 256)},
     }
     return frozenset({capability, *(name for name, present in features.items() if present)})
 
