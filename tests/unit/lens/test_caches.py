@@ -339,3 +339,36 @@ def test_two_static_caches_take_turns(name):
             assert_matches(
                 ours, expected, expected, dtype="float32", score_error=2e-5, ordinary=True, what=layer
             )
+
+
+@pytest.mark.parametrize("shared", [0, 3, 8])
+def test_a_static_cache_that_is_reset_begins_another_text(shared):
+    """The second prompt may share its first tokens with what is left in the buffer."""
+    models = build()
+    prompts = draw_tokens(2, 9)
+    prompts[1, :shared] = prompts[0, :shared]
+
+    def run(model):
+        cache = hf.StaticCache(config=model.config, max_cache_len=14)
+        for tokens in prompts:
+            model(tokens[None, :7], past_key_values=cache)
+            model(tokens[None, 7:], past_key_values=cache)
+            cache.reset()
+
+    recording, _ = run_both(models, run)
+    for index, tokens in enumerate(prompts):
+        with log_eager(models[1]) as weights:
+            models[1](tokens[None])
+        for layer, (expected,) in weights.items():
+            assert len(recording.calls(layer)) == 2
+            ours = recording.calls(layer)[index].matrix.to_dense()
+            assert not ours[..., 9:].any()
+            assert_matches(
+                ours[..., :9],
+                expected,
+                expected,
+                dtype="float32",
+                score_error=2e-5,
+                ordinary=True,
+                what=layer,
+            )

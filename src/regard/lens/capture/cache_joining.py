@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import replace
+from itertools import product
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -322,7 +323,7 @@ class JoinedCalls:
             return None
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
-        for keys in ((old_keys, new_keys), (old_keys, new), (old, new_keys), (old, new)):
+        for keys in product((old_keys, old), (new_keys, new) if _ends_with_own_keys(call) else (new,)):
             if (extension := self._match_grown(call, *keys)) is not None:
                 return extension
         return None
@@ -680,6 +681,12 @@ def _is_same_tensor(a: Any, b: Any) -> bool:
         return False
     (tensor, version), (other, other_version) = a, b
     return tensor() is not None and tensor() is other() and version == other_version
+
+
+def _ends_with_own_keys(call: Call) -> bool:
+    """Return whether the last keys are those of the rows, padding included: then some row ends at its own key."""
+    q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+    return bool((call.compact_mask.stop == np.arange(kv_len - q_len, kv_len) + 1).any())
 
 
 def _have_same_keys(old: Tensor, new: Tensor, entries: IntArray | None = None) -> bool:
