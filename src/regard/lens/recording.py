@@ -67,7 +67,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._joined_calls: dict[str, list[JoinedCalls]] = {}
         self._uncaptured: dict[str, Uncaptured] = {}
         self._cache_faults: dict[str, list[CacheFault]] = {}
-        self._latest: dict[str, JoinedCalls] = {}  # what the newest call of each layer belongs to
+        # What the newest call of each layer belongs to, by thread.
+        self._latest: dict[int, dict[str, JoinedCalls]] = {}
         self._preceding: dict[str, str] = {}  # the layer that ran before each layer
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
@@ -78,7 +79,12 @@ class Recording(Mapping[str, AttentionMatrix]):
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
             number = sum(joined.num_calls for joined in groups)
-            known, extension = (None, None) if call.measures is not None else self._find_cache(call, groups)
+            latest = self._latest.setdefault(threading.get_ident(), {})
+            # A layer that ran before in the same pass, such as a decoder's self-attention, knows where rows belong.
+            before = latest.get(self._preceding.setdefault(call.name, next(reversed(latest), "")))
+            known, extension = None, None
+            if call.measures is None:
+                known, extension = self._find_cache(call, groups, before)
             if known is not None and extension is not None:
                 joined = known.extend(call, extension)
                 if call.num_missing_values and not joined.is_cross_attention:
@@ -92,25 +98,29 @@ class Recording(Mapping[str, AttentionMatrix]):
                 joined = JoinedCalls(call)
             if joined is not known:
                 groups.append(joined)
-            self._latest[call.name] = joined
+            joined.before = before
+            latest[call.name] = joined
             return joined if joined is known is groups[-1] else None
 
     def _find_cache(
-        self, call: Call, groups: list[JoinedCalls]
+        self, call: Call, groups: list[JoinedCalls], before: JoinedCalls | None
     ) -> tuple[JoinedCalls, Extension] | tuple[None, None]:
         """Find the calls whose cache a call extends, and how."""
-        # A layer that ran before in the same pass, such as a decoder's self-attention, knows where the rows belong.
-        before = self._latest.get(self._preceding.setdefault(call.name, next(reversed(self._latest), "")))
         place = None if before is None else before.find_newest_rows(call)
         # The latest first, since a layer that several depths share has one cache for each; but first of all those
         # that were called with the same cache, if the model was given one: windows of two caches may be equal.
-        ordered = sorted(reversed(groups), key=lambda joined: not joined.has_cache_of(call))
+        # Layers that several depths share may attend to the same keys in each: the layer before tells them apart.
+        ordered = sorted(
+            reversed(groups), key=lambda joined: (not joined.has_cache_of(call), not joined.follows(before))
+        )
         matches = ((joined, match) for joined in ordered if (match := joined.match(call, place)) is not None)
         whole: list[tuple[JoinedCalls, Extension]] = []
         cut_back: list[tuple[JoinedCalls, Extension]] = []
         for joined, match in matches:
             is_whole = match.place.rows_before == joined.num_rows
             (whole if is_whole else cut_back).append((joined, match))
+            if match.key is None and joined.follows(before):
+                return joined, match
             if is_whole and (joined.has_cache_of(call) or not (match.evicted or joined.key_offset)):
                 return joined, match
         if not whole and not cut_back:

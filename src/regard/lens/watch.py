@@ -486,9 +486,7 @@ class Watch:
         self._captures_before[thread, id(module)] = wrappers.count_captures()
         if module is self._model:
             self._has_run = True
-            cache = kwargs.get("past_key_values")
-            reference = None if cache is None or isinstance(cache, tuple) else weakref.ref(cache)
-            self._passes[thread] = wrappers.speculative_mode(), reference
+            self._passes[thread] = wrappers.speculative_mode(), _refer_to(kwargs.get("past_key_values"))
 
     def _make_after_forward(self, name: str) -> Callable[..., None]:
         def after_forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -509,6 +507,14 @@ class Watch:
             self._without_capture.setdefault(name, reason)
 
         return after_forward
+
+
+def _refer_to(cache: Any) -> Any:
+    """Return the weak reference to a cache, which is one object for each cache; None if Python has none for it."""
+    try:
+        return None if isinstance(cache, tuple) else weakref.ref(cache)
+    except TypeError:  # None, a list or a dict
+        return None
 
 
 def _find_native_parts(model: nn.Module) -> set[int]:

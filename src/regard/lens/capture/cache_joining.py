@@ -238,6 +238,8 @@ class JoinedCalls:
         self.is_cross_attention = False  # every call attends to the same keys
         self._candidates: list[list[int]] | None = None  # which entries those of the newest call may continue
         self._joined: Call | None = None
+        self.before: JoinedCalls | None = None  # calls of the layer that ran before in the same pass
+        self._copied_from: JoinedCalls | None = None  # whose first rows these share
         if call.measures is None:
             call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
             self._add_rows(call)
@@ -266,6 +268,11 @@ class JoinedCalls:
         return len(self.steps) > 1 and not self.is_cross_attention
 
     @property
+    def _continues_unknown_rows(self) -> bool:
+        """Whether these begin in the middle of a sequence, as each step of a ring buffer does."""
+        return len(self._steps) == 1 and self._last.query_offset > 0
+
+    @property
     def speculative_mode(self) -> str:
         """How `generate()` proposed tokens that it may have discarded; "" if it did not."""
         return self.last.speculative_mode if len(self.steps) > 1 else ""
@@ -280,12 +287,20 @@ class JoinedCalls:
 
     def has_cache_of(self, call: Call) -> bool:
         """Return whether the model was given the same cache object for the last call as for another one."""
-        return call.source_cache is not None and call.source_cache == self._last.source_cache
+        return call.source_cache is not None and call.source_cache is self._last.source_cache
+
+    def follows(self, before: JoinedCalls | None) -> bool:
+        """Return whether these are the calls after some of the layer before, or after those that they were copied from.
+
+        Args:
+            before: The calls of the layer before; None if they are not known.
+        """
+        return before is not None and self.before is not None and self.before in (before, before._copied_from)
 
     def _has_another_cache(self, call: Call) -> bool:
         """Return whether the model was given another cache object for a call, such as a copy of a shared prefix."""
-        caches = (call.source_cache, self._last.source_cache)
-        return None not in caches and caches[0] != caches[1]
+        other = self._last.source_cache
+        return call.source_cache is not None and other is not None and call.source_cache is not other
 
     def find_newest_rows(self, call: Call) -> RowPlace | None:
         """Return where the newest rows are if they are those of the pass in which another layer was called."""
@@ -294,8 +309,8 @@ class JoinedCalls:
             return None
         if last.query.shape[-2] != call.query.shape[-2] or len(last.query) != len(call.query):
             return None
-        if last.query_offset and len(self._steps) == 1:
-            return None  # what it continues is not known
+        if self._continues_unknown_rows:
+            return None
         waiting = 0 if self._rows is None else len(self._rows.queries)
         return RowPlace(last.query_offset + waiting, None if waiting else self._candidates)
 
@@ -314,7 +329,7 @@ class JoinedCalls:
         if not _have_same_settings(last, call):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
-        is_same = _is_same_tensor(call.source_key, last.source_key)
+        is_same = self._has_key_of(call)
         if is_same or place is not None or (call.weights is not None and _share_memory(old_keys, new_keys)):
             extension = self._match_cross_attention(call, old_keys, new_keys, place)
             if extension is not None or is_same:
@@ -323,7 +338,9 @@ class JoinedCalls:
             return None
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
         old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
-        for keys in product((old_keys, old), (new_keys, new) if _ends_with_own_keys(call) else (new,)):
+        ends = (new_keys, new) if _ends_with_own_keys(call) else (new,)
+        pairs = {(a.shape[-2], b.shape[-2]): (a, b) for a, b in product((old_keys, old), ends)}
+        for keys in pairs.values():
             if (extension := self._match_grown(call, *keys)) is not None:
                 return extension
         return None
@@ -339,7 +356,7 @@ class JoinedCalls:
         last = self.last
         if self._has_grown or not 0 < place.rows_before <= self.num_rows:
             return None
-        is_same = _is_same_tensor(call.source_key, last.source_key)
+        is_same = self._has_key_of(call)
         if is_same and call.query.data_ptr() == last.query.data_ptr():
             return None  # the same attention over another value
         if place.entries is not None or not (is_same or _share_memory(old, new)):
@@ -351,6 +368,14 @@ class JoinedCalls:
         if place.entries is not None and call.edits is not None:
             return None  # an edit may select batch entries
         return Extension(place) if _attend_to_same_keys(last, call, place.entries) else None
+
+    def _has_key_of(self, call: Call) -> bool:
+        """Return whether the last call was passed the same key tensor as another one, unchanged in between."""
+        a, b = call.source_key, self.last.source_key
+        if a is None or b is None or a[0]() is None or a[0]() is not b[0]() or a[1] != b[1]:
+            return False
+        # In inference mode, a tensor has no version; both calls have a copy of it.
+        return a[1] is not None or _have_same_keys(self.last.key, call.key)
 
     def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> Extension | None:
         """Match a call whose keys `new` extend the keys `old` of the last call."""
@@ -422,7 +447,7 @@ class JoinedCalls:
         if not call.speculative_mode and (num_rows < self.num_rows or drops_entries):
             extended = copy.copy(self)
             extended._steps, extended.evicted_keys = list(self.steps), list(self.evicted_keys)
-            extended._rows, extended._num_calls = None, 0
+            extended._rows, extended._num_calls, extended._copied_from = None, 0, self
         if new is None:
             extended.is_cross_attention = True
         else:
@@ -518,6 +543,8 @@ class JoinedCalls:
         last = self.last
         if call.speculative_mode or self.is_cross_attention or self._has_another_cache(call):
             return None
+        if self._continues_unknown_rows:
+            return None  # a ring buffer replaces its last key in every round
         if not _have_same_settings(last, call):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
@@ -673,14 +700,6 @@ def _have_same_settings(a: Call, b: Call) -> bool:
 def _get_cached(call: Call) -> Tensor | None:
     """Return the tensor of a call that a cache extends: the key, or the value if the layer computed its own softmax."""
     return call.key if call.weights is None else call.cached
-
-
-def _is_same_tensor(a: Any, b: Any) -> bool:
-    """Return whether two calls were passed the same key tensor, unchanged in between."""
-    if a is None or b is None:
-        return False
-    (tensor, version), (other, other_version) = a, b
-    return tensor() is not None and tensor() is other() and version == other_version
 
 
 def _ends_with_own_keys(call: Call) -> bool:

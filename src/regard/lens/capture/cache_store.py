@@ -8,8 +8,6 @@ and it is the same for recordings, interventions and `outputs.attentions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,20 +55,33 @@ def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
     held = old.shape[-2]
     if not 0 < past <= held:
         return None
-    for evicted in chain({held - past: None, 0: None}, _find_first_keys(old, new, held - past)):
+    end = held - past
+    # The newest keys first, then the first ones; keys without positions may be found several times.
+    for evicted in sorted(_find_first_keys(old, new, end), key=lambda position: (position != end, position)):
         candidates = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
         if candidates is not None:
             return CacheMatch(evicted, candidates)
     return None
 
 
-def _find_first_keys(old: Tensor, new: Tensor, end: int) -> Iterator[int]:
-    """Yield the positions between 0 and `end` of old keys that equal the first of the new keys."""
-    if end > 1 and old.ndim == new.ndim and old.shape[-1] == new.shape[-1] and old.device == new.device:
-        heads = old[:, 0] if old.ndim == 4 else old.flatten(0, -3)[:1]  # of each batch entry
-        first = new[(0,) * (new.ndim - 1)]
-        same = (heads[:, 1:end] == first).all(-1).any(0)
-        yield from (same.nonzero().flatten() + 1).tolist()
+def _find_first_keys(old: Tensor, new: Tensor, end: int) -> list[int]:
+    """List the positions up to `end` where old keys of any batch entry have the bits of the first new key."""
+    if (
+        old.ndim != new.ndim
+        or old.shape[-1] != new.shape[-1]
+        or old.dtype != new.dtype
+        or old.device != new.device
+    ):
+        return []
+    if not old.numel() or not new.numel():
+        return [0, end]
+    integer = _INTEGERS[old.dtype.itemsize]
+    keys = old.detach()[..., : end + 1, :].view(integer)
+    keys = keys[(slice(None), *(0,) * (old.ndim - 3))] if old.ndim > 3 else keys.flatten(0, -3)[:1]
+    first = new.detach()[(0,) * (new.ndim - 1)].view(integer)
+    if keys.is_cpu:  # NumPy takes a fraction of the time
+        return list((keys.numpy() == first.numpy()).all(-1).any(0).nonzero()[0].tolist())
+    return list((keys == first).all(-1).any(0).nonzero().flatten().tolist())
 
 
 def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None) -> list[list[int]] | None:

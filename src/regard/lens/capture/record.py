@@ -69,6 +69,7 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
         self._last_mask: tuple[Any, Any, CompactMask] | None = None
+        self._mask_copy: Tensor | None = None  # if the mask has no version
         self._dense_bytes = 0  # of weights recorded so far
 
 
@@ -310,13 +311,19 @@ def _recognise_cached(
     sinks = args.sink is not None
     settings = (_version(mask), q_len, kv_len, lead, sinks)
     last = options._last_mask
-    if last is not None and last[0]() is mask and last[1] == settings:
+    if last is not None and last[0]() is mask and last[1] == settings and _is_unchanged(mask, options):
         return last[2]
     compact = recognise_mask(
         mask, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
     )
     options._last_mask = (weakref.ref(mask), settings, compact)
+    options._mask_copy = mask.clone() if mask.is_inference() else None
     return compact
+
+
+def _is_unchanged(mask: Tensor, options: CaptureOptions) -> bool:
+    """Return whether the mask of the last call is as it was; in inference mode it has no version, so it is compared."""
+    return options._mask_copy is None or bool(torch.equal(mask, options._mask_copy))
 
 
 def _recognise_flex_cached(
@@ -338,10 +345,7 @@ def _version(tensor: Tensor) -> int | None:
 
 def _may_be_overwritten(tensor: Tensor) -> bool:
     """Return whether a tensor has been written to in place, as a static cache is, and may be again."""
-    version = _version(tensor)
-    if version is None:
-        return bool(tensor.untyped_storage().nbytes() > tensor.nbytes)
-    return version > 0
+    return _version(tensor) != 0  # in inference mode that is not known
 
 
 def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
