@@ -42,7 +42,12 @@ class Edit:
         return type(self).__name__.removesuffix("Edit").lower()
 
     def selects(self, name: str, number: int | None) -> bool:
-        """Return whether the edit selects a layer, by its name or its number."""
+        """Return whether the edit selects a layer.
+
+        Args:
+            name: Name of the layer's module.
+            number: Number of the layer in the order in which layers run, from 0; None if it is not known.
+        """
         return self.layers is None or any(
             matches_layer(entry, name, number) for entry in list_entries(self.layers)
         )
