@@ -705,7 +705,8 @@ def _get_cached(call: Call) -> Tensor | None:
 def _ends_with_own_keys(call: Call) -> bool:
     """Return whether the last keys are those of the rows, padding included: then some row ends at its own key."""
     q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
-    return bool((call.compact_mask.stop == np.arange(kv_len - q_len, kv_len) + 1).any())
+    # With the flag, rows end where the kernel aligned them, which may be wrong.
+    return call.is_causal or bool((call.compact_mask.stop == np.arange(kv_len - q_len, kv_len) + 1).any())
 
 
 def _have_same_keys(old: Tensor, new: Tensor, entries: IntArray | None = None) -> bool:
