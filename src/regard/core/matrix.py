@@ -36,7 +36,14 @@ from regard.core.planner import (
     upcast,
 )
 from regard.core.problem import Problem, Spec, detach, detach_arrays
-from regard.core.products import DenseWeights, LogSumExp, Product, SelectedWeights, flatten_operand
+from regard.core.products import (
+    DenseWeights,
+    LogSumExp,
+    Product,
+    SelectedScores,
+    SelectedWeights,
+    flatten_operand,
+)
 from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
 from regard.engines import find_engine
 from regard.errors import ArgumentError, format_named_shape
@@ -683,7 +690,7 @@ class AttentionMatrix:
         stats = self._get_stats()
         if stats is not None:
             stats = None if self._needs_exact_rows else stats.select((pairs[:, None], rows))
-        part = AttentionMatrix(spec, source.make_problem(), stats, source)
+        part = AttentionMatrix(spec, None, stats, source)
         part._changes = self._changes
         return part
 
@@ -729,6 +736,9 @@ class AttentionMatrix:
             block = given
         elif weights:
             block = self._entries_from_stats(part, columns)
+        elif problem.engine.requires_grad(problem):
+            # Masked keys, which may be NaN, must not reach the gradient.
+            (block,), _ = run_block_loop(problem, [SelectedScores(columns)])
         else:
             block = compute_entries(problem, columns, None)
         return block.reshape(block_shape)[resolved.local]

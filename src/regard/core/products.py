@@ -102,13 +102,34 @@ class SelectedWeights(Measure):
         assert self.problem is not None
         return xp.zeros((*shape[:2], len(self.columns)), dtype=self.problem.dtype)
 
-    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
+    def step(
+        self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Any:
         tile = as_slice(kv_idx)
         inside = np.flatnonzero((self.columns >= tile.start) & (self.columns < tile.stop))
         if len(inside):
             chosen = weights[..., xp.asarray(self.columns[inside] - tile.start)]
             state[:, as_slice(q_idx), xp.asarray(inside)] = chosen
         return state
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedScores(SelectedWeights):
+    """The scores at some columns, −inf where masked, for gradients: (…, q_len, len(columns))."""
+
+    reads_scores: ClassVar[bool] = True
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        return super().init(shape, xp) - xp.inf
+
+    def step(
+        self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Any:
+        return super().step(state, scores, None, q_idx, kv_idx, xp)
+
+    def merge(self, a: Array, b: Array) -> Array:
+        assert self.problem is not None
+        return self.problem.engine.xp.maximum(a, b)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,10 @@ class TorchEngine:
         return isinstance(array, torch.Tensor) and array.device == self.device
 
     def to_numpy(self, array: Array) -> Any:
-        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+        if not isinstance(array, torch.Tensor):
+            return np.asarray(array)
+        array = array.detach().cpu()
+        return (array.float() if array.dtype is torch.bfloat16 else array).numpy()  # NumPy has no bfloat16
 
     def as_float(self, array: Any, operation: str, name: str) -> Array:
         if not isinstance(array, torch.Tensor):
@@ -237,6 +240,7 @@ class TorchEngine:
         if is_tied.any():
             # torch.topk does not define which of equal weights it returns; a stable sort returns the first ones.
             order = torch.sort(weights[is_tied], dim=-1, descending=True, stable=True)
+            columns = columns.clone()  # the gradient of torch.topk reads its own
             values[is_tied], columns[is_tied] = order.values[..., :k], order.indices[..., :k]
         return values, columns
 
@@ -351,8 +355,9 @@ class TorchEngine:
 
     @property
     def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
-        context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad
-        return context
+        # Inference mode records no graph even inside `torch.enable_grad()`; leaving it enables gradients.
+        is_inference = torch.is_inference_mode_enabled()
+        return lambda: torch.inference_mode(False) if is_inference else torch.enable_grad()
 
 
 def _copy_to_tensor(array: Any) -> Tensor:

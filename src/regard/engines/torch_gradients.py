@@ -139,12 +139,19 @@ def _zero_masked_keys(problem: Problem, bands: Sequence[IntArray]) -> Tensor:
     """Replace keys that are not finite and masked for every query by zeros: 0 · NaN reaches gradients."""
     array, index = problem.key, problem.key_index
     bad = ~array.isfinite().all(-1)  # (own pairs, kv_len)
-    if problem.mask is None or not bad.any():
+    if not bad.any() or (problem.mask is None and not problem.score_mods):
         return array
     columns = bad.any(0).nonzero()[:, 0].cpu().numpy()
     live = torch.zeros((len(index), len(columns)), dtype=torch.bool, device=array.device)
+    frame, xp = problem.frame, problem.engine.xp
     for band in bands:
-        allowed = problem.mask.allows(problem.frame, problem.positions[band], columns, problem.engine.xp)
+        q_idx = problem.positions[band]
+        allowed = torch.ones((1, len(band), len(columns)), dtype=torch.bool, device=array.device)
+        if problem.mask is not None:
+            allowed = problem.mask.allows(frame, q_idx, columns, xp)
+        for score_mod in problem.score_mods:
+            added = score_mod.additive_bias(frame, q_idx, columns, xp, problem.dtype)
+            allowed = allowed if added is None else allowed & (added != -math.inf)
         live |= allowed.any(-2)
     owner = torch.tensor(index, device=array.device)
     masked = torch.ones_like(bad)

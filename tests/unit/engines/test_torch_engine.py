@@ -483,6 +483,69 @@ def test_04_a_masked_nan_reaches_no_gradient(change, small):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+HIDDEN = torch.where(torch.arange(20) < 17, 0.0, -math.inf)[
+    None
+].double()  # as a bias that hides the last keys
+GRADIENT_RESULTS = {
+    "product": lambda A, value: A @ value, "transposed": lambda A, _: A.mT @ torch.ones(20).double(),
+    "entropy": lambda A, _: A.entropy(), "lse": lambda A, _: A.lse, "dense": lambda A, _: A.to_dense(),
+    "entries": lambda A, _: A[0, :, 2:19:3, [0, 3, 18]], "topk": lambda A, _: A.topk(3).values,
+    "scores": lambda A, _: A.scores[0, :, 2:19:3, [2, 0, 18]], "lazy": lambda A, _: A.lazy[0, :, [9, 4]].entropy(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("result", GRADIENT_RESULTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": padding(17)}, {"mask": padding(17) & causal(), "score_mod": softcap(4.0)},
+        {"score_mod": bias(HIDDEN)}, {"mask": causal(), "score_mod": [softcap(4.0), bias(HIDDEN)]},
+    ],
+    ids=["mask", "mask and cap", "bias", "causal, cap and bias"],
+)  # fmt: skip
+def test_keys_that_a_mask_or_a_bias_hides_reach_no_gradient(options, result, small):
+    query, key, value = draw(1, 2, 20, 4, dtype=torch.float64)
+    gradients = []
+    for hidden in (0.5, math.nan, math.inf):
+        tensors = [x.clone() for x in (query, key, value)]
+        for x in tensors[1:]:
+            x[:, :, 17:] = hidden
+        for x in tensors:
+            x.requires_grad_()
+        computed = GRADIENT_RESULTS[result](attention(*tensors[:2], **options), tensors[2])
+        loss = torch.where(computed.isfinite(), computed, 0.0).square().sum()
+        gradients.append(torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True))
+    assert gradients[0][0].abs().max() > 0
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])
+
+
+def test_scores_have_the_gradient_of_their_products(small):
+    query, key, _ = draw(1, 2, 20, 4, dtype=torch.float64)
+    query.requires_grad_(), key.requires_grad_()
+    index = (0, slice(None), [7, 19, 2], slice(0, 15, 2))
+    allowed = torch.ones(20, 20).tril().bool()
+    expected = torch.where(allowed, query @ key.mT / 2, -math.inf)[index]
+    found = attention(query, key, mask=causal()).scores[index]
+    torch.testing.assert_close(found, expected)
+    factors = torch.arange(expected.numel(), dtype=torch.float64).reshape(expected.shape)
+    losses = [(torch.where(x == -math.inf, 0.0, x) * factors).sum() for x in (found, expected)]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, [query, key]) for loss in losses))
+
+
+@pytest.mark.parametrize("k", [1, 3, 6, 13, 15, 19, 20])  # from 13 on, all columns are searched at once
+def test_topk_has_a_gradient_where_weights_are_tied(k):
+    query, key, _ = draw(1, 2, 20, 4, dtype=torch.float64)
+    key[:, :, 1::2] = key[:, :, ::2]  # every weight twice
+    query.requires_grad_()
+    top = attention(query, key).topk(k)
+    dense = torch.softmax(query @ key.mT / 2, -1)
+    expected = torch.sort(dense, dim=-1, descending=True, stable=True).values[..., :k]
+    torch.testing.assert_close(top.values, expected)
+    losses = [(x * torch.arange(k)).square().sum() for x in (top.values, expected)]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, query)[0] for loss in losses))
+
+
 def test_03_a_live_nan_stays_in_its_rows_with_gradients_too(small):
     query, key, _ = draw(1, 2, 20, 4)
     query[0, 1, 3] = math.nan
@@ -504,13 +567,29 @@ def test_a_matrix_that_requires_grad_converts_and_explains():
     assert "output" in str(A.explain(1, value=value))
 
 
-def test_a_matrix_used_without_gradients_still_has_them():
-    query, key = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    query.requires_grad_()
-    matrix = regard.attention(query, key)
-    with torch.no_grad():
-        matrix.entropy()
-    used, fresh = (
-        torch.autograd.grad(A.entropy().sum(), query)[0] for A in (matrix, regard.attention(query, key))
-    )
-    assert fresh.abs().max() > 0 and torch.equal(used, fresh)
+PARTS = {
+    "whole": lambda A: A, "head": lambda A: A[1], "rows": lambda A: A.lazy[:, 1:], "some": lambda A: A.lazy[:, [3, 1]],
+    "chained": lambda A: A.lazy[[1, 0]].lazy[0].lazy[2:], "iterated": lambda A: list(A)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_matrix_used_without_gradients_still_has_them(context, part):
+    query, key = draw(2, 5, 4, dtype=torch.float64)[:2]
+    inputs = [query.requires_grad_(), key.requires_grad_()]
+    value = key.detach()[0]
+    with context():
+        used = PARTS[part](attention(query, key))
+        for result in (used.entropy(), used.lse, used[..., 0], used @ value):
+            assert not result.requires_grad
+    fresh = PARTS[part](attention(query, key))
+    for compute in (
+        lambda A: A.entropy(), lambda A: A.lse, lambda A: A[..., 0], lambda A: A.scores[..., 0], lambda A: A @ value,
+        lambda A: A.topk(2).values, lambda A: A.to_dense()[..., 1:],
+    ):  # fmt: skip
+        found, expected = (
+            torch.autograd.grad(compute(A).square().sum(), inputs, retain_graph=True) for A in (used, fresh)
+        )
+        assert all(gradient.abs().max() > 0 for gradient in expected)
+        torch.testing.assert_close(found, expected)

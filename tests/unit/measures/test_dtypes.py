@@ -38,7 +38,7 @@ MEASURES: dict[str, Callable[[], Any]] = {
     "max_score": MaxScore, "max_weight": MaxWeight, "max of columns": lambda: MaxWeight(-2), "sum": Sum,
     "sum of columns": lambda: Sum(-2), "mass": lambda: Mass(first(2)), "near": lambda: Mass(causal()),
     "topk": lambda: TopK(3), "mean": lambda: Coarse(2), "max": lambda: Coarse(2, "max"),
-    "contribution": lambda: Contribution(2, np.ones((HEADS, N))),
+    "contribution": lambda: Contribution(2, np.ones(N)),
 }  # fmt: skip
 # What runs before a measure.
 BEFORE: dict[str, Callable[[Any, Any], Any]] = {
@@ -128,3 +128,26 @@ def test_a_wider_value_changes_neither_the_measures_nor_the_matrix(
     assert list_dtypes(results.output) == ["float64"]
     exact = as_arrays(A.to_dense())[0].astype(np.float64) @ VALUE
     np.testing.assert_allclose(as_arrays(results.output)[0], exact, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_sink_of_any_dtype_is_measured(name: str, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    query, key = (torch.tensor(x, dtype=torch.float32).to(torch.bfloat16) for x in (QUERY, KEY))
+    sink = torch.tensor([0.5, -1.25], dtype=getattr(torch, dtype))  # exact in every dtype
+    expected = attention(*(x.double().numpy() for x in (query, key)), sink=[0.5, -1.25]).measure(
+        own=MEASURES[name]()
+    )
+    for shape in ((HEADS,), ()):
+        own = sink if shape else sink[0]
+        found = attention(query[:, : own.numel()], key[:, : own.numel()], sink=own).measure(
+            own=MEASURES[name]()
+        )
+        for mine, theirs in zip(_list_arrays(found.own), _list_arrays(expected.own), strict=True):
+            np.testing.assert_allclose(mine, theirs[:, : own.numel()], atol=1e-5)
+
+
+def _list_arrays(result: Any) -> list[Any]:
+    """List the arrays of a result, which may be a named tuple of two."""
+    return [np.asarray(array) for array in (result if isinstance(result, tuple) else (result,))]
