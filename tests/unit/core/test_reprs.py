@@ -270,7 +270,7 @@ def test_a_recording_shows_layers_and_bytes_up_to_the_limit(recording):
     assert rows[3][:3] == ["3", "layers.3.self_attn", "(batch 1, heads 2, q_len 5, kv_len 5)"]
     assert f"{recording.nbytes:,} bytes held" in found.text
     assert int(rows[0][-1].replace(",", "")) * 60 == recording.nbytes
-    with regard.watch(torch.nn.Linear(2, 2)) as nothing:
+    with pytest.warns(regard.lens.EmptyRecordingWarning), regard.watch(torch.nn.Linear(2, 2)) as nothing:
         pass
     assert "Recording(empty)" in read(nothing).text
 

@@ -341,6 +341,25 @@ def test_two_static_caches_take_turns(name):
             )
 
 
+def test_positions_follow_a_batch_that_shrinks():
+    """Entries with padding leave the batch, and the positions of the rest go on."""
+    model, prompt = TINY["Llama"].build(), draw_tokens(3, 9)
+    real = torch.ones(3, 12, dtype=torch.long)
+    real[1, :4] = 0
+    with regard.watch(model) as recording:
+        cache = hf.DynamicCache(config=model.config)
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        model(prompt, attention_mask=real[:, :9], position_ids=positions[:, :9], past_key_values=cache)
+        kept = torch.tensor([2, 1])
+        cache.batch_select_indices(kept)
+        for step in range(9, 12):
+            model(
+                draw_tokens(2, 1, seed=step), attention_mask=real[kept, : step + 1],
+                position_ids=positions[kept, step : step + 1], past_key_values=cache,
+            )  # fmt: skip
+    assert not any(finding.kind == "positions" for finding in recording.diagnose())
+
+
 @pytest.mark.parametrize("shared", [0, 3, 8])
 def test_a_static_cache_that_is_reset_begins_another_text(shared):
     """The second prompt may share its first tokens with what is left in the buffer."""

@@ -22,7 +22,7 @@ from regard.lens.analysis.mask_checks import (
 )
 from regard.lens.analysis.setting_checks import check_padded_positions, check_settings
 from regard.lens.analysis.token_rows import as_token_lists, fit_tokens
-from regard.lens.capture.cache_joining import CACHE_FAULTS, CacheFault, JoinedCalls
+from regard.lens.capture.cache_joining import CACHE_FAULTS, CacheFault, CallRows, JoinedCalls
 from regard.lens.capture.call import LayerCall
 from regard.lens.capture.followed_tensor import OVER_QUERIES
 from regard.lens.capture.module_hints import ModuleHints
@@ -377,7 +377,7 @@ def _check_positions(
             for module, lookups in by_module.items():
                 if [positions.shape[1] for positions in lookups] != lengths:
                     continue
-                jumps = _find_jumps(lookups, lengths)
+                jumps = _find_jumps(lookups, joined.steps)
                 if jumps:
                     row, position, expected = jumps[0]
                     evidence: dict[str, Any] = {"position": position, "expected": expected}
@@ -397,11 +397,14 @@ def _check_positions(
     return []
 
 
-def _find_jumps(lookups: list[Any], lengths: list[int]) -> list[tuple[int, int, int]]:
+def _find_jumps(lookups: list[Any], steps: list[CallRows]) -> list[tuple[int, int, int]]:
     """Find the calls whose positions do not follow: first row, position and expected position of each."""
     jumps = []
-    row = lengths[0]
-    for before, positions, length in zip(lookups, lookups[1:], lengths[1:], strict=False):
+    row = steps[0].query.shape[-2]
+    for before, positions, step in zip(lookups, lookups[1:], steps[1:], strict=False):
+        length = step.query.shape[-2]
+        if step.entries is not None and len(before) > 1:
+            before = before[step.entries]
         expected = before[:, -1:] + 1 + np.arange(length)
         if (positions != expected).any():
             first_expected = int(np.broadcast_to(expected, positions.shape).flat[0])
