@@ -253,6 +253,13 @@ def check_matrix() -> dict[str, Any]:
             pairs = list(zip(flatten(getattr(found, name)), flatten(getattr(expected, name)), strict=True))
             report["errors"][name] = max(float((x - y).abs().max()) for x, y in pairs)
         report["errors"]["lse"] = float((A.lse.double() - wide.lse).abs().max())
+        # With a sink, means over the keys are those of the matrix without it.
+        sunk = regard.attention(query, key, mask=mask, enable_gqa=True, sink=torch.linspace(-2, 3, 4))
+        means = {name: measures[name] for name in ("entropy", "distance", "position")}
+        for found in (sunk.measure(**measures), sunk.measure(output=regard.Output(value), **means)):
+            for name in means:
+                error = float((getattr(found, name).double() - getattr(expected, name)).abs().max())
+                report["errors"][f"{name}, sink"] = max(error, report["errors"].get(f"{name}, sink", 0.0))
         A = attend()
         rows = {"output": regard.Output(value), "entropy": regard.Entropy(), "distance": regard.Distance()}
         report["flash_plan"] = A.plan(**rows)

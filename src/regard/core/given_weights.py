@@ -67,6 +67,10 @@ class GivenWeightsProblem(Problem):
         return [repr(mod) for mod in self.score_mods]
 
     @property
+    def has_sink(self) -> bool:
+        return True
+
+    @property
     def given_lse(self) -> Array:
         xp, (_, rows, kv_len) = self.engine.xp, self.shape
         has_weight = xp.any(self.take_given_weights(np.arange(rows), np.arange(kv_len)) != 0, axis=-1)

@@ -432,12 +432,17 @@ class AttentionMatrix:
             lines.append(self._make_plan(rest, stats is not None).describe(problem, stats))
         return "\n".join(lines)
 
-    def entropy(self) -> Array:
-        """Compute the entropy of each row in nats: (…, heads, q_len)."""
-        return self.measure(Entropy()).entropy
+    def entropy(self, *, include_sink: bool = False) -> Array:
+        """Compute the entropy of each row in nats: (…, heads, q_len).
+
+        Args:
+            include_sink: Whether the sink counts as one more key. By default the weights of the keys are divided by
+                their sum, so that the sink does not matter.
+        """
+        return self.measure(Entropy(include_sink=include_sink)).entropy
 
     def distance(self, align: Align | None = None) -> Array:
-        """Compute the mean distance of each row, Σ w · |q_idx − kv_idx|: (…, heads, q_len).
+        """Compute the mean distance of each row to its keys, Σ w · |q_idx − kv_idx| / Σ w: (…, heads, q_len).
 
         Args:
             align: Position of query 0 if q_len and kv_len differ, as in `causal`.

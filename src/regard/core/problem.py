@@ -182,6 +182,11 @@ class Problem:
         return self.key, self.key_index
 
     @property
+    def has_sink(self) -> bool:
+        """Whether the weights of a row may sum to less than 1: the rest belongs to the sink, or to no key."""
+        return self.sink is not None
+
+    @property
     def given_lse(self) -> Array | None:
         """The lse of each row if the weights were given, (pairs, rows); None if it is computed from the scores."""
         return None

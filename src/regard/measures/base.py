@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
+from regard.engines import find_engine
 from regard.types import Array, IntArray, Namespace
 
 if TYPE_CHECKING:
@@ -181,6 +182,51 @@ class Measure:
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
+@dataclass(frozen=True, repr=False)
+class RowMean(Measure):
+    """A mean over the keys of each row: Σ weight · factor / Σ weight, 0 if the keys have no weight; (…, q_len).
+
+    Without a sink, the weights of a row sum to 1, and the state is Σ weight · factor. With one, the state also holds
+    Σ weight. A subclass defines `step` and `accumulator` with the methods below.
+    """
+
+    # Set by `bind`: the least sum of weights to divide by; 0 if no sink takes a share.
+    _least_sum: float = field(default=0.0, init=False, compare=False)
+
+    def bind(self, problem: Problem) -> Measure:
+        return copy_with(self, _least_sum=self._find_least_sum(problem))
+
+    @staticmethod
+    def _find_least_sum(problem: Problem) -> float:
+        """Return the least sum of weights that has all its digits, and an inverse; 0 if no sink takes a share."""
+        limits = problem.engine.xp.finfo(problem.dtype)
+        return float(limits.tiny) / float(limits.eps) if problem.has_sink else 0.0
+
+    @staticmethod
+    def _describe_state(problem: Problem, row_sum: Accumulator) -> Accumulator | tuple[Accumulator, ...]:
+        """Return what a compiled pass accumulates for a sum of weight · factor."""
+        from regard.engines.accumulators import RowSum
+
+        return (row_sum, RowSum("one")) if problem.has_sink else row_sum
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
+        return xp.zeros((*shape[:2], 2) if self._least_sum else shape[:2])
+
+    def _add(self, state: Array, q_idx: Array, sums: Array, weights: Array, xp: Namespace) -> Array:
+        """Add the sums of weight · factor over a tile, (pairs, r), and the weights if the state needs them."""
+        if self._least_sum:
+            sums = xp.stack([sums, xp.sum(weights, axis=-1)], axis=-1)
+        state[:, as_slice(q_idx)] += sums
+        return state
+
+    def finish(self, state: Array) -> Array:
+        return self._normalise(state[..., 0], state[..., 1], self._least_sum) if self._least_sum else state
+
+    def _normalise(self, total: Array, weight: Array, least_sum: float) -> Array:
+        """Divide sums of weight · factor by the sums of the weights; both are (pairs, rows)."""
+        return total / find_engine("finish", total=total).xp.where(weight < least_sum, 1.0, weight)
+
+
 def _is_default(value: object, default: object) -> bool:
     return value is default or (isinstance(default, int | float | str) and value == default)
 
@@ -233,9 +279,9 @@ def as_slice(indices: Array) -> slice:
     return slice(first, first + len(indices))
 
 
-def share_column(column: Array, problem: Problem) -> tuple[Array, IntArray]:
-    """Return one column (kv_len,) in the form of `Measure.value_columns`, shared by all pairs."""
-    array = problem.engine.xp.asarray(column, dtype=problem.dtype)[None, :, None]
+def share_columns(problem: Problem, *columns: Array) -> tuple[Array, IntArray]:
+    """Return columns (kv_len,) in the form of `Measure.value_columns`, shared by all pairs."""
+    array = problem.engine.xp.asarray(np.stack(columns, axis=-1), dtype=problem.dtype)[None]
     return array, np.zeros(problem.shape[0], np.int64)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from regard.engines import find_engine
-from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
+from regard.measures.base import Measure, RowMean, as_slice, copy_with, get_result_name, share_columns
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Distance(Measure):
-    """The mean distance of each row, Σ w · |q_idx − kv_idx|: shape (…, q_len).
+class Distance(RowMean):
+    """The mean distance of each row to its keys, Σ w · |q_idx − kv_idx| / Σ w: shape (…, q_len).
 
-    Averaged over the queries it is the mean distance of Vig & Belinkov (1906.04284).
+    Averaged over the queries it is the mean distance of Vig & Belinkov (1906.04284). A sink has no position and does
+    not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · |q_idx − kv_idx|.
 
     Args:
         align: Which query is at which key if the lengths differ, as in `causal`.
@@ -53,20 +54,18 @@ class Distance(Measure):
             xp.asarray(x, dtype=problem.dtype) for x in (positions, np.arange(problem.frame.kv_len))
         )
         return copy_with(
-            self,
+            super().bind(problem),
             _positions=positions,
             _row_positions=row_positions,
             _steps=steps,
             _reversed_steps=xp.flip(steps),
         )
 
-    def accumulator(self, problem: Problem) -> Accumulator | None:
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
         from regard.engines.accumulators import RowSum
 
-        return RowSum("distance", offset=problem.frame.offset(self.align, get_result_name(self)))
-
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        return xp.zeros(shape[:2])
+        offset = problem.frame.offset(self.align, get_result_name(self))
+        return self._describe_state(problem, RowSum("distance", offset=offset))
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
@@ -81,15 +80,15 @@ class Distance(Measure):
             gap, steps = first - self._row_positions[rows], self._steps[:width]
         else:
             ahead = self._steps[:width] - (self._row_positions[rows] - first)[:, None]
-            state[:, rows] += xp.vecdot(weights, xp.abs(ahead))
-            return state
-        state[:, rows] += gap * xp.sum(weights, axis=-1) + weights @ steps
-        return state
+            return self._add(state, q_idx, xp.vecdot(weights, xp.abs(ahead)), weights, xp)
+        return self._add(state, q_idx, gap * xp.sum(weights, axis=-1) + weights @ steps, weights, xp)
 
 
 @dataclass(frozen=True, repr=False)
-class Position(Measure):
-    """The mean position of each row, Σ w · kv_idx: shape (…, q_len).
+class Position(RowMean):
+    """The mean position of the keys of each row, Σ w · kv_idx / Σ w: shape (…, q_len).
+
+    A sink has no position and does not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · kv_idx.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((1, 2)), np.zeros((5, 2))).measure(regard.Position()).position
@@ -99,26 +98,30 @@ class Position(Measure):
     reads_scores: ClassVar[bool] = False
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        return share_column(np.arange(problem.frame.kv_len), problem)
+        positions = np.arange(problem.frame.kv_len)
+        return share_columns(
+            problem, *((positions, np.ones(len(positions))) if problem.has_sink else (positions,))
+        )
 
-    def accumulator(self, problem: Problem) -> Accumulator | None:
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
+        if not problem.has_sink:
+            return product[..., 0]
+        return self._normalise(product[..., 0], product[..., 1], self._find_least_sum(problem))
+
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
         from regard.engines.accumulators import RowSum
 
-        return RowSum("position")
-
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        return xp.zeros(shape[:2])
+        return self._describe_state(problem, RowSum("position"))
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        state[:, as_slice(q_idx)] += weights @ xp.astype(kv_idx, weights.dtype)
-        return state
+        return self._add(state, q_idx, weights @ xp.astype(kv_idx, weights.dtype), weights, xp)
 
 
 @dataclass(frozen=True, repr=False)
 class Spread(Distance):
-    """The standard deviation of kv_idx under the weights of each row: shape (…, q_len).
+    """The standard deviation of kv_idx under the weights of each row, without the sink: shape (…, q_len).
 
     The state of a row is the sum of its weights, their mean position relative to the query, and the sum of squared
     deviations from that mean. Two states are merged without a difference of large numbers (Chan, Golub & LeVeque,
@@ -145,7 +148,7 @@ class Spread(Distance):
         rows, columns = as_slice(q_idx), as_slice(kv_idx)
         within, weights = (xp.astype(x, xp.float64) for x in (kv_idx - columns.start, weights))
         total = xp.sum(weights, axis=-1)
-        mean = weights @ within / _as_divisor(total, xp)
+        mean = weights @ within / self._as_divisor(total, xp)
         deviations = xp.vecdot(weights, (within - mean[..., None]) ** 2)
         start = columns.start - xp.astype(self._row_positions[rows], xp.float64)
         tile = xp.stack([total, mean + start, deviations], axis=-1)
@@ -157,7 +160,7 @@ class Spread(Distance):
         total_a, mean_a, deviations_a = (a[..., i] for i in range(3))
         total_b, mean_b, deviations_b = (b[..., i] for i in range(3))
         total = total_a + total_b
-        share = total_b / _as_divisor(total, xp)
+        share = total_b / self._as_divisor(total, xp)
         ahead = mean_b - mean_a
         deviations = deviations_a + deviations_b + ahead**2 * total_a * share
         return xp.stack([total, mean_a + ahead * share, deviations], axis=-1)
@@ -165,12 +168,12 @@ class Spread(Distance):
     def finish(self, state: Array) -> Array:
         xp = find_engine("finish", state=state).xp
         total, deviations = state[..., 0], state[..., 2]
-        variance = deviations / _as_divisor(total, xp)
+        variance = deviations / self._as_divisor(total, xp)
         # The square root has no derivative at 0, so it is not taken there.
         spread = xp.sqrt(xp.where(variance <= 0, 1.0, variance))
         return xp.where(variance <= 0, 0.0, spread)
 
-
-def _as_divisor(total: Array, xp: Namespace) -> Array:
-    """Return sums of weights to divide by: 1 instead of one whose square, in the gradient, would be 0."""
-    return xp.where(total < float(xp.finfo(total.dtype).tiny) ** 0.5, 1.0, total)
+    def _as_divisor(self, total: Array, xp: Namespace) -> Array:
+        """Return sums of weights to divide by: 1 instead of one whose square, in the gradient, would be 0."""
+        least = max(self._least_sum, float(xp.finfo(total.dtype).tiny) ** 0.5)
+        return xp.where(total < least, 1.0, total)

@@ -11,7 +11,7 @@ import numpy as np
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
-from regard.measures.base import Measure, as_slice, copy_with, get_result_name, share_column
+from regard.measures.base import Measure, RowMean, as_slice, copy_with, get_result_name, share_columns
 from regard.types import Array, IntArray, Namespace
 from regard.validation import check_count
 
@@ -24,23 +24,37 @@ MAX_INTERVALS = 8
 
 
 @dataclass(frozen=True, repr=False)
-class Entropy(Measure):
-    """The entropy of each row in nats, −Σ w ln w: shape (…, q_len); 0 for a row with one live key or none.
+class Entropy(RowMean):
+    """The entropy of each row in nats, −Σ p ln p: shape (…, q_len); 0 for a row with one live key or none.
+
+    p are the weights of the row, divided by their sum if a sink takes a share.
+
+    Args:
+        include_sink: Whether the sink counts as one more key: p are then its share and the weights as they are.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(regard.Entropy()).entropy.round(4)
     array([1.3863])
+    >>> A = regard.attention(np.zeros((1, 2)), np.zeros((4, 2)), sink=0.0)  # a fifth for each key and the sink
+    >>> A.entropy().round(4), A.entropy(include_sink=True).round(4)
+    (array([1.3863]), array([1.6094]))
     """
 
+    include_sink: bool = field(default=False, kw_only=True)
     reads_scores: ClassVar[bool] = False
 
-    def accumulator(self, problem: Problem) -> Accumulator | None:
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
         from regard.engines.accumulators import RowSum
 
-        return RowSum("surprisal")
+        return self._describe_state(problem, RowSum("surprisal"))
 
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
-        return xp.zeros(shape[:2])
+    def _normalise(self, total: Array, weight: Array, least_sum: float) -> Array:
+        xp = find_engine("finish", total=total).xp
+        if self.include_sink:
+            share = xp.clip(1.0 - weight, 0.0, None)
+            return total - share * xp.log(xp.where(share > 0, share, 1.0))
+        weight = xp.where(weight < least_sum, 1.0, weight)
+        return xp.clip(total / weight + xp.log(weight), 0.0, None)  # a difference may round to below 0
 
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
@@ -75,8 +89,7 @@ class Entropy(Measure):
             The state after the tile.
         """
         logs *= weights
-        state[:, as_slice(q_idx)] -= xp.sum(logs, axis=-1)
-        return state
+        return self._add(state, q_idx, -xp.sum(logs, axis=-1), weights, xp)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +116,7 @@ class Sum(Measure):
         check_axis(self.axis, get_result_name(self))
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
-        return None if self.axis == -2 else share_column(np.ones(problem.frame.kv_len), problem)
+        return None if self.axis == -2 else share_columns(problem, np.ones(problem.frame.kv_len))
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
         from regard.engines.accumulators import ColumnSum, RowSum

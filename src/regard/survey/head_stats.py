@@ -87,7 +87,9 @@ def measure_call(
     if "first" in measures:
         columns["first"] = mean_over_rows(results["first"], token_rows.rows)
     if "offsets" in results:
-        columns |= _measure_distances(results["offsets"], results["first"], token_rows)
+        columns |= _measure_distances(
+            results["offsets"], results["first"], token_rows, has_sink=call.matrix.problem.has_sink
+        )
         for sinks in SINKS:
             evicted = compute_evicted(results["offsets"], results["sinks"], token_rows, sinks)
             columns[f"evicted_{sinks}"] = evicted[:, np.minimum(EVICTION_WINDOWS, evicted.shape[1] - 1)]
@@ -142,7 +144,9 @@ def assign_distance_bins(distances: IntArray) -> IntArray:
     return np.minimum(np.frexp(distances)[1], DISTANCE_BINS - 1)
 
 
-def _measure_distances(offsets: Array, first: Array, token_rows: TokenRows) -> dict[str, Array]:
+def _measure_distances(
+    offsets: Array, first: Array, token_rows: TokenRows, *, has_sink: bool
+) -> dict[str, Array]:
     """Compute the columns that depend on the distance between query and key."""
     own, count = token_rows.own_keys, int(token_rows.rows.sum())
     zero = len(own) - 1 + (token_rows.query_offset or 0)
@@ -157,7 +161,10 @@ def _measure_distances(offsets: Array, first: Array, token_rows: TokenRows) -> d
     )
     preceded = int((token_rows.rows & (own >= 1) & token_rows.keys[..., np.maximum(own - 1, 0)]).sum())
     previous = offsets[:, zero - 1] * count / preceded if preceded else np.full(len(offsets), np.nan)
-    columns = {"distance": offsets @ distances, "previous": previous, "distance_histogram": histogram}
+    # A sink has no position: the mean is over the weight of the keys.
+    total = offsets.sum(-1) if has_sink else np.ones(len(offsets))
+    distance = offsets @ distances / np.where(total > 0, total, 1.0)
+    columns = {"distance": distance, "previous": previous, "distance_histogram": histogram}
     inside = np.cumsum(histogram, -1)
     first_outside = np.cumsum(first_histogram[:, ::-1], -1)[:, ::-1]
     for power, window in enumerate(WINDOWS, start=int(math.log2(WINDOWS[0]))):

@@ -70,17 +70,17 @@ def formulas(W: Any, mask: Any) -> dict[str, Any]:
     """Compute each measure from dense weights."""
     q_len, kv_len = W.shape[-2:]
     at, keys = np.arange(q_len)[:, None], np.arange(kv_len)
-    total = np.where(W.sum(-1) == 0, 1, W.sum(-1))
-    mean = (W * keys).sum(-1) / total
-    variance = (W * (keys - mean[..., None]) ** 2).sum(-1) / total
+    P = W / np.where(W.sum(-1) == 0, 1, W.sum(-1))[..., None]  # without the share of a sink
+    mean = (P * keys).sum(-1)
+    variance = (P * (keys - mean[..., None]) ** 2).sum(-1)
     order = np.argsort(-W, axis=-1, kind="stable")[..., : min(7, kv_len)]
     return {
-        "entropy": -(W * np.log(np.where(W > 0, W, 1))).sum(-1),
+        "entropy": -(P * np.log(np.where(P > 0, P, 1))).sum(-1),
         "received": W.sum(-2),
         "sum": W.sum(-1),
-        "distance": (W * np.abs(keys - at - (kv_len - q_len))).sum(-1),
-        "upper": (W * np.abs(keys - at)).sum(-1),
-        "position": (W * keys).sum(-1),
+        "distance": (P * np.abs(keys - at - (kv_len - q_len))).sum(-1),
+        "upper": (P * np.abs(keys - at)).sum(-1),
+        "position": mean,
         "spread": np.sqrt(variance),
         "mass": (W * mask).sum(-1),
         "topk": (np.take_along_axis(W, order, -1), order),
@@ -192,12 +192,67 @@ def test_a_row_with_one_key() -> None:
     equal(A.argmax(-1), np.arange(n))
 
 
-def test_a_sink_reduces_every_measure() -> None:
+def test_a_sink_takes_its_share_and_leaves_means_over_the_keys() -> None:
     A = uniform(7, sink=math.log(7))  # half of every row
     close(A.sum(-1), np.full(7, 0.5))
-    close(A.entropy(), np.full(7, -7 * (1 / 14) * math.log(1 / 14)))
     close(A.mass(first(7)), np.full(7, 0.5))
-    close(A.measure(Spread()).spread, np.full(7, 2.0))  # of the positions, so the share does not matter
+    close(A.entropy(), np.full(7, math.log(7)))
+    close(A.entropy(include_sink=True), np.full(7, -7 * (1 / 14) * math.log(1 / 14) - 0.5 * math.log(0.5)))
+    close(A.measure(Position()).position, np.full(7, 3.0))
+    close(A.distance(), uniform(7).distance())
+    close(A.measure(Spread()).spread, np.full(7, 2.0))
+
+
+ENGINES_OF_SINKS = ["numpy", "numpy, compiled", "torch", "torch, compiled", "torch, gradients"]
+
+
+@pytest.mark.parametrize("engine", ENGINES_OF_SINKS)
+@pytest.mark.parametrize("share", [-math.inf, -8.0, 0.0, 4.0, 60.0])
+@pytest.mark.parametrize("mask", ["none", "causal", "documents"])
+def test_means_over_the_keys_do_not_depend_on_a_sink(mask: str, share: float, engine: str) -> None:
+    rng = np.random.default_rng(8)
+    query, key = rng.normal(size=(2, 3, 40, 6)), rng.normal(size=(2, 3, 40, 6))
+    masks = {"none": None, "causal": causal() & ~first(1), "documents": regard.document(np.arange(40) // 7)}
+    sink = np.array([share, -1.0, 2.0])
+    if engine.startswith("torch"):
+        torch = pytest.importorskip("torch")
+        query, key, sink = (torch.tensor(x).requires_grad_("gradients" in engine) for x in (query, key, sink))
+    measures = {"entropy": Entropy(), "distance": Distance(), "position": Position(), "spread": Spread()}
+    with native.use_instruction_set(native.list_instruction_sets()[-1] if "compiled" in engine else None):
+        A = regard.attention(query, key, mask=masks[mask], sink=sink)
+        together = A.measure(**measures)._asdict()
+        apart = {name: A.measure(own=measure).own for name, measure in measures.items()}
+        part = A[1].lazy[:, 5:30].measure(**measures)._asdict()
+        W, include = A.to_dense(), A.entropy(include_sink=True)
+        distance = A.distance() * A.sum(-1)
+    if engine.startswith("torch"):
+        query, key, sink, W, include, distance = (
+            x.detach().numpy() for x in (query, key, sink, W, include, distance)
+        )
+        together, apart, part = (
+            {name: x.detach().numpy() for name, x in own.items()} for own in (together, apart, part)
+        )
+    keys_only = formulas(regard.attention(query, key, mask=masks[mask]).to_dense(), np.ones((40, 40)))
+    for name in measures:
+        for found in (together[name], apart[name]):
+            close(found, keys_only[name], atol=2e-7 if name == "spread" else 1e-10, err_msg=name)
+        close(part[name], keys_only[name][1, :, 5:30], atol=2e-7 if name == "spread" else 1e-10, err_msg=name)
+    everything = np.concatenate([W, np.clip(1 - W.sum(-1, keepdims=True), 0, None)], -1)
+    everything[W.sum(-1) == 0] = 0 if mask == "none" else everything[W.sum(-1) == 0]
+    close(include, -(everything * np.log(np.where(everything > 0, everything, 1))).sum(-1), atol=1e-10)
+    at = np.arange(40)
+    close(distance, (W * np.abs(at[:, None] - at)).sum(-1), atol=1e-10)
+
+
+@pytest.mark.parametrize("score", [40.0, 80.0, 95.0, 103.0, 1e4])
+def test_a_sink_that_takes_everything_leaves_finite_numbers_and_gradients(score: float) -> None:
+    torch = pytest.importorskip("torch")
+    for measure in (Entropy(), Entropy(include_sink=True), Distance(), Position(), Spread()):
+        query = torch.randn(1, 1, 30, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        found = regard.attention(query, query, sink=score).measure(own=measure).own
+        assert found.isfinite().all() and (found >= 0).all()
+        (gradient,) = torch.autograd.grad(found.sum(), query)
+        assert gradient.isfinite().all()
 
 
 def test_float32_weights_of_many_queries_add_up() -> None:

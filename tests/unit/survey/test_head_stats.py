@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ pytest.importorskip("safetensors")
 import regard
 from examples.induction import encode, load
 from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.lens.analysis.head_table import measure_heads
 from regard.lens.watch import watch
 from regard.survey.head_stats import Offsets, measure_call
 from regard.survey.schema import DISTANCE_BINS, SINKS, WINDOWS, list_columns
@@ -42,6 +45,26 @@ def test_numbers_equal_those_of_recording_heads(recording):
     for window in WINDOWS:
         ours = np.concatenate([columns[f"within_{window}"] for columns in found])
         np.testing.assert_allclose(ours, table.column(f"within_{window}"), rtol=1e-6)
+
+
+def test_with_a_sink_entropy_and_distance_are_those_of_the_keys(recording):
+    (name, *_) = recording
+    call = recording.calls(name)[0]
+    heads = call.query.shape[-3]
+    sunk = replace(call, sink=torch.linspace(-2.0, 3.0, heads), lse=None)
+    weights = sunk.matrix.to_dense().double().numpy()[0]  # (heads, n, n)
+    assert (weights.sum(-1) < 0.99).any()
+    keys = weights / weights.sum(-1, keepdims=True)
+    i, j = np.indices(weights.shape[1:])
+    table, _ = measure_heads(sunk, None, (8,), {})
+    found = measure_call(sunk, None, {})
+    entropy = -(keys * np.log(np.where(keys > 0, keys, 1))).sum(-1).mean(-1)
+    np.testing.assert_allclose(table["entropy"], entropy, rtol=1e-4)
+    np.testing.assert_allclose(found["entropy"], entropy, rtol=1e-4)
+    np.testing.assert_allclose(table["distance"], (keys * (i - j)).sum(-1).mean(-1), rtol=1e-4)
+    by_weight = (weights * (i - j)).sum((1, 2)) / weights.sum((1, 2))
+    np.testing.assert_allclose(found["distance"], by_weight, rtol=1e-4)
+    np.testing.assert_allclose(table["within_8"], np.where(i - j < 8, weights, 0).sum(-1).mean(-1), rtol=1e-4)
 
 
 def test_histograms_and_kept_windows_equal_those_of_the_dense_matrix(recording):

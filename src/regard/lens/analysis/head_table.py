@@ -113,7 +113,8 @@ def measure_heads(
     counted_rows = {"entropy": token_rows.rows, "first": token_rows.rows}
     if token_rows.query_offset is not None:
         near = [(1 - int(window), int(window) - 1) for window in windows]
-        measures["bands"] = DistanceBands([(-1, -1), *near], token_rows.query_offset)
+        bands = [(-1, -1), *near, (-math.inf, math.inf)]
+        measures["bands"] = DistanceBands(bands, token_rows.query_offset)
         previous = token_rows.own_keys - 1
         has_previous = (previous >= 0) & token_rows.keys[..., np.maximum(previous, 0)]
         counted_rows |= dict.fromkeys(positional, token_rows.rows)
@@ -125,6 +126,9 @@ def measure_heads(
     by_row = {"entropy": results.entropy, "first": results.first}
     if token_rows.query_offset is not None:
         by_row |= {name: results.bands[..., i] for i, name in enumerate(positional)}
+        if call.matrix.problem.has_sink:  # it has no position: the mean is over the weights of the keys
+            total = results.bands[..., -1]
+            by_row["distance"] = by_row["distance"] / (total + (total == 0))
     if "copies" in measures:
         by_row |= {"duplicate": results.copies[..., 0], "induction": results.copies[..., 1]}
     columns = {

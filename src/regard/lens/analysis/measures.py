@@ -68,7 +68,7 @@ class WeightAt(Measure):
 
 @dataclass(frozen=True)
 class DistanceBands(Measure):
-    """Mean distance of each row from its own key, and its weight in bands of distances: (…, q_len, 1 + bands).
+    """The sum of weight · distance from the row's own key, and the weight in bands of distances: (…, q_len, 1 + bands).
 
     Args:
         bands: Pairs (least, most) of signed distances, key minus row's own key; both ends are included.

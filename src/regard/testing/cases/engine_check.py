@@ -335,13 +335,19 @@ def _compute_measure_bounds(
     bounds = {}
     with np.errstate(all="ignore"):
         # The floor of a measure is its value times the relative drift of the weights it sums.
-        exact_measures, naive_measures = (_compute_measures(weights, cells) for weights in (exact, naive))
+        least_sum = np.finfo(working).tiny / np.finfo(working).eps
+        exact_measures, naive_measures = (
+            _compute_measures(weights, cells, least_sum) for weights in (exact, naive)
+        )
         worst = np.max(drift, axis=-1, initial=0)
         drifts = {"received": worst[..., None], "coarse": worst[..., None, None]}
         for name, measure in exact_measures.items():
             size = np.abs(measure)
-            if name == "entropy":  # −w ln w changes by drift · w (1 + |ln w|)
-                size = size + 1
+            if (
+                name == "entropy"
+            ):  # −w ln w changes by drift · w (1 + |ln w|); with a sink, ln Σ w is taken off it
+                total = exact.sum(-1)
+                size = size + 1 + np.abs(np.log(np.where(total < least_sum, 1, total)))
             bounds[name] = ErrorBound.compute(
                 measure, naive_measures[name], magnitude=size, score_error=drifts.get(name, drift), dtype=working,
                 what=name,
@@ -349,15 +355,16 @@ def _compute_measure_bounds(
     return bounds
 
 
-def _compute_measures(weights: Any, cells: int) -> dict[str, Any]:
-    """Compute the measures by their definitions, from dense weights."""
+def _compute_measures(weights: Any, cells: int, least_sum: float) -> dict[str, Any]:
+    """Compute the measures by their definitions, from dense weights; means are over keys that have `least_sum` left."""
     *_, q_len, kv_len = weights.shape
     at = np.arange(q_len)[:, None] + kv_len - q_len
-    logs = np.log(np.where(weights > 0, weights, 1))
+    total = weights.sum(-1, keepdims=True)
+    keys = np.where(total < least_sum, 0, weights / np.where(total < least_sum, 1, total))
     measures = {
-        "entropy": -(weights * logs).sum(-1),
+        "entropy": -(keys * np.log(np.where(keys > 0, keys, 1))).sum(-1),
         "received": weights.sum(-2),
-        "distance": (weights * np.abs(np.arange(kv_len)[None, :] - at)).sum(-1),
+        "distance": (keys * np.abs(np.arange(kv_len)[None, :] - at)).sum(-1),
         "mass": weights[..., :3].sum(-1),
     }
     if min(q_len, kv_len):
