@@ -9,6 +9,7 @@ from regard.interventions.layer_edits import LayerEdits
 
 # Layers that a message lists by name.
 MAX_LISTED = 6
+PARAMETERS = ("layers", "queries", "keys", "heads", "batch")
 
 
 class EditReach:
@@ -23,7 +24,7 @@ class EditReach:
         self._missing = {
             (i, parameter): entries
             for i, edit in enumerate(edits)
-            for parameter in ("layers", "queries", "keys")
+            for parameter in PARAMETERS
             if (entries := list_entries(getattr(edit, parameter, None)))
         }
         self._length = 0
@@ -41,7 +42,7 @@ class EditReach:
         """
         self._has_run.add(i)
         self._length = max(self._length, edits.placement.num_queries, edits.placement.num_keys)
-        for parameter in ("layers", "queries", "keys"):
+        for parameter in PARAMETERS:
             missing = self._missing.get((i, parameter))
             if missing and parameter == "layers":
                 missing = [entry for entry in missing if not matches_layer(entry, edits.name, number)]
@@ -69,6 +70,8 @@ class EditReach:
             listed = ", ".join(map(repr, missing))
             if parameter == "layers":
                 text = f"no layer{'s' * (len(missing) > 1)} {listed}, of {len(numbers)} that ran: {', '.join(ran)}"
+            elif parameter in ("heads", "batch"):
+                text = f"no {parameter} {listed} in the layers that ran"
             else:
                 text = f"no {parameter} {listed} in a sequence of {self._length} tokens"
             found.setdefault(i, []).append(text)

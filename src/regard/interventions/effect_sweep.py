@@ -22,8 +22,9 @@ from regard.interventions.edits import (
     knockout,
     patch,
 )
-from regard.interventions.intervene import find_layers, find_output, intervene
+from regard.interventions.intervene import find_layers, find_output, intervene, is_edited
 from regard.interventions.metrics import LogitDifference, Metric
+from regard.interventions.model_inputs import copy_cache, find_tolerance
 from regard.interventions.placement import select_entries
 from regard.interventions.reused_blocks import BlockOutputs, find_block
 from regard.interventions.sources import compute_mean_output
@@ -33,6 +34,7 @@ from regard.lens.capture.record import CaptureOptions, build_call
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import Watch, watch
+from regard.validation import check_count
 
 if TYPE_CHECKING:
     from regard.pages.html import Page
@@ -62,6 +64,10 @@ def effects(
     By default each head is ablated by itself. The edits run in batches, and the layers before the edited one are not
     computed again, so the heads of a model cost about half of as many forward passes.
 
+    The edits run one by one, whatever `batch_size` is, if the metric of an entry depends on the rest of the batch. This
+    also holds for layers that attend over other entries than those of the batch, such as windows of an image, and for a
+    model that `intervene` already edits.
+
     Args:
         model: The model, in eval mode.
         inputs: What the model is called with: a tensor (batch, …), or a mapping of keyword arguments.
@@ -86,7 +92,8 @@ def effects(
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
-        ArgumentError: If the metric returns something else, or there is no such layer.
+        ArgumentError: If the metric returns something else, there is no such layer, or `batch_size` is not a whole
+            number from 1.
 
     >>> import regard, torch
     >>> from regard.interventions import effects
@@ -95,6 +102,9 @@ def effects(
     >>> table.columns, len(table)
     (['module', 'layer', 'head', 'metric', 'effect'], 2)
     """
+    check_count(
+        batch_size, 1, None, "effects", "batch_size", "", "It is the number of edits that run at once."
+    )
     sweep = _Sweep(model, inputs, metric, tokens)
     with torch.no_grad():
         clean = sweep.run_clean()
@@ -247,22 +257,52 @@ class _Sweep:
         self._batch = int(tensors[0].shape[0])
         self._can_batch = True
         self.layers: dict[str, int] = {}  # number of heads by name, in the order in which they run
+        self._unbatched: set[str] = set()  # layers whose entries are not those of the batch
 
     def run_clean(self) -> float:
         """Run the model without edits; return the metric."""
         watching = watch(self._model, measures=lambda call: {})
         watching.binds_context = True
         with watching as recording:
-            first = self._model(*self._args, **self._kwargs)
-        self.layers = {name: recording.calls(name)[0].shape[-3] for name in recording}
-        values = self._check(self._metric(first))
-        self._can_batch = values.ndim == 1
+            values = self._check(self._run())
+        calls = {name: recording.calls(name) for name in recording}
+        self.layers = {name: own[0].shape[-3] for name, own in calls.items()}
+        self._unbatched = {
+            name
+            for name, own in calls.items()
+            if any(math.prod(call.shape[:-3]) != self._batch or len(call.shape) < 4 for call in own)
+        }
+        self._can_batch = values.ndim == 1 and not is_edited(self._model) and self._are_independent(values)
         blocks = [block for name in self.layers if (block := find_block(name)) is not None]
         self._outputs = BlockOutputs(self._model, blocks, self._batch)
         with self._outputs.record():
-            output = self._model(*self._args, **self._kwargs)
-        self._check_reuse(self._metric(output))
+            self._check_reuse(self._run())
         return float(values.double().mean())
+
+    def _run(self, copies: int = 1) -> Tensor:
+        """Run the model on copies of the inputs; return the metric."""
+        args, kwargs = self._repeat_inputs(copies)
+        return self._metric(self._model(*args, **kwargs))
+
+    def _are_independent(self, clean: Tensor) -> bool:
+        """Return whether the metric of a copy of the inputs stays if another copy is ablated."""
+        batched = [name for name in self.layers if name not in self._unbatched]
+        run = intervene(self._model, self._place_batch(ablate(batched), 1, 2))
+        run.warns_of_unapplied = False
+        with run:
+            return self._agrees(clean, 2, num_compared=1)
+
+    def _agrees(self, clean: Tensor, copies: int, num_compared: int) -> bool:
+        """Return whether a run on copies of the inputs gives the metric of the first of them."""
+        expected, tolerance = clean.repeat(copies) if clean.ndim else clean, find_tolerance(self._model)
+        try:
+            again = self._run(copies)
+        except Exception:  # whatever a model raises if it lacks what it expects
+            return False
+        if again.shape != expected.shape:
+            return False
+        again, expected = (values.reshape(copies, -1)[:num_compared] for values in (again, expected))
+        return bool(torch.allclose(again, expected, rtol=tolerance, atol=tolerance))
 
     def run_edits(
         self, edits: Sequence[Sequence[Edit]], batch_size: int, progress: Callable[[], None] | None
@@ -279,30 +319,23 @@ class _Sweep:
         for group in self._group(named, batch_size if self._can_batch else 1):
             copies = len(group.members)
             placed = [
-                self._place_batch(edit, copy) for copy, i in enumerate(group.members) for edit in named[i]
+                self._place_batch(edit, copy, copies)
+                for copy, i in enumerate(group.members)
+                for edit in named[i]
             ]
-            args, kwargs = self._repeat_inputs(copies)
             run = intervene(self._model, placed, tokens=self._repeat_tokens(copies))
             run.warns_of_unapplied = False
             with (
                 run,
                 self._outputs.reuse(group.reused, copies),
             ):
-                values = self._check(self._metric(self._model(*args, **kwargs)))
+                values = self._check(self._run(copies))
             for text in run.describe_unapplied().values():
                 raise ArgumentError(
                     "effects",
                     received=f"edits of which a part does not apply: {text}",
                     expected="layers and positions that the run has",
                     hint="Positions count from 0, padding included; negative ones from the end.",
-                )
-            if values.ndim and len(values) != copies * self._batch:
-                raise ArgumentError(
-                    "effects",
-                    received=f"a metric that returned {len(values)} numbers for {copies * self._batch} batch entries",
-                    expected="one number for each batch entry of the output",
-                    hint="Edits run in a batch of copies of the inputs: expand what the metric compares the output "
-                    "with to len(output) entries, or pass batch_size=1.",
                 )
             for i, value in zip(
                 group.members, values.double().reshape(copies, -1).mean(1).tolist(), strict=True
@@ -315,45 +348,39 @@ class _Sweep:
     def _measure_means(self) -> HeadMeans:
         """Run the model without edits; return the mean outputs of its heads."""
         with _MeanWatch(self._model) as watching:
-            self._model(*self._args, **self._kwargs)
+            self._run()
         return watching.means
 
     def _group(self, edits: Sequence[Sequence[Edit]], batch_size: int) -> list[_Group]:
         """Group edits that can reuse the same blocks."""
-        groups: dict[tuple[str, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for i, entry in enumerate(edits):
             names: list[Any] = [name for edit in entry for name in edit.layers or ()]  # type: ignore[union-attr]
             blocks = [find_block(name) for name in names]
             reused = self._outputs.list_before(blocks) if self._reuses else []
-            groups.setdefault(tuple(reused), []).append(i)
+            size = 1 if self._unbatched.intersection(names) else batch_size
+            groups.setdefault((size, *reused), []).append(i)
         return [
-            _Group(members[start : start + batch_size], list(reused))
-            for reused, members in groups.items()
-            for start in range(0, len(members), batch_size)
+            _Group(members[start : start + size], reused)
+            for (size, *reused), members in groups.items()
+            for start in range(0, len(members), size)
         ]
 
     def _check_reuse(self, clean: Tensor) -> None:
         """Reuse blocks only if a run that reuses as many as possible gives the same metric."""
         blocks = [find_block(name) for name in self.layers]
-        reused = self._outputs.list_before(blocks[-1:])
         copies = 2 if self._can_batch else 1
-        args, kwargs = self._repeat_inputs(copies)
-        try:
-            with self._outputs.reuse(reused, copies):
-                again = self._metric(self._model(*args, **kwargs))
-            expected = clean.repeat(copies) if clean.ndim else clean
-            self._reuses = again.shape == expected.shape and torch.allclose(
-                again, expected, rtol=1e-4, atol=1e-4
-            )
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            self._reuses = False  # the batch is not the first axis of what the blocks return
+        with self._outputs.reuse(self._outputs.list_before(blocks[-1:]), copies):
+            self._reuses = self._agrees(clean, copies, num_compared=copies)
 
     def _name_layers(self, edit: Edit) -> Edit:
         """Return an edit with the names of its layers: numbers would count those that run."""
         return replace(edit, layers=find_layers(edit.layers, self.layers, edit.name))
 
-    def _place_batch(self, edit: Edit, copy: int) -> Edit:
-        """Return an edit that applies to one copy of the batch."""
+    def _place_batch(self, edit: Edit, copy: int, copies: int) -> Edit:
+        """Return an edit that applies to one of several copies of the batch."""
+        if copies == 1:
+            return edit
         entries = select_entries(edit.batch, self._batch, "batch", edit.name)
         return replace(edit, batch=[copy * self._batch + int(entry) for entry in entries])
 
@@ -363,7 +390,7 @@ class _Sweep:
             return value.repeat(copies, *(1,) * (value.ndim - 1)) if is_batched else value
 
         return [repeat(value) for value in self._args], {
-            name: repeat(value) for name, value in self._kwargs.items()
+            name: repeat(value) for name, value in copy_cache(self._kwargs, "effects").items()
         }
 
     def _repeat_tokens(self, copies: int) -> Any:
@@ -376,7 +403,8 @@ class _Sweep:
 
     def _check(self, values: Any) -> Tensor:
         is_single = isinstance(values, torch.Tensor) and values.ndim == 0
-        is_batch = isinstance(values, torch.Tensor) and values.ndim == 1 and len(values) % self._batch == 0
+        is_batch = isinstance(values, torch.Tensor) and values.ndim == 1 and len(values) > 0
+        is_batch = is_batch and len(values) % self._batch == 0
         if not is_single and not is_batch:
             shape = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else None
             raise ArgumentError(

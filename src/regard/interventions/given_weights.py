@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.engines.torch import TorchNamespace
 from regard.errors import ArgumentError
 from regard.frame import Frame
 from regard.interventions.edge_correction import OutputWriter, ValueColumns
@@ -47,11 +48,14 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
         allowed = mask.allows(frame, rows, columns, torch).to(old.device)
         changed = changed | ((wide != 0) & ~allowed).any(-1)
         new = torch.where(allowed, new, 0.0)
-    rest = 1.0 - wide.detach().sum(-1, keepdim=True)
-    rest = torch.where(rest > 8 * torch.finfo(weights.dtype).eps + 1e-5, rest, 0.0)
+    rest = 1.0 - wide.sum(-1, keepdim=True)
+    is_rounding = (rest <= 8 * torch.finfo(weights.dtype).eps + 1e-5) | ~(wide != 0).any(-1, keepdim=True)
+    # A head either has a sink in every row or has none. Rows with little of it may lose all other keys.
+    has_sink = (~is_rounding).any(-2, keepdim=True)
+    rest = torch.where(has_sink, rest.clamp(min=0.0), 0.0)
     for score_mod in score_mods:
         score_mod.check(frame)
-        bias = score_mod.additive_bias(frame, rows, columns, torch, wide.dtype)
+        bias = score_mod.additive_bias(frame, rows, columns, TorchNamespace(wide.device), wide.dtype)
         if bias is None:
             raise ArgumentError(
                 "rescore",

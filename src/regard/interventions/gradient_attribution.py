@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -199,12 +199,15 @@ def attribution(
 
     effects: dict[str, FloatArray] = {}
     integrals: dict[str, PathIntegral] = {}
-    watching = watch(model, grad=True, values=True)
-    watching.binds_context = True
     with require_input_gradients(model), torch.enable_grad():
-        with watching as recording:
-            value = run()
+        value, recording = _record(model, run)
         layer_calls = recording._layer_calls()
+        if not all(getattr(entry.call.output, "requires_grad", False) for entry in layer_calls):
+            # No embedding is before these layers: the model reads its tokens from a parameter.
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+            value, recording = _record(model, run)
+            layer_calls = recording._layer_calls()
         gradients = _compute_gradients(value, layer_calls)
         for name in recording:
             path = [_find_path(i, call, baseline) for i, call in enumerate(recording.calls(name))]
@@ -230,6 +233,14 @@ def attribution(
     _warn_of_gaps(completeness.filter(lambda row: not integrals[row["module"]].is_complete), max_gap)
     with torch.no_grad():
         return _build(value.item(), layer_calls, gradients, recording, edges, effects, completeness)
+
+
+def _record(model: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Recording]:
+    """Run a model; return the metric, and the recording with values, outputs and graph."""
+    watching = watch(model, grad=True, values=True)
+    watching.binds_context = True
+    with watching as recording:
+        return run(), recording
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from regard.lens.analysis.token_rows import as_token_lists
 from regard.lens.capture.call import Call
 from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.record import CaptureOptions, build_call
+from regard.lens.capture.wrappers import watchers
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import ATTENDS_OVER_CHANNELS, Watch, check_model
@@ -310,6 +311,15 @@ class Intervention(Watch):
             entry.edit.selects(name, number) or (number is None and _has_numbers(entry.edit))
             for entry in self._bound
         )
+
+
+def is_edited(model: nn.Module) -> bool:
+    """Return whether an intervention edits a model in the running thread."""
+    return any(
+        isinstance(watcher, Intervention) and watcher.applies_here
+        for module in model.modules()
+        for watcher, _ in watchers.get(id(module), ())
+    )
 
 
 def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:

@@ -32,6 +32,7 @@ from regard.interventions.placement import (
     depends_on_length,
     place_score_mod,
     resolve_positions,
+    select_entries,
 )
 from regard.interventions.sources import (
     compute_mean_output,
@@ -238,13 +239,16 @@ class LayerEdits:
         return groups
 
     def reaches(self, number: int, parameter: str, positions: Any) -> bool:
-        """Return whether the call has a row or a key at some positions of an edit.
+        """Return whether the call has a row, a key, a head or a batch entry that an edit selects.
 
         Args:
             number: Number of the edit.
-            parameter: "queries" or "keys".
-            positions: The positions.
+            parameter: "queries", "keys", "heads" or "batch".
+            positions: The positions, or the heads or batch entries.
         """
+        if parameter in ("heads", "batch"):
+            length = self.placement.heads if parameter == "heads" else self.placement.batch
+            return len(select_entries(positions, length, parameter, self.bound[number].edit.name)) > 0
         entry, placement, is_keys = self.bound[number], self.placement, parameter == "keys"
         tokens = entry.key_tokens if is_keys and placement.is_cross_attention else entry.tokens
         length, find = (

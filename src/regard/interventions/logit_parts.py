@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.interventions.model_inputs import run_model
+from regard.interventions.model_inputs import find_tolerance, run_model
 from regard.interventions.residual_stream import (
     Block,
     LinearNorm,
@@ -27,9 +27,6 @@ from regard.lens.watch import watch
 
 Tensor = Any  # the types of torch are not followed
 OPERATION = "logit_attribution"
-# Relative difference up to which the parts of a stream add up, by the bytes of a number. Models of float64 have norms
-# that compute in float32.
-TOLERANCES = {2: 3e-2, 4: 1e-4, 8: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -196,19 +193,14 @@ def _split(
         found.output[batch, answer] - (0 if wrong is None else found.output[batch, wrong])
     )
     total, size = sum(rows.column("logit")), sum(abs(value) for value in rows.column("logit"))
-    if not abs(total - float(target)) <= _find_tolerance(model) * max(size, 1e-30):
+    if not abs(total - float(target)) <= find_tolerance(model) * max(size, 1e-30):
         _refuse(model, f"its parts add up to {total:.6g}, and the logit is {float(target):.6g}")
     return LogitAttribution(float(target), rows)
 
 
-def _find_tolerance(model: nn.Module) -> float:
-    sizes = [parameter.element_size() for parameter in model.parameters() if parameter.is_floating_point()]
-    return TOLERANCES[max(min(sizes, default=4), 2)]
-
-
 def _split_blocks(model: nn.Module, trace: StreamTrace, recording: Recording) -> list[Block]:
     """Split every block of the model, and check that each reads what the last one wrote."""
-    tolerance, blocks, last = _find_tolerance(model), [], None
+    tolerance, blocks, last = find_tolerance(model), [], None
     for name in recording:
         if name not in recording._projections:
             _refuse(model, f"{name!r} has no output projection: {recording._projections.find_fault(name)}")
@@ -236,7 +228,7 @@ class _Unembedding:
 
 def _find_unembedding(model: nn.Module, trace: StreamTrace, logits: Tensor) -> _Unembedding:
     """Find the linear layer that computes the logits, up to a factor or a soft cap."""
-    tolerance = _find_tolerance(model)
+    tolerance = find_tolerance(model)
     own = getattr(model, "get_output_embeddings", lambda: None)()
     for name in reversed(list(trace.calls)):
         module, vectors = model.get_submodule(name), trace.get(name)
@@ -254,7 +246,7 @@ def _find_final_norm(
     model: nn.Module, trace: StreamTrace, unembedding: _Unembedding, stream: Tensor
 ) -> tuple[LinearNorm | None, float]:
     """Find the norm between the stream and the unembedding, and the factor after it."""
-    tolerance = _find_tolerance(model)
+    tolerance = find_tolerance(model)
     read = trace.get(unembedding.module)
     if read is None or read.input is None:
         _refuse(model, "its unembedding runs several times")

@@ -54,6 +54,13 @@ class LogitDifference:
 
         def pick(ids: Tensor) -> Tensor:
             ids = ids.to(logits.device)
+            if ids.ndim and (not len(ids) or batch % len(ids)):
+                raise ArgumentError(
+                    "logit_difference",
+                    received=f"{len(ids)} token ids for {batch} batch entries",
+                    expected="one token id, or one for each batch entry",
+                    hint="Pass as many answers as the inputs have batch entries.",
+                )
             index = ids.repeat(batch // len(ids)) if ids.ndim else ids.expand(batch)
             return logits.gather(1, index[:, None])[:, 0]
 

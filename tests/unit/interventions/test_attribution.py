@@ -414,3 +414,42 @@ print(peak() - before)
     linear, dense = map(float, run.stdout.split())
     # The second number shows that the peak is seen; memory that the first call gave back is used again.
     assert linear < 100 and dense > 2 * 256 - linear
+
+
+class TokenTable(nn.Module):
+    """Tokens are read from a parameter, and an embedding comes in only after the first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.late = nn.Parameter(torch.randn(20, 8)), nn.Embedding(20, 8)
+        self.first, self.second = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens):
+        return self.second(self.first(self.table[tokens]) + self.late(tokens))
+
+
+def test_layers_before_the_first_embedding_are_attributed():
+    torch.manual_seed(0)
+    model, tokens = TokenTable().double().eval(), torch.randint(0, 20, (2, 5))
+    model.late.weight.requires_grad_(False)
+    found = attribution(model, tokens, lambda output: output[:, 0, 0])
+    assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
+    for row in found.heads:
+        results = []
+        for factor in (1 - 1e-4, 1 + 1e-4):
+            edit = ablate_heads(row["module"], heads=row["head"], to=factor)
+            with torch.no_grad(), regard.intervene(model, edit):
+                results.append(float(model(tokens)[:, 0, 0].mean()))
+        assert row["effect"] == pytest.approx((results[0] - results[1]) / 2e-4, abs=1e-6)
+        assert row["effect"]
+
+
+def test_integrated_effects_continue_the_cache_of_the_inputs_every_time():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    with torch.no_grad():
+        cache = model(inputs["input_ids"][:, :7], use_cache=True).past_key_values
+    given = {"input_ids": inputs["input_ids"][:, 7:], "past_key_values": cache}
+    found = attribution(model, given, logit_difference(3, 4), steps=33)
+    assert cache.get_seq_length() == 7
+    for row in found.completeness:
+        assert row["effect"] == pytest.approx(row["change"], rel=0.02, abs=1e-3)

@@ -89,7 +89,7 @@ def test_blocks_before_the_edit_do_not_run_again():
     assert len(seen) == 4 and seen[-1][0] == seen[0][0]  # layer 0 ran in the unchanged passes only
     before = dict(counts)
     effects(model, inputs, METRIC, [ablate(0, heads=i) for i in range(4)])
-    assert counts[0] - before[0] == 3 + 0 == 2 + 1  # twice unchanged, then once for all edits
+    assert counts[0] - before[0] == 2 + 1 + 1  # twice unchanged, once with a copy ablated, once for all edits
 
 
 def test_a_single_number_runs_the_edits_one_by_one():
@@ -149,17 +149,147 @@ def test_picture_and_page():
         effects(tiny.build(), tiny.inputs("none"), METRIC, [ablate()]).page()
 
 
-def test_a_metric_that_forgets_the_batch_is_refused_with_a_hint():
+def check_one_by_one(model, inputs, metric, **options):
+    """Compare effects with one intervention at a time."""
+    table = effects(model, inputs, metric, **options)
+    clean = measure(model, inputs, metric)
+    assert table.clean == pytest.approx(clean, abs=1e-5)
+    for row in table:
+        expected = measure(model, inputs, metric, ablate(row["module"], heads=row["head"])) - clean
+        assert row["effect"] == pytest.approx(expected, abs=1e-4)
+    assert max(map(abs, table.column("effect"))) > 1e-2
+
+
+def test_a_metric_that_forgets_the_batch_runs_the_edits_one_by_one():
     model, inputs = TINY["GPT-2"].build(), TINY["GPT-2"].inputs("none")
     one = {name: value[:1] for name, value in inputs.items()}
     index = one["input_ids"][:, -1:, None]
+    check_one_by_one(model, one, lambda output: output.logits[:, -1:].gather(-1, index)[:, 0, 0])
 
-    def metric(output):
-        return output.logits[:, -1:].gather(-1, index)[:, 0, 0]
 
-    with pytest.raises(regard.ArgumentError, match=r"1 numbers for \d batch entries.*batch_size=1"):
-        effects(model, one, metric)
-    assert len(effects(model, one, metric, batch_size=1)) == 8
+def add_noise(model):
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=noise), alpha=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layers_that_attend_over_windows_of_an_image(batch):
+    """The first axis of their calls has more entries than the batch."""
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4
+    )
+    pixels = torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    check_one_by_one(
+        add_noise(transformers.SwinModel(config)),
+        {"pixel_values": pixels},
+        lambda out: out.pooler_output[:, 0],
+    )
+
+
+class SequenceFirst(torch.nn.Module):
+    """An encoder whose input is (n, batch, width)."""
+
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (4, 4, 8)])
+def test_inputs_whose_first_axis_is_not_the_batch(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    check_one_by_one(add_noise(SequenceFirst()), {"x": x}, lambda output: output[-1, :, 0], batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda output: output.logits[:, -1].log_softmax(0)[:, 7],
+        lambda output: output.logits[:, -1, 7] - output.logits[:, -1, 7].mean(),
+        lambda output: output.logits[:, -1, 7] * output.logits[:, -1, 9].mean(),
+    ],
+    ids=["softmax over the batch", "centred", "mean of the batch"],
+)
+def test_metrics_that_compare_batch_entries(metric):
+    """Copies of the batch that other edits change are not part of it."""
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    listed = [ablate(1, heads=head, batch=0) for head in range(4)]
+    for row, edit in zip(effects(model, inputs, metric, listed), listed, strict=True):
+        assert row["metric"] == pytest.approx(measure(model, inputs, metric, edit), abs=1e-5)
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_effects_of_a_model_that_is_edited_in_one_batch_entry(texts):
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    tokens = [list("abcdefghijk"), list("kjihgfedcba")]
+    outer = knockout(0, queries=[-1], keys="b") if texts else ablate(0, heads=[1, 2], batch=0)
+    with regard.intervene(model, outer, tokens=tokens if texts else None):
+        check_one_by_one(model, inputs, METRIC)
+
+
+@pytest.mark.parametrize("metric", [METRIC, lambda output: output.logits[:, -1, 7].mean()])
+def test_a_cache_in_the_inputs_stays_as_it_was(metric):
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+
+    def fill():
+        with torch.no_grad():
+            return model(inputs["input_ids"][:, :7], use_cache=True).past_key_values
+
+    rest, cache = inputs["input_ids"][:, 7:], fill()
+    table = effects(model, {"input_ids": rest, "past_key_values": cache}, metric, layers=1)
+    assert cache.get_seq_length() == 7
+    for row in table:
+        given = {"input_ids": rest, "past_key_values": fill()}
+        assert row["metric"] == pytest.approx(
+            measure(model, given, metric, ablate(1, heads=row["head"])), abs=1e-5
+        )
+    with_graph = model(inputs["input_ids"], use_cache=True).past_key_values
+    with pytest.raises(regard.ArgumentError, match=r"computed with gradients.*no_grad"):
+        effects(model, {"input_ids": rest, "past_key_values": with_graph}, metric)
+
+
+class SharedState(torch.nn.Module):
+    """Blocks of which each later one reads what the first one has kept."""
+
+    class Block(torch.nn.TransformerEncoderLayer):
+        def forward(self, x, kept):
+            kept.setdefault("first", x) if self.is_first else None
+            return super().forward(x) + kept["first"]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.Block(8, 2, 16, batch_first=True) for _ in range(3))
+        for i, layer in enumerate(self.layers):
+            layer.is_first = i == 0
+
+    def forward(self, x):
+        kept = {}
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+def test_blocks_that_need_what_an_earlier_one_keeps_run_again():
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    check_one_by_one(add_noise(SharedState()), {"x": x}, lambda output: output[:, -1, 0])
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True])
+def test_batch_sizes_that_are_no_counts_are_refused(batch_size):
+    with pytest.raises(regard.ArgumentError, match="batch_size"):
+        effects(TINY["Llama"].build(), TINY["Llama"].inputs("none"), METRIC, batch_size=batch_size)
+
+
+def test_answers_that_do_not_fit_the_batch_are_refused():
+    for answers in ([3, 5, 7], []):
+        with pytest.raises(regard.ArgumentError, match=f"{len(answers)} token ids for 2 batch entries"):
+            logit_difference(torch.tensor(answers, dtype=torch.long))(torch.zeros(2, 4, 9))
 
 
 def test_sorted_filtered_and_sliced_tables_keep_class_and_metric():

@@ -431,6 +431,8 @@ def test_layers_with_their_own_softmax(x):
         [knockout(0, heads=1, queries=[3, 6], keys=[0, 1, 2])],
         [restrict(1, heads=[0, 2], mask=regard.sliding_window(2))],
         [rescore(1, heads=2, score_mod=regard.alibi())],
+        [rescore(1, heads=2, score_mod=regard.bias(torch.linspace(-2, 2, 49).sin().reshape(7, 7)))],
+        [rescore(0, score_mod=regard.bias(np.linspace(-2, 2, 49).reshape(7, 7)))],
         [ablate(0, heads=1), ablate(1, heads=2, to="mean")],
     ):
         ours, theirs = run(own, x, *edits)[0], run(fused, x, *edits)[0]
@@ -446,6 +448,47 @@ def test_layers_with_their_own_softmax(x):
         run(own, x, rescore(0, score_mod=regard.softcap(1.0)))
 
 
+class OwnSink(OwnSoftmax):
+    """A softmax of its own with a sink of score 1; it can leave out a key of all but the first rows."""
+
+    removed: int | None = None
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, self.dim)).transpose(1, 2)
+            for layer, heads in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.mT * self.dim**-0.5
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        if self.removed is not None:
+            mask[self.removed + 1 :, self.removed] = True
+        scores = scores.masked_fill(mask, -torch.inf)
+        weights = torch.cat([scores, torch.ones_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
+        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("gain", [1.0, 6.0])
+def test_gradients_flow_through_the_sink_of_a_layer_with_its_own_softmax(gain, x):
+    """With large weights, some rows give the sink less than others, and a knockout leaves them little else."""
+    torch.manual_seed(0)
+    layer = OwnSink().double().eval()
+    with torch.no_grad():
+        layer.q.weight.mul_(gain)
+    model, x = nn.Sequential(layer), x.double()
+    results = []
+    for removed, edits in ((None, [knockout(0, queries=slice(2, None), keys=1)]), (1, [])):
+        layer.removed = removed
+        model.zero_grad()
+        with regard.intervene(model, edits):
+            output = model(x)
+        output.square().sum().backward()
+        results.append((output.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+    (ours, our_gradients), (theirs, their_gradients) = results
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(our_gradients, their_gradients, atol=1e-8, rtol=1e-7)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_the_fast_path_of_encoder_layers(norm_first, x):
     torch.manual_seed(0)
@@ -458,16 +501,21 @@ def test_the_fast_path_of_encoder_layers(norm_first, x):
     assert not torch.equal(fast, layer(x))
 
 
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("grad", [False, True])  # without gradients it is one fused operator
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_multi_head_attention_of_torch(need_weights, x):
+def test_multi_head_attention_of_torch(need_weights, grad, average, x):
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
     model = nn.ModuleDict({"attn": layer})
-    with regard.intervene(model, knockout(heads=1, queries=3, keys=[0, 1])) as intervention:
-        edited, weights = layer(x, x, x, need_weights=need_weights, average_attn_weights=False)
+    with (
+        torch.set_grad_enabled(grad),
+        regard.intervene(model, knockout(heads=1, queries=3, keys=[0, 1])) as intervention,
+    ):
+        edited, weights = layer(x, x, x, need_weights=need_weights, average_attn_weights=average)
     mask = torch.zeros(8, 7, 7, dtype=torch.bool)
     mask[1::4, 3, :2] = True
-    expected, expected_weights = layer(x, x, x, attn_mask=mask, average_attn_weights=False)
+    expected, expected_weights = layer(x, x, x, attn_mask=mask, average_attn_weights=average)
     torch.testing.assert_close(edited, expected, atol=1e-6, rtol=1e-5)
     if need_weights:
         torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
@@ -528,6 +576,8 @@ def test_parts_of_an_edited_layer_that_are_named_attention(x):
         ([knockout(1, queries=99, keys=0)], r"no queries 99 in a sequence of 7 tokens"),
         ([knockout(1, queries=-8, keys=0)], r"no queries -8 in a sequence of 7 tokens"),
         ([knockout(1, queries=[3, 7], keys=[-9, 2])], r"no queries 7 .*no keys -9 in a sequence of 7 tokens"),
+        ([ablate(1, heads=slice(9, 12))], r"no heads slice\(9, 12, None\) in the layers that ran"),
+        ([ablate(1, batch=slice(5, 9))], r"no batch slice\(5, 9, None\) in the layers that ran"),
         ([ablate(1, queries=slice(7, 9))], r"no queries slice\(7, 9, None\) in a sequence of 7 tokens"),
     ],
 )

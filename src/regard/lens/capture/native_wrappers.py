@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from regard.lens.capture.captured_args import CapturedArgs
 from regard.lens.capture.patching import unwrap_original
 from regard.lens.capture.wrappers import (
     find_obstacle,
@@ -31,8 +32,11 @@ def wrap_native_multi_head_attention(original: Callable[..., Any]) -> Callable[.
         module = find_running_module()
         if module is not None:
             x, mask, mask_type = args[0], args[9], args[12] if len(args) > 12 else None
-            edited = _notify_fast_path(module, "", x, args[3:9], mask, mask_type)
-            return result if edited is None else (project(edited, *args[7:9]), *result[1:])
+            weights = result[1] if result[1] is not None and result[1].numel() else None
+            captured = _notify_fast_path(module, "", x, args[3:9], mask, mask_type, weights)
+            if captured is not None and captured.edited_output is not None:
+                weights = result[1] if captured.edited_weights is None else captured.edited_weights
+                return project(captured.edited_output, *args[7:9]), weights
         return result
 
     return native_multi_head_attention
@@ -49,8 +53,9 @@ def wrap_encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
             x, mask, mask_type = args[0], args[18], args[19]
             if args[8] and not x.is_nested:  # norm_first
                 x = F.layer_norm(x, x.shape[-1:], args[10], args[11], args[9])
-            edited = _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
-            return result if edited is None else _finish_encoder_layer(edited, args)
+            captured = _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
+            if captured is not None and captured.edited_output is not None:
+                return _finish_encoder_layer(captured.edited_output, args)
         return result
 
     return encoder_layer
@@ -76,12 +81,27 @@ def _finish_encoder_layer(attended: Tensor, args: Any) -> Tensor:
 
 
 def _notify_fast_path(
-    module: nn.Module, submodule: str, x: Tensor, weights: Any, mask: Any, mask_type: Any
-) -> Tensor | None:
+    module: nn.Module,
+    submodule: str,
+    x: Tensor,
+    projections: Any,
+    mask: Any,
+    mask_type: Any,
+    weights: Tensor = None,
+) -> CapturedArgs | None:
     """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask.
 
+    Args:
+        module: The running module.
+        submodule: Name of the attention layer in it.
+        x: Its input.
+        projections: Width, number of heads, and weights and biases of the projections.
+        mask: The mask.
+        mask_type: Kind of the mask, as the fused operators define it.
+        weights: Attention weights that the layer returns, if it does.
+
     Returns:
-        The output of its attention, (batch, heads, q_len, head_dim), if an intervention changes it; else None.
+        The arguments after all interventions, with the edited output and weights; None if nothing was captured.
     """
     obstacle = find_obstacle(x)
     if obstacle is not None:
@@ -95,7 +115,7 @@ def _notify_fast_path(
             submodule,
         )
         return None
-    width, heads, in_weight, in_bias, out_weight, out_bias = weights
+    width, heads, in_weight, in_bias, out_weight, out_bias = projections
     key_padding_mask, attn_mask = (mask, None) if mask_type == 1 else (None, mask)
     if attn_mask is not None and attn_mask.ndim == 4:
         attn_mask = attn_mask.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
@@ -108,5 +128,5 @@ def _notify_fast_path(
     )  # fmt: skip
     if captured is None:
         return None
-    captured = captured._replace(kernel="torch: fused encoder layer (fast path)")
-    return notify(module, captured, submodule).edited_output
+    captured = captured._replace(kernel="torch: fused encoder layer (fast path)", weights=weights)
+    return notify(module, captured, submodule)
