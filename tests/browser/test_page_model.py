@@ -220,7 +220,7 @@ def test_wrong_arguments_are_refused_with_a_hint():
         ArgumentError, match=r"recording\.page: .* recorded with measures only; .* without measures"
     ):
         measured.page()
-    with torch.no_grad(), regard.watch(model) as nothing:
+    with pytest.warns(regard.lens.EmptyRecordingWarning), regard.watch(model) as nothing:
         pass
     with pytest.raises(ArgumentError, match=r"an empty recording.*inside the with block"):
         nothing.page()

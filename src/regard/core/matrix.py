@@ -37,10 +37,10 @@ from regard.core.planner import (
 )
 from regard.core.problem import Problem, Spec, detach, detach_arrays
 from regard.core.products import (
+    BlockLoopScores,
     DenseWeights,
     LogSumExp,
     Product,
-    SelectedScores,
     SelectedWeights,
     flatten_operand,
 )
@@ -743,7 +743,7 @@ class AttentionMatrix:
             block = self._entries_from_stats(part, columns)
         elif problem.engine.requires_grad(problem):
             # Masked keys, which may be NaN, must not reach the gradient.
-            (block,), _ = run_block_loop(problem, [SelectedScores(columns)])
+            (block,), _ = run_block_loop(problem, [BlockLoopScores(columns)])
         else:
             block = compute_entries(problem, columns, None)
         return block.reshape(block_shape)[resolved.local]

@@ -114,7 +114,7 @@ class SelectedWeights(Measure):
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedScores(SelectedWeights):
+class BlockLoopScores(SelectedWeights):
     """The scores at some columns, −inf where masked, for gradients: (…, q_len, len(columns))."""
 
     reads_scores: ClassVar[bool] = True
