@@ -114,12 +114,14 @@ def _get_guard() -> WriteGuard:
 
 
 def _stop(number: int, _: object) -> None:
+    _set_timers(running=False)  # the other timer may be due as well: one error per input
     kind = "of processor time" if number == signal.SIGPROF else "in all"
     raise UnexpectedResult(f"more than {TIMERS[signal.Signals(number)][1]:g} seconds {kind}")
 
 
 def _set_timers(running: bool) -> None:
-    for timer, seconds in TIMERS.values():
+    for number, (timer, seconds) in TIMERS.items():
+        signal.signal(number, _stop if running else signal.SIG_IGN)
         signal.setitimer(timer, seconds if running else 0)
 
 
@@ -128,7 +130,7 @@ def _bound_resources(limit_memory: bool) -> Iterator[None]:
     """Limit the address space of this process, and catch the signal of an input that takes too long."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    handlers = {number: signal.signal(number, _stop) for number in TIMERS}
+    handlers = {number: signal.getsignal(number) for number in TIMERS}
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
     try:
