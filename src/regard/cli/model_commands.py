@@ -17,7 +17,7 @@ from regard.errors import ArgumentError, NotCapturedError
 from regard.models import EncodedText, LoadedModel, load
 
 if TYPE_CHECKING:
-    from regard.lens.analysis.finding import Severity
+    from regard.findings import Severity
     from regard.lens.recording import Recording
 
 # Rows of the table in a terminal.

@@ -27,8 +27,8 @@ except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
+from regard.findings import Finding, Findings
 from regard.lens.alignment import Alignment
-from regard.lens.analysis.finding import Finding, Findings
 from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
 from regard.lens.experiments.examination import doctor

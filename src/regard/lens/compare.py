@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.findings import Finding, Findings
 from regard.lens.analysis.call_comparison import CallComparison, compare_calls
-from regard.lens.analysis.finding import Finding, Findings
-from regard.lens.analysis.setting_differences import Difference
 from regard.lens.analysis.token_rows import as_token_lists
 from regard.lens.capture.call import Call
 from regard.lens.comparison import NUMBERS, Comparison
@@ -160,8 +159,8 @@ class _Comparer:
         if len(calls_a) != len(calls_b) and not self.parted:
             message = f"The layer was called {len(calls_b)} times instead of {len(calls_a)}."
             hint = "Run both models on the same inputs, the same number of times."
-            finding = Difference("shape", message, hint=hint)
-            self.findings.append(_build_finding(finding, layer, name_a, name_b))
+            finding = Finding("shape", "error", message, hint=hint)
+            self.findings.append(_locate(finding, layer, name_a, name_b))
             self.parted = True
 
     def _compare_call(self, layer: int, index: int, name_a: str, name_b: str, a: Call, b: Call) -> None:
@@ -224,7 +223,7 @@ class _Comparer:
 
     def _find_cache_fault(
         self, name_a: str, name_b: str, calls_a: list[Call], calls_b: list[Call]
-    ) -> Difference | None:
+    ) -> Finding | None:
         """Find a cache that lost keys in one run, or calls that share a cache in one run only."""
         hint = "Append each step's keys and values to the cache of its own layer; see recording.diagnose()."
         pairs = ((self.a, name_a), (self.b, name_b))
@@ -232,8 +231,8 @@ class _Comparer:
         if bool(faults[0]) != bool(faults[1]):
             fault, word = (faults[0][0], "A") if faults[0] else (faults[1][0], "B")
             message = f"The cache of {word} is broken at call {fault.call}: {fault.kind}."
-            return Difference(
-                "cache", message, hint=hint, evidence={"tokens": fault.tokens, "added": fault.added}
+            return Finding(
+                "cache", "error", message, hint=hint, evidence={"tokens": fault.tokens, "added": fault.added}
             )
         evicted = [
             sum(
@@ -246,7 +245,7 @@ class _Comparer:
         if bool(evicted[0]) != bool(evicted[1]):
             word = "A" if evicted[0] else "B"
             message = f"The cache of {word} evicts keys, {max(evicted)} in all, and that of the other run keeps them."
-            return Difference("cache", message, hint=hint, evidence={"evicted": max(evicted)})
+            return Finding("cache", "error", message, hint=hint, evidence={"evicted": max(evicted)})
         calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
         rows = [sum(call.shape[-2] for call in calls) for calls in (calls_a, calls_b)]
         steps = [max(call.steps for call in calls) for calls in (calls_a, calls_b)]
@@ -254,7 +253,7 @@ class _Comparer:
             word = "A" if steps[0] > steps[1] else "B"
             message = f"The calls of {word} share one cache, and those of the other run do not."
             hint = "Start each sequence with an empty cache, and extend it in every step of the sequence."
-            return Difference("cache", message, hint=hint, evidence={"steps": max(steps)})
+            return Finding("cache", "error", message, hint=hint, evidence={"steps": max(steps)})
         return None
 
     def _add(
@@ -284,7 +283,7 @@ class _Comparer:
             )
         if found.equivalent and found.equivalent not in self.notes:
             self.notes.append(found.equivalent)
-        self.findings += [_build_finding(difference, layer, name_a, name_b) for difference in differences]
+        self.findings += [_locate(difference, layer, name_a, name_b) for difference in differences]
         self.parted = self.parted or bool(differences)
         row = {"layer": layer, "module_a": name_a, "module_b": name_b, "call": index, "kind": kind}
         self.table.append(row | {name: found.sizes.get(name, float("nan")) for name in NUMBERS})
@@ -299,19 +298,20 @@ class _Comparer:
         failure = (self.b if word == "A" else self.a)._uncaptured.get(name)
         if failure is not None:
             message, hint = f"{name!r} was not captured in {other}: {failure.reason}.", failure.hint
-        difference = Difference("layers missing", message, hint=hint)
+        difference = Finding("layers missing", "error", message, hint=hint)
         self.findings.append(
-            _build_finding(difference, layer, name if word == "A" else "", name if word == "B" else "")
+            _locate(difference, layer, name if word == "A" else "", name if word == "B" else "")
         )
 
     def _report_tokens(self) -> None:
         row = self.table[0]
         rows = "no rows" if not self.rows else f"the {self.rows:,} rows before"
-        difference = Difference(
-            "other tokens", f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared.",
+        difference = Finding(
+            "other tokens", "error",
+            f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared.",
             hint="Run both models on the same tokens to compare everything.",
         )  # fmt: skip
-        self.findings.append(_build_finding(difference, 0, row["module_a"], row["module_b"]))
+        self.findings.append(_locate(difference, 0, row["module_a"], row["module_b"]))
 
 
 def _join_positions(recording: Recording) -> Any:
@@ -329,20 +329,10 @@ def _may_be_positions(found: CallComparison) -> bool:
     return found.differences[0].kind in ("projection", "other tokens")
 
 
-def _build_finding(difference: Difference, layer: int, name_a: str, name_b: str) -> Finding:
+def _locate(finding: Finding, layer: int, name_a: str, name_b: str) -> Finding:
+    """Return a finding about a call with the layer and the module of both runs."""
     module = name_a if name_a == name_b else " / ".join(filter(None, (name_a, name_b)))
-    return Finding(
-        difference.kind,
-        "error",
-        difference.message,
-        module,
-        layer,
-        difference.heads,
-        difference.rows,
-        difference.batch,
-        difference.evidence,
-        difference.hint,
-    )
+    return replace(finding, module=module, layer=layer)
 
 
 def match_layers(

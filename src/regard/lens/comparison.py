@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from regard.lens.analysis.finding import Finding, Findings
+from regard.findings import Finding, Findings
 from regard.lens.table import Table
 from regard.render.table import Alignment, format_table
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, IndexOutOfRangeError
+from regard.findings import Finding, Findings
 from regard.lens.analysis.find import as_numpy, select_batch_entry, select_layers
-from regard.lens.analysis.finding import Finding, Findings
 from regard.lens.analysis.head_table import measure_heads
 from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.capture.call import Call, LayerCall

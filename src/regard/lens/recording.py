@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from regard.core.matrix import AttentionMatrix
+from regard.findings import Findings
 from regard.lens.alignment import Alignment, compute_alignment
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.contribution import compute_value_norms
 from regard.lens.analysis.diagnose import list_layers, run_checks
 from regard.lens.analysis.find import find_heads
-from regard.lens.analysis.finding import Findings
 from regard.lens.analysis.head_table import build_head_table
 from regard.lens.analysis.rollout import compute_rollout
 from regard.lens.analysis.span_rows import compute_span_mass, select_call

@@ -131,7 +131,9 @@ def render_table(
     )
 
 
-def render_findings(summary: str, items: Sequence[FindingItem], more: int = 0) -> str:
+def render_findings(
+    summary: str, items: Sequence[FindingItem], more: int = 0, checks: Sequence[str] = ()
+) -> str:
     """Return a list of findings, each with its severity as a word and as a colour.
 
     >>> item = FindingItem("error", "mask", "It is <b>severe</b>.", {"hint": "Invert the mask."})
@@ -142,6 +144,7 @@ def render_findings(summary: str, items: Sequence[FindingItem], more: int = 0) -
         summary: A line above the list, or an empty string.
         items: The findings to show.
         more: Number of findings that are left out.
+        checks: What was checked and what was not, one line each; folded.
 
     Returns:
         HTML.
@@ -160,7 +163,9 @@ def render_findings(summary: str, items: Sequence[FindingItem], more: int = 0) -
         )
     listing = f'<ul style="list-style: none; margin: 0; padding: 0">{"".join(blocks)}</ul>' if blocks else ""
     rest = _paragraph(f"… and {more:,} more; print() shows all of them.") if more else ""
-    return _box(_paragraph(summary, strong=True) if summary else "", listing, rest)
+    lines = "".join(f"<div>{_escape(check)}</div>" for check in checks)
+    folded = f"<details><summary>{len(checks)} checks</summary>{lines}</details>" if checks else ""
+    return _box(_paragraph(summary, strong=True) if summary else "", listing, rest, folded)
 
 
 def _paragraph(text: str, *, strong: bool = False) -> str:

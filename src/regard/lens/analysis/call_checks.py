@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.findings import Finding
 from regard.lens.analysis.checked_layer import CheckedLayer
-from regard.lens.analysis.finding import Finding
 from regard.lens.analysis.mask_checks import check_bias_direction, check_own_key
 from regard.lens.analysis.measures import DistanceBands
 from regard.masks import dense

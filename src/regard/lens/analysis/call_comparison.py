@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from regard.engines.torch_precision import widen
+from regard.findings import Finding
 from regard.lens.analysis.difference_causes import (
     build_output_difference,
     build_scale_difference,
     build_score_difference,
     explain_relations,
 )
-from regard.lens.analysis.setting_differences import Difference, find_setting_differences
+from regard.lens.analysis.setting_differences import find_setting_differences
 from regard.lens.analysis.tensor_relation import Relation, relate, row_differences
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.analysis.weight_relation import explain_weights, relate_weights, sample_rows
@@ -42,7 +43,7 @@ class CallComparison:
         limit: The largest relative difference that counts as rounding.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[Finding, ...]
     sizes: dict[str, float]
     relations: dict[str, Relation] = field(default_factory=dict)
     equivalent: str = ""
@@ -140,7 +141,7 @@ def compare_calls(
     }
     sizes = nan | {name: relation.size for name, relation in relations.items()}
     same_shape = all(relation.kind != "shape" for relation in relations.values()) and not swapped
-    settings: list[Difference] = []
+    settings: list[Finding] = []
     if same_shape:
         sizes["output"] = _compare_outputs(tensors_a, tensors_b, query_tokens)
         sizes["weights"] = _compare_weights(a, b, q_len, query_tokens)
@@ -169,7 +170,7 @@ def compare_calls(
     return CallComparison(tuple(causes), sizes, relations, equivalent, limit)
 
 
-def _compare_settings(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> list[Difference]:
+def _compare_settings(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> list[Finding]:
     """Compare the settings alone, the scale among them."""
     differences = find_setting_differences(a, b, q_len, kv_len, tokens)
     if not math.isclose(a.scale, b.scale, rel_tol=1e-5):
@@ -177,10 +178,10 @@ def _compare_settings(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor 
     return differences
 
 
-def _compare_measures(a: Call, b: Call, limit: float) -> list[Difference]:
+def _compare_measures(a: Call, b: Call, limit: float) -> list[Finding]:
     """Compare the results of measures, if query and key were not recorded."""
     if a.shape != b.shape:
-        return [Difference("shape", f"The matrix has the shape {b.shape} instead of {a.shape}.")]
+        return [Finding("shape", "error", f"The matrix has the shape {b.shape} instead of {a.shape}.")]
     results = b.measures or {}
     names = [
         name
@@ -194,8 +195,9 @@ def _compare_measures(a: Call, b: Call, limit: float) -> list[Difference]:
     if not names:
         return []
     return [
-        Difference(
+        Finding(
             "measures",
+            "error",
             f"The measures differ: {', '.join(names)}.",
             hint="Record query and key to find the cause: call regard.watch without measures.",
         )

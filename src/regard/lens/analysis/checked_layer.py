@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.lens.analysis.finding import Finding, Severity
+from regard.findings import Finding, Severity
 from regard.lens.analysis.token_rows import TokenRows, find_visible
 from regard.lens.capture.call import Call
 from regard.lens.capture.module_hints import ImageRuns

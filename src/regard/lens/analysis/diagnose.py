@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from regard.errors import ArgumentError, describe_argument
+from regard.findings import Finding, Findings, format_numbers
 from regard.lens.analysis.call_checks import MASK_CHECKS, SETTING_CHECKS, Check, check_inverted_mask
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.find import stack_name
-from regard.lens.analysis.finding import Finding, Findings, format_numbers
 from regard.lens.analysis.head_checks import check_heads
 from regard.lens.analysis.mask_checks import (
     check_documents,

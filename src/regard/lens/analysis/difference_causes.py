@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from regard.lens.analysis.setting_differences import Difference
+from regard.findings import Finding
 from regard.lens.analysis.tensor_relation import Relation
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call
 from regard.types import ORDINARY_TOLERANCE
 
 
-def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer: int) -> list[Difference]:
+def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer: int) -> list[Finding]:
     """Explain how query, key and value differ by one cause, or a few.
 
     Args:
@@ -26,7 +26,7 @@ def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer
         The causes; empty if all agree.
     """
     differing = {name: relation for name, relation in relations.items() if not relation.agrees}
-    causes: list[Difference] = []
+    causes: list[Finding] = []
     if "query" in relations and "key" in relations:
         ratio = b.scale / a.scale if a.scale else math.inf
         parts = [] if math.isclose(ratio, 1, rel_tol=1e-5) else ["scale"]
@@ -88,32 +88,33 @@ def _evidence(concerned: Mapping[str, Relation]) -> dict[str, Any]:
     return {name: relation.size for name, relation in concerned.items() if not math.isnan(relation.size)}
 
 
-def _not_finite(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
-    return Difference(
-        "NaN or inf", _describe(concerned), hint="recording.diagnose() finds where they began.", **_where(concerned)
+def _not_finite(a: Call, b: Call, concerned: Any, relations: Any) -> Finding:
+    return Finding(
+        "NaN or inf", "error", _describe(concerned), hint="recording.diagnose() finds where they began.",
+        **_where(concerned),
     )  # fmt: skip
 
 
-def _layout(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
+def _layout(a: Call, b: Call, concerned: Any, relations: Any) -> Finding:
     hint = "Split heads by x.view(batch, n, heads, head_dim).transpose(1, 2)."
     if any("batch and tokens" in relation.detail for relation in concerned.values()):
         hint = "Pass (batch, n, width) with batch_first=True, or (n, batch, width) without it."
-    return Difference("view or transpose", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+    return Finding(
+        "view or transpose", "error", _describe(concerned), hint=hint, evidence=_evidence(concerned)
+    )
 
 
-def _shape(a: Call, b: Call, concerned: Any, relations: Any) -> Difference:
+def _shape(a: Call, b: Call, concerned: Any, relations: Any) -> Finding:
     hint = "Compare models of the same sizes: vectors of other sizes have nothing in common."
     if a.query.shape[1:] == b.query.shape[1:] and a.key.shape[1:] == b.key.shape[1:]:
         hint = "Run both models on the same batch."
-    return Difference("shape", _describe(concerned), hint=hint)
+    return Finding("shape", "error", _describe(concerned), hint=hint)
 
 
-def _heads(
-    a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
-) -> Difference:
+def _heads(a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]) -> Finding:
     if "query" in concerned:
-        return Difference(
-            "heads permuted", _describe(concerned), evidence=_evidence(concerned),
+        return Finding(
+            "heads permuted", "error", _describe(concerned), evidence=_evidence(concerned),
             hint="If the output projection has the same order of heads, the model is the same; later layers show it.",
         )  # fmt: skip
     heads = a.query.shape[-3]
@@ -125,28 +126,28 @@ def _heads(
         usual = [h * stored // heads for h in range(heads)]
         orders.append(f"the {name} heads of the query heads are {used} instead of {usual}")
     text = "; ".join(orders) + "."
-    return Difference(
-        "kv heads reordered", text[0].upper() + text[1:], evidence=_evidence(concerned),
+    return Finding(
+        "kv heads reordered", "error", text[0].upper() + text[1:], evidence=_evidence(concerned),
         hint="Repeat key and value heads with repeat_interleave(groups, dim=1), not repeat, or pass enable_gqa=True.",
     )  # fmt: skip
 
 
-def _order(
-    a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
-) -> Difference:
+def _order(a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]) -> Finding:
     if "query" not in concerned and TokenRows.from_call(a).query_offset is None:
         hint = "Pass the encoder's output of the same batch entries, in order, to the decoder."
-        return Difference("encoder states", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+        return Finding(
+            "encoder states", "error", _describe(concerned), hint=hint, evidence=_evidence(concerned)
+        )
     if "query" not in concerned and max(a.steps, b.steps) > 1:
         hint = "Append each step's own key and value to the cache, and keep the order of tokens and batch entries."
-        return Difference("cache", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+        return Finding("cache", "error", _describe(concerned), hint=hint, evidence=_evidence(concerned))
     hint = "The inputs of the two runs are in another order."
-    return Difference("other tokens", _describe(concerned), hint=hint, evidence=_evidence(concerned))
+    return Finding("other tokens", "error", _describe(concerned), hint=hint, evidence=_evidence(concerned))
 
 
 def _turned(
     a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]
-) -> Difference:
+) -> Finding:
     hint = "Compare the positions, the base (theta), the layout of pairs, and where RoPE is applied."
     details = " ".join(relation.detail for relation in concerned.values())
     if "once more" in details:
@@ -161,14 +162,14 @@ def _turned(
         hint = "Pass position_ids that continue after the cached tokens and do not count padding."
     elif "layout" in details:
         hint = "Weights and RoPE must agree: (i, i + width/2) is half, (2i, 2i + 1) is interleaved."
-    return Difference(
-        "positions turned", _describe(concerned), hint=hint, evidence=_evidence(concerned), **_where(concerned)
+    return Finding(
+        "positions turned", "error", _describe(concerned), hint=hint, evidence=_evidence(concerned), **_where(concerned)
     )  # fmt: skip
 
 
 def _projection(
     a: Call, b: Call, differing: Mapping[str, Relation], relations: Mapping[str, Relation], layer: int
-) -> Difference:
+) -> Finding:
     names = _join(list(differing))
     agreeing = [name for name, relation in relations.items() if relation.agrees]
     differ, agree = "differ" + "s" * (len(differing) == 1), "agree" + "s" * (len(agreeing) == 1)
@@ -181,15 +182,15 @@ def _projection(
         if agreeing:
             message = f"In the cached steps, the {names} of B {differ}; the {_join(agreeing)} {agree}."
         hint = "Append the keys and values of each step to the cache of its layer, and attend to all of them."
-        return Difference("cache", message, hint=hint, evidence=evidence, **where)
+        return Finding("cache", "error", message, hint=hint, evidence=evidence, **where)
     if agreeing and len(differing) < 3:
         message = f"The {names} of B {differ}; the {_join(agreeing)} {agree}."
         hint = f"Compare the weights and bias of the {names} projection, and any norm after it."
-        return Difference("projection", message, hint=hint, evidence=evidence, **where)
+        return Finding("projection", "error", message, hint=hint, evidence=evidence, **where)
     if layer == 0 and rows and len(rows) < a.query.shape[-2]:
         message = f"The {names} of some rows differ in the first layer, and the other rows agree."
         hint = "The two runs were given other tokens there."
-        return Difference("other tokens", message, hint=hint, evidence=evidence, **where)
+        return Finding("other tokens", "error", message, hint=hint, evidence=evidence, **where)
     before = (
         "the embedding, its scale, the norm before the layer, and the projections"
         if layer == 0
@@ -203,7 +204,7 @@ def _projection(
     largest = max(relation.size for relation in differing.values())
     if largest <= ORDINARY_TOLERANCE["bfloat16"]:
         hint += " The difference is as small as rounding to bfloat16 would make it."
-    return Difference("projection", message, hint=hint, evidence=evidence, **where)
+    return Finding("projection", "error", message, hint=hint, evidence=evidence, **where)
 
 
 def _prefill(a: Call, b: Call) -> int:
@@ -212,23 +213,23 @@ def _prefill(a: Call, b: Call) -> int:
     return max(1, prefill)
 
 
-def build_output_difference(size: float) -> Difference:
+def build_output_difference(size: float) -> Finding:
     """Build the difference of outputs whose query, key, value and mask agree."""
-    return Difference(
-        "output", "Query, key, value and mask agree, and the output differs.", evidence={"output": size},
+    return Finding(
+        "output", "error", "Query, key, value and mask agree, and the output differs.", evidence={"output": size},
         hint="Compare the attention functions: dropout, the dtype of the softmax, and the order of the values.",
     )  # fmt: skip
 
 
-def build_score_difference(size: float) -> Difference:
+def build_score_difference(size: float) -> Finding:
     """Build the difference of weights whose query, key, scale and mask agree: a modification of the scores."""
-    return Difference(
-        "bias", "Query, key, scale and mask agree, and the weights differ: a score modification does.",
+    return Finding(
+        "bias", "error", "Query, key, scale and mask agree, and the weights differ: a score modification does.",
         evidence={"weights": size}, hint="Compare the score_mod, the position bias and the soft cap.",
     )  # fmt: skip
 
 
-def build_scale_difference(a: Call, ratio: float, names: str) -> Difference:
+def build_scale_difference(a: Call, ratio: float, names: str) -> Finding:
     """Describe scores that are a multiple of the other run's, with the mistake that gives this factor."""
     width, heads = a.query.shape[-1], a.query.shape[-3] if a.query.ndim > 2 else 1
     root = math.sqrt(width)
@@ -247,4 +248,4 @@ def build_scale_difference(a: Call, ratio: float, names: str) -> Difference:
         if cause
         else "Compare the scale that is passed and the factors of query and key."
     )
-    return Difference("scale", message, hint=hint, evidence={"ratio": ratio})
+    return Finding("scale", "error", message, hint=hint, evidence={"ratio": ratio})

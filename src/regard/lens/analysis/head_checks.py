@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from regard.findings import Finding
 from regard.lens.analysis.checked_layer import CheckedLayer, as_batch_heads
-from regard.lens.analysis.finding import Finding
 from regard.lens.analysis.measures import WeightAt
 from regard.measures import Entropy
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.findings import Finding
 from regard.lens.analysis.checked_layer import CheckedLayer
-from regard.lens.analysis.finding import Finding
 
 # Batches of more entries are compared with their reverse and their rotations only.
 MAX_PERMUTED = 4

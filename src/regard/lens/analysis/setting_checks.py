@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from regard.findings import Finding
 from regard.lens.analysis.checked_layer import CheckedLayer
-from regard.lens.analysis.finding import Finding
 from regard.lens.capture.module_hints import ModuleHints, ModuleSettings
 
 

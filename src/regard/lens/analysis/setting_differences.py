@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from regard.findings import Finding
 from regard.lens.analysis.tensor_relation import list_rows
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
@@ -21,32 +21,9 @@ MASKED = -9000.0
 MAX_ENTRIES = 1 << 22
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One difference of a call in two runs, and its likely cause.
-
-    Args:
-        kind: Short name, such as "mask" or "scale".
-        message: One or two sentences that describe it; A is the first run, B the second.
-        hint: How to fix it, or where to look.
-        heads: The heads concerned, from 0; empty means all.
-        rows: The query rows concerned; empty means all.
-        batch: The batch entries concerned; empty means all.
-        evidence: The measured numbers by name.
-    """
-
-    kind: str
-    message: str
-    hint: str = ""
-    heads: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
-    batch: tuple[int, ...] = ()
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-
 def find_setting_differences(
     a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None
-) -> list[Difference]:
+) -> list[Finding]:
     """Find the settings that differ.
 
     Args:
@@ -65,16 +42,16 @@ def find_setting_differences(
         differences += [] if found is None else [found]
     if a.dropout_p != b.dropout_p:
         differences.append(
-            Difference(
-                "dropout", f"The dropout is {b.dropout_p:g} instead of {a.dropout_p:g}.",
+            Finding(
+                "dropout", "error", f"The dropout is {b.dropout_p:g} instead of {a.dropout_p:g}.",
                 hint="Pass dropout_p=0.0 unless self.training; call model.eval().",
                 evidence={"A": a.dropout_p, "B": b.dropout_p},
             )
         )  # fmt: skip
     if repr(a.softcap) != repr(b.softcap):
         differences.append(
-            Difference(
-                "softcap", f"The soft cap is {b.softcap} instead of {a.softcap}.",
+            Finding(
+                "softcap", "error", f"The soft cap is {b.softcap} instead of {a.softcap}.",
                 hint="Compare attn_logit_softcapping, and whether the attention function applies it.",
             )
         )  # fmt: skip
@@ -104,7 +81,7 @@ def _have_equal_masks(a: CompactMask, b: CompactMask) -> bool:
     return a.bias is b.bias or getattr(a.bias, "array", None) is not None
 
 
-def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> Difference | None:
+def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> Finding | None:
     """Compare mask and bias entry by entry; None if they agree in the rows that count."""
     pairs = max(1, int(np.prod(a.shape[:-2])))
     count = max(1, min(q_len, MAX_ENTRIES // max(1, pairs * kv_len)))
@@ -126,8 +103,8 @@ def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | N
     if largest <= 1e-2 * max(1.0, size) * (1 if a.query.dtype != b.query.dtype else 1e-2):
         return None
     names = [repr(call.compact_mask.bias) for call in (a, b)]
-    return Difference(
-        "bias", f"The bias of the scores differs by up to {largest:.3g}: {names[1]} instead of {names[0]}.",
+    return Finding(
+        "bias", "error", f"The bias of the scores differs by up to {largest:.3g}: {names[1]} instead of {names[0]}.",
         hint="Compare the sign, the slopes or the table of the position bias, and the additive mask.",
         evidence={"largest": largest},
     )  # fmt: skip
@@ -146,7 +123,7 @@ def _read_bias(call: Call, rows: list[int], kv_len: int) -> Tensor:
 
 def _describe_masks(
     a: Call, b: Call, first: Tensor, second: Tensor, changed: Tensor, rows: list[int]
-) -> Difference:
+) -> Finding:
     visible_a, visible_b = first > MASKED, second > MASKED
     names = [_format_mask(call) for call in (a, b)]
     gained = int((changed & visible_b).any(1).sum())
@@ -164,8 +141,14 @@ def _describe_masks(
     numbers, batch = list_rows(flagged)
     numbers = () if len(numbers) == a.shape[-2] else numbers
     hint = _guess_mistake(b, visible_a, visible_b, second, changed)
-    return Difference(
-        "mask", message, hint=hint, rows=numbers, batch=batch, evidence={"gained": gained, "lost": lost}
+    return Finding(
+        "mask",
+        "error",
+        message,
+        hint=hint,
+        rows=numbers,
+        batch=batch,
+        evidence={"gained": gained, "lost": lost},
     )
 
 
@@ -221,14 +204,14 @@ def _find_shared_keys(visible: Tensor) -> Tensor:
     return (visible & ~_own_keys(visible)).any(-2).any(1)
 
 
-def _compare_sinks(a: Call, b: Call) -> Difference | None:
+def _compare_sinks(a: Call, b: Call) -> Finding | None:
     hint = "Load the model with an attention implementation that supports sinks, and pass them (s_aux)."
     if (a.sink is None) != (b.sink is None):
         name = "B" if b.sink is None else "A"
-        return Difference("sinks", f"{name} does not use the sinks.", hint=hint)
+        return Finding("sinks", "error", f"{name} does not use the sinks.", hint=hint)
     if a.sink is None or b.sink is None:
         return None
     first, second = a.sink.float().cpu(), b.sink.float().cpu()
     if first.shape == second.shape and torch.allclose(first, second, rtol=2e-2, atol=2e-2):
         return None
-    return Difference("sinks", "The sinks differ.", hint="Compare the sinks of the two checkpoints.")
+    return Finding("sinks", "error", "The sinks differ.", hint="Compare the sinks of the two checkpoints.")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from regard.engines.torch_precision import widen
+from regard.findings import Finding
 from regard.lens.analysis.difference_causes import explain_relations
-from regard.lens.analysis.setting_differences import Difference
 from regard.lens.analysis.tensor_relation import Relation, relate
 from regard.lens.capture.call import Call
 
@@ -66,7 +66,7 @@ def _read_weights(a: Call, b: Call, q_len: int, kv_len: int) -> tuple[Tensor, Te
     return parts[0], parts[1], rows
 
 
-def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: float) -> list[Difference]:
+def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: float) -> list[Finding]:
     """Explain how weights and values differ by one cause.
 
     Args:
@@ -84,21 +84,24 @@ def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: 
         return explain_relations(a, b, values, 0)
     where: dict[str, Any] = {"rows": weights.rows, "batch": weights.batch}
     if weights.kind == "not finite":
-        return [Difference("NaN or inf", f"The weight of B {weights.detail}.", **where)]
+        return [Finding("NaN or inf", "error", f"The weight of B {weights.detail}.", **where)]
     if weights.kind == "heads":
         return [
-            Difference(
-                "heads permuted", f"The weight of B {weights.detail}.", evidence={"weights": weights.size}
+            Finding(
+                "heads permuted",
+                "error",
+                f"The weight of B {weights.detail}.",
+                evidence={"weights": weights.size},
             )
         ]
     ratio = _find_score_ratio(a, b, limit)
     if ratio is not None:
         message = f"The scores of B are {ratio:.4g} × those of A, by their weights."
         hint = "Compare the scale, and the factors of query and key."
-        return [Difference("scale", message, hint=hint, evidence={"ratio": ratio})]
+        return [Finding("scale", "error", message, hint=hint, evidence={"ratio": ratio})]
     message = f"The weights differ by {weights.size:.2g}; the layer computes its own softmax, so nothing else is known."
     hint = "Let the layer call F.scaled_dot_product_attention to compare its query and key."
-    return [Difference("weights", message, hint=hint, evidence={"weights": weights.size}, **where)]
+    return [Finding("weights", "error", message, hint=hint, evidence={"weights": weights.size}, **where)]
 
 
 def _find_score_ratio(a: Call, b: Call, limit: float) -> float | None:

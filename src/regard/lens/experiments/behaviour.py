@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regard.lens.analysis.finding import Finding
+from regard.findings import Finding
 from regard.lens.experiments.subject import Subject, relative_difference, tolerance_of
 
 Tensor = Any  # the types of torch are not followed

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from regard.engines.torch_precision import widen
-from regard.lens.analysis.finding import Finding
+from regard.findings import Finding
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.experiments.call_log import LoggedCall
 

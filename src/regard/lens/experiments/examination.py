@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentTypeError, NotCapturedError, RegardError, describe_argument
+from regard.findings import Finding, Findings, Severity
 from regard.lens.analysis.diagnose import NOTHING_RECORDED
-from regard.lens.analysis.finding import Finding, Findings, Severity
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.experiments import behaviour
 from regard.lens.experiments.cached_run import check_cached_calls, choose_sizes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from regard.engines.torch_precision import widen
-from regard.lens.analysis.finding import Finding
+from regard.findings import Finding
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS
 from regard.lens.experiments.call_log import LinearEvent, LoggedCall
 

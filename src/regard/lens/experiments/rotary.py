@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from regard.engines.torch_precision import widen
-from regard.lens.analysis.finding import Finding
+from regard.findings import Finding
 from regard.lens.experiments.call_log import LoggedCall
 from regard.lens.experiments.projections import compare_with_projection
 

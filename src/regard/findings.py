@@ -1,11 +1,16 @@
-"""`Finding` and `Findings`: what `Recording.diagnose` returns, as data and as text."""
+"""`Finding`, `Findings` and `Check`: what `diagnose`, `doctor`, `compare` and the conformance kit report.
+
+A new check is one `Check` in the table of its command.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -14,14 +19,14 @@ LINE_WIDTH = 92  # fits a terminal and a page
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem that `Recording.diagnose` found: what it is, how severe, where, the evidence, and a hint.
+    """One problem: what it is, how severe, where, the evidence, and how to fix it.
 
     Args:
         kind: Short name of the problem, such as "weight on padding".
         severity: "error", "warning" or "note".
         message: One sentence that describes it.
-        module: Name of the module.
-        layer: Number of the layer, from 0; −1 for the whole model.
+        module: Name of the module; empty for the whole model.
+        layer: Number of the attention layer, from 0; −1 for none.
         heads: The heads concerned, from 0; empty means all.
         rows: The query rows concerned; empty means all.
         batch: The batch entries concerned; empty means all.
@@ -40,8 +45,8 @@ class Finding:
     kind: str
     severity: Severity
     message: str
-    module: str
-    layer: int
+    module: str = ""
+    layer: int = -1
     heads: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
@@ -55,9 +60,9 @@ class Finding:
     @property
     def where(self) -> str:
         """The location as text: layer, module, heads, rows and batch entries."""
-        where = ["the whole model"]
-        if self.layer >= 0:
-            where = [f"layer {self.layer}" + (f", {self.module}" if self.module else "")]
+        where = [f"layer {self.layer}"] if self.layer >= 0 else []
+        where += [self.module] if self.module else []
+        where = where or ["the whole model"]
         for word, numbers in (("head", self.heads), ("row", self.rows), ("batch entry", self.batch)):
             if numbers:
                 where.append(format_numbers(word, numbers))
@@ -90,12 +95,68 @@ class Finding:
         return {word: text for word, text in lines.items() if text}
 
 
+@dataclass(frozen=True)
+class CheckRun:
+    """One check or experiment of a result: whether it was run, and if not, why.
+
+    Args:
+        name: What was checked, such as "padding on the left".
+        reason: Why it was not run; empty if it was.
+
+    >>> from regard.findings import CheckRun
+    >>> print(CheckRun("padding", "no attention_mask was passed"))
+    not run  padding: no attention_mask was passed
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"not run  {self.name}: {self.reason}" if self.reason else f"run      {self.name}"
+
+
+@dataclass(frozen=True)
+class Check(Generic[T]):
+    """One entry of a table of checks.
+
+    Args:
+        name: What is checked.
+        find: Returns the findings about a subject: a layer, a recording, a model.
+        why_not: Returns why the subject cannot be checked; empty if it can.
+
+    >>> from regard.findings import Check, Finding, run_check
+    >>> is_odd = Check("odd", lambda n: [Finding("odd", "error", "The number is odd.")] * (n % 2))
+    >>> findings, run = run_check(is_odd, 3)
+    >>> findings[0].kind, str(run)
+    ('odd', 'run      odd')
+    """
+
+    name: str
+    find: Callable[[T], Iterable[Finding]]
+    why_not: Callable[[T], str] = lambda subject: ""
+
+
+def run_check(check: Check[T], subject: T) -> tuple[list[Finding], CheckRun]:
+    """Run a check, unless its subject cannot be checked.
+
+    Args:
+        check: The check.
+        subject: What is checked.
+
+    Returns:
+        The findings, and whether it was run.
+    """
+    reason = check.why_not(subject)
+    return ([], CheckRun(check.name, reason)) if reason else (list(check.find(subject)), CheckRun(check.name))
+
+
 class Findings(list[Finding]):
-    """A list of findings, sorted by severity and layer.
+    """A list of findings, sorted by severity and layer, with the checks that were run and those that were not.
 
     Args:
         findings: The findings, in any order.
         scope: What was checked, such as "4 layers, 16 heads".
+        checks: The checks and experiments.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -105,11 +166,13 @@ class Findings(list[Finding]):
     'weight on the future'
     """
 
-    def __init__(self, findings: Iterable[Finding] = (), scope: str = "") -> None:
+    def __init__(
+        self, findings: Iterable[Finding] = (), scope: str = "", checks: Iterable[CheckRun] = ()
+    ) -> None:
         super().__init__(
             sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.layer))
         )
-        self.scope = scope
+        self.scope, self.checks = scope, tuple(checks)
 
     def by_severity(self, severity: Severity) -> Findings:
         """Return the findings of one severity.
@@ -120,7 +183,9 @@ class Findings(list[Finding]):
         Returns:
             The findings; an empty list if there are none.
         """
-        return Findings([finding for finding in self if finding.severity == severity], self.scope)
+        return Findings(
+            [finding for finding in self if finding.severity == severity], self.scope, self.checks
+        )
 
     @property
     def summary(self) -> str:
@@ -132,13 +197,15 @@ class Findings(list[Finding]):
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
 
     def __repr__(self) -> str:
-        return "\n\n".join([self.summary, *map(str, self)])
+        checks = ["\n".join(map(str, self.checks))] if self.checks else []
+        return "\n\n".join([self.summary, *map(str, self), *checks])
 
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
         items = [finding._item() for finding in self[: notebook.MAX_ROWS]]
-        return notebook.render_findings(self.summary, items, len(self) - len(items))
+        checks = [str(check) for check in self.checks]
+        return notebook.render_findings(self.summary, items, len(self) - len(items), checks)
 
 
 def _wrap(text: str, first_indent: str, indent: str) -> list[str]:
