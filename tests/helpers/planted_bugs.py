@@ -69,6 +69,10 @@ class PlantedBug:
         consequences: Kinds of other findings that the fault justifies.
         clean_key: Equal for faults whose clean twins are the same model.
         needs_reference: Without a clean twin, the model is as good as any other.
+        same_as: Name of the fault of which this is another form, which is not counted again.
+        changes_weights: The fault is in the weights.
+        harmless: The fault changes no output of a token, so that there is nothing to find.
+        requires: Package that the fault needs, "" for none.
     """
 
     name: str
@@ -86,6 +90,10 @@ class PlantedBug:
     consequences: tuple[str, ...] = ()
     clean_key: str = ""
     needs_reference: bool = field(default=False, kw_only=True)
+    same_as: str = field(default="", kw_only=True)
+    changes_weights: bool = field(default=False, kw_only=True)
+    harmless: bool = field(default=False, kw_only=True)
+    requires: str = field(default="", kw_only=True)
 
     @property
     def doctor_layer(self) -> int:
@@ -97,10 +105,10 @@ class PlantedBug:
         inputs = (self.clean_inputs or self.inputs)() if clean else self.inputs()
         with torch.no_grad():
             if self.cached:
-                return model.decode(inputs["input_ids"], SIZES)
+                return model.decode(inputs["input_ids"], SIZES, *list(inputs.values())[1:])
             for _ in range(self.calls):
                 output = model(**inputs)
-        return getattr(output, "logits", output)
+        return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _gpt(
@@ -122,7 +130,7 @@ def _gpt(
     return PlantedBug(name, build, build_clean, kinds, difference, **options)
 
 
-def _twin(
+def build_twin(
     name: str,
     model: str,
     plant: Callable[[Any], None] | None,
@@ -138,7 +146,7 @@ def _twin(
         lambda: twins.build(model),
         kinds,
         difference,
-        inputs=options.pop("inputs", lambda: TINY[model].inputs(side)),
+        inputs=options.pop("inputs", lambda: twins.MODELS[model].inputs(side)),
         clean_key=model,
         **options,
     )
@@ -168,7 +176,8 @@ _BUGS = (
         "causal mask missing in one layer", "weight on the future", difference="mask",
         model={"fault": "causal mask missing", "only": (1,)},
     ),
-    _gpt("causal mask missing", "weight on the future", difference="mask", causal=True),
+    _gpt("causal mask missing", "weight on the future", difference="mask", causal=True,
+         consequences=("weight on padding",)),
     _gpt("causal mask inverted", "inverted mask", difference="mask"),
     _gpt("own key masked", "own key masked", difference="mask", consequences=("fully masked rows",)),
     _gpt("causal mask of 0 and 1 added", "mask of 0 and 1", difference="mask"),
@@ -246,7 +255,8 @@ _BUGS = (
     # Other faults
     _gpt("dropout in eval", "dropout", difference="dropout"),
     PlantedBug(
-        "half precision overflows", _overflow, lambda: PlantedGPT().eval().half(), ("NaN or inf",), "NaN or inf", 2
+        "half precision overflows", _overflow, lambda: PlantedGPT().eval().half(), ("NaN or inf",), "NaN or inf", 2,
+        changes_weights=True,
     ),
     _gpt(
         "packed documents without a mask", "documents attend to each other", difference="mask",
@@ -271,28 +281,28 @@ _BUGS = (
         "GPT-2 padded on the left without position ids", lambda: twins.build("GPT-2"), lambda: twins.build("GPT-2"),
         ("positions count padding",), "position ids", inputs=_left_padded, clean_inputs=_left_padded_with_positions,
     ),
-    _twin("GPT-OSS without its sinks", "GPT-OSS", twins.drop_sinks, "sinks not used", difference="sinks"),
-    _twin(
+    build_twin("GPT-OSS without its sinks", "GPT-OSS", twins.drop_sinks, "sinks not used", difference="sinks"),
+    build_twin(
         "encoder states of T5 in another batch order", "T5", twins.change_encoder_states(lambda x: x.flip(0)),
         "cross-attention keys", difference="encoder states", layer=3, side="right",
     ),
-    _twin(
+    build_twin(
         "encoder states of BART shuffled", "BART", twins.change_encoder_states(lambda x: x.roll(1, 1)),
         "cross-attention keys", difference="encoder states", layer=3, side="right",
     ),
-    _twin(
+    build_twin(
         "padding of the encoder ignored by BART's decoder", "BART", twins.drop_encoder_mask, "weight on padding",
         difference="mask", layer=3, side="right",
     ),
-    _twin("Llama without causality", "Llama", twins.forget_causality, "weight on the future", difference="mask"),
-    _twin("Gemma 2 without soft cap in one layer", "Gemma 2", twins.drop_softcap, "softcap missing",
+    build_twin("Llama without causality", "Llama", twins.forget_causality, "weight on the future", difference="mask"),
+    build_twin("Gemma 2 without soft cap in one layer", "Gemma 2", twins.drop_softcap, "softcap missing",
           difference="softcap", layer=1),
-    _twin("Llama with another rotary base", "Llama", twins.change_frequencies, "rotary: not as configured",
+    build_twin("Llama with another rotary base", "Llama", twins.change_frequencies, "rotary: not as configured",
           difference="positions turned"),
-    _twin("Mistral with a window of one key more", "Mistral", twins.widen_window, "window not as configured",
+    build_twin("Mistral with a window of one key more", "Mistral", twins.widen_window, "window not as configured",
           difference="mask"),
-    _twin("Llama with a NaN in a feed-forward weight", "Llama", twins.break_weight, "NaN or inf",
-          difference="NaN or inf", layer=1),
+    build_twin("Llama with a NaN in a feed-forward weight", "Llama", twins.break_weight, "NaN or inf",
+          difference="NaN or inf", layer=1, changes_weights=True),
 )  # fmt: skip
 
 PLANTED_BUGS: dict[str, PlantedBug] = {bug.name: bug for bug in _BUGS}
