@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+from regard.render.text import format_number
+
 T = TypeVar("T")
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 LINE_WIDTH = 92  # fits a terminal and a page
+MAX_ENTRIES = 24  # of an array that is printed
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class Finding:
         kind: Short name of the problem, such as "weight on padding".
         severity: "error", "warning" or "note".
         message: One sentence that describes it.
-        module: Name of the module; empty for the whole model.
+        module: Name of the module or function; empty for the whole model.
         layer: Number of the attention layer, from 0; −1 for none.
         heads: The heads concerned, from 0; empty means all.
         rows: The query rows concerned; empty means all.
         batch: The batch entries concerned; empty means all.
-        evidence: The measured numbers by name.
+        evidence: The measured numbers by name. Lists, mappings and sentences are printed on a line each.
         hint: How to fix it.
 
     >>> from regard.lens import Finding
@@ -71,12 +74,14 @@ class Finding:
     @property
     def evidence_text(self) -> str:
         """The evidence as text."""
-        return ", ".join(f"{name} {_format_value(value)}" for name, value in self.evidence.items())
+        return _format_value(self.evidence)
 
     def __str__(self) -> str:
         lines = _wrap(f"{self.severity}: {self.kind}. {self.message}", "", "  ")
-        for word, text in self._details().items():
-            lines += _wrap(text, f"  {word:10}", " " * 12)
+        details = self._details()
+        width = max(8, *map(len, details)) + 2
+        for word, text in details.items():
+            lines += _wrap(text, f"  {word:{width}}", " " * (width + 2))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -90,8 +95,10 @@ class Finding:
         return FindingItem(self.severity, self.kind, self.message, self._details())
 
     def _details(self) -> dict[str, str]:
-        """Return location, evidence and hint, without those that are empty."""
-        lines = {"where": self.where, "evidence": self.evidence_text, "hint": self.hint}
+        """Return location, evidence and hint, without those that are empty, then the long entries of the evidence."""
+        long = {name: _format_value(value) for name, value in self.evidence.items() if _is_long(value)}
+        short = {name: value for name, value in self.evidence.items() if name not in long}
+        lines = {"where": self.where, "evidence": _format_value(short), "hint": self.hint, **long}
         return {word: text for word, text in lines.items() if text}
 
 
@@ -237,5 +244,40 @@ def format_numbers(word: str, numbers: tuple[int, ...]) -> str:
     return f"{word if len(numbers) == 1 else plural} {', '.join(shown)}{' …' if len(ranges) > 6 else ''}"
 
 
+def _is_long(value: Any) -> bool:
+    """Return whether a value of the evidence has a line of its own: a list, a mapping, or text with spaces."""
+    return " " in value if isinstance(value, str) else isinstance(value, list | Mapping)
+
+
 def _format_value(value: Any) -> str:
+    """Format a value of the evidence.
+
+    >>> _format_value({"keys": 2, "weights": [[0.25, 0.75]], "rows": ["first", "last"]})
+    'keys 2, weights [[0.25, 0.75]], rows first; last'
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_format_value(x)}" for name, x in value.items())
+    if isinstance(value, list):
+        is_text = value and all(isinstance(x, str) for x in value)
+        return "; ".join(value) if is_text else _format_array(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _format_array(array: list[Any]) -> str:
+    """Format nested lists in brackets without leading axes of one, and a large array by its shape."""
+    shape, entries = [], [array]
+    while entries and isinstance(entries[0], list):
+        shape.append(len(entries[0]))
+        entries = [entry for row in entries for entry in row]
+    if len(entries) > MAX_ENTRIES:
+        return f"an array of shape {tuple(shape)}"
+    while len(shape) > 2 and shape[0] == 1:
+        array, shape = array[0], shape[1:]
+    return _format_nested(array)
+
+
+def _format_nested(value: Any) -> str:
+    """Format nested lists in brackets, numbers to four digits."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_format_nested, value)) + "]"
+    return format_number(value + 0.0) if isinstance(value, float) else str(value)  # −0 + 0 is 0

@@ -13,7 +13,6 @@ from regard.testing.cases.factors import FACTORS, Case
 from regard.testing.cases.generate import draw_cases, find_uncovered_pairs, format_counts
 from regard.testing.cases.inputs import CaseInputs, build_inputs
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.report import Capability, ConformanceReport
 from regard.testing.conformance.runner import ConformanceTest, check_conformance, generate_tests
 from regard.testing.device_check import check_device
@@ -28,7 +27,6 @@ __all__ = [
     "Capability",
     "Case",
     "CaseInputs",
-    "ConformanceFinding",
     "ConformanceReport",
     "ConformanceTest",
     "InstallationReport",

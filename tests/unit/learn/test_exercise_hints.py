@@ -230,15 +230,15 @@ def side_by_side(heads):
 
 solved = right(8)
 EIGHT = [
-    (loops(scale=lambda d_k: 1), "attention: the scale is missing"),
-    (loops(scale=lambda d_k: d_k), "the scores are divided by head_dim, not by its square root"),
-    (loops(seen=lambda m: not m), "the mask is inverted: True drops a key"),
-    (loops(hide=-1e9), "empty rows attend to masked keys"),
-    (vectors(stable, mix=lambda weights, value: weights), "the weights are returned, not the output"),
-    (vectors(lambda s: stable(s, axis=0)), "softmax runs over queries"),
-    (vectors(stable), "empty rows are NaN"),
+    (loops(scale=lambda d_k: 1), "attention: error: scale missing. The scale is missing."),
+    (loops(scale=lambda d_k: d_k), "The scores are divided by head_dim, not by its square root"),
+    (loops(seen=lambda m: not m), "The mask is inverted: True drops a key"),
+    (loops(hide=-1e9), "Empty rows attend to masked keys"),
+    (vectors(stable, mix=lambda weights, value: weights), "The weights are returned, not the output"),
+    (vectors(lambda s: stable(s, axis=0)), "Softmax runs over queries"),
+    (vectors(stable), "Empty rows are NaN"),
     (vectors(stable, hide=lambda s, m: s, after=lambda w, m: np.where(m, w, 0)), "applied after the softmax"),
-    (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: heads are mixed"),
+    (packed(lambda x, h: x.reshape(h, len(x), -1), side_by_side), "many_heads: error: heads mixed."),
     (packed(lambda x, h: x.reshape(len(x), -1, h).transpose(2, 0, 1), side_by_side), "split as (d h), expected (h d)"),
 ]  # fmt: skip
 
@@ -273,7 +273,7 @@ def test_each_known_mistake_gets_its_own_hint(n):
 
 def test_heads_in_reverse_order_are_recognised():
     hint = check(8, packed(cut, lambda heads: side_by_side(heads[::-1]))).hint
-    assert hint.startswith("many_heads: heads are joined in reverse order")
+    assert hint.startswith("many_heads: error: heads reversed.")
 
 
 def test_hints_do_not_mention_the_calling_convention():

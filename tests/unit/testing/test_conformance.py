@@ -157,15 +157,16 @@ def test_a_correct_function_in_any_layout_passes(name):
 
 def test_a_wrong_description_is_a_finding():
     assert [f.message for f in check_conformance(dropping).findings] == [
-        "the mask is inverted: True drops a key"
+        "The mask is inverted: True drops a key."
     ]
     (finding,) = check_conformance(
         F.scaled_dot_product_attention, causal="lower_right", unsupported=NAN
     ).findings
-    assert finding.message == "causal is aligned upper left, expected lower right"
-    assert 'causal="upper_left"' in finding.if_intended
+    assert finding.message == "Causal is aligned upper left, expected lower right."
+    if_intended = finding.evidence["if intended"]
+    assert 'causal="upper_left"' in if_intended
     text = " ".join(str(finding).split())
-    assert finding.hint in text and finding.if_intended in text
+    assert finding.hint in text and if_intended in text
 
 
 def test_the_layout_is_found_by_default():
@@ -211,7 +212,7 @@ def test_the_description_of_flash_attn_fits_its_signature():
 @pytest.mark.slow
 def test_report_on_scaled_dot_product_attention():
     report = check_conformance(F.scaled_dot_product_attention, unsupported=list_rejected())
-    assert [f.name for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN lost"]
+    assert [f.kind for f in report.findings] == ["masked value leaks", "masked key leaks", "live NaN lost"]
     assert {row.name for row in report.capabilities if row.verdict != "yes"} == set(NAN)
 
 
@@ -220,7 +221,7 @@ def test_report_on_multihead_attention():
     report = check_conformance(torch.nn.MultiheadAttention)
     assert report.convention == PRESETS["multihead"]
     names = ["masked value leaks", "masked key leaks", "live NaN lost", "failed"]
-    assert [f.name for f in report.findings] == names
+    assert [f.kind for f in report.findings] == names
     assert report["value_dim ≠ head_dim"].verdict == "raises"
     assert report["boolean mask"].verdict == report["gradients, empty rows"].verdict == "yes"
 
@@ -279,7 +280,7 @@ def test_two_faults_are_two_findings():
         return weights / np.where(total == 0, 1, total)
 
     found = check_conformance(broken, unsupported=("masked NaN or inf in value",)).findings
-    assert {f.name for f in found} == {"scale by head_dim", "mask inverted"}
+    assert {f.kind for f in found} == {"scale by head_dim", "mask inverted"}
 
 
 def test_every_fault_of_a_first_attempt_is_named():
@@ -295,7 +296,7 @@ def test_every_fault_of_a_first_attempt_is_named():
         return weights, weights @ V
 
     found = check_conformance(attn).findings
-    assert {f.name for f in found} == {
+    assert {f.kind for f in found} == {
         "scale by head_dim", "softmax over the matrix", "no shift", "pair swapped", "empty rows NaN",
         "masked value leaks",
     }  # fmt: skip
@@ -305,7 +306,7 @@ def test_a_fault_without_a_name_is_one_finding():
     (finding,) = check_conformance(
         lambda query, key, value: right(query, key, value)[0] + 1, layout="n d"
     ).findings
-    assert finding.message.startswith("differs from the definition in every call")
+    assert finding.message.startswith("It differs from the definition in every call")
 
     def long(query, key, value, mask=None):
         output, _ = right(query, key, value, mask)
@@ -313,8 +314,8 @@ def test_a_fault_without_a_name_is_one_finding():
 
     (finding,) = check_conformance(long).findings
     assert "for more than 64 keys, by up to" in finding.message
-    assert finding.call.sizes["kv_len"] == 65
-    assert finding.call.sizes["q_len"] == finding.call.sizes["head_dim"] == 1
+    smallest = finding.evidence["smallest input"]
+    assert (smallest["kv_len"], smallest["q_len"], smallest["head_dim"]) == (65, 1, 1)
 
 
 def test_a_function_that_raises_is_one_finding():
@@ -322,13 +323,13 @@ def test_a_function_that_raises_is_one_finding():
         raise ValueError("not today\nsecond line")
 
     (finding,) = check_conformance(refusing).findings
-    assert finding.message == "for every call: raises ValueError: not today"
+    assert finding.message == "For every call: raises ValueError: not today"
 
 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda q: 42, "for every call: returns a int, expected an array"),
+        (lambda q: 42, "For every call: returns a int, expected an array"),
         (lambda q: q[0], "returns (1, 2, 2), but layout 'b h n d' has 4 axes"),
     ],
 )
@@ -358,8 +359,9 @@ def test_a_large_masked_value_does_not_widen_the_tolerance():
         return output + 1e-20 * ((~mask).astype(float) @ np.where(np.isfinite(value), value, 0))
 
     (finding,) = check_conformance(trace, unsupported=["empty rows"]).findings
-    assert (finding.capabilities, finding.num_calls) == (("masked NaN or inf in value",), 1)
-    assert np.nanmax(finding.call.value) == 1e30
+    evidence = finding.evidence
+    assert (evidence["capabilities"], evidence["calls"]) == (["masked NaN or inf in value"], 1)
+    assert np.nanmax(evidence["value"]) == 1e30
 
 
 def test_an_unsupported_capability_is_no_finding():
@@ -369,21 +371,19 @@ def test_an_unsupported_capability_is_no_finding():
         return right(query, key, value, mask)[0]
 
     (finding,) = check_conformance(one_query, layout="n d").findings
-    assert finding.message == "for no query, key or batch: raises ValueError: no"
-    report = check_conformance(one_query, layout="n d", unsupported=finding.capabilities)
+    assert finding.message == "For no query, key or batch: raises ValueError: no"
+    report = check_conformance(one_query, layout="n d", unsupported=finding.evidence["capabilities"])
     assert report.ok
     assert report["no query, key or batch"].reason == "declared unsupported"
 
 
 def test_the_smallest_input_is_small_and_shows_the_fault():
     (finding,) = check_conformance(dropping).findings
-    assert finding.call.query.size == 1
-    assert finding.call.key.size <= 2
-    np.testing.assert_array_equal(
-        dropping(finding.call.query, finding.call.key, finding.call.value, finding.call.mask),
-        finding.actual.output,
-    )
-    assert not np.array_equal(finding.actual.output, finding.expected.output)
+    arrays = [np.array(finding.evidence[name]) for name in ("query", "key", "value", "mask")]
+    assert arrays[0].size == 1
+    assert arrays[1].size <= 2
+    np.testing.assert_array_equal(dropping(*arrays), finding.evidence["actual"])
+    assert finding.evidence["actual"] != finding.evidence["expected"]
 
 
 # -- The report ---------------------------------------------------------------------------------------------
@@ -393,9 +393,9 @@ def test_the_text_of_a_report():
     report = check_conformance(dropping)
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
-    assert "1. the mask is inverted: True drops a key" in text
-    assert "Smallest input: q_len 1, kv_len 1, head_dim 1, value_dim 1, float64" in text
-    with pytest.raises(AssertionError, match="the mask is inverted: True drops a key"):
+    assert "1. error: mask inverted. The mask is inverted: True drops a key." in text
+    assert "smallest input  q_len 1, kv_len 1, head_dim 1, value_dim 1, dtype float64" in text
+    with pytest.raises(AssertionError, match="The mask is inverted: True drops a key"):
         report.check()
     check_conformance(flat).check()
 
@@ -410,6 +410,8 @@ def test_the_json_of_a_report():
     (finding,) = record["findings"]
     assert finding["name"] == "mask inverted"
     assert finding["input"]["mask"] in ([[False]], [[True]])
+    assert (finding["input"]["kv_heads"], finding["severity"]) == (1, "error")
+    assert 'mask="drop"' in finding["if_intended"]
     verdicts = {row["name"]: row["verdict"] for row in record["capabilities"]}
     assert verdicts["plain"] == "yes"
     assert verdicts["boolean mask"] == "no"

@@ -283,7 +283,7 @@ def test_every_known_fault_has_a_broken_function():
 def test_the_planted_fault_is_the_only_finding(name):
     fn, described = BROKEN[name]
     report = check_conformance(fn, **described)
-    assert [finding.name for finding in report.findings] == [name], str(report)
+    assert [finding.kind for finding in report.findings] == [name], str(report)
 
 
 def test_a_correct_function_has_no_findings():

@@ -99,7 +99,7 @@ def test_every_gradient_fault_has_a_broken_function():
 def test_the_planted_fault_on_tensors_is_the_only_finding(name):
     fn, described = BROKEN_ON_TENSORS[name]
     report = check_conformance(fn, library="torch", **described)
-    assert [finding.name for finding in report.findings] == [name], str(report)
+    assert [finding.kind for finding in report.findings] == [name], str(report)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -111,7 +111,7 @@ def test_an_argument_that_is_detached_is_the_only_finding(name):
         return Attention.apply(*arrays.values(), mask, ())
 
     report = check_conformance(attend, library="torch", unsupported=ODD_VALUES)
-    assert [finding.message for finding in report.findings] == [f"no gradient reaches {name}"], str(report)
+    assert [finding.message for finding in report.findings] == [f"No gradient reaches {name}."], str(report)
 
 
 @pytest.mark.parametrize("changed", ["query", "value", "mask"])
@@ -124,7 +124,7 @@ def test_an_argument_that_is_overwritten_is_a_finding(changed):
         return output
 
     report = check_conformance(attend, library="torch", unsupported=ODD_VALUES)
-    assert [finding.name for finding in report.findings] == ["arguments changed"], str(report)
+    assert [finding.kind for finding in report.findings] == ["arguments changed"], str(report)
 
 
 @pytest.mark.parametrize(

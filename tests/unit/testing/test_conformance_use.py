@@ -48,8 +48,8 @@ def test_the_command_line_prints_the_report(mine, tmp_path):
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (run.returncode, run.stderr) == (1, "")
-    assert "1. the scale is missing" in run.stdout
-    assert "2. the mask is ignored" in run.stdout
+    assert "1. error: scale missing." in run.stdout
+    assert "2. error: mask ignored." in run.stdout
 
 
 def test_the_command_line_prints_json(capsys):
@@ -59,7 +59,7 @@ def test_the_command_line_prints_json(capsys):
     assert record["ok"]
     assert record["convention"]["unsupported"] == list(NAN)
     assert main([path, "--causal", "lower_right", "--unsupported", *NAN]) == 1
-    assert "causal is aligned upper left, expected lower right" in capsys.readouterr().out
+    assert "Causal is aligned upper left, expected lower right." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_a_broken_function_fails_with_the_name_of_its_fault(tmp_path):
     )
     assert run.returncode == 1
     assert "test_attention[boolean mask: 3 " in run.stdout
-    assert "the mask is inverted: True drops a key" in run.stdout
+    assert "The mask is inverted: True drops a key." in run.stdout
     assert "test_attention[plain: two keys]" not in run.stdout

@@ -249,9 +249,11 @@ class AttentionFunctionAnswer:
 
     def describe_difference(self, answer: Any, expected: Any) -> str:
         first, *others = answer.findings
-        known = [finding.message for finding in others if finding.name != "unknown"]
-        more = "\nAlso: " + "; ".join(known) + "." if known else ""
-        return f"{replace(first, if_intended='')}{more}"  # a learner has no convention to describe to the kit
+        known = [finding.message for finding in others if finding.kind != "unknown"]
+        more = f"\nAlso: {' '.join(known)}" if known else ""
+        # A learner has no convention to describe to the kit.
+        evidence = {name: value for name, value in first.evidence.items() if name != "if intended"}
+        return f"{replace(first, evidence=evidence)}{more}"
 
 
 def _returns_nothing(fn: Callable[..., Any], heads: bool) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from regard.testing.conformance.attention_steps import DEFINITION, Steps
+from regard.findings import Finding
+from regard.testing.conformance.attention_call import AttentionCall
+from regard.testing.conformance.attention_steps import DEFINITION, AttentionResult, Steps
 from regard.testing.conformance.compare import (
     ProbeOutcome,
     StepsNotComputableError,
@@ -20,7 +22,6 @@ from regard.testing.conformance.compare import (
     run_probe,
 )
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.finding import ConformanceFinding
 from regard.testing.conformance.known_faults import FAULTS, Fault
 from regard.testing.conformance.probe_calls import ProbeCall
 
@@ -109,7 +110,7 @@ def _select_for_screening(outcomes: Sequence[ProbeOutcome], steps: Steps) -> lis
 
 def find_causes(
     fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
-) -> list[ConformanceFinding]:
+) -> list[Finding]:
     """Return the findings, the one that explains most first; they cover every failed outcome.
 
     Args:
@@ -120,10 +121,10 @@ def find_causes(
     nondeterminism = _detect_nondeterminism(fn, convention, outcomes)
     if nondeterminism is not None:
         return [nondeterminism]
-    findings: list[ConformanceFinding] = []
+    findings: list[Finding] = []
     changed = [o for o in outcomes if _has_changed_inputs(o)]
     if changed:
-        message, hint = "the arguments are changed in place", "Work on a copy: the caller still needs them."
+        message, hint = "The arguments are changed in place.", "Work on a copy: the caller still needs them."
         findings.append(
             _build_finding("arguments changed", message, hint, changed, fn, convention, _has_changed_inputs)
         )
@@ -160,7 +161,7 @@ def _has_changed_inputs(outcome: ProbeOutcome) -> bool:
 
 def _detect_nondeterminism(
     fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
-) -> ConformanceFinding | None:
+) -> Finding | None:
     """Return a finding if repeated calls differ; nothing else can then be said about the function."""
 
     def varies(outcome: ProbeOutcome) -> bool:
@@ -174,14 +175,14 @@ def _detect_nondeterminism(
     if not varying:
         return None
     return _build_finding(
-        "nondeterministic", "repeated calls return different results: dropout or another random step is active",
+        "nondeterministic", "Repeated calls return different results: dropout or another random step is active.",
         "Switch dropout off unless training.", varying, fn, convention, varies,
     )  # fmt: skip
 
 
 def _describe_failures(
     failed: list[ProbeOutcome], num_calls: int, fn: Callable[..., Any], convention: CallingConvention
-) -> Iterator[ConformanceFinding]:
+) -> Iterator[Finding]:
     """Yield one finding for each error message, numbers in it ignored."""
     groups: dict[str, list[ProbeOutcome]] = {}
     for outcome in failed:
@@ -196,7 +197,7 @@ def _describe_failures(
             return outcome.failure.split(":")[0] == kind
 
         yield _build_finding(
-            "failed", f"for {where}: {group[0].failure}", "Call it with the smallest input below.",
+            "failed", f"For {where}: {group[0].failure}", "Call it with the smallest input below.",
             group, fn, convention, shows,
             f"If the function does not support it, declare it: unsupported={names!r}."
             if len(names) <= 4
@@ -210,7 +211,7 @@ def _describe_unexplained(
     steps: Steps,
     fn: Callable[..., Any],
     convention: CallingConvention,
-) -> Iterator[ConformanceFinding]:
+) -> Iterator[Finding]:
     """Yield findings without a known fault, one for each feature that failed calls share and passing calls lack."""
 
     def shows(outcome: ProbeOutcome) -> bool:
@@ -237,20 +238,20 @@ def _describe_unexplained(
         by = f", by up to {max(errors):.2g}" if errors else ""
         where = "in every call" if feature == "every call" else f"for {feature}"
         yield _build_finding(
-            "unknown", f"differs from the definition {where}{by}, in a way the kit has no name for",
+            "unknown", f"It differs from the definition {where}{by}, in a way the kit has no name for.",
             "Compare the actual and expected results of the smallest input below.", group, fn, convention, shows,
         )  # fmt: skip
         unexplained = [o for o in unexplained if not any(o is explained for explained in group)]
 
 
-def _list_capabilities(outcomes: Sequence[ProbeOutcome]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(o.probe.capability for o in outcomes))
+def _list_capabilities(outcomes: Sequence[ProbeOutcome]) -> list[str]:
+    return list(dict.fromkeys(o.probe.capability for o in outcomes))
 
 
 def _build_finding(
     name: str, message: str, hint: str, outcomes: list[ProbeOutcome], fn: Callable[..., Any],
     convention: CallingConvention, shows: Callable[[ProbeOutcome], bool], if_intended: str = "",
-) -> ConformanceFinding:  # fmt: skip
+) -> Finding:  # fmt: skip
     """Build a finding with the smallest input for which `shows` holds."""
     simplest = min(filter(shows, outcomes), key=_simplicity)
     probe = shrink(simplest.probe, lambda candidate: shows(run_probe(fn, convention, candidate)))
@@ -262,11 +263,56 @@ def _build_finding(
             "expected": expected.replace("_", " "), "other": other.replace("_", " "), "other_name": other,
         }  # fmt: skip
         message, if_intended = message.format(**words), if_intended.format(**words)
-    return ConformanceFinding(
-        name, message, hint, _list_capabilities(outcomes), len(outcomes), probe.call,
-        outcome.failure if outcome.result is None else outcome.result,
-        compute_expected(probe, DEFINITION).exact, if_intended,
-    )  # fmt: skip
+    evidence = {
+        **({"if intended": if_intended} if if_intended else {}),
+        "calls": len(outcomes),
+        "capabilities": _list_capabilities(outcomes),
+        **_describe_call(probe.call),
+        **_describe_result(outcome, compute_expected(probe, DEFINITION).exact),
+    }
+    return Finding(name, "error", message, function_name(fn), evidence=evidence, hint=hint)
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """Return the name of a function, or the class of another callable."""
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _describe_call(call: AttentionCall) -> dict[str, Any]:
+    """Return the arguments of a call as evidence, without options that are not set."""
+    defaults = {"batch": 1, "heads": 1, "kv_heads": call.sizes["heads"]}
+    sizes = {name: size for name, size in call.sizes.items() if defaults.get(name) != size}
+    options = {"dtype": call.dtype, "causal": call.causal, "scale": call.scale, "memory": call.memory}
+    given = {name: value for name, value in options.items() if value not in (None, "contiguous")}
+    arrays = {name: getattr(call, name) for name in ("query", "key", "value", "mask")}
+    lists = {name: _to_list(array) for name, array in arrays.items() if array is not None}
+    return {"smallest input": sizes | given, **lists}
+
+
+def _describe_result(outcome: ProbeOutcome, expected: AttentionResult) -> dict[str, Any]:
+    """Return a result as evidence, with weights and gradients if the outputs do not show the difference."""
+    result = outcome.result
+    if result is None:
+        return {"actual": outcome.failure, "expected": _to_list(expected.output)}
+    pairs = [("", result.output, expected.output)]
+    outputs_agree = result.output.shape == expected.output.shape and np.allclose(
+        result.output.astype(float), expected.output.astype(float), rtol=1e-3, atol=1e-3, equal_nan=True
+    )
+    if outputs_agree and result.gradients is not None:
+        names = ("gradient of query", "gradient of key", "gradient of value")
+        pairs += zip(names, result.gradients, expected.gradients, strict=True)
+    elif outputs_agree and result.weights is not None:
+        pairs.append(("weights", result.weights, expected.weights))
+    return {
+        f"{side} {what}".strip(): _to_list(array)
+        for what, *both in pairs
+        for side, array in zip(("actual", "expected"), both, strict=True)
+    }
+
+
+def _to_list(array: Any) -> Any:
+    """Convert an array to nested lists of Python numbers."""
+    return array.astype(bool if array.dtype == bool else float).tolist()
 
 
 def _simplicity(outcome: ProbeOutcome) -> tuple[bool, int]:

@@ -49,24 +49,24 @@ TILES = (8, 16, 32, 64, 128)
 FAULTS: tuple[Fault, ...] = (
     # -- Scale --
     _fault(
-        "scale missing", "the scale is missing", "Multiply the scores by 1/√head_dim before the softmax.",
+        "scale missing", "The scale is missing.", "Multiply the scores by 1/√head_dim before the softmax.",
         scale=broken.replace_default_scale(lambda call: 1.0),
     ),
     _fault(
-        "scale by head_dim", "the scores are divided by head_dim, not by its square root",
+        "scale by head_dim", "The scores are divided by head_dim, not by its square root.",
         "Multiply by 1/√head_dim.", scale=broken.replace_default_scale(lambda call: 1 / call.sizes["head_dim"]),
     ),
     _fault(
-        "scale inverted", "the scores are multiplied by √head_dim instead of divided by it",
+        "scale inverted", "The scores are multiplied by √head_dim instead of divided by it.",
         "Multiply by 1/√head_dim.", scale=broken.replace_default_scale(lambda call: call.sizes["head_dim"] ** 0.5),
     ),
     _fault(
-        "scale twice", "the scale is applied twice", "Scale only one of scores, query and key.",
+        "scale twice", "The scale is applied twice.", "Scale only one of scores, query and key.",
         {"scale": lambda call: resolve_scale(call) ** 2},
         {"scale": lambda call: resolve_scale(call) * call.sizes["head_dim"] ** -0.5},
     ),
     _fault(
-        "scale of another axis", "the scale comes from another axis than head_dim",
+        "scale of another axis", "The scale comes from another axis than head_dim.",
         "Use the last axis of query: 1/√head_dim of one head, independent of value_dim, heads and lengths.",
         *(
             {"scale": broken.replace_default_scale(scale)}
@@ -81,149 +81,149 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     _fault(
-        "scale ignored", "the scale argument is ignored", "Use 1/√head_dim only if scale is None.",
+        "scale ignored", "The scale argument is ignored.", "Use 1/√head_dim only if scale is None.",
         scale=lambda call: call.sizes["head_dim"] ** -0.5,
     ),
     _fault(
-        "scale 0 ignored", "a scale of 0 is replaced by the default",
+        "scale 0 ignored", "A scale of 0 is replaced by the default.",
         "Test `scale is None`; `scale or default` treats 0 like None.",
         scale=lambda call: resolve_scale(call) if call.scale != 0 else call.sizes["head_dim"] ** -0.5,
     ),
     _fault(
-        "scale after softmax", "the scale is applied after the softmax", "Scale the scores, not the weights.",
+        "scale after softmax", "The scale is applied after the softmax.", "Scale the scores, not the weights.",
         scale=lambda call: 1.0,
         after_softmax=lambda call, weights, live, allowed: (weights * resolve_scale(call), live),
     ),
     # -- Mask --
     _fault(
-        "mask inverted", "the mask is inverted: True drops a key",
+        "mask inverted", "The mask is inverted: True drops a key.",
         "Mask a key where the mask is False.",
         if_intended="If True = ignore is its convention, describe it: mask=\"drop\".",
         mask=broken.change_mask(np.logical_not),
     ),
-    _fault("mask ignored", "the mask is ignored", "Set masked scores to −inf.", mask=lambda call: np.True_),
+    _fault("mask ignored", "The mask is ignored.", "Set masked scores to −inf.", mask=lambda call: np.True_),
     _fault(
-        "mask transposed", "the mask is read transposed: its rows are used as keys",
+        "mask transposed", "The mask is read transposed: its rows are used as keys.",
         "Row i of the mask is query i, column j is key j.", mask=broken.change_mask(lambda mask: mask.swapaxes(-1, -2)),
     ),
     _fault(
-        "mask of first batch entry", "the mask of the first batch entry is used for the whole batch",
+        "mask of first batch entry", "The mask of the first batch entry is used for the whole batch.",
         "Index the mask by the batch entry, or broadcast it.",
         mask=broken.change_mask(lambda mask: mask[:1] if mask.ndim == 4 else mask),
     ),
     _fault(
-        "mask of first head", "the mask of the first head is used for every head",
+        "mask of first head", "The mask of the first head is used for every head.",
         "Index the mask by the head, or broadcast it.",
         mask=broken.change_mask(lambda mask: mask[:, :1] if mask.ndim == 4 else mask),
     ),
     _fault(
-        "mask of first query", "the first row of the mask is used for every query",
+        "mask of first query", "The first row of the mask is used for every query.",
         "Row i of the mask is query i; only a mask with one row applies to all.",
         mask=broken.change_mask(lambda mask: mask[..., :1, :]),
     ),
     _fault(
-        "masked scores 0", "masked scores are 0, not −inf, and so keep weight",
+        "masked scores 0", "Masked scores are 0, not −inf, and so keep weight.",
         "Set masked scores to −inf before the softmax; exp(0) is 1.",
         mask_scores=lambda scores, allowed: (np.where(allowed, scores, 0), broken.all_live(scores)),
     ),
     _fault(
-        "mask added", "the boolean mask is added to the scores as 0 and 1",
+        "mask added", "The boolean mask is added to the scores as 0 and 1.",
         "Set scores to −inf where a boolean mask is False.",
         if_intended="If it expects 0 and −inf, describe it: mask=\"additive\".",
         mask_scores=lambda scores, allowed: (scores + allowed, broken.all_live(scores)),
     ),
     _fault(
-        "masked weights not renormalised", "the mask is applied after the softmax, and rows no longer sum to 1",
+        "masked weights not renormalised", "The mask is applied after the softmax, and rows no longer sum to 1.",
         "Mask the scores before the softmax.",
         mask_scores=lambda scores, allowed: (scores, broken.all_live(scores)),
         after_softmax=lambda call, weights, live, allowed: (np.where(allowed, weights, 0), allowed),
     ),
     # -- Causal --
     _fault(
-        "causal corner", "causal is aligned {other}, expected {expected}",
+        "causal corner", "Causal is aligned {other}, expected {expected}.",
         "Query i attends to key j if j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right).",
         if_intended="If that is its convention, describe it: causal=\"{other_name}\".",
         causal=broken.if_causal(broken.use_other_corner),
     ),
     _fault(
-        "causal ignored", "causal is ignored", "Mask the keys after the query.",
+        "causal ignored", "Causal is ignored.", "Mask the keys after the query.",
         causal=lambda call: np.True_,
     ),
     _fault(
-        "causal sees one ahead", "causal is off by one: a query attends to the key after it",
+        "causal sees one ahead", "Causal is off by one: a query attends to the key after it.",
         "Attend if kv_idx ≤ q_idx; the diagonal is the last visible key (k=1 of np.triu, diagonal=0 of torch.tril).",
         causal=broken.if_causal(broken.shift_diagonal(1)),
     ),
     _fault(
-        "causal misses itself", "causal is off by one: a query does not attend to its own key",
+        "causal misses itself", "Causal is off by one: a query does not attend to its own key.",
         "Attend if kv_idx ≤ q_idx: the diagonal is visible.", causal=broken.if_causal(broken.shift_diagonal(-1)),
     ),
     _fault(
-        "causal sees the future", "causal masks the past and shows the future", "Attend if kv_idx ≤ q_idx.",
+        "causal sees the future", "Causal masks the past and shows the future.", "Attend if kv_idx ≤ q_idx.",
         causal=broken.if_causal(broken.show_future),
     ),
     # -- Softmax --
     _fault(
-        "softmax over queries", "softmax runs over queries", "Normalise over keys: axis=-1 of the scores.", axis=-2
+        "softmax over queries", "Softmax runs over queries.", "Normalise over keys: axis=-1 of the scores.", axis=-2
     ),
-    _fault("softmax over heads", "softmax runs over heads", "Normalise over keys: axis=-1 of the scores.", axis=1),
-    _fault("softmax over batch", "softmax runs over the batch", "Normalise over keys: axis=-1.", axis=0),
+    _fault("softmax over heads", "Softmax runs over heads.", "Normalise over keys: axis=-1 of the scores.", axis=1),
+    _fault("softmax over batch", "Softmax runs over the batch.", "Normalise over keys: axis=-1.", axis=0),
     _fault(
-        "softmax over the matrix", "softmax runs over the whole matrix: rows do not sum to 1",
+        "softmax over the matrix", "Softmax runs over the whole matrix: rows do not sum to 1.",
         "Sum over keys only: axis=-1, keepdims=True.", {"axis": (-2, -1)}, {"axis": (0, 1, 2, 3)},
     ),
     _fault(
-        "softmax missing", "the softmax is missing: scores are used as weights", "Normalise the scores over keys.",
+        "softmax missing", "The softmax is missing: scores are used as weights.", "Normalise the scores over keys.",
         shift=broken.skip_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
         denominator=lambda exponentials, axis, base: np.ones((1, 1, 1, 1)),
     ),
     _fault(
-        "no shift", "large scores overflow: nothing is subtracted before the exponential",
+        "no shift", "Large scores overflow: nothing is subtracted before the exponential.",
         "Subtract the row's largest score first.", {"shift": broken.skip_shift},
         {"shift": broken.skip_shift, "denominator": broken.replace_zero_by_nan},
     ),
     _fault(
-        "one more in the denominator", "the denominator of the softmax has one term too many",
+        "one more in the denominator", "The denominator of the softmax has one term too many.",
         "Sum over the existing keys only; an attention sink is another function.",
         denominator=broken.count_extra_keys(lambda kv_len: 1),
     ),
     _fault(
-        "padded block counted", "keys that pad the last block are counted with a score of 0",
+        "padded block counted", "Keys that pad the last block are counted with a score of 0.",
         "Set their scores to −inf before the exponential.",
         *({"denominator": broken.count_extra_keys(broken.count_padding(tile))} for tile in TILES),
     ),
     _fault(
-        "last block dropped", "keys after the last whole block are dropped",
+        "last block dropped", "Keys after the last whole block are dropped.",
         "Round the number of blocks up, and mask the keys beyond kv_len.",
         *({"mask": broken.keep_whole_blocks(tile)} for tile in TILES),
     ),
     _fault(
-        "half precision", "half precision inputs are computed in half precision",
+        "half precision", "Half precision inputs are computed in half precision.",
         "Keep scores and sums in float32.", half_precision=True,
     ),
     # -- Empty rows and NaN --
     _fault(
-        "empty rows NaN", "empty rows are NaN",
+        "empty rows NaN", "Empty rows are NaN.",
         "If a row has no visible key, its sum is 0: divide by 1 there, so that its weights are 0.",
         empty_row=lambda scores, kv_len: np.nan,
     ),
     _fault(
-        "empty rows attend", "empty rows attend to masked keys",
+        "empty rows attend", "Empty rows attend to masked keys.",
         "Mask with −inf, not with a large negative number, and set the weights of an empty row to 0.",
         {"empty_row": lambda scores, kv_len: 1 / max(kv_len, 1)}, {"empty_row": broken.softmax_unmasked},
     ),
     _fault(
-        "masked key leaks", "a masked NaN leaks from the key: the mask is added to its score",
+        "masked key leaks", "A masked NaN leaks from the key: the mask is added to its score.",
         "Select with `where(mask, scores, -inf)`; NaN + −inf is NaN.",
         mask_scores=lambda scores, allowed: (scores + np.where(allowed, 0, -np.inf), allowed),
     ),
     _fault(
-        "masked value leaks", "a masked NaN leaks from the value: it is multiplied by a weight of 0",
+        "masked value leaks", "A masked NaN leaks from the value: it is multiplied by a weight of 0.",
         "0 · NaN is NaN: write 0 into values that no query attends to, and sum only over unmasked entries.",
         {"combine": lambda weights, live, value: weights @ value},
     ),
     _fault(
-        "live NaN lost", "a live NaN is replaced by a number", "Replace only empty rows, not every NaN.",
+        "live NaN lost", "A live NaN is replaced by a number.", "Replace only empty rows, not every NaN.",
         {"finish": lambda output: np.nan_to_num(output, posinf=np.inf, neginf=-np.inf)},
         {"finish": np.nan_to_num},
         {"after_softmax": lambda call, weights, live, allowed: (np.nan_to_num(weights), live)},
@@ -231,7 +231,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # -- Heads, batch, and the order of arguments --
     _fault(
-        "heads mixed", "heads are mixed: memory is reshaped where axes should be transposed",
+        "heads mixed", "Heads are mixed: memory is reshaped where axes should be transposed.",
         "Split and join heads by a reshape of the packed axis, and move them by a transpose.",
         {"arrange": broken.apply_to_each(broken.read_as_heads_first)},
         {"arrange": broken.apply_to_each(broken.read_as_heads_first), "finish": broken.read_as_positions_first},
@@ -241,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": broken.read_as_heads_first},
     ),
     _fault(
-        "heads interleaved", "heads are split as (d h), expected (h d)",
+        "heads interleaved", "Heads are split as (d h), expected (h d).",
         "Reshape the packed axis to (heads, head_dim) in this order.",
         {"arrange": broken.apply_to_each(broken.split_heads_last)},
         {"arrange": broken.apply_to_each(broken.split_heads_last), "finish": broken.join_heads_last},
@@ -249,77 +249,77 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": broken.split_heads_last},
     ),
     _fault(
-        "heads reversed", "heads are joined in reverse order", "Head 0 comes first in the packed axis.",
+        "heads reversed", "Heads are joined in reverse order.", "Head 0 comes first in the packed axis.",
         {"finish": broken.reverse_heads},
         {"arrange": broken.apply_to_each(broken.reverse_heads)},
     ),
     _fault(
-        "positions and heads swapped", "attention runs over heads: positions and heads are swapped",
+        "positions and heads swapped", "Attention runs over heads: positions and heads are swapped.",
         "Transpose positions and heads first, so that scores compare positions.",
         {"arrange": broken.apply_to_each(broken.swap_positions_and_heads), "finish": broken.swap_positions_and_heads},
         if_intended="Or check the layout: (batch, heads, n, head_dim) is layout=\"b h n d\", the inputs of flash-attn "
         "are \"b n h d\".",
     ),
     _fault(
-        "groups tiled", "grouped heads are tiled: head h reads key head h mod kv_heads",
+        "groups tiled", "Grouped heads are tiled: head h reads key head h mod kv_heads.",
         "Repeat each key head in a row (repeat_interleave, np.repeat), not the whole (repeat, np.tile).",
         repeat_heads=broken.tile_kv_heads,
     ),
     _fault(
-        "first key head", "every head reads the first key head", "Head h reads key head h // (heads / kv_heads).",
+        "first key head", "Every head reads the first key head.", "Head h reads key head h // (heads / kv_heads).",
         repeat_heads=broken.repeat_first_head,
     ),
     _fault(
-        "key and value swapped", "key and value are swapped", "The order of arguments is query, key, value.",
+        "key and value swapped", "Key and value are swapped.", "The order of arguments is query, key, value.",
         arrange=lambda query, key, value: (query, value, key),
     ),
     _fault(
-        "query and key swapped", "query and key are swapped: scores are transposed", "scores = query @ keyᵀ.",
+        "query and key swapped", "Query and key are swapped: scores are transposed.", "scores = query @ keyᵀ.",
         arrange=lambda query, key, value: (key, query, value),
     ),
     _fault(
-        "weights returned", "the weights are returned, not the output", "The output is weights @ value.",
+        "weights returned", "The weights are returned, not the output.", "The output is weights @ value.",
         {"return_value": lambda output, weights: (weights, None)},
         {"return_value": lambda output, weights: (weights, weights)},
     ),
     _fault(
-        "pair swapped", "the weights come first in the returned pair",
+        "pair swapped", "The weights come first in the returned pair.",
         "Return (output, weights).", if_intended="If that is its convention, describe it: returns=\"weights, output\".",
         return_value=lambda output, weights: (weights, output),
     ),
     _fault(
-        "weights transposed", "the weights are returned transposed", "Row i of the weights is query i.",
+        "weights transposed", "The weights are returned transposed.", "Row i of the weights is query i.",
         return_value=lambda output, weights: (output, weights.swapaxes(-1, -2)),
     ),
     # -- Gradients --
     _fault(
-        "gradient without scale", "the scale is missing in the gradients",
+        "gradient without scale", "The scale is missing in the gradients.",
         "Multiply the gradients of query and key by the scale.",
         backward_scale=lambda call: 1.0,
     ),
     _fault(
-        "gradient not centred", "the gradient of the softmax lacks its sum",
+        "gradient not centred", "The gradient of the softmax lacks its sum.",
         "Compute weights · (gradient − Σ weights · gradient), with the sum over keys.", backward_centre=False,
     ),
     _fault(
-        "gradient stopped", "no gradient reaches query and key", "Do not detach the weights.",
+        "gradient stopped", "No gradient reaches query and key.", "Do not detach the weights.",
         backward_reaches=("value",),
     ),
     *(
         _fault(
-            f"gradient of {name} stopped", f"no gradient reaches {name}",
+            f"gradient of {name} stopped", f"No gradient reaches {name}.",
             f"Do not detach {name}, or what is computed from it.",
             backward_reaches=tuple(other for other in ("query", "key", "value") if other != name),
         )
         for name in ("query", "key", "value")
     ),
     _fault(
-        "gradient NaN of empty rows", "gradients are NaN in empty rows",
+        "gradient NaN of empty rows", "Gradients are NaN in empty rows.",
         "Use `where` before the exponential as well as after it: it stops a value, not its gradient.",
         backward_empty=np.nan,
     ),
     _fault(
-        "gradient of masked NaN", "a masked NaN leaks into the gradients",
+        "gradient of masked NaN", "A masked NaN leaks into the gradients.",
         "Write 0 into keys and values that no query attends to, before the product.",
         {"backward_key": False}, {"backward_value": False}, {"backward_key": False, "backward_value": False},
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,9 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
+from regard.findings import LINE_WIDTH, Finding, Findings
 from regard.render.table import format_table
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.finding import (
-    ConformanceFinding,
-    format_finding,
-    list_arguments,
-    wrap_text,
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class ConformanceReport:
         convention: How it was called.
         size: "quick" or "full".
         capabilities: The rows of the table.
-        findings: What is wrong, the finding that explains most first.
+        findings: What is wrong, the finding that explains most first. Their evidence has the smallest input.
 
     >>> import regard
     >>> from regard.testing import check_conformance
@@ -67,7 +63,7 @@ class ConformanceReport:
     convention: CallingConvention
     size: str
     capabilities: tuple[Capability, ...]
-    findings: tuple[ConformanceFinding, ...]
+    findings: Findings
 
     @property
     def ok(self) -> bool:
@@ -92,7 +88,7 @@ class ConformanceReport:
         num_calls = sum(row.num_calls for row in self.capabilities)
         head = [
             f"{self.function}: {num_calls} calls, size {self.size}",
-            *wrap_text(str(self.convention), "  "),
+            *textwrap.wrap(str(self.convention), LINE_WIDTH, initial_indent="  ", subsequent_indent="  "),
             "",
         ]
         rows = [("capability", "", "calls", "max error", "")]
@@ -103,15 +99,9 @@ class ConformanceReport:
             )
             for row in self.capabilities
         ]  # fmt: skip
-        findings = [
-            line
-            for number, finding in enumerate(self.findings, 1)
-            for line in ["", *format_finding(finding, f"{number}. ")]
-        ]
-        count = {0: "No findings.", 1: "One finding."}.get(
-            len(self.findings), f"{len(self.findings)} findings."
-        )
-        return "\n".join([*head, format_table(rows, align="left", indent="  "), "", count, *findings])
+        head.append(format_table(rows, align="left", indent="  "))
+        findings = [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
+        return "\n\n".join(["\n".join(head), self.findings.summary, *findings])
 
     def to_json(self) -> str:
         """Return the report as JSON, for scripts."""
@@ -131,24 +121,23 @@ class ConformanceReport:
         return json.dumps(record, indent=2, ensure_ascii=False)
 
 
-def _to_record(finding: ConformanceFinding) -> dict[str, Any]:
-    actual = finding.actual if isinstance(finding.actual, str) else _to_plain(finding.actual.output)
-    arguments = {name: _to_plain(value) for name, value in list_arguments(finding.call)}
+def _to_record(finding: Finding) -> dict[str, Any]:
+    evidence = {name: _to_plain(value) for name, value in finding.evidence.items()}
+    arguments = {name: evidence[name] for name in ("query", "key", "value", "mask") if name in evidence}
+    sizes = {"batch": 1, "heads": 1, **evidence["smallest input"]}
     return {
-        "name": finding.name, "message": finding.message, "hint": finding.hint, "if_intended": finding.if_intended,
-        "capabilities": list(finding.capabilities), "num_calls": finding.num_calls,
-        "input": {**arguments, **finding.call.sizes},
-        "actual": actual, "expected": _to_plain(finding.expected.output),
+        "name": finding.kind, "severity": finding.severity, "message": finding.message, "hint": finding.hint,
+        "if_intended": evidence.get("if intended", ""), "capabilities": evidence["capabilities"],
+        "num_calls": evidence["calls"], "input": {**arguments, "kv_heads": sizes["heads"], **sizes},
+        "actual": evidence["actual"], "expected": evidence["expected"],
     }  # fmt: skip
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert arrays to lists of numbers; NaN and inf, which JSON does not have, become text."""
-    if isinstance(value, np.ndarray):
+    """Return a value with NaN and inf, which JSON does not have, as text."""
+    if isinstance(value, list):
         return [_to_plain(x) for x in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if np.isfinite(value) else str(float(value))
-    return value.item() if isinstance(value, np.generic) else value
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def format_markdown(names: Sequence[str], reports: Sequence[ConformanceReport]) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.findings import CheckRun, Finding, Findings
 from regard.testing.conformance.attention_steps import DEFINITION
 from regard.testing.conformance.compare import ProbeOutcome, matches, run_probe
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.diagnosis import find_causes
-from regard.testing.conformance.finding import ConformanceFinding
+from regard.testing.conformance.diagnosis import find_causes, function_name
 from regard.testing.conformance.presets import adapt_function, resolve_convention
 from regard.testing.conformance.probe_calls import ProbeCall, generate_probes
 from regard.testing.conformance.report import Capability, ConformanceReport
@@ -55,9 +55,9 @@ def check_conformance(
     ...     return weights / weights.sum(axis=-1, keepdims=True) @ V
     >>> for finding in check_conformance(attention, unsupported=["no query, key or batch"]).findings:
     ...     print(finding.message)
-    the scale is missing
-    empty rows are NaN
-    a masked NaN leaks from the value: it is multiplied by a weight of 0
+    The scale is missing.
+    Empty rows are NaN.
+    A masked NaN leaks from the value: it is multiplied by a weight of 0.
     """
     if size not in SIZES:
         raise ArgumentError(
@@ -69,11 +69,13 @@ def check_conformance(
     fn, convention = _resolve(fn, convention, fields)
     outcomes = [run_probe(fn, convention, probe) for probe in _generate_probes(convention, size)]
     relevant = [o for o in outcomes if not o.skip_reason and o.probe.capability not in convention.unsupported]
-    findings = find_causes(fn, convention, relevant)
+    causes = find_causes(fn, convention, relevant)
     rows = tuple(
-        _build_row(group, findings, convention.unsupported) for group in _group_by_capability(outcomes)
+        _build_row(group, causes, convention.unsupported) for group in _group_by_capability(outcomes)
     )
-    return ConformanceReport(_function_name(fn), convention, size, rows, tuple(findings))
+    checks = [CheckRun(row.name, row.reason if row.verdict == "skipped" else "") for row in rows]
+    findings = Findings(causes, f"{sum(row.num_calls for row in rows)} calls", checks)
+    return ConformanceReport(function_name(fn), convention, size, rows, findings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +114,7 @@ class ConformanceTest:
         if matches(run_probe(adapt_function(fn), self.convention, self.probe), DEFINITION):
             return
         report = _cached_report(fn, self.convention)
-        relevant = [f for f in report.findings if self.probe.capability in f.capabilities]
+        relevant = [f for f in report.findings if self.probe.capability in f.evidence["capabilities"]]
         raise AssertionError(
             "\n".join([f"{report.function}, {self}", *(str(f) for f in relevant or report.findings)])
         )
@@ -176,10 +178,6 @@ def _resolve(
     return resolve_convention(fn, convention, fields)
 
 
-def _function_name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__name__", type(fn).__name__))
-
-
 def _group_by_capability(outcomes: Sequence[ProbeOutcome]) -> list[list[ProbeOutcome]]:
     groups: dict[str, list[ProbeOutcome]] = {}
     for outcome in outcomes:
@@ -188,7 +186,7 @@ def _group_by_capability(outcomes: Sequence[ProbeOutcome]) -> list[list[ProbeOut
 
 
 def _build_row(
-    group: list[ProbeOutcome], findings: Sequence[ConformanceFinding], unsupported: Sequence[str]
+    group: list[ProbeOutcome], findings: Sequence[Finding], unsupported: Sequence[str]
 ) -> Capability:
     name = group[0].probe.capability
     run = [outcome for outcome in group if not outcome.skip_reason]
@@ -199,7 +197,7 @@ def _build_row(
     wrong = [outcome for outcome in run if not matches(outcome, DEFINITION)]
     if not wrong:
         return Capability(name, "yes", len(run), max_error, "")
-    numbers = [str(number) for number, finding in enumerate(findings, 1) if name in finding.capabilities]
+    numbers = [str(n) for n, finding in enumerate(findings, 1) if name in finding.evidence["capabilities"]]
     if numbers:
         reason = f"finding {', '.join(numbers)}"
     else:
