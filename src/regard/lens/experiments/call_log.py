@@ -1,4 +1,4 @@
-"""`CallLog`: a watch that also logs each attention call with the linear layers that ran before and after it."""
+"""`CallLog`: a watch that also logs each attention call with the linear layers and norms around it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Tensor = Any  # the types of torch are not followed
 
 
 @dataclass(frozen=True)
-class LinearEvent:
-    """One call of a linear layer: its name, input and output."""
+class ModuleEvent:
+    """One call of a linear layer or norm: its name, input and output."""
 
     name: str
     input: Tensor
     output: Tensor
+    is_norm: bool = False
 
 
 @dataclass
@@ -37,26 +38,33 @@ class LoggedCall:
         call: The call, with value and output.
         key: The key that was passed, with every head, (…, heads or kv_heads, kv_len, head_dim).
         value: The value that was passed, with every head.
-        is_configured: The module is one of transformers, whose configuration decides on scale and window.
+        owner: The module that made the call.
         layer: Number of the layer, from 0, in the order in which layers first ran.
         around: Name of the module whose linear layers are logged: the call's, or one around it.
         before: Linear layers of the same module that ran before it.
+        norms: Norms of the same module that ran before it.
         after: Linear layers of the same module that ran after it.
     """
 
     call: Call
     key: Tensor
     value: Tensor
-    is_configured: bool = False
+    owner: nn.Module
     layer: int = 0
     around: str = ""
-    before: list[LinearEvent] = field(default_factory=list)
-    after: list[LinearEvent] = field(default_factory=list)
+    before: list[ModuleEvent] = field(default_factory=list)
+    norms: list[ModuleEvent] = field(default_factory=list)
+    after: list[ModuleEvent] = field(default_factory=list)
 
     @property
     def module(self) -> str:
         """Name of the module."""
         return self.call.name
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the module is one of transformers, whose configuration decides on scale and window."""
+        return type(self.owner).__module__.startswith("transformers.")
 
 
 class CallLog(Watch):
@@ -70,27 +78,29 @@ class CallLog(Watch):
         options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, options)
         self._calls: list[LoggedCall] = []
-        self._since_call: list[LinearEvent] = []
+        self._since_call: list[ModuleEvent] = []
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Log a call and record it."""
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call) and call.weights is None:  # of its own softmax, there is no query and key
-            is_configured = type(module).__module__.startswith("transformers.")
-            logged = LoggedCall(replace(call), args.key.detach(), args.value.detach(), is_configured)
-            logged.around, logged.before = _select_linears(name, self._since_call)
-            self._add_last_linears()
+            logged = LoggedCall(replace(call), args.key.detach(), args.value.detach(), module)
+            logged.around, events = _select_around(name, self._since_call)
+            logged.before = [event for event in events if not event.is_norm]
+            logged.norms = [event for event in events if event.is_norm]
+            self._add_last_events()
             self._calls.append(logged)
         super().record(module, name, args)
 
-    def _add_last_linears(self) -> None:
+    def _add_last_events(self) -> None:
         """Give the last call the linear layers of its module that ran since; the others are not kept."""
         if self._calls:
-            self._calls[-1].after += _select_inside(self._calls[-1].around, self._since_call)
+            inside = _select_inside(self._calls[-1].around, self._since_call)
+            self._calls[-1].after += [event for event in inside if not event.is_norm]
         self._since_call.clear()
 
-    def log_linears(self) -> Iterator[Any]:
-        """Register hooks on linear layers; yield their handles."""
+    def log_modules(self) -> Iterator[Any]:
+        """Register hooks on linear layers and norms; yield their handles."""
         native = {
             id(part)
             for module in self._model.modules()
@@ -101,15 +111,15 @@ class CallLog(Watch):
         }
         for name, module in self._model.named_modules():
             is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-            if is_linear and id(module) not in native:
-                yield module.register_forward_hook(self._make_linear_hook(name))
+            if (is_linear or is_norm(name, module)) and id(module) not in native:
+                yield module.register_forward_hook(self._make_hook(name, not is_linear))
 
-    def _make_linear_hook(self, name: str) -> Any:
-        def log_linear(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _make_hook(self, name: str, is_norm: bool) -> Any:
+        def log_module(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                self._since_call.append(LinearEvent(name, args[0].detach(), output.detach()))
+                self._since_call.append(ModuleEvent(name, args[0].detach(), output.detach(), is_norm))
 
-        return log_linear
+        return log_module
 
     @property
     def recording(self) -> Recording:
@@ -119,7 +129,7 @@ class CallLog(Watch):
     @property
     def calls(self) -> list[LoggedCall]:
         """The calls in order, with the linear layers of their modules."""
-        self._add_last_linears()
+        self._add_last_events()
         layers = {
             name: number for number, name in enumerate(dict.fromkeys(call.module for call in self._calls))
         }
@@ -128,22 +138,33 @@ class CallLog(Watch):
         return self._calls
 
 
-def _select_linears(module: str, events: list[LinearEvent]) -> tuple[str, list[LinearEvent]]:
-    """Select the linear layers inside a module; if it has none, inside the module around it.
+def is_norm(name: str, module: nn.Module) -> bool:
+    """Return whether a module is a norm, such as RMSNorm: by its class or attribute, without modules inside.
+
+    Args:
+        name: Name of the module in the model.
+        module: The module.
+    """
+    names = type(module).__name__ + name.rpartition(".")[2]
+    return "norm" in names.lower() and not any(True for _ in module.children())
+
+
+def _select_around(module: str, events: list[ModuleEvent]) -> tuple[str, list[ModuleEvent]]:
+    """Select the events inside a module; if it has no linear layers, inside the module around it.
 
     Returns:
-        The name of that module, and its linear layers.
+        The name of that module, and its events.
     """
     around = module
     while around:
         inside = _select_inside(around, events)
-        if inside:
+        if any(not event.is_norm for event in inside):
             return around, inside
         around = around.rpartition(".")[0]
     return module, [] if module else list(events)
 
 
-def _select_inside(module: str, events: list[LinearEvent]) -> list[LinearEvent]:
+def _select_inside(module: str, events: list[ModuleEvent]) -> list[ModuleEvent]:
     return [event for event in events if not module or event.name.startswith(f"{module}.")]
 
 
@@ -153,7 +174,7 @@ def log_calls(model: nn.Module, linears: bool = True) -> Iterator[CallLog]:
 
     Args:
         model: The model.
-        linears: Log linear layers, too.
+        linears: Log linear layers and norms, too.
 
     Yields:
         The log.
@@ -162,7 +183,7 @@ def log_calls(model: nn.Module, linears: bool = True) -> Iterator[CallLog]:
     handles: list[Any] = []
     try:
         with log:
-            handles = list(log.log_linears()) if linears else []
+            handles = list(log.log_modules()) if linears else []
             try:
                 yield log
             finally:

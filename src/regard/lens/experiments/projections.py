@@ -11,7 +11,7 @@ import torch
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS
-from regard.lens.experiments.call_log import LinearEvent, LoggedCall
+from regard.lens.experiments.call_log import LoggedCall, ModuleEvent
 
 Tensor = Any  # the types of torch are not followed
 
@@ -35,9 +35,34 @@ def check_projections(calls: Sequence[LoggedCall], num_tokens: int, width: int |
         if found is not None:
             findings.append(found)
             continue
-        checks = (_check_merge(logged), _check_head_order(logged), _check_scale(logged, width))
+        num_calls = sum(other.module == logged.module for other in calls)
+        unused = _check_used_heads(logged) if num_calls == 1 else None
+        order = unused if unused is not None else _check_head_order(logged)
+        checks = (_check_merge(logged), order, _check_scale(logged, width))
         findings += [finding for finding in checks if finding is not None]
     return findings
+
+
+def find_factor(logged: LoggedCall, heads_first: Tensor, part: slice = slice(None)) -> float | None:
+    """Return what a query or key was multiplied with since its projection or norm, besides turning.
+
+    Args:
+        logged: The call.
+        heads_first: Its query or key, (batch, heads, n, head_dim).
+        part: The numbers of a head to compare.
+
+    Returns:
+        The factor; None if the vector is neither a projection nor the output of a norm.
+    """
+    factor = _match_lengths(heads_first, _find_projections(logged, heads_first), part)
+    return factor or _match_lengths(heads_first, _find_norm_outputs(logged, heads_first), part)
+
+
+def _match_lengths(vectors: Tensor, sources: Iterator[Tensor], part: slice = slice(None)) -> float | None:
+    """Return the number that the lengths of some source must be multiplied with to be those of vectors, or None."""
+    lengths = widen(vectors[..., part]).norm(dim=-1)
+    factors = (_find_ratio(lengths, widen(source[..., part]).norm(dim=-1)) for source in sources)
+    return next((factor for factor in factors if factor is not None), None)
 
 
 def compare_with_projection(logged: LoggedCall) -> Tensor | None:
@@ -74,7 +99,18 @@ def _find_projections(logged: LoggedCall, heads_first: Tensor) -> Iterator[Tenso
                 yield part.reshape(batch, n, heads, dim).transpose(1, 2)
 
 
-def _split_output(event: LinearEvent, width: int) -> Iterator[Tensor]:
+def _find_norm_outputs(logged: LoggedCall, heads_first: Tensor) -> Iterator[Tensor]:
+    """Yield outputs of norms as (batch, heads, n, head_dim), those that have the right numbers."""
+    batch, heads, n, dim = heads_first.shape
+    for event in logged.norms:
+        output = event.output
+        if output.shape == heads_first.shape:
+            yield output
+        if output.shape in ((batch, n, heads, dim), (batch, n, heads * dim)):
+            yield output.reshape(batch, n, heads, dim).transpose(1, 2)
+
+
+def _split_output(event: ModuleEvent, width: int) -> Iterator[Tensor]:
     """Yield the parts of a linear layer's output that have a width: all of it, or the first, middle or last part."""
     output = event.output
     if output.ndim != 3 or output.shape[-1] < width:
@@ -139,12 +175,15 @@ def _find_ratio(a: Tensor, b: Tensor) -> float | None:
 
 
 def _check_merge(logged: LoggedCall) -> Finding | None:
-    """Check for an output that was viewed as (batch, n, width) without a transpose."""
+    """Check for an output that was merged without a transpose, or channel by channel."""
     output = logged.call.output
     if output is None or output.ndim != 4 or 1 in output.shape[1:3]:
         return None
     batch, _, n, _ = output.shape
     merged, viewed = output.transpose(1, 2).reshape(batch, n, -1), output.reshape(batch, n, -1)
+    by_channel = output.permute(0, 2, 3, 1).reshape(batch, n, -1)
+    evidence = {"output": str(tuple(output.shape))}
+    hint = "Use .transpose(1, 2).reshape(batch, n, heads * head_dim)."
     for event in logged.after:
         if event.input.shape == merged.shape and torch.equal(event.input, merged):
             return None
@@ -154,10 +193,58 @@ def _check_merge(logged: LoggedCall) -> Finding | None:
                 "heads merged by view",
                 "The output was reshaped from (batch, heads, n, head_dim) to (batch, n, width) without a transpose, "
                 "which mixes tokens and heads.",
-                {"output": str(tuple(output.shape)), "input of the next layer": event.name},
-                "Use .transpose(1, 2).reshape(batch, n, heads * head_dim).",
+                evidence | {"input of the next layer": event.name},
+                hint,
+            )
+        if event.input.shape == by_channel.shape and torch.equal(event.input, by_channel):
+            return _build(
+                logged,
+                "heads merged channel by channel",
+                "The input of the output projection has channel 0 of every head first, then channel 1, where heads are "
+                "merged one after another.",
+                evidence | {"input of the next layer": event.name},
+                f"{hint} If the model was trained with this order, this is no fault.",
+                "warning",
             )
     return None
+
+
+def _check_used_heads(logged: LoggedCall) -> Finding | None:
+    """Check that every head of the key and value projections is attended to by some query head."""
+    query = logged.call.query
+    if query.ndim != 4:
+        return None
+    for name, tensor in (("value", logged.value), ("key", logged.key)):
+        batch, _, n, dim = tensor.shape
+        lengths = widen(tensor).norm(dim=-1)
+        for event in logged.before:
+            width = event.output.shape[-1]
+            # The key's projection is as wide as the value's. A wider one may be of query, key and value together.
+            widths = [other.output.shape[-1] for other in logged.before]
+            is_own = widths.count(width) > 1 and len(widths) > 2 and width // dim <= query.shape[1]
+            if event.output.shape != (batch, n, width) or width % dim or not is_own or "kv" in event.name:
+                continue
+            projected = widen(event.output).unflatten(-1, (-1, dim)).norm(dim=-1).transpose(1, 2)
+            used = [_find_head(head, projected) for head in lengths.unbind(1)]
+            if None in used or len(set(used)) == projected.shape[1]:
+                continue
+            evidence = {
+                "heads of the projection": projected.shape[1],
+                "heads that are used": ", ".join(
+                    map(str, sorted({head for head in used if head is not None}))
+                ),
+                "projection": event.name,
+            }
+            message = f"Some {name} heads of the projection are attended to by no query head."
+            hint = "Give each group of query heads its own: repeat_interleave(groups, dim=1), or enable_gqa=True."
+            return _build(logged, "key heads not used", message, evidence, hint)
+    return None
+
+
+def _find_head(lengths: Tensor, projected: Tensor) -> int | None:
+    """Return the head of a projection whose vectors have the lengths (batch, n), up to a factor; None without one."""
+    heads = enumerate(projected.unbind(1))
+    return next((number for number, head in heads if _find_ratio(lengths, head) is not None), None)
 
 
 def _check_head_order(logged: LoggedCall) -> Finding | None:
@@ -202,33 +289,52 @@ def _check_scale(logged: LoggedCall, width: int | None) -> Finding | None:
     call = logged.call
     if call.query.ndim != 4 or UNSCALED_LAYERS.fullmatch(call.layer_class):
         return None
-    lengths = widen(call.query).norm(dim=-1)
-    factors = (
-        _find_ratio(lengths, widen(projected).norm(dim=-1))
-        for projected in _find_projections(logged, call.query)
-    )
-    factor = next((factor for factor in factors if factor is not None), None)
+    factor = _match_lengths(call.query, _find_projections(logged, call.query))
+    has_norm = factor is None
+    if factor is None:
+        factor = _match_lengths(call.query, _find_norm_outputs(logged, call.query))
     if factor is None:
         return None
-    dim = call.query.shape[-1]
+    dim, kv_heads = call.query.shape[-1], call.key.shape[-3]
     scale, default = factor * call.scale, 1 / math.sqrt(dim)
-    named = {1 / dim: "the scores were scaled twice"}
-    if not logged.is_configured:
-        named[1.0] = "the scale is missing"
-    if width is not None and width != dim and not logged.is_configured:
-        named[width**-0.5] = "the scale is 1/√width of the model, not of a head"
-    mistake = next((name for value, name in named.items() if math.isclose(scale, value, rel_tol=1e-2)), None)
-    if mistake is None or math.isclose(scale, default, rel_tol=1e-2):
+    configured = _find_configured_scale(logged)
+    named: list[tuple[float, str]] = []
+    if configured is not None:
+        default = configured
+        named += (
+            [] if math.isclose(call.scale, configured, rel_tol=1e-2) else [(scale, "another scale was used")]
+        )
+    elif not (has_norm and logged.is_configured):
+        named += [(1 / dim, "it is 1/head_dim, as if they were scaled twice")]
+    if configured is None and not logged.is_configured:
+        named += [] if has_norm else [(1.0, "the scale is missing")]
+        named += [((2 * dim) ** -0.5, "it is 1/√(2 · head_dim)")]
+        named += [((kv_heads * dim) ** -0.5, "it is 1/√(kv_heads · head_dim)")]
+        named += [] if width is None else [(width**-0.5, "it is 1/√width of the model, not of a head")]
+    mistakes = [name for value, name in named if math.isclose(scale, value, rel_tol=1e-2)]
+    if not mistakes or math.isclose(scale, default, rel_tol=1e-2):
         return None
+    default_name = "1/√head_dim" if configured is None else "the scale of the configuration"
     evidence = {
         "factor of the query": factor,
         "scale of the call": call.scale,
         "together": scale,
-        "1/√head_dim": default,
+        default_name: default,
     }
-    message = f"The scores are not scaled by 1/√head_dim: {mistake}."
+    message = f"The scores are not scaled by {default_name}: {', and '.join(mistakes)}."
     hint = f"Scale once, by {default:.4g}: omit scale, and do not multiply the query. Ignore this if it is intended."
     return _build(logged, "scale", message, evidence, hint, "warning")
+
+
+def _find_configured_scale(logged: LoggedCall) -> float | None:
+    """Return the scale that the configuration of a layer states; None if it states none."""
+    config = getattr(logged.owner, "config", None)
+    scalar, multiplier = (
+        getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier")
+    )
+    if isinstance(scalar, int | float) and scalar > 0:
+        return float(scalar**-0.5)
+    return float(multiplier) if isinstance(multiplier, int | float) and multiplier > 0 else None
 
 
 def check_encoder_states(calls: Sequence[LoggedCall], encoded: Tensor) -> list[Finding]:

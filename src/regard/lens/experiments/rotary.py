@@ -7,6 +7,7 @@ a mean of equal values is that value. Queries and keys then differ by their turn
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,8 @@ import torch
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
 from regard.lens.experiments.call_log import LoggedCall
-from regard.lens.experiments.projections import compare_with_projection
+from regard.lens.experiments.configured_rotary import ConfiguredRotary, compute_angles, find_configured
+from regard.lens.experiments.projections import compare_with_projection, find_factor
 
 Tensor = Any  # the types of torch are not followed
 
@@ -28,8 +30,12 @@ TOLERANCES = {8: 1e-5, 4: 1e-4, 2: 1e-2}
 LENGTH_TOLERANCE = 2e-2
 # A turn from one position to the next that differs from the mean by more radians is not even.
 UNEVEN = 0.1
-# Turns of less than this number of radians are not compared with a configuration.
+# A pair that turns by less than this number of radians may stand still.
 SMALL_TURN = 1e-3
+# Error of a measured angle in radians, by the bytes of a number; that of cos and sin is spread over all positions.
+ANGLE_ERRORS = {8: 1e-6, 4: 5e-6, 2: 1e-4}
+# Names of the attributes by which a layer states that it has no rotary positions, or is of another type.
+_STATES_TYPE = re.compile("rope|rotary|nope|sliding|window|layer_type|attention_type|is_local")
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,8 @@ def check_rotary(calls: Sequence[LoggedCall], config: Any = None) -> list[Findin
                 break
         else:
             findings += _check_configuration(logged, query, config)
-    return findings + _check_missing(turns)
+            findings += _check_norms(logged)
+    return findings + _check_values(turns) + _check_missing(turns)
 
 
 def _check_axis(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
@@ -232,53 +239,147 @@ def _check_twice(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
 
 
 def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[Finding]:
-    """Check that the angles are those of the configuration, if it has ordinary rotary positions."""
-    bases = list(_find_bases(config))
-    if query.kind != "even" or not bases:
+    """Check that the angles and the factor are those of the configuration."""
+    n, dim = logged.call.query.shape[-2:]
+    candidates = find_configured(config, logged.owner, n, dim)
+    if query.kind != "even" or not candidates:
         return []
-    angles = query.angles.abs()
-    sizes = [size for size in _list_sizes(logged.call.query.shape[-1]) if size >= 2 * len(angles)]
-    for base in bases:
-        for size in sizes:
-            expected = _compute_angles(base, size)[: len(angles)]
-            counted = expected > SMALL_TURN
-            if torch.allclose(angles[counted], expected[counted], rtol=2e-2, atol=SMALL_TURN / 10):
-                return []
-    expected = _compute_angles(bases[0], 2 * len(angles))
+    within = ANGLE_ERRORS[logged.call.query.element_size()]
+    angles = query.angles.abs().cpu().sort(descending=True).values
+    for configured in candidates:
+        if _have_configured_angles(angles, configured, logged, within):
+            return _check_factor(logged, query, configured)
+    configured = candidates[0]
     evidence = {
-        "turns (rad)": ", ".join(f"{angle:.3g}" for angle in angles[:4].tolist()),
-        "configured": ", ".join(f"{angle:.3g}" for angle in expected[:4].tolist()),
-        "rope_theta": bases[0],
+        "turns (rad)": _format_angles(angles, configured.angles),
+        "configured": _format_angles(configured.angles, angles),
+        "rope_type": configured.rope_type,
+        "rope_theta": configured.theta,
     }
     hint = "Compute inv_freq from the configuration; a cast, a copied buffer or another base changes it."
-    message = "The pairs do not turn by the angles of the configuration."
+    message = "The pairs do not turn by the angles of the configuration"
+    message += _explain_angles(angles, configured, dim, within)
     return [_build(logged, "rotary: not as configured", message, evidence, hint)]
 
 
-def _compute_angles(base: float, size: int) -> Tensor:
-    return base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+def _have_configured_angles(
+    angles: Tensor, configured: ConfiguredRotary, logged: LoggedCall, within: float
+) -> bool:
+    """Return whether angles are those of a configuration, as far as it states them."""
+    if _are_close(angles, configured.angles, within):
+        return True
+    if configured.rope_type == "dynamic":  # a longer text before may have raised the base
+        first = min(len(angles), len(configured.angles))
+        return bool((angles[:first] <= configured.angles[:first] + within).all())
+    if configured.is_size_stated or configured.rope_type != "default":
+        return False
+    sizes = _list_sizes(logged.call.query.shape[-1])
+    return any(_are_close(angles, compute_angles(configured.theta, size), within) for size in sizes)
 
 
-def _find_bases(config: Any) -> Iterator[float]:
-    """Yield the bases of ordinary rotary positions in a configuration; none if any are of another type."""
-    config = getattr(config, "text_config", None) or config
-    parameters = getattr(config, "rope_parameters", None)
-    if not isinstance(parameters, dict):
-        return
-    sets = (
-        [parameters]
-        if "rope_theta" in parameters
-        else [p for p in parameters.values() if isinstance(p, dict)]
-    )
-    if all(entry.get("rope_type", "default") == "default" for entry in sets):
-        yield from (float(entry["rope_theta"]) for entry in sets if entry.get("rope_theta"))
+def _are_close(a: Tensor, b: Tensor, within: float) -> bool:
+    """Compare angles in any order; pairs that hardly turn may be missing from one of them."""
+    a, b = (angles.sort(descending=True).values for angles in (a, b))
+    common = min(len(a), len(b))
+    rest = torch.cat([a[common:], b[common:]])
+    is_close = torch.allclose(a[:common], b[:common], rtol=1e-2, atol=within)
+    return is_close and float(rest.sum()) < 10 * SMALL_TURN
+
+
+def _explain_angles(angles: Tensor, configured: ConfiguredRotary, dim: int, within: float) -> str:
+    """Say what differs between measured angles and those of a configuration, as the end of a sentence."""
+    theta = configured.theta
+    for size in dict.fromkeys((configured.size, *_list_sizes(dim))):
+        if _are_close(angles, compute_angles(theta, size), within):
+            if size == configured.size:
+                return f": they are those without scaling, and rope_type is {configured.rope_type!r}."
+            if configured.rope_type == "default":
+                return f": {size} numbers of each head turn, and {configured.size} should."
+    if math.isclose(float(angles[0]), 1.0, rel_tol=1e-2) and len(angles) > 1:
+        found = float(angles[1]) ** -len(angles)
+        if _are_close(angles, compute_angles(found, 2 * len(angles)), within):
+            return f": rope_theta is {found:,.0f}, and should be {theta:,.0f}."
+    common = min(len(angles), len(configured.angles))
+    ratio = float(angles[0] / configured.angles[0])
+    if _are_close(angles[:common], configured.angles[:common] * ratio, within):
+        return f": they are multiplied by {ratio:.3g}."
+    return "."
+
+
+def _format_angles(angles: Tensor, others: Tensor) -> str:
+    """Format the first angles, and the first that differs from the others."""
+    common = min(len(angles), len(others))
+    differs = ~torch.isclose(angles[:common], others[:common], rtol=1e-2, atol=1e-6)
+    first = int(differs.nonzero()[0]) if bool(differs.any()) else 0
+    shown = ", ".join(f"{angle:.3g}" for angle in angles[:3].tolist())
+    return shown if first < 3 else f"{shown}; pair {first}: {float(angles[first]):.3g}"
+
+
+def _check_factor(logged: LoggedCall, query: Turn, configured: ConfiguredRotary) -> list[Finding]:
+    """Check that queries and keys are multiplied by the factor of the configuration, as in YaRN."""
+    call, factor = logged.call, configured.factor
+    part = slice(query.start, query.start + 2 * len(query.angles))
+    factors = [find_factor(logged, vectors, part) for vectors in (call.query, call.key)]
+    is_plain = all(found is not None and math.isclose(found, 1.0, rel_tol=2e-3) for found in factors)
+    is_default = math.isclose(call.scale, call.query.shape[-1] ** -0.5, rel_tol=2e-3)
+    if math.isclose(factor, 1.0, rel_tol=1e-2) or not is_plain or not is_default:
+        return []
+    message = f"The attention factor of rope_type {configured.rope_type!r} was not applied."
+    evidence = {"factor of query and key": 1.0, "configured": factor, "scale of the call": call.scale}
+    hint = f"Multiply cos and sin by {factor:.4g} (attention_scaling in transformers)."
+    return [_build(logged, "rotary: not as configured", message, evidence, hint)]
+
+
+def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Finding]:
+    """Check that the values of the first layer that turns its keys do not turn; later ones depend on it."""
+    logged, _, key = next((entry for entry in turns if entry[2].is_turn), (None, None, None))
+    if logged is None or key is None or logged.value.ndim != 4:
+        return []
+    is_shared = logged.value.shape == logged.key.shape and bool(torch.equal(logged.value, logged.key))
+    if is_shared or getattr(getattr(logged.owner, "config", None), "rotary_value", False):
+        return []  # some architectures turn them, and their outputs back
+    turn = measure_turn(logged.value[0])
+    if not turn.is_turn or not _have_equal_angles(turn.angles.abs(), key.angles.abs()):
+        return []
+    evidence = {"value": _describe(turn), "key": _describe(key)}
+    message = "Values turn with their position, as queries and keys do."
+    hint = "Apply rotary positions to queries and keys only; the weights carry the positions."
+    return [_build(logged, "rotary: values turned", message, evidence, hint)]
+
+
+def _check_norms(logged: LoggedCall) -> list[Finding]:
+    """Check for norms of queries and keys after their turn: their weights change the pairs, and so the angles."""
+    if logged.is_configured:  # the order is that of the architecture
+        return []
+    for event in logged.norms:
+        for name, vectors in (("query", logged.call.query), ("key", logged.call.key)):
+            is_transposed = event.output.shape == vectors.transpose(1, 2).shape
+            output, given = ((x.transpose(1, 2) if is_transposed else x) for x in (event.output, event.input))
+            if (
+                output.shape != vectors.shape
+                or given.shape != vectors.shape
+                or not torch.equal(output, vectors)
+            ):
+                continue
+            turn = measure_turn(given[0])
+            if turn.kind == "even" and measure_turn(output[0]).kind == "unknown":
+                message = (
+                    "The query or key is normalised after its turn, so the norm's weights distort the angles."
+                )
+                evidence = {"norm": event.name, "output": name, "its input": _describe(turn)}
+                hint = (
+                    "Apply q_norm and k_norm before rotary positions, unless the model was trained otherwise."
+                )
+                return [_build(logged, "norm after rotary", message, evidence, hint, "warning")]
+    return []
 
 
 def _check_missing(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Finding]:
     """Report layers whose queries and keys do not turn, if those of most layers do."""
     without = [logged for logged, query, key in turns if query.kind == key.kind == "none"]
-    turning = sum(query.is_turn and key.is_turn for _, query, key in turns)
-    if not without or turning <= len(without):
+    with_turn = [logged for logged, query, key in turns if query.is_turn and key.is_turn]
+    turning = len(with_turn)
+    if not without or turning <= len(without) or _state_types(without) & _state_types(with_turn) == set():
         return []
     message = "Queries and keys do not turn with their position in this layer, and do in most others."
     hint = "Apply rotary positions in every layer, unless the architecture has layers without positions."
@@ -287,6 +388,18 @@ def _check_missing(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findi
         _build(logged, "rotary: missing in some layers", message, evidence, hint, "warning")
         for logged in without
     ]
+
+
+def _state_types(calls: Sequence[LoggedCall]) -> set[tuple[Any, ...]]:
+    """Return what layers state about their type, such as use_rope of Llama 4; nothing counts as equal."""
+    return {
+        tuple(
+            (name, str(value))
+            for name, value in sorted(vars(logged.owner).items())
+            if _STATES_TYPE.search(name) and isinstance(value, str | int | float | None)
+        )
+        for logged in calls
+    }
 
 
 def _describe(turn: Turn) -> str:
