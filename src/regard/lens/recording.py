@@ -513,7 +513,8 @@ class Recording(Mapping[str, AttentionMatrix]):
                 if its module says so (`is_causal`), or if most layers of its stack are.
 
         Returns:
-            Findings with severity, location, evidence and hint; `print` shows them.
+            Findings with severity, location, evidence and hint, and the checks that were run and that were not;
+            `print` shows them.
 
         Raises:
             ArgumentError: If the shape of `attention_mask` fits no layer, or it has entries other than 0 and 1.
@@ -524,6 +525,10 @@ class Recording(Mapping[str, AttentionMatrix]):
         ...     _ = layer(torch.randn(1, 3, 8))
         >>> recording.diagnose()
         Nothing found in 1 layer, 2 heads.
+        <BLANKLINE>
+        run      NaN or inf
+        not run  cache: keys and values of each step: one pass was recorded, and no steps with a cache
+        ...
         """
         with torch.no_grad():
             return run_checks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,12 @@ import torch
 
 from regard.findings import Finding
 from regard.lens.analysis.checked_layer import CheckedLayer
-from regard.lens.analysis.mask_checks import check_bias_direction, check_own_key
 from regard.lens.analysis.measures import DistanceBands
 from regard.masks import dense
 from regard.measures import Mass
 
 # A weight above ROUNDING is not rounding, one above SIGNIFICANT is an error.
 ROUNDING, SIGNIFICANT = 1e-6, 1e-3
-
-Check = Callable[[CheckedLayer], Finding | None]
 
 
 def check_inverted_mask(layer: CheckedLayer) -> Finding | None:
@@ -109,15 +105,40 @@ def check_future(layer: CheckedLayer) -> Finding | None:
         message = (
             "Tokens of a prefix attend to each other, and the rest is causal: a prefix model, if intended."
         )
+    evidence, hint = _describe_shares(share), "Pass is_causal=True or a causal mask to this layer."
+    if not has_prefix and not mask.stored_arrays:
+        message, offset = _describe_offset(layer, message)
+        evidence |= offset
+        hint = "Mask key j of row i if j > i, with integer positions: triu(diagonal=1)." if offset else hint
     return layer.build_finding(
         "weight on the future",
         "error" if share.max() > SIGNIFICANT and not has_prefix else "warning",
         message,
         share > ROUNDING,
-        _describe_shares(share),
-        "Pass is_causal=True or a causal mask to this layer. If tokens may attend to later ones: "
-        "diagnose(causal=False).",
+        evidence,
+        f"{hint} If tokens may attend to later ones: diagnose(causal=False).",
     )
+
+
+def _describe_offset(layer: CheckedLayer, message: str) -> tuple[str, dict[str, Any]]:
+    """Describe a mask that is almost triangular: by how many keys rows see too far, and from which row on."""
+    _, _, q_len, kv_len = layer.shape
+    stop = layer.intervals[1]
+    ahead = np.maximum(stop - layer.allowed_stop, 0).max((0, 1))
+    rows, largest = np.flatnonzero(ahead), int(ahead.max())
+    if largest > max(1, kv_len // 8):
+        return message, {}
+    evidence = {"keys too many": largest, "first row": int(rows[0])}
+    if (ahead[: q_len - largest] == largest).all():
+        return f"The mask is shifted: each row i attends to key i + {largest}.", evidence
+    exact = {256: "bfloat16", 2048: "float16"}
+    name = next((name for limit, name in exact.items() if limit <= rows[0] <= limit + 8), None)
+    cause = (
+        ""
+        if name is None
+        else f" Its positions were rounded: {name} holds integers up to {rows[0] // 8 * 8} only."
+    )
+    return f"From row {rows[0]} on, rows attend to up to {largest} later keys.{cause}", evidence
 
 
 def _has_prefix(layer: CheckedLayer) -> bool:
@@ -215,15 +236,3 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
         {"kernel": "math", "bytes stored": f"{nbytes:,}"},
         hint,
     )
-
-
-# Checks of a mask that is not inverted, and checks that need neither query nor key.
-MASK_CHECKS: tuple[Check, ...] = (
-    check_causal_alignment,
-    check_own_key,
-    check_future,
-    check_padding,
-    check_empty_rows,
-    check_bias_direction,
-)
-SETTING_CHECKS: tuple[Check, ...] = (check_dropout, check_kernel)

@@ -13,7 +13,7 @@ import torch
 from regard.findings import Finding, Severity
 from regard.lens.analysis.token_rows import TokenRows, find_visible
 from regard.lens.capture.call import Call
-from regard.lens.capture.module_hints import ImageRuns
+from regard.lens.capture.module_hints import ImageRuns, ModuleHints
 
 
 @dataclass(eq=False)
@@ -27,6 +27,10 @@ class CheckedLayer:
         causal: No token should attend to later ones.
         is_token: (batch, kv_len), False for padding; None if unknown.
         image_runs: First key and end of each image whose tokens may attend to each other, for each batch entry.
+        module_hints: Settings of the modules, and the positions that were looked up.
+        usual_scale: The scale of most layers of the same kind, or None.
+        is_finite: Query, key and bias have no NaN or inf.
+        has_wrong_mask: The mask has another form than it should: inverted, of 0 and 1, of another entry.
     """
 
     layer: int
@@ -35,6 +39,10 @@ class CheckedLayer:
     causal: bool = False
     is_token: Any = None
     image_runs: ImageRuns = field(default_factory=list)
+    module_hints: ModuleHints = field(default_factory=ModuleHints)
+    usual_scale: float | None = None
+    is_finite: bool = True
+    has_wrong_mask: bool = False
 
     @cached_property
     def token_rows(self) -> TokenRows:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from regard.errors import ArgumentError, describe_argument
-from regard.findings import Finding, Findings, format_numbers
-from regard.lens.analysis.call_checks import MASK_CHECKS, SETTING_CHECKS, Check, check_inverted_mask
+from regard.findings import Check, CheckRun, Finding, Findings, format_numbers, run_check
+from regard.lens.analysis.call_checks import (
+    check_causal_alignment,
+    check_dropout,
+    check_empty_rows,
+    check_future,
+    check_inverted_mask,
+    check_kernel,
+    check_padding,
+)
 from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.analysis.find import stack_name
 from regard.lens.analysis.head_checks import check_heads
 from regard.lens.analysis.mask_checks import (
+    check_bias_direction,
     check_documents,
+    check_own_key,
     check_padding_order,
     check_zero_one_mask,
 )
@@ -61,7 +71,6 @@ def run_checks(
     Returns:
         The findings.
     """
-    findings: list[Finding] = []
     is_token = _find_tokens(tokens, attention_mask)
     layers = list_layers(layer_calls, module_hints, causal)
     with_weights = [layer for layer in layers if _has_weights(layer)]
@@ -70,22 +79,19 @@ def run_checks(
     if attention_mask is not None and with_weights and all(layer.is_token is None for layer in with_weights):
         raise _mask_fit_error(is_token, with_weights)
     _set_image_runs(layers, layer_calls, module_hints)
-    not_finite, finite = _check_finite(with_weights)
-    findings += not_finite
+    findings, finite = _check_finite(with_weights)
     usual_scales = _find_usual_scales(with_weights)
+    runs: dict[str, list[CheckRun]] = {check.name: [] for check in LAYER_CHECKS}
     for layer in layers:
-        findings += _run(SETTING_CHECKS, layer)
-        if layer not in with_weights:
-            continue
-        findings += check_settings(layer, module_hints)
-        # A finding that names the cause replaces those about its consequences.
-        causes = _run((check_inverted_mask, check_zero_one_mask, check_padding_order), layer)
-        findings += causes
-        if layer in finite and not causes:
-            findings += _run(MASK_CHECKS, layer)
-            findings += _check_packed(layer, module_hints)
-        if layer in finite:
-            findings += check_heads(layer, usual_scales.get(_scale_group(layer)))
+        layer.is_finite = layer in finite
+        if layer in with_weights:
+            layer.module_hints, layer.usual_scale = module_hints, usual_scales.get(_scale_group(layer))
+        for check in LAYER_CHECKS:
+            found, run = run_check(check, layer)
+            # A wrong polarity, form or order of a mask explains what the other checks of the mask would find.
+            layer.has_wrong_mask |= bool(found) and check in MASK_FORM_CHECKS
+            findings += found
+            runs[check.name].append(run)
     findings += _check_positions(joined_calls, module_hints)
     findings += check_padded_positions(with_weights, module_hints)
     findings += _check_caches(joined_calls, cache_faults)
@@ -94,7 +100,30 @@ def run_checks(
     if not layers and all(finding.severity != "error" for finding in findings):
         findings.append(_build_empty())
     heads = sum(layer.shape[1] for layer in layers)
-    return Findings(findings, f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}")
+    scope = f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}"
+    across = _list_recording_checks(joined_calls, module_hints)
+    return Findings(findings, scope, [*across, *(_join_runs(name, each) for name, each in runs.items())])
+
+
+def _join_runs(name: str, runs: Sequence[CheckRun]) -> CheckRun:
+    """Return a check as run if it was in some layer, else with the reason of the first."""
+    not_run = runs[0] if runs else CheckRun(name, "no layer was recorded")
+    return next((run for run in runs if not run.reason), not_run)
+
+
+def _list_recording_checks(
+    joined_calls: Mapping[str, list[JoinedCalls]], module_hints: ModuleHints
+) -> list[CheckRun]:
+    """List the checks across layers: of NaN and inf, and of the steps of a cache."""
+    has_steps = any(len(joined.steps) > 1 for groups in joined_calls.values() for joined in groups)
+    no_steps = "" if has_steps else "one pass was recorded, and no steps with a cache"
+    no_positions = "" if module_hints.lookups else "no positions were looked up or passed"
+    return [
+        CheckRun("NaN or inf"),
+        CheckRun("cache: keys and values of each step", no_steps),
+        CheckRun("positions of cached steps", no_steps or no_positions),
+        CheckRun("positions of padded tokens", no_positions),
+    ]
 
 
 def list_layers(
@@ -119,10 +148,6 @@ def list_layers(
 
 def _has_weights(layer: CheckedLayer) -> bool:
     return layer.call.query is not None and bool(min(layer.shape))
-
-
-def _run(checks: Iterable[Check], layer: CheckedLayer) -> list[Finding]:
-    return [finding for check in checks if (finding := check(layer)) is not None]
 
 
 def _format_count(number: int, word: str) -> str:
@@ -245,9 +270,15 @@ def _should_be_causal(
 
 
 def _is_causal(layer: CheckedLayer) -> bool:
-    mask = layer.call.compact_mask
-    attends_ahead = (mask.stop > layer.token_rows.own_keys + 1).any()
-    return mask.dense_mask is None and layer.shape[2] > 1 and not attends_ahead
+    """Return whether the mask is triangular, or so nearly that it was meant to be: `check_future` reports the rest."""
+    mask, kv_len = layer.call.compact_mask, layer.shape[3]
+    if mask.dense_mask is not None or layer.shape[2] < 2:
+        return False
+    start, stop = layer.intervals
+    ahead = int((stop - layer.token_rows.own_keys - 1).max())
+    grows = np.diff(stop, axis=-1) > 0
+    is_staircase = grows.mean() > 0.5 and (stop < kv_len).mean() > 0.5 and not np.ptp(start, axis=-1).any()
+    return ahead <= 0 or (is_staircase and ahead <= max(1, kv_len // 8))
 
 
 def _scale_group(layer: CheckedLayer) -> tuple[Any, ...]:
@@ -263,15 +294,6 @@ def _find_usual_scales(layers: list[CheckedLayer]) -> dict[Any, float]:
         scales.setdefault(_scale_group(layer), []).append(float(f"{layer.call.scale:.6g}"))
     most_common = {group: Counter(values).most_common(1)[0] for group, values in scales.items()}
     return {group: scale for group, (scale, count) in most_common.items() if count >= 3}
-
-
-def _check_packed(layer: CheckedLayer, module_hints: ModuleHints) -> list[Finding]:
-    """Check for documents that attend to each other, by the positions of the first lookup that has restarts."""
-    for lookup in module_hints.lookups:
-        finding = check_documents(layer, lookup.positions.cpu().numpy())
-        if finding is not None:
-            return [finding]
-    return []
 
 
 # Checks across layers
@@ -411,3 +433,82 @@ def _find_jumps(lookups: list[Any], steps: list[CallRows]) -> list[tuple[int, in
             jumps.append((row, int(positions.flat[0]), first_expected))
         row += length
     return jumps
+
+
+# The checks of a layer
+
+
+def _lacks_weights(layer: CheckedLayer) -> str:
+    """Say why the weights of a layer cannot be checked."""
+    return "" if _has_weights(layer) else "query and key were not recorded"
+
+
+def _lacks_numbers(layer: CheckedLayer) -> str:
+    return _lacks_weights(layer) or ("" if layer.is_finite else "it has NaN or inf")
+
+
+def _lacks_mask(layer: CheckedLayer) -> str:
+    return _lacks_numbers(layer) or ("its mask has another error" if layer.has_wrong_mask else "")
+
+
+def _is_not_causal(layer: CheckedLayer) -> str:
+    return _lacks_mask(layer) or ("" if layer.causal else "no layer is causal")
+
+
+def _lacks_padding(layer: CheckedLayer) -> str:
+    if layer.is_token is None:
+        return _lacks_mask(layer) or "no attention_mask was passed"
+    return _lacks_mask(layer) or ("there is no padding" if layer.is_token.all() else "")
+
+
+def _lacks_documents(layer: CheckedLayer) -> str:
+    return _lacks_mask(layer) or (
+        "" if layer.module_hints.lookups else "no positions were looked up or passed"
+    )
+
+
+def _check_documents(layer: CheckedLayer) -> Iterator[Finding]:
+    """Check for documents that attend to each other, by the positions of the first lookup that has restarts."""
+    for lookup in layer.module_hints.lookups:
+        finding = check_documents(layer, lookup.positions.cpu().numpy())
+        if finding is not None:
+            yield finding
+            return
+
+
+def _entry(
+    name: str,
+    check: Callable[[CheckedLayer], Finding | None],
+    why_not: Callable[[CheckedLayer], str] = _lacks_mask,
+) -> Check[CheckedLayer]:
+    """Make an entry of a function that returns one finding or none."""
+
+    def find(layer: CheckedLayer) -> Iterator[Finding]:
+        finding = check(layer)
+        if finding is not None:
+            yield finding
+
+    return Check(name, find, why_not)
+
+
+# The form of the mask, first: what it gets wrong explains the findings of the checks after it.
+MASK_FORM_CHECKS: tuple[Check[CheckedLayer], ...] = (
+    _entry("polarity of the mask", check_inverted_mask, _lacks_weights),
+    _entry("mask of 0 and 1", check_zero_one_mask, _lacks_weights),
+    _entry("padding of another entry", check_padding_order, _lacks_weights),
+)
+
+LAYER_CHECKS: tuple[Check[CheckedLayer], ...] = (
+    _entry("dropout in eval mode", check_dropout, lambda layer: ""),
+    _entry("kernel", check_kernel, lambda layer: ""),
+    Check("sinks, soft cap and window of the module", check_settings, _lacks_weights),
+    *MASK_FORM_CHECKS,
+    _entry("alignment of is_causal", check_causal_alignment),
+    _entry("own key", check_own_key, _is_not_causal),
+    _entry("weight on the future", check_future, _is_not_causal),
+    _entry("weight on padding", check_padding, _lacks_padding),
+    _entry("fully masked rows", check_empty_rows),
+    _entry("direction of the position bias", check_bias_direction),
+    Check("packed documents", _check_documents, _lacks_documents),
+    Check("scale and entropy of the heads", check_heads, _lacks_numbers),
+)

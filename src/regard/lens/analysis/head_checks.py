@@ -29,18 +29,10 @@ UNSCALED_LAYERS = re.compile(
 SAMPLED_ROWS = 64
 
 
-def check_heads(layer: CheckedLayer, usual_scale: float | None) -> list[Finding]:
-    """Check scale and entropy of the heads.
-
-    Args:
-        layer: The layer, with finite query and key.
-        usual_scale: The scale of most layers of the same kind, or None.
-
-    Returns:
-        The findings.
-    """
+def check_heads(layer: CheckedLayer) -> list[Finding]:
+    """Check scale and entropy of the heads of a layer with finite query and key."""
     deviation, largest = _sample_scores(layer)
-    scale_finding, has_large_scores = _check_scale(layer, usual_scale, deviation, largest)
+    scale_finding, has_large_scores = _check_scale(layer, layer.usual_scale, deviation, largest)
     findings = [] if scale_finding is None else [scale_finding]
     return findings + _check_entropy(layer, deviation, has_large_scores)
 

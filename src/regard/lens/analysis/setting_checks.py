@@ -12,17 +12,9 @@ from regard.lens.analysis.checked_layer import CheckedLayer
 from regard.lens.capture.module_hints import ModuleHints, ModuleSettings
 
 
-def check_settings(layer: CheckedLayer, module_hints: ModuleHints) -> list[Finding]:
-    """Check that a call uses the sinks, the soft cap and the window of its module.
-
-    Args:
-        layer: The layer.
-        module_hints: What the modules state.
-
-    Returns:
-        The findings.
-    """
-    settings = module_hints.settings.get(layer.module)
+def check_settings(layer: CheckedLayer) -> list[Finding]:
+    """Check that a call uses the sinks, the soft cap and the window of its module."""
+    settings = layer.module_hints.settings.get(layer.module)
     if settings is None:
         return []
     found = (_check_sinks(layer, settings), _check_softcap(layer, settings), _check_window(layer, settings))
