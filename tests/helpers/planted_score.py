@@ -67,7 +67,7 @@ class Score:
         untold: Kinds of doctor on the model and its inputs alone.
         wrong: Kinds of errors of doctor that the fault does not explain, in either run.
         difference: Kind of compare.
-        layer: The layer that compare names.
+        layer: The layer that compare names; −1 for none.
         texts: What doctor (on the model alone) and compare print.
     """
 
@@ -76,7 +76,7 @@ class Score:
     untold: tuple[str, ...]
     wrong: tuple[str, ...]
     difference: str
-    layer: int | None
+    layer: int
     texts: tuple[str, str]
 
     @property
@@ -103,8 +103,8 @@ def measure(bug: PlantedBug) -> Score:
     try:
         comparison = run_compare(bug)
     except regard.RegardError as error:  # compare refuses what the lens cannot read
-        return Score(bug, *kinds, tuple(sorted(wrong)), type(error).__name__, None, (str(alone), str(error)))
-    layer = None if comparison.first is None else comparison.first.layer
+        return Score(bug, *kinds, tuple(sorted(wrong)), type(error).__name__, -1, (str(alone), str(error)))
+    layer = -1 if comparison.first is None else comparison.first.layer
     texts = str(alone), str(comparison)
     return Score(bug, *kinds, tuple(sorted(wrong)), comparison.kind, layer, texts)
 

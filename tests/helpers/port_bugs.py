@@ -93,7 +93,7 @@ _BUGS = (
     # Scale and scores
     _port("scale of 1 / head_dim", "scale", difference="scale"),
     _port("scale of the key width", "scale", difference="scale", same_as="scale of 1 / head_dim"),
-    _port("scores in float8", difference="softmax", needs_reference=True, inputs=make_inputs),
+    _port("scores in float8", difference="weights", needs_reference=True),
     # Masks and positions
     _port("positions written for padding on the right", "positions of padded tokens", difference="positions turned"),
     _port("causal mask of one token more", "weight on the future", difference="mask", consequences=_FUTURE),
@@ -106,7 +106,7 @@ _BUGS = (
     _port("padding masked in the prefill only", "cache: padding not masked", difference="mask", cached=True),
     _port("causal mask dropped in padded batches", "weight on the future", difference="mask",
           consequences=(*_FUTURE, "padding changes the output")),
-    _port("masks added without a bound", difference="mask", harmless=True),
+    _port("masks added without a bound", difference="no difference", layer=-1, harmless=True),
     _port("embeddings centred over time", "future leaks", difference="module",
           consequences=("cached steps differ", "padding changes the output")),
     PlantedBug(

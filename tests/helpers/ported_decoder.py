@@ -89,7 +89,7 @@ class PortedAttention(nn.Module):
         }
         scale = scales.get(self.fault, HEAD_DIM**-0.5)
         if self.fault == "scores in float8":
-            scores = (query * scale) @ key.mT + mask
+            scores = ((query * scale) @ key.mT + mask).clamp(min=torch.finfo(torch.float8_e5m2).min)
             output = scores.to(torch.float8_e5m2).float().softmax(-1) @ value
         else:
             output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
