@@ -226,7 +226,7 @@ def overflow_scores(model: Any) -> None:
 
 def overflow_residual(model: Any) -> None:
     """Enlarge a feed-forward of Llama, so that its output exceeds float16."""
-    model.half().model.layers[0].mlp.down_proj.weight.data[:] = 3e4
+    model.half().model.layers[0].mlp.down_proj.weight.data[:] = 6e4
 
 
 def add_lora(merged: bool) -> Callable[[], Any]:

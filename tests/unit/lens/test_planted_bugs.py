@@ -30,6 +30,9 @@ def test_a_planted_bug_changes_the_output_and_no_weight(bug):
         assert all(torch.equal(weight, weights[name]) for name, weight in faulty.named_parameters())
     output, expected = bug.run(faulty).float(), bug.run(clean, clean=True).float()
     assert expected.isfinite().all()
+    assert output.isfinite().all() or "NaN or inf" in (*bug.kinds, *bug.consequences)
+    if bug.name in PORT_BUGS and "NaN or inf" in bug.kinds:
+        assert not output.isfinite().all()
     is_token = bug.inputs().get("attention_mask")
     if is_token is not None and output.shape[:2] == is_token.shape:  # padding rows may differ
         output, expected = output[is_token == 1], expected[is_token == 1]
