@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from contextlib import contextmanager
@@ -604,3 +605,98 @@ def test_an_attention_mask_that_is_not_0_or_1_is_rejected():
     recording = watched(Plain(), ids())
     with pytest.raises(ArgumentError, match=r"recording\.diagnose: .* 1 for a token and 0 for padding"):
         recording.diagnose(attention_mask=torch.zeros(2, 12) - 1e9)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_padding_on_the_axis_of_the_heads_is_named(side, causal, kind):
+    """A mask (1, batch, n, n) broadcasts if there are as many heads as batch entries."""
+    attention_mask = torch.ones(3, 11, dtype=torch.long)
+    attention_mask[1, slice(0, 4) if side == "left" else slice(7, 11)] = 0
+    attention_mask[2, slice(0, 2) if side == "left" else slice(9, 11)] = 0
+    is_token = attention_mask.bool()[:, None]
+    visible = is_token.expand(-1, 11, -1)
+    if causal:  # each token attends to its own key, padding too
+        visible = visible & torch.ones(11, 11, dtype=torch.bool).tril() | torch.eye(11, dtype=torch.bool)
+    layer = MaskedHeads()
+    found = {}
+    for shape in ((1, 3, 11, 11), (3, 1, 11, 11)):
+        mask = visible.reshape(shape)
+        if kind is torch.float32:
+            mask = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+        with regard.watch(layer) as recording:
+            layer(torch.randn(3, 11, 12, generator=torch.Generator().manual_seed(1)), mask)
+        findings = recording.diagnose(attention_mask=attention_mask, causal=causal)
+        found[shape] = {finding.kind for finding in findings.by_severity("error")}
+    assert found == {(1, 3, 11, 11): {"padding masked by head"}, (3, 1, 11, 11): set()}
+
+
+class MaskedHeads(torch.nn.Module):
+    """Three heads of 4 numbers that attend by a mask."""
+
+    def forward(self, x, mask):
+        heads = x.unflatten(-1, (3, 4)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+
+TYPES = ["sliding_attention", "full_attention"]
+
+
+def gemma3(types, **options):
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": len(types), "layer_types": list(types), "intermediate_size": 32}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5} | options
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)).eval()
+
+
+def find_windows(model, **inputs):
+    with regard.watch(model) as recording:
+        model(ids(), **inputs)
+    findings = recording.diagnose(attention_mask=inputs.get("attention_mask"))
+    return [finding for finding in findings if finding.kind == "window not as configured"]
+
+
+@pytest.mark.parametrize(
+    "inputs", [{}, {"attention_mask": padded("left")}, {"attention_mask": padded("right")}]
+)
+def test_windows_on_the_wrong_layers_are_named(inputs):
+    model = gemma3(TYPES)
+    assert find_windows(model, **inputs) == []
+    model.config.layer_types = TYPES[::-1]  # by which the model chooses masks; the layers keep their own type
+    wide, narrow = find_windows(model, **inputs)
+    assert (wide.layer, wide.severity, wide.evidence["sliding_window of the layer"]) == (0, "error", 5)
+    assert narrow.layer == 1 and narrow.evidence["keys of the widest row"] == 5
+    assert narrow.evidence["type of the layer"] == "all keys"
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_window_that_is_off_by_one_is_named(change):
+    model = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=5, intermediate_size=32)
+    ).eval()
+    assert find_windows(model) == []
+    model.model.config = copy.deepcopy(model.config)  # by which the model chooses masks
+    model.model.config.sliding_window += change
+    found = find_windows(model)
+    assert [finding.layer for finding in found] == [0, 1, 2, 3]
+    assert found[0].evidence["keys of the widest row"] == 5 + change
+
+
+@pytest.mark.parametrize("starts", [(0, 4), (0, 1, 2, 9)])
+def test_packed_documents_are_no_windows(starts):
+    positions = torch.arange(12)
+    for start in starts:
+        positions[start:] = torch.arange(12 - start)
+    model = gemma3(TYPES)
+    assert find_windows(model, position_ids=positions.expand(2, -1), use_cache=False) == []
+
+
+def test_windows_that_are_not_used_are_not_expected():
+    config = transformers.Qwen2Config(
+        **SIZES, num_key_value_heads=2, intermediate_size=32, sliding_window=5, use_sliding_window=True,
+        max_window_layers=2,
+    )  # fmt: skip
+    assert find_windows(transformers.Qwen2ForCausalLM(config).eval()) == []
+    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, intermediate_size=32, sliding_window=5)
+    assert find_windows(transformers.Qwen2ForCausalLM(config).eval()) == []

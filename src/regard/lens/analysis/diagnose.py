@@ -27,6 +27,7 @@ from regard.lens.analysis.mask_checks import (
     check_bias_direction,
     check_documents,
     check_own_key,
+    check_padding_axis,
     check_padding_order,
     check_zero_one_mask,
 )
@@ -496,6 +497,7 @@ MASK_FORM_CHECKS: tuple[Check[CheckedLayer], ...] = (
     _entry("polarity of the mask", check_inverted_mask, _lacks_weights),
     _entry("mask of 0 and 1", check_zero_one_mask, _lacks_weights),
     _entry("padding of another entry", check_padding_order, _lacks_weights),
+    _entry("padding of a head", check_padding_axis, _lacks_weights),
 )
 
 LAYER_CHECKS: tuple[Check[CheckedLayer], ...] = (

@@ -81,6 +81,33 @@ def check_padding_order(layer: CheckedLayer) -> Finding | None:
     return None
 
 
+def check_padding_axis(layer: CheckedLayer) -> Finding | None:
+    """Check for padding masks on the axis of the heads, which is possible if there are as many heads as entries."""
+    is_token, (batch, heads, q_len, kv_len) = layer.is_token, layer.shape
+    if is_token is None or batch != heads or q_len != kv_len or (is_token == is_token[:1]).all():
+        return None
+    # The last token of an entry attends to all its tokens, causal or not.
+    last = kv_len - 1 - is_token[:, ::-1].argmax(1)
+    weights = layer.call.matrix[..., last, :].reshape(batch, heads, heads, kv_len)
+    visible = (
+        (weights > 0).diagonal(dim1=1, dim2=2).movedim(-1, 1).cpu().numpy()
+    )  # head h, last token of entry h
+    if not (visible == is_token).all():
+        return None
+    return layer.build_finding(
+        "padding masked by head",
+        "error",
+        "Head h masks the padding of batch entry h, in every entry: the mask has the batch on the axis of the heads.",
+        layer.everywhere,
+        {
+            "batch": batch,
+            "heads": heads,
+            "padding keys of each head": ", ".join(map(str, (~is_token).sum(1))),
+        },
+        "Pass a mask of shape (batch, 1, q_len, kv_len): mask[:, None], not mask[None].",
+    )
+
+
 def _simple_orders(batch: int) -> list[list[int]]:
     entries = list(range(batch))
     return [entries[::-1], *(entries[shift:] + entries[:shift] for shift in range(1, batch))]

@@ -17,7 +17,7 @@ def check_settings(layer: CheckedLayer) -> list[Finding]:
     settings = layer.module_hints.settings.get(layer.module)
     if settings is None:
         return []
-    found = (_check_sinks(layer, settings), _check_softcap(layer, settings), _check_window(layer, settings))
+    found = (_check_sinks(layer, settings), _check_softcap(layer, settings), _check_windows(layer, settings))
     return [finding for finding in found if finding is not None]
 
 
@@ -47,31 +47,35 @@ def _check_softcap(layer: CheckedLayer, settings: ModuleSettings) -> Finding | N
     )
 
 
-def _check_window(layer: CheckedLayer, settings: ModuleSettings) -> Finding | None:
-    """Check that no row of a causal layer attends to more keys than the window, and that long rows fill it."""
-    window, mask = settings.window, layer.call.compact_mask
-    is_self_attention = layer.token_rows.query_offset is not None
-    if window is None or not layer.causal or not is_self_attention or mask.stored_arrays or layer.image_runs:
+def _check_windows(layer: CheckedLayer, settings: ModuleSettings) -> Finding | None:
+    """Check that the rows of a causal layer attend to as many keys as each statement about its window says."""
+    mask, is_self_attention = layer.call.compact_mask, layer.token_rows.query_offset is not None
+    if not layer.causal or not is_self_attention or mask.stored_arrays or layer.image_runs:
         return None
     start, stop = layer.intervals
     own = layer.token_rows.own_keys
     width = np.where(start < stop, own + 1 - start, 0)
-    widest = int(width.max(initial=0))
     first = np.where(layer.keys.any(1), layer.keys.argmax(1), 0)[:, None, None]
-    expected = np.minimum(own + 1 - first, window)
-    if widest <= window and not (layer.rows[:, None] & (width > 0) & (width < expected)).any():
-        return None
-    where = np.broadcast_to(
-        (width > window) | ((width > 0) & (width < expected)), (layer.shape[0], *width.shape[1:])
-    )
-    return layer.build_finding(
-        "window not as configured",
-        "error",
-        "Tokens attend to another number of keys than the window of the configuration.",
-        where,
-        {"keys of the widest row": widest, "sliding_window": window},
-        "A window of n keys counts the token itself: attend where query − key < n.",
-    )
+    # A window moves by one key from row to row. Where a packed document begins, a row has only its own key.
+    moves = (np.diff(start, axis=-1, prepend=start[..., :1]) == 1) & (width > 1)
+    for name, window in settings.windows.items():
+        expected = np.minimum(own + 1 - first, own.max() + 1 if window is None else window)
+        is_narrow = layer.rows[:, None] & (width < expected) & moves
+        is_wide = (width > window) if window is not None else np.zeros_like(width, bool)
+        if not is_narrow.any() and not is_wide.any():
+            continue
+        where = np.broadcast_to(is_narrow | is_wide, (layer.shape[0], *width.shape[1:]))
+        widest = int(width.max(initial=0))
+        return layer.build_finding(
+            "window not as configured",
+            "error",
+            "Tokens attend to another number of keys than the configuration or the layer states.",
+            where,
+            {"keys of the widest row": widest, name: "all keys" if window is None else window},
+            "Give each layer the mask of its own type. A window of n keys counts the token itself: attend where "
+            "query − key < n.",
+        )
+    return None
 
 
 def check_padded_positions(layers: Sequence[CheckedLayer], module_hints: ModuleHints) -> list[Finding]:

@@ -36,25 +36,44 @@ class ModuleSettings(NamedTuple):
     Args:
         has_sinks: It has learnt sinks.
         softcap: Soft cap of its scores, or None.
-        window: Number of keys of its sliding window, or None.
+        windows: Number of keys that each token attends to, by where that is stated; None for all keys.
     """
 
     has_sinks: bool
     softcap: float | None
-    window: int | None
+    windows: dict[str, int | None]
 
     @classmethod
     def read(cls, module: nn.Module) -> ModuleSettings:
         """Read the settings of a module."""
         config = getattr(module, "config", None)
         softcap = getattr(config, "attn_logit_softcapping", None)
-        window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
-        window = getattr(module, "sliding_window", window)
         return cls(
             isinstance(getattr(module, "sinks", None), torch.Tensor),
             float(softcap) if isinstance(softcap, int | float) else None,
-            window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None,
+            _read_windows(module, config),
         )
+
+
+def _read_windows(module: nn.Module, config: Any) -> dict[str, int | None]:
+    """Read the window of an attention module, by its configuration and by itself; what is not stated is left out."""
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    configured = getattr(config, "sliding_window", None)
+    found: dict[str, Any] = {}
+    if isinstance(types, list | tuple) and isinstance(index, int) and index < len(types):
+        if types[index] == "full_attention":
+            found["layer_types of the configuration"] = None
+        elif types[index] == "sliding_attention":
+            found["layer_types of the configuration"] = configured or 0
+    elif types is None and not hasattr(module, "sliding_window"):
+        found["sliding_window of the configuration"] = configured or 0
+    if "full_attention" in (getattr(module, "layer_type", ""), getattr(module, "attention_type", "")):
+        found["type of the layer"] = None
+    elif getattr(module, "is_sliding", None) is False:
+        found["is_sliding of the layer"] = None
+    found["sliding_window of the layer"] = getattr(module, "sliding_window", None) or 0
+    is_number = {name: isinstance(value, int) and value > 0 for name, value in found.items()}
+    return {name: value for name, value in found.items() if value is None or is_number[name]}
 
 
 # First token and end, exclusive, of each image, for each batch entry.

@@ -242,7 +242,7 @@ def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[F
     """Check that the angles and the factor are those of the configuration."""
     n, dim = logged.call.query.shape[-2:]
     candidates = find_configured(config, logged.owner, n, dim)
-    if query.kind != "even" or not candidates:
+    if query.kind != "even" or not candidates or not _has_equal_inputs(logged):
         return []
     within = ANGLE_ERRORS[logged.call.query.element_size()]
     angles = query.angles.abs().cpu().sort(descending=True).values
@@ -260,6 +260,18 @@ def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[F
     message = "The pairs do not turn by the angles of the configuration"
     message += _explain_angles(angles, configured, dim, within)
     return [_build(logged, "rotary: not as configured", message, evidence, hint)]
+
+
+def _has_equal_inputs(logged: LoggedCall) -> bool:
+    """Return whether the layer's input is the same at each position, so that angles can be measured to a percent.
+
+    A hybrid's recurrent layers give equal tokens other states at each position.
+    """
+    inputs = [event.input for event in logged.before if event.input.ndim == 3]
+    return all(
+        float((x - x[:, :1]).abs().amax()) <= TOLERANCES[x.element_size()] * float(x.abs().amax())
+        for x in inputs
+    )
 
 
 def _have_configured_angles(
