@@ -117,10 +117,7 @@ class ModuleHints:
             class_name = type(module).__name__.lower()
             if "attention" in class_name or "attn" in class_name:
                 self.settings[name] = ModuleSettings.read(module)
-            attribute = name.rpartition(".")[2]
-            is_table = isinstance(module, nn.Embedding) and (
-                attribute == "wpe" or "position_embedding" in attribute or attribute == "embed_positions"
-            )
+            is_table = is_position_table(name, module)
             if is_table or "rotaryembedding" in class_name:
                 hook = guard(self._make_hook(name, is_table), 3)
                 yield module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -158,6 +155,18 @@ class ModuleHints:
                     return
 
         return record_positions
+
+
+def is_position_table(name: str, module: nn.Module) -> bool:
+    """Return whether a module is a table with one vector for each position, by its attribute.
+
+    Args:
+        name: Name of the module in the model.
+        module: The module.
+    """
+    attribute = name.rpartition(".")[2]
+    is_named = attribute in ("wpe", "embed_positions") or "position_embedding" in attribute
+    return isinstance(module, nn.Embedding) and is_named
 
 
 def find_image_runs(types: Tensor) -> ImageRuns:

@@ -43,7 +43,7 @@ class LoggedCall:
         around: Name of the module whose linear layers are logged: the call's, or one around it.
         before: Linear layers of the same module that ran before it.
         norms: Norms of the same module that ran before it.
-        after: Linear layers of the same module that ran after it.
+        after: Linear layers and norms of the same module that ran after it.
     """
 
     call: Call
@@ -93,10 +93,9 @@ class CallLog(Watch):
         super().record(module, name, args)
 
     def _add_last_events(self) -> None:
-        """Give the last call the linear layers of its module that ran since; the others are not kept."""
+        """Give the last call the events of its module that followed; the others are not kept."""
         if self._calls:
-            inside = _select_inside(self._calls[-1].around, self._since_call)
-            self._calls[-1].after += [event for event in inside if not event.is_norm]
+            self._calls[-1].after += _select_inside(self._calls[-1].around, self._since_call)
         self._since_call.clear()
 
     def log_modules(self) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from regard.lens.experiments.subject import (
     relative_difference,
     tolerance_of,
 )
+from regard.lens.experiments.weight_use import check_position_tables, check_silent_norms
 from regard.lens.recording import Recording
 from regard.lens.watch import watch
 
@@ -252,6 +253,8 @@ class Examination:
         width = subject.find_width()
         self._try("projections", lambda: check_projections(calls, tokens.shape[1], width))
         self._try("rotary positions", self._check_rotary)
+        self._try("norms without effect", lambda: check_silent_norms(subject, tokens[:1], base, calls))
+        self._try("position tables", lambda: check_position_tables(subject, tokens[:1]))
         if base.ndim < 3 or base.shape[1] != tokens.shape[1]:
             self.skipped["outputs of tokens"] = f"the output has the shape {tuple(base.shape)}"
         elif self._has_errors():
