@@ -38,8 +38,8 @@ def make_long_inputs() -> Inputs:
 
 def make_pairs() -> Inputs:
     """Build tokens of an encoder and of a decoder, of the same number."""
-    ids = torch.randint(1, VOCAB, (4, TOKENS), generator=torch.Generator().manual_seed(11))
-    return {"input_ids": ids[:2], "decoder_input_ids": ids[2:]}
+    ids = torch.randint(1, VOCAB, (16, TOKENS), generator=torch.Generator().manual_seed(11))
+    return {"input_ids": ids[:8], "decoder_input_ids": ids[8:]}
 
 
 def _port(
@@ -131,7 +131,7 @@ _BUGS = (
     # Models of transformers: weights and modules
     build_twin("GPT-NeoX with queries, keys and values in blocks", "GPT-NeoX", twins.reorder_qkv,
                difference="projection", needs_reference=True, changes_weights=True),
-    build_twin("two layers of Llama swapped", "Llama of four layers", twins.swap_layers, difference="projection",
+    build_twin("two layers of Llama swapped", "Llama of four layers", twins.swap_layers, difference="module",
                layer=1, needs_reference=True, changes_weights=True),
     build_twin("weights of Llama not permuted", "Llama", twins.keep_interleaved_weights,
                difference="positions turned", needs_reference=True, changes_weights=True),

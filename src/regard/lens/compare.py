@@ -9,33 +9,58 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.findings import Finding, Findings
-from regard.lens.analysis.call_comparison import CallComparison, compare_calls
+from regard.lens.analysis.call_comparison import CallComparison, compare_calls, find_common_tokens
+from regard.lens.analysis.module_differences import (
+    EventPair,
+    ModuleDifference,
+    TraceComparison,
+    build_module_difference,
+    find_fused_order,
+)
+from regard.lens.analysis.setting_differences import describe_moved_masks
+from regard.lens.analysis.tensor_relation import limit_rounding, relate
 from regard.lens.analysis.token_rows import as_token_lists
 from regard.lens.capture.call import Call
 from regard.lens.comparison import NUMBERS, Comparison
 from regard.lens.recording import Recording
 from regard.lens.table import Table
+from regard.lens.watch import watch
 
 __all__ = ["compare"]
 
 # If rounding has grown to this share of a vector, a difference may be no more than that.
 GROWN_ROUNDING = 0.1
+# Kinds of a layer's difference: something before may be the cause; it is if the input of the layer differs; it is not.
+GENERIC = ("projection", "output", "weights")
+VECTORS = ("scale", "positions turned")
+SETTINGS = ("mask", "bias", "softcap", "sinks", "dropout")
 
 
 def compare(
-    recording_a: Recording, recording_b: Recording, *, tokens_a: Any = None, tokens_b: Any = None
+    a: Recording | nn.Module,
+    b: Recording | nn.Module,
+    inputs: Any = None,
+    *,
+    inputs_b: Any = None,
+    tokens_a: Any = None,
+    tokens_b: Any = None,
 ) -> Comparison:
-    """Compare two runs layer by layer: the first difference, its kind and likely cause, and a table of all layers.
+    """Compare two runs: the first difference, its kind and likely cause, and a table of all attention layers.
 
     The runs may be of two models, a model and its port, two dtypes or library versions, or with and without a cache.
-    Layers are matched by name, or in order if the names differ. Kinds of difference:
+    `compare(model, port, inputs)` runs two models; recordings of runs are compared with `compare(recording_a,
+    recording_b)`. Layers are matched by name, or in order if the names differ. Kinds of difference:
 
     - settings: "mask", "bias", "softcap", "sinks", "dropout", "scale";
     - vectors: "positions turned", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
-      "projection" (or something before it), "NaN or inf";
+      "projection";
+    - modules: "module", the first one that reads the same in both runs and returns something else, or the code between
+      two modules: a norm, a feed-forward part, an activation, the embedding, the head of the model;
+    - "NaN or inf" that one run has, with the module in which they began; reported before anything else;
     - data: "other tokens", "encoder states", "cache";
     - the rest: "output" (although everything before agrees), "weights" (of a layer that computes its own softmax),
       "shape", "layers missing", "measures".
@@ -46,11 +71,15 @@ def compare(
     compared.
 
     After the first difference, later layers differ because of it (kind "inherited"), and only differences of settings
-    are reported. Record with `watch(values=True)` to tell faults of values and outputs from those of the layer after.
+    are reported. Record with `watch(values=True)` to compare values, the output of the model, and its modules: of the
+    first pass, a recording holds what each module read and returned, at most 32 tokens of it. Modules inside torch's
+    own `nn.MultiheadAttention` and `nn.Transformer…` layers are not recorded.
 
     Args:
-        recording_a: The run that is known to be right, if there is one.
-        recording_b: The other run.
+        a: The run that is known to be right, if there is one: a recording, or a model.
+        b: The other run.
+        inputs: What models are run on: a tensor, or a mapping with their keyword arguments.
+        inputs_b: What model B is run on, if it needs other inputs.
         tokens_a: Tokens of run A, (n,) or (batch, n); rows from the first token that differs on are not compared.
         tokens_b: Tokens of run B.
 
@@ -58,7 +87,7 @@ def compare(
         The comparison: `first`, `kind`, `layers` (a table), `findings`, `notes`; `print` shows it.
 
     Raises:
-        ArgumentTypeError: If an argument is not a recording.
+        ArgumentTypeError: If an argument is neither a recording nor a model, or there are no inputs for a model.
         ArgumentError: If a recording is empty.
 
     >>> import regard, torch
@@ -75,14 +104,9 @@ def compare(
     The runs part in layer 0: mask.
     ...
     """
-    for recording in (recording_a, recording_b):
-        if not isinstance(recording, Recording):
-            raise ArgumentTypeError(
-                "compare",
-                received=describe_argument(recording),
-                expected="two recordings",
-                hint="Record a run by `with regard.watch(model) as recording`, or load one by regard.load_recording.",
-            )
+    inputs_b = inputs if inputs_b is None else inputs_b
+    recordings = [_record(run, own) for run, own in ((a, inputs), (b, inputs_b))]
+    for recording in recordings:
         if not len(recording):
             failures = [f": {failure.reason}" for failure in recording._uncaptured.values()]
             raise ArgumentError(
@@ -91,14 +115,46 @@ def compare(
                 expected="recordings of two runs",
                 hint="Run the model inside the with block.",
             )
-    return _Comparer(recording_a, recording_b, tokens_a, tokens_b).run()
+    models = [run if isinstance(run, nn.Module) else None for run in (a, b)]
+    return _Comparer(recordings, models, tokens_a, tokens_b).run()
+
+
+def _record(run: Any, inputs: Any) -> Recording:
+    """Return a recording, or record a model on its inputs."""
+    if isinstance(run, Recording):
+        return run
+    is_mapping = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if not isinstance(run, nn.Module) or not (is_mapping or isinstance(inputs, torch.Tensor)):
+        received = describe_argument(run)
+        if isinstance(run, nn.Module):
+            received = f"a model, and inputs as {describe_argument(inputs)}"
+        raise ArgumentTypeError(
+            "compare",
+            received=received,
+            expected="two recordings, or models with their inputs: a tensor, or a mapping of keyword arguments",
+            hint="Call regard.compare(model_a, model_b, inputs), or record a run by `with regard.watch(model, "
+            "values=True) as recording`; regard.load_recording reads one from a file.",
+        )
+    watching = watch(run, values=True)
+    recording = watching._recording
+    try:
+        with torch.no_grad(), watching:
+            run(**inputs) if is_mapping else run(inputs)
+    except NotCapturedError:
+        if not len(recording):  # otherwise compare reports the layers that are missing
+            raise
+    return recording
 
 
 class _Comparer:
     """The state of a comparison: the findings so far, and what the last layer allows for rounding."""
 
-    def __init__(self, a: Recording, b: Recording, tokens_a: Any, tokens_b: Any) -> None:
-        self.a, self.b = a, b
+    def __init__(self, recordings: Any, models: Any, tokens_a: Any, tokens_b: Any) -> None:
+        self.a, self.b = recordings
+        self.models = models
+        self.token_flags: dict[int, Any] = {}  # (batch, n) by n: the rows of both runs that are not padding
+        self.heads = 0
+        self.trace: TraceComparison | None = None
         self.table, self.findings = Table(), list[Finding]()
         self.notes: list[str] = []
         self.previous = 0.0
@@ -139,11 +195,21 @@ class _Comparer:
                 self._report_missing(name, word)
         if self.rows is not None and all(finding.kind == "layers missing" for finding in self.findings):
             self._report_tokens()
-        first = [finding for finding in self.findings if finding.kind != "layers missing"]
         missing = [finding for finding in self.findings if finding.kind == "layers missing"]
+        self.findings = [finding for finding in self.findings if finding.kind != "layers missing"]
+        self._name_moved_masks(pairs)
+        self._compare_modules(pairs)
+        self._put_not_finite_first()
         findings = Findings([], f"{len(self.table)} layers")
-        findings.extend([*first, *missing])
-        return Comparison(findings, self.table, tuple(self.notes))
+        findings.extend([*self.findings, *missing])
+        output = None if self.trace is None else self.trace.output
+        return Comparison(
+            findings,
+            self.table,
+            tuple(self.notes),
+            math.nan if output is None else output.output_size,
+            self._explain_missing_output(),
+        )
 
     def _compare_layer(self, layer: int, name_a: str, name_b: str) -> None:
         calls_a, calls_b = list(self.a.calls(name_a)), list(self.b.calls(name_b))
@@ -166,6 +232,12 @@ class _Comparer:
     def _compare_call(self, layer: int, index: int, name_a: str, name_b: str, a: Call, b: Call) -> None:
         lengths = [call.shape[-2:] for call in (a, b)]
         rows = self.rows if self.is_causal else 0
+        self.heads = a.shape[-3]
+        if lengths[0] == lengths[1] and a.query is not None and b.query is not None:
+            flags = find_common_tokens(a, b, *lengths[0])[0].cpu()
+            known = self.token_flags.get(flags.shape[1])
+            if known is None or known.shape == flags.shape:
+                self.token_flags[flags.shape[1]] = flags if known is None else known & flags
         found = compare_calls(a, b, layer=layer, previous=self.previous, rows=rows, parted=self.parted)
         ratio = b.scale / a.scale if a.scale else math.inf
         if self.parted and math.isclose(ratio, self.scale_ratio, rel_tol=1e-5):
@@ -173,6 +245,9 @@ class _Comparer:
             kept = tuple(difference for difference in found.differences if difference.kind != "scale")
             found = replace(found, differences=kept)
         self.scale_ratio = self.scale_ratio or ratio
+        if any(finding.kind == "NaN or inf" for finding in self.findings):  # they spread
+            kept = tuple(difference for difference in found.differences if difference.kind != "NaN or inf")
+            found = replace(found, differences=kept)
         differs = lengths[0] != lengths[1] and bool(found.relations)
         if (
             differs
@@ -250,6 +325,9 @@ class _Comparer:
         rows = [sum(call.shape[-2] for call in calls) for calls in (calls_a, calls_b)]
         steps = [max(call.steps for call in calls) for calls in (calls_a, calls_b)]
         if len(calls_a) != len(calls_b) and rows[0] == rows[1] and steps[0] != steps[1]:
+            turned = _find_turned_cache(calls_a, calls_b)
+            if turned is not None:
+                return turned
             word = "A" if steps[0] > steps[1] else "B"
             message = f"The calls of {word} share one cache, and those of the other run do not."
             hint = "Start each sequence with an empty cache, and extend it in every step of the sequence."
@@ -288,6 +366,140 @@ class _Comparer:
         row = {"layer": layer, "module_a": name_a, "module_b": name_b, "call": index, "kind": kind}
         self.table.append(row | {name: found.sizes.get(name, float("nan")) for name in NUMBERS})
 
+    def _name_moved_masks(self, pairs: list[tuple[str, str]]) -> None:
+        """Say so in the first finding if each layer of B has the mask of another layer of A."""
+        if not self.findings or self.findings[0].kind != "mask":
+            return
+        masks = [
+            [recording.calls(names[run])[0].compact_mask for names in pairs]
+            for run, recording in enumerate((self.a, self.b))
+        ]
+        hint = describe_moved_masks(*masks)
+        if hint:
+            self.findings[0] = replace(self.findings[0], hint=hint)
+
+    def _compare_modules(self, pairs: list[tuple[str, str]]) -> None:
+        """Compare what modules returned, and name the first that differs if no better cause is known."""
+        traces = self.a._trace, self.b._trace
+        if not traces[0].events or not traces[1].events or self.rows == 0:
+            return
+        calls = [
+            (x, y)
+            for names in pairs
+            for x, y in zip(self.a.calls(names[0]), self.b.calls(names[1]), strict=False)
+            if x.query is not None and y.query is not None
+        ]
+        causal = all(is_causal(x, y, min(x.shape[-2], y.shape[-2])) for x, y in calls)
+        self.trace = trace = TraceComparison(*traces, self.token_flags, self.rows, causal)
+        first = self.findings[0] if self.findings else None
+        if first is None:
+            found = trace.find_first() if trace.output is not None and trace.output.returns_others else None
+            self.findings += [] if found is None else [self._describe_module(found, -1)]
+            return
+        span = trace.find_span(next(row["module_a"] for row in self.table if row["layer"] == first.layer))
+        found = None if span is None else trace.find_first(span[1])
+        if found is None or span is None:
+            return
+        position, start = found.pair.position, trace.pairs[span[0]]
+        is_before = position < span[0] or (position == span[0] and not found.is_inside)
+        if is_before and (first.kind in GENERIC or (first.kind in VECTORS and start.reads_others)):
+            self.findings[0] = self._describe_module(found, first.layer)
+            self._rename_kind(first.layer, self.findings[0].kind)
+        elif is_before and first.kind in SETTINGS and start.reads_others:
+            self.findings.insert(0, self._describe_module(found, first.layer))
+        elif first.kind == "projection" and found.is_inside and not is_before:
+            self.findings[0] = self._describe_projection(first, found)
+
+    def _rename_kind(self, layer: int, kind: str) -> None:
+        for row in self.table:
+            if row["layer"] == layer and row["kind"] not in ("no difference", "rounding", "inherited"):
+                row["kind"] = kind
+
+    def _describe_module(self, found: ModuleDifference, layer: int) -> Finding:
+        return build_module_difference(found, self._compare_weights(found.pair), layer, self.heads)
+
+    def _describe_projection(self, finding: Finding, found: ModuleDifference) -> Finding:
+        """Name the module of a projection that differs, whose input agrees."""
+        pair = found.pair
+        order = find_fused_order(pair, self.heads)
+        weights = self._compare_weights(pair) or "Compare its weights."
+        hint = (
+            order
+            or f"{pair.name} ({pair.class_name}) is the first module that returns something else. {weights}"
+        )
+        message = finding.message.replace(
+            ", by something before the attention of this layer.", ", and the input of the layer agrees."
+        )
+        return replace(finding, message=message, hint=hint)
+
+    def _compare_weights(self, pair: EventPair) -> str:
+        """Say which weights of a module differ, if both models are known; else an empty text."""
+        if None in self.models:
+            return ""
+        events = (pair.a, pair.b)
+        modules = [model.get_submodule(event.name) for model, event in zip(self.models, events, strict=True)]
+        first, second = (dict(module.state_dict()) for module in modules)
+        names = [
+            name
+            for name in first
+            if name not in second
+            or first[name].shape != second[name].shape
+            or not torch.allclose(first[name].double().cpu(), second[name].double().cpu(), 1e-2, 1e-6)
+        ]
+        names += [name for name in second if name not in first]
+        if not names:
+            return "Its weights agree: compare its settings and code." if first or second else ""
+        return f"Its weights differ: {', '.join(names[:4])}{' …' * (len(names) > 4)}."
+
+    def _put_not_finite_first(self) -> None:
+        """Report NaN and inf that one run has before anything else, with the module in which they began."""
+        finding = next((finding for finding in self.findings if finding.kind == "NaN or inf"), None)
+        origins = [recording._trace.find_not_finite() for recording in (self.a, self.b)]
+        places = [origin and (origin.event.name, origin.event.index) for origin in origins]
+        output = None if self.trace is None else self.trace.output
+        if finding is None and (places[0] == places[1] or output is None or output.output_size < math.inf):
+            return  # none, the same in both, or in padding
+        first = self.findings[0] if self.findings else None
+        if first is not None and first.kind == "mask" and first.evidence.get("rows without a key"):
+            self.findings = [x for x in self.findings if x.kind != "NaN or inf"]
+            return  # the mask is why: softmax gives NaN for rows without a key
+        layer = -1 if finding is None else finding.layer
+        run = 0 if places[1] is None or (finding is not None and "of B is finite" in finding.message) else 1
+        origin = origins[run]
+        if origin is not None and places[0] != places[1]:
+            other = (
+                ""
+                if places[1 - run] is None
+                else f" Those of the other run began {_describe_other(origins[1 - run])}."
+            )
+            state = "whose input is finite" if origin.is_inside else "and not in a module"
+            message = f"{'AB'[run]} has NaN or inf, which began {origin.describe()}, {state}.{other}"
+            known = f" {finding.message}" if finding is not None and "unknown" in finding.message else ""
+            hint = "Check its weights, and the size of its numbers: float16 ends at 65,504."
+            if not origin.is_inside:
+                hint = "Check the code between them, such as scores and softmax: float16 ends at 65,504."
+            finding = Finding("NaN or inf", "error", message + known, origin.module, layer, hint=hint)
+        assert finding is not None
+        later = [
+            x
+            for x in self.findings
+            if x.kind != "NaN or inf" and 0 <= x.layer < (layer if layer >= 0 else math.inf)
+        ]
+        self.findings = [finding, *(x for x in later if x.kind != "module")]
+
+    def _explain_missing_output(self) -> str:
+        """Say why the output of the model was not compared; empty if it was."""
+        if self.trace is None:
+            if not self.a._trace.events or not self.b._trace.events:
+                return "the output of the model was not recorded: watch(values=True)"
+            return "the output of the model was not compared, since the tokens differ"
+        if self.trace.output is not None:
+            return ""
+        roots = [[event for event in x._trace.events if not event.name] for x in (self.a, self.b)]
+        if not roots[0] or not roots[1]:
+            return "the model itself was not called, so its output was not recorded"
+        return "the outputs of the model have other shapes and were not compared"
+
     def _report_missing(self, name: str, word: str) -> None:
         other = "B" if word == "A" else "A"
         layer = len(self.table)
@@ -322,6 +534,10 @@ def _join_positions(recording: Recording) -> Any:
         return None
     size = max(batch, default=1)
     return torch.cat([lookup.positions.cpu().expand(size, -1) for lookup in tables], -1)
+
+
+def _describe_other(origin: Any) -> str:
+    return "elsewhere" if origin is None else str(origin.describe())
 
 
 def _may_be_positions(found: CallComparison) -> bool:
@@ -381,6 +597,21 @@ def drop_repeated_calls(calls_a: list[Call], calls_b: list[Call]) -> tuple[list[
     if repeated[False] and len(calls_a) == 1:
         calls_b = calls_b[-1:]
     return calls_a, calls_b
+
+
+def _find_turned_cache(calls_a: list[Call], calls_b: list[Call]) -> Finding | None:
+    """Find cached keys that a run turns again in each step, so that its calls share no cache."""
+    joined, last = calls_a[0], calls_b[-1]
+    if len(calls_a) != 1 or joined.key is None or last.key is None or joined.key.shape != last.key.shape:
+        return None
+    dtypes = {str(call.key.dtype).removeprefix("torch.") for call in (joined, last)}
+    first, second = (call.key.reshape(-1, *call.key.shape[-3:]) for call in (joined, last))
+    key = relate(first, second, limit_rounding(dtypes, 0.0))
+    if key.kind != "turned":
+        return None
+    message = f"The cached key of B {key.detail}, in the last step."
+    hint = "Cache keys after they are rotated, or rotate cached keys by their own positions in every step."
+    return Finding("positions turned", "error", message, hint=hint, rows=key.rows, evidence={"key": key.size})
 
 
 def is_causal(a: Call, b: Call, rows: int) -> bool:

@@ -26,6 +26,8 @@ class Comparison:
             differences of `query`, `key`, `value` and `output`, and `weights`, the mean share of weight that moved.
             NaN stands for what was not recorded or cannot be compared.
         notes: Remarks on what was compared, such as lengths that differ.
+        output: Relative difference of the output of the model; NaN if it was not compared.
+        missing_output: Why the output of the model was not compared; empty if it was.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -42,6 +44,8 @@ class Comparison:
     findings: Findings
     layers: Table
     notes: tuple[str, ...] = ()
+    output: float = math.nan
+    missing_output: str = ""
 
     @property
     def first(self) -> Finding | None:
@@ -53,7 +57,7 @@ class Comparison:
         """The kind of the first difference, or "no difference", "rounding" or "equivalent"."""
         if self.first is not None:
             return self.first.kind
-        kinds = set(self.layers.column("kind"))
+        kinds = set(self.layers.column("kind")) | ({"rounding"} if self.output > 0 else set())
         return next((kind for kind in reversed(AGREEING) if kind in kinds), "no difference")
 
     @property
@@ -66,17 +70,22 @@ class Comparison:
         """The result in one line."""
         count = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         if self.first is not None:
-            return f"The runs part in layer {self.first.layer}: {self.kind}."
+            place = (
+                f"layer {self.first.layer}" if self.first.layer >= 0 else self.first.module or "the output"
+            )
+            if self.first.kind in ("module", "NaN or inf") and self.first.module:
+                place = self.first.module
+            return f"The runs part in {place}: {self.kind}."
+        count, rest = (
+            (count, f"; {self.missing_output}") if self.missing_output else (f"{count} and the output", "")
+        )
         if self.kind == "no difference":
-            return f"No difference in {count}."
-        largest = max(
-            (row[name] for row in self.layers for name in ("query", "key", "value", "output")
-             if not math.isnan(row[name])),
-            default=0.0,
-        )  # fmt: skip
+            return f"No difference in {count}{rest}."
+        sizes = [row[name] for row in self.layers for name in ("query", "key", "value", "output")]
+        largest = max((size for size in (*sizes, self.output) if not math.isnan(size)), default=0.0)
         if self.kind == "rounding":
-            return f"No difference but rounding in {count}: at most {largest:.1g} of a row's norm."
-        return f"No difference in effect in {count}: queries and keys differ, their scores agree."
+            return f"No difference but rounding in {count}, at most {largest:.1g} of a row's norm{rest}."
+        return f"No difference in effect in {count}: queries and keys differ, their scores agree{rest}."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values, for JSON."""
@@ -86,6 +95,7 @@ class Comparison:
             "first": None if self.first is None else self.first.as_dict(),
             "findings": [finding.as_dict() for finding in self.findings],
             "notes": list(self.notes),
+            "output": None if math.isnan(self.output) else self.output,
             "layers": [dict(row) for row in self.layers],
         }
 
@@ -121,7 +131,7 @@ class Comparison:
             blocks.append(f"{text}\n… and {more:,} more layers" if more > 0 else text)
         others = self.findings[1:]
         if others:
-            lines = [f"  layer {finding.layer}: {finding.kind}. {finding.message}" for finding in others[:8]]
+            lines = [f"  {finding.where}: {finding.kind}. {finding.message}" for finding in others[:8]]
             more_text = [f"  … and {len(others) - 8} more"] if len(others) > 8 else []
             blocks.append("\n".join(["More differences:", *lines, *more_text]))
         return "\n\n".join(blocks)

@@ -10,6 +10,7 @@ import numpy as np
 
 from regard.lens.capture.cache_joining import CacheFault
 from regard.lens.capture.call import Call
+from regard.lens.capture.module_trace import MAX_ROWS, ModuleEvent, find_token_axis
 
 MAX_LENGTH = 1 << 40  # of an axis
 TEXTS = ("name", "layer_class", "kernel", "speculative_mode")
@@ -99,6 +100,34 @@ def _check_broadcast(array: Any, shape: tuple[int, ...], name: str) -> None:
         length in (1, bound) for length, bound in zip(lengths[::-1], shape[::-1], strict=False)
     )
     _require(fits, f"{name} of shape {lengths}")
+
+
+def check_event(event: ModuleEvent) -> None:
+    """Check the types and shapes of a call of a module.
+
+    Args:
+        event: The call as it was decoded.
+
+    Raises:
+        HeaderError: If a field has another type, or an array another shape.
+    """
+    for names, kind in (
+        (("name", "class_name"), str),
+        (("index", "num_parts"), int),
+        (("is_input_finite", "is_output_finite", "has_weights"), bool),
+    ):
+        for name in names:
+            _require(type(getattr(event, name)) is kind, f"{name} of a module of another type")
+    for name in ("input", "output"):
+        array, shape = getattr(event, name), getattr(event, f"{name}_shape")
+        _require(all(type(length) is int and 0 <= length < MAX_LENGTH for length in shape), f"shape {shape}")
+        if array is not None:
+            _require(array.dtype.is_floating_point and len(shape) > 1, f"{name} of a module of another type")
+            kept = list(shape)
+            kept[find_token_axis(shape)] = min(shape[find_token_axis(shape)], MAX_ROWS)
+            _require(list(array.shape) == kept, f"{name} of a module of shape {tuple(array.shape)}")
+    if event.ids is not None:
+        _require(not event.ids.dtype.is_floating_point, "ids of a module of another type")
 
 
 def check_hints(causal: Any, cache_faults: dict[str, list[CacheFault]], image_runs: Any) -> None:

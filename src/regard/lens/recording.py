@@ -22,6 +22,7 @@ from regard.lens.analysis.span_rows import compute_span_mass, select_call
 from regard.lens.capture.cache_joining import CacheFault, Extension, JoinedCalls, find_cache_fault
 from regard.lens.capture.call import Call, LayerCall
 from regard.lens.capture.module_hints import ModuleHints
+from regard.lens.capture.module_trace import ModuleTrace
 from regard.lens.capture.output_projections import OutputProjections
 from regard.lens.capture.record import Uncaptured
 from regard.lens.layer_images import find_layer_images
@@ -72,6 +73,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._preceding: dict[str, str] = {}  # the layer that ran before each layer
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
+        self._trace = ModuleTrace()
         self._lock = threading.Lock()
 
     def _add(self, call: Call) -> JoinedCalls | None:
@@ -643,4 +645,12 @@ class Recording(Mapping[str, AttentionMatrix]):
         causal = {name: flag for name, flag in self._module_hints.causal.items() if name in self}
         calls = [entry.call for entry in self._layer_calls()]
         hints = self._module_hints
-        write_calls(path, calls, causal, self._cache_faults, hints.image_runs, hints.image_passes)
+        write_calls(
+            path,
+            calls,
+            causal,
+            self._cache_faults,
+            hints.image_runs,
+            hints.image_passes,
+            self._trace.events,
+        )

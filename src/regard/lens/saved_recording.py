@@ -32,13 +32,14 @@ def load_recording(path: str | Path) -> Recording:
     Recording(1 layer, 216 bytes held)
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
-    calls, causal, cache_faults, image_runs, image_passes = read_calls(path)
+    saved = read_calls(path)
     recording = Recording()
-    recording._cache_faults = cache_faults
-    recording._module_hints.causal = causal
-    recording._module_hints.image_runs = image_runs
-    recording._module_hints.image_passes = image_passes
-    for call in calls:
+    recording._cache_faults = saved.cache_faults
+    recording._module_hints.causal = saved.causal
+    recording._module_hints.image_runs = saved.image_runs
+    recording._module_hints.image_passes = saved.image_passes
+    recording._trace.events = saved.events
+    for call in saved.calls:
         # JoinedCalls derives it for a single call, which is wrong for joined ones.
         query_offset = call.query_offset
         recording._joined_calls.setdefault(call.name, []).append(JoinedCalls(call))

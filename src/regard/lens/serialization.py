@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
 from regard.lens.capture.image_passes import ImagePass, ImagePasses
 from regard.lens.capture.module_hints import ImageRuns
-from regard.lens.header_checks import check_call, check_hints
+from regard.lens.capture.module_trace import ModuleEvent
+from regard.lens.header_checks import check_call, check_event, check_hints
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod
 
@@ -39,6 +40,16 @@ _JSON_FIELDS = (
     "prompt_len",
     "speculative_mode",
 )
+_EVENT_FIELDS = (
+    "name",
+    "index",
+    "class_name",
+    "num_parts",
+    "is_input_finite",
+    "is_output_finite",
+    "has_weights",
+)
+_EVENT_ARRAYS, _EVENT_SHAPES = ("input", "output", "ids"), ("input_shape", "output_shape")
 _ARRAY_FIELDS = ("query", "key", "lse", "value", "output", "sink", "weights")
 # Entries of a mask that is evaluated in tiles, and written as an array.
 MAX_MASK_ENTRIES = 1 << 28
@@ -121,6 +132,12 @@ class RecordingWriter:
             }
         return record
 
+    def encode_event(self, event: ModuleEvent, name: str) -> dict[str, Any]:
+        """Encode a call of a module; its arrays are stored under names that begin with `name`."""
+        record = {field: getattr(event, field) for field in _EVENT_FIELDS}
+        record |= {field: self.add_array(getattr(event, field), f"{name}.{field}") for field in _EVENT_ARRAYS}
+        return record | {field: list(getattr(event, field)) for field in _EVENT_SHAPES}
+
 
 def _store_tiled_mask(call: Call) -> CompactMask:
     """Return the mask of a call; one that is evaluated in tiles becomes an array."""
@@ -166,6 +183,7 @@ def write_calls(
     cache_faults: Mapping[str, Sequence[CacheFault]],
     image_runs: Sequence[ImageRuns] = (),
     image_passes: Mapping[str, Sequence[ImagePass]] | None = None,
+    events: Sequence[ModuleEvent] = (),
 ) -> None:
     """Write calls to a file.
 
@@ -176,6 +194,7 @@ def write_calls(
         cache_faults: Calls that do not extend their cache, by name.
         image_runs: The images of each forward pass.
         image_passes: Patch grids of the models that read images, by name.
+        events: The calls of all modules in the first pass.
 
     Raises:
         ArgumentError: If a score modification or a measure's result cannot be written.
@@ -198,6 +217,7 @@ def write_calls(
                 for name, own in (image_passes or {}).items()
             },
             "calls": records,
+            "events": [writer.encode_event(event, f"event {i}") for i, event in enumerate(events)],
         },
         ensure_ascii=False,
         allow_nan=False,
@@ -262,18 +282,42 @@ class RecordingReader:
             **{field: self.get_array(record.get(field)) for field in _ARRAY_FIELDS},
         )
 
+    def decode_event(self, record: dict[str, Any]) -> ModuleEvent:
+        """Decode a call of a module."""
+        fields = {field: record[field] for field in _EVENT_FIELDS}
+        fields |= {field: self.get_array(record[field]) for field in _EVENT_ARRAYS}
+        fields |= {field: tuple(record[field]) for field in _EVENT_SHAPES}
+        return ModuleEvent(**fields)
 
-def read_calls(
-    path: str | Path,
-) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns], ImagePasses]:
+
+class SavedCalls(NamedTuple):
+    """What a file holds.
+
+    Args:
+        calls: The calls in order.
+        causal: `is_causal` of the modules by name.
+        cache_faults: The faults of caches by name.
+        image_runs: The images of each forward pass.
+        image_passes: The patch grids of the models that read images, by name.
+        events: The calls of all modules in the first pass; empty if they were not recorded.
+    """
+
+    calls: list[Call]
+    causal: dict[str, bool]
+    cache_faults: dict[str, list[CacheFault]]
+    image_runs: list[ImageRuns]
+    image_passes: ImagePasses
+    events: list[ModuleEvent]
+
+
+def read_calls(path: str | Path) -> SavedCalls:
     """Read the calls of a file that `write_calls` wrote.
 
     Args:
         path: The file to read.
 
     Returns:
-        The calls in order, `is_causal` of the modules by name, the faults of caches by name, the images of each forward
-        pass, and the patch grids of the models that read images by name.
+        The calls, and what else the file holds.
 
     Raises:
         ArgumentError: If the file was not written by `write_calls`, or is damaged.
@@ -299,9 +343,7 @@ class _WrongFormatError(Exception):
     """The format of a file that `write_calls` did not write."""
 
 
-def _decode_header(
-    header: Any, reader: RecordingReader
-) -> tuple[list[Call], dict[str, bool], dict[str, list[CacheFault]], list[ImageRuns], ImagePasses]:
+def _decode_header(header: Any, reader: RecordingReader) -> SavedCalls:
     """Decode the header of a file and check it; a damaged one raises an error of any type."""
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise _WrongFormatError(repr(header.get("format") if isinstance(header, dict) else header))
@@ -318,7 +360,10 @@ def _decode_header(
     }
     causal, image_runs = header["causal"], header.get("image_runs", [])
     check_hints(causal, cache_faults, image_runs)
-    return calls, causal, cache_faults, image_runs, image_passes
+    events = [reader.decode_event(record) for record in header.get("events", [])]
+    for event in events:
+        check_event(event)
+    return SavedCalls(calls, causal, cache_faults, image_runs, image_passes, events)
 
 
 def _cannot_read(path: str | Path, received: str) -> ArgumentError:

@@ -103,7 +103,9 @@ def watch(
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
         values: Record value and output, too, and find the output projection of each layer, which
-            `Recording.value_norms` and `find(by="contribution")` need.
+            `Recording.value_norms` and `find(by="contribution")` need. Of the first pass, record what each module of
+            the model read and returned, at most 32 tokens of it, by which `regard.compare` names the module that
+            differs.
         max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. If
             those of all calls take more bytes than this, the rest is reported as not captured. Default: 1 GiB.
         grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
@@ -248,6 +250,7 @@ class Watch:
             if self._options.values:
                 native = _find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
+                self._hooks.extend(self._recording._trace.attach(self._model, native))
             self._targets = list(find_patch_targets(self._model))
             if self.binds_context:
                 self._key = enter_block(self)

@@ -39,7 +39,7 @@ def port(tmp_path, monkeypatch):
 
 def test_two_runs_of_a_model_agree(run):
     out, err = run("compare", INDUCTION, INDUCTION, "-t", LINE)
-    assert out.startswith("No difference in 2 layers.\n\nlayer  module")
+    assert out.startswith("No difference in 2 layers and the output.\n\nlayer  module")
     assert err.count("17 tokens, 2 layers, 8 heads") == 2
 
 
@@ -59,7 +59,22 @@ def test_models_that_differ_exit_with_1(run, port):
     assert "inherited" in out and "  hint      " in out
     out, _ = run("compare", INDUCTION, port, "-t", LINE, "--layers", "layers.1*", "--json", code=1)
     record = json.loads(out)
-    assert record["first"]["module"] == "layers.1.attention" and len(record["layers"]) == 1
+    assert record["first"]["module"] == "layers.0.attention.q_proj" and len(record["layers"]) == 1
+
+
+def test_a_module_after_the_last_layer_is_named(run, tmp_path, monkeypatch):
+    (tmp_path / "louder.py").write_text(
+        "from examples.induction import load\n\n"
+        "def make():\n"
+        "    model = load()\n"
+        "    list(model.children())[-1].weight.data *= 2\n"
+        "    return model\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    out, _ = run("compare", INDUCTION, "louder:make", "-t", LINE, code=1)
+    sys.modules.pop("louder", None)
+    assert "error: module." in out and "2 times as large in B" in out
+    assert out.count("no difference") == 2
 
 
 def test_recordings_are_read(run, port, tmp_path):

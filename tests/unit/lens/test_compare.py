@@ -17,10 +17,9 @@ from regard.lens.compare import match_layers  # noqa: E402
 from regard.nn import from_transformers  # noqa: E402
 from tests.helpers.planted_bugs import PLANTED_BUGS, SIZES, make_inputs  # noqa: E402
 from tests.helpers.planted_models import HEAD_DIM, PlantedGPT  # noqa: E402
+from tests.helpers.port_bugs import PORT_BUGS  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
-# Faults between two attention layers, which a recording does not hold: found, and named by what they change.
-NAMED_BY_EFFECT = {"output heads merged by view": "projection"}
 # The lens refuses to read this one, and says why.
 REFUSED = "softmax over the queries"
 COMPARED = {name: bug for name, bug in PLANTED_BUGS.items() if name != REFUSED}
@@ -55,7 +54,7 @@ def test_a_planted_bug_is_named_by_its_clean_twin(name):
     bug = PLANTED_BUGS[name]
     same, comparison = compare_bug(name)
     assert same.kind == "no difference"
-    assert comparison.kind == NAMED_BY_EFFECT.get(name, bug.difference)
+    assert comparison.kind == bug.difference
     assert comparison.first.layer == bug.layer
     assert comparison.first.hint and not comparison.agrees
 
@@ -70,7 +69,7 @@ def test_every_planted_bug_is_named_by_compare_or_doctor():
         cached = model.decode if getattr(model, "is_decoder", False) else None
         findings = regard.lens.doctor(model, bug.inputs(), causal=bug.causal, cached=cached)
         by_doctor |= {name for finding in findings if finding.kind in bug.kinds}
-    assert len(PLANTED_BUGS) >= 28 and by_doctor == {*NAMED_BY_EFFECT, REFUSED}
+    assert len(PLANTED_BUGS) >= 28 and by_doctor == {REFUSED}
     assert by_compare | by_doctor == PLANTED_BUGS.keys()
 
 
@@ -430,7 +429,10 @@ def test_layers_with_their_own_softmax_are_compared_by_their_weights():
     other = OwnSoftmax().eval()
     torch.nn.init.normal_(other.project[0].weight[:48])
     comparison = regard.compare(clean, record(other, ids))
-    assert (comparison.kind, comparison.first.layer) == ("weights", 0)
+    assert (comparison.kind, comparison.first.module) == ("module", "project.0")
+    with torch.no_grad(), regard.watch(other) as unknown:
+        other(ids)
+    assert regard.compare(clean, unknown).kind == "weights"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -485,13 +487,315 @@ def test_a_comparison_is_data_text_and_html():
     html = comparison._repr_html_()
     assert "scale" in html and "inherited" in html and "<script" not in html
     same = compare_gpt("")
-    assert repr(same).startswith("No difference in 3 layers.") and same.as_dict()["first"] is None
+    assert (
+        repr(same).startswith("No difference in 3 layers and the output.") and same.as_dict()["first"] is None
+    )
 
 
 def test_wrong_arguments_are_refused():
     ids = make_inputs()["input_ids"]
     recording = record(PlantedGPT().eval(), ids)
-    with pytest.raises(regard.ArgumentTypeError, match="two recordings"):
-        regard.compare(recording, PlantedGPT())
+    for other in (PlantedGPT(), "model"):
+        with pytest.raises(regard.ArgumentTypeError, match="two recordings, or models with their inputs"):
+            regard.compare(recording, other)
     with pytest.raises(regard.ArgumentError, match="empty recording"):
         regard.compare(recording, regard.lens.Recording())
+
+
+# Modules between and after attention layers
+
+
+def build_llama(**options):
+    config = TINY["Llama"].config
+    config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 3} | options)
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(config).eval()
+
+
+LLAMA_INPUTS = {"input_ids": torch.arange(1, 23).reshape(2, 11)}
+
+
+def compare_llama(change, inputs=LLAMA_INPUTS, dtype=torch.float32):
+    model = build_llama()
+    with torch.no_grad():
+        change(model)
+    return regard.compare(record(build_llama(), **inputs), record(model.to(dtype), **inputs))
+
+
+def test_the_output_of_the_model_is_compared():
+    comparison = compare_llama(lambda model: model.model.norm.weight.mul_(1.1))
+    assert comparison.layers.column("kind") == ["no difference"] * 3 and not comparison.agrees
+    assert (comparison.kind, comparison.first.module, comparison.first.layer) == ("module", "model.norm", -1)
+    assert "LlamaRMSNorm" in comparison.first.message and "1.1 times as large" in comparison.first.message
+    assert comparison.first.evidence["input"] == 0
+    assert math.isclose(comparison.first.evidence["output"], 0.1 / 1.1, rel_tol=1e-3)
+    assert comparison.summary == "The runs part in model.norm: module."
+    same = compare_llama(lambda model: None)
+    assert same.summary == "No difference in 3 layers and the output." and same.output == 0
+
+
+def test_an_output_that_was_not_recorded_is_stated():
+    model = build_llama()
+    runs = [record(model, values=values, **LLAMA_INPUTS) for values in (True, False)]
+    expected = "No difference in 3 layers; the output of the model was not recorded: watch(values=True)."
+    assert regard.compare(*runs).summary == expected
+
+
+def replace_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def test_another_class_of_module_is_named():
+    comparison = compare_llama(replace_activation)
+    assert comparison.first.module == "model.layers.1.mlp.act_fn" and comparison.first.layer == 2
+    assert "SiLUActivation in A, GELU in B" in comparison.first.message
+    assert comparison.layers.column("kind") == ["no difference", "no difference", "module"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens",
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.2.mlp.down_proj",
+        "model.norm",
+        "lm_head",
+    ],
+)
+def test_the_module_whose_weight_was_changed_is_named(name, dtype):
+    comparison = compare_llama(lambda model: model.get_submodule(name).weight[::2].mul_(3), dtype=dtype)
+    assert (comparison.kind, comparison.first.module) == ("module", name)
+
+
+def test_code_between_two_modules_is_named():
+    class Block(torch.nn.Module):
+        """Attention, and a residual with a factor."""
+
+        def __init__(self, factor):
+            super().__init__()
+            self.norm, self.attn = torch.nn.LayerNorm(16), torch.nn.Linear(16, 48)
+            self.out, self.factor = torch.nn.Linear(16, 16), factor
+
+        def forward(self, x):
+            q, k, v = self.attn(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).flatten(2)) * self.factor + x
+
+    def build(factor):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(Block(1.0), Block(factor), torch.nn.LayerNorm(16)).eval()
+
+    x = torch.linspace(-1, 1, 160).sin().reshape(2, 5, 16)
+    comparison = regard.compare(build(1.0), build(0.5), x)
+    assert (comparison.kind, comparison.first.module) == ("module", "1")
+    assert "1 (Block) returns something else" in comparison.first.message
+    assert "the code around them" in comparison.first.message
+
+
+class Renamed(torch.nn.Module):
+    """A decoder whose modules have other names, and a fused projection if `fused`."""
+
+    def __init__(self, names, fused, activation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.names, self.fused = names, fused
+        weights = [
+            torch.randn(48, 16) / 4,
+            torch.randn(16, 16) / 4,
+            torch.randn(32, 16) / 4,
+            torch.randn(16, 32) / 4,
+        ]
+        self.parts = torch.nn.ModuleDict({names[0]: torch.nn.Embedding(61, 16)})
+        torch.nn.init.normal_(self.parts[names[0]].weight)
+        for layer in range(2):
+            projections = weights[0].split(48 if fused else 16)
+            for word, weight in zip(
+                (*(f"p{i}" for i in range(len(projections))), "o", "up", "down"),
+                (*projections, *weights[1:]),
+                strict=True,
+            ):
+                linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                linear.weight.data = weight * (layer + 1)
+                self.parts[f"{names[1]}{layer}{word}"] = linear
+            self.parts[f"{names[1]}{layer}act"] = activation if layer else torch.nn.ReLU()
+
+    def forward(self, ids):
+        x = self.parts[self.names[0]](ids)
+        for layer in range(2):
+            get = lambda word: self.parts[f"{self.names[1]}{layer}{word}"]  # noqa: B023, E731
+            projected = torch.cat([get(f"p{i}")(x) for i in range(1 if self.fused else 3)], -1)
+            q, k, v = projected.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + get("o")(y.transpose(1, 2).flatten(2))
+            x = x + get("down")(get("act")(get("up")(x)))
+        return x
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_modules_with_other_names_are_matched(fused):
+    ids = make_inputs()["input_ids"]
+    original = Renamed(("embed", "layer"), False, torch.nn.ReLU()).eval()
+    port = Renamed(("wte", "h"), fused, torch.nn.ReLU()).eval()
+    assert regard.compare(original, port, ids).agrees
+    faulty = Renamed(("wte", "h"), fused, torch.nn.GELU()).eval()
+    comparison = regard.compare(original, faulty, ids)
+    assert comparison.first.module == "parts.layer1act / parts.h1act"
+    assert "ReLU in A, GELU in B" in comparison.first.message
+
+
+def test_a_difference_that_ends_is_not_the_module():
+    def change(model):
+        attention = model.model.layers[0].self_attn
+        attention.q_proj.weight.mul_(4)
+        attention.k_proj.weight.mul_(0.25)
+        model.model.norm.weight.mul_(2)
+
+    comparison = compare_llama(change)
+    assert comparison.first.module == "model.norm"
+
+
+def test_a_prefix_is_compared_if_later_tokens_cannot_matter():
+    model, ids = build_llama(), LLAMA_INPUTS["input_ids"]
+    longer = record(model, input_ids=ids)
+    faulty = build_llama()
+    replace_activation(faulty)
+    comparison = regard.compare(record(faulty, input_ids=ids[:, :7]), longer)
+    assert comparison.first.module == "model.layers.1.mlp.act_fn"
+    with torch.no_grad(), regard.watch(model, values=True) as cached:
+        tokens = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    comparison = regard.compare(record(model, input_ids=tokens[:, :-1]), cached)
+    assert comparison.agrees and comparison.missing_output
+
+
+# Values that are not finite
+
+
+def test_where_nan_began_comes_before_any_other_difference():
+    def change(model):
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = torch.nan
+
+    comparison = compare_llama(change)
+    assert (comparison.kind, comparison.first.module) == ("NaN or inf", "model.layers.1.mlp.down_proj")
+    assert comparison.first.layer == 2 and "whose input is finite" in comparison.first.message
+    assert [finding.kind for finding in comparison.findings] == ["NaN or inf", "scale"]
+    comparison = compare_llama(lambda model: model.lm_head.weight[5].fill_(torch.inf))
+    assert (comparison.kind, comparison.first.module, comparison.first.layer) == ("NaN or inf", "lm_head", -1)
+    both = (
+        record(break_head(build_llama()), **LLAMA_INPUTS),
+        record(break_head(build_llama()), **LLAMA_INPUTS),
+    )
+    assert regard.compare(*both).agrees
+    assert "A has NaN" in regard.compare(both[0], record(build_llama(), **LLAMA_INPUTS)).first.message
+
+
+def break_head(model):
+    with torch.no_grad():
+        model.lm_head.weight[5, 5] = torch.nan
+    return model
+
+
+def test_scores_that_overflow_in_eager_attention_are_no_mask():
+    def build(implementation, factor):
+        model = build_llama(initializer_range=0.25).half()
+        with torch.no_grad():
+            for linear in (model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj):
+                linear.weight.mul_(factor)
+        model.set_attn_implementation(implementation)
+        return model
+
+    clean, faulty = build("sdpa", 1), build("eager", 400)
+    comparison = regard.compare(clean, faulty, LLAMA_INPUTS)
+    assert comparison.kind == "NaN or inf" and comparison.first.layer == 1
+    assert (
+        "between model.layers.1.self_attn.v_proj and model.layers.1.self_attn.o_proj"
+        in comparison.first.message
+    )
+    assert "query, key and scores are unknown" in comparison.first.message
+    assert all(finding.kind != "mask" for finding in comparison.findings)
+    runs = [record(model, values=False, **LLAMA_INPUTS) for model in (clean, faulty)]
+    comparison = regard.compare(*runs)
+    assert comparison.kind == "NaN or inf" and "unknown" in comparison.first.message
+
+
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one key head for all", "one key and value head to all query heads"),
+        ("padding mask of heads, not of entries", "Head h of B has the mask of batch entry h"),
+        ("cross-attention with queries from the encoder", "swap the two"),
+        ("Gemma 3 with windows on the wrong layers", "the mask of A's layers 0, 2 is in B's layers 1, 3"),
+        ("OPT without the offset of its positions", "Compare the offset of the position table"),
+        ("GPT-NeoX with queries, keys and values in blocks", "in blocks (all queries, all keys, all values)"),
+        ("heads merged channel by channel", "Heads are merged by"),
+        ("cached keys rotated by the positions of the step", "rotate cached keys by their own positions"),
+    ],
+)
+def test_the_hint_names_the_mistake_of_a_port(name, text):
+    bug = PORT_BUGS[name]
+    comparison = regard.compare(record_bug(bug, clean=True), record_bug(bug, clean=False))
+    assert (comparison.kind, comparison.first.layer) == (bug.difference, bug.layer)
+    assert text in comparison.first.hint
+
+
+def test_layers_that_attend_to_their_own_states_are_not_swapped():
+    comparison = compare_llama(
+        lambda model: torch.nn.init.normal_(model.model.layers[0].self_attn.q_proj.weight)
+    )
+    assert comparison.kind == "projection" and "q_proj (Linear) is the first module" in comparison.first.hint
+
+
+# Models
+
+
+def test_models_are_run_on_the_inputs_and_their_weights_compared():
+    original, port = build_llama(), build_llama()
+    assert regard.compare(original, port, LLAMA_INPUTS).kind == "no difference"
+    with torch.no_grad():
+        port.model.norm.weight.mul_(1.1)
+    for comparison in (
+        regard.compare(original, port, LLAMA_INPUTS),
+        regard.compare(original, port, LLAMA_INPUTS["input_ids"]),
+        regard.compare(original, port, LLAMA_INPUTS, inputs_b={**LLAMA_INPUTS, "use_cache": False}),
+    ):
+        assert (
+            comparison.first.module == "model.norm" and comparison.first.hint == "Its weights differ: weight."
+        )
+    comparison = regard.compare(record(original, **LLAMA_INPUTS), port, LLAMA_INPUTS)
+    assert comparison.first.module == "model.norm" and "Compare its weights" in comparison.first.hint
+    port = build_llama(rms_norm_eps=1.0)
+    comparison = regard.compare(original, port, LLAMA_INPUTS)
+    assert comparison.first.module == "model.layers.0.input_layernorm"
+    assert "Its weights agree: compare its settings" in comparison.first.hint
+
+
+def test_the_trace_is_saved_and_its_size_is_bounded(tmp_path):
+    pytest.importorskip("safetensors")
+    model, ids = build_llama(), torch.arange(400)[None] % 60
+    runs = [record(model, input_ids=ids)]
+    model.model.norm.weight.data *= 1.1
+    runs.append(record(model, input_ids=ids))
+    assert all(len(event.output[0]) == 32 for event in runs[0]._trace.events if event.output is not None)
+    for name, run in zip("ab", runs, strict=True):
+        run.save(tmp_path / name)
+    loaded = [regard.load_recording(tmp_path / name) for name in "ab"]
+    assert repr(regard.compare(*loaded)) == repr(regard.compare(*runs))
+    assert regard.compare(*loaded).first.module == "model.norm"
+
+
+def test_recording_the_modules_leaves_outputs_bit_identical():
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), encoder, torch.nn.ReLU(inplace=True)).eval()
+    x = torch.linspace(-1, 1, 160).sin().reshape(2, 5, 16)
+    with torch.no_grad():
+        expected = model(x)
+        with regard.watch(model, values=True) as recording:
+            output = model(x)
+    assert torch.equal(output, expected)
+    assert [event.name for event in recording._trace.events] == ["0", "2", ""]

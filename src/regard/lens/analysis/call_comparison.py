@@ -18,16 +18,19 @@ from regard.lens.analysis.difference_causes import (
     explain_relations,
 )
 from regard.lens.analysis.setting_differences import find_setting_differences
-from regard.lens.analysis.tensor_relation import Relation, relate, row_differences
+from regard.lens.analysis.tensor_relation import (
+    MAX_ROUNDING,
+    Relation,
+    limit_rounding,
+    relate,
+    row_differences,
+)
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.analysis.weight_relation import explain_weights, relate_weights, sample_rows
 from regard.lens.capture.call import Call
-from regard.types import ORDINARY_TOLERANCE
 
 Tensor = Any  # the types of torch are not followed
 
-# Rounding may double from layer to layer, up to this many times the tolerance of the dtype, and this much in all.
-MAX_GROWTH, MAX_ROUNDING = 1000, 0.5
 NAMES = ("query", "key", "value")
 
 
@@ -81,22 +84,6 @@ class CallTensors:
         )  # fmt: skip
 
 
-def rounding_limit(a: Call, b: Call, previous: float) -> float:
-    """Return the largest relative difference of a row that counts as rounding.
-
-    It is twice the tolerance of the error rule for the less precise dtype, since both runs round, plus twice the
-    difference of the layer before: each layer starts from what the last one rounded.
-
-    Args:
-        a: The call of run A.
-        b: The call of run B.
-        previous: The largest difference of the layer before.
-    """
-    dtypes = [str(call.query.dtype).removeprefix("torch.") for call in (a, b) if call.query is not None]
-    tolerance = max((ORDINARY_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
-    return min(2 * tolerance + 2 * previous, MAX_GROWTH * tolerance, MAX_ROUNDING)
-
-
 def compare_calls(
     a: Call, b: Call, *, layer: int, previous: float = 0.0, rows: int | None = None, parted: bool = False
 ) -> CallComparison:
@@ -114,7 +101,8 @@ def compare_calls(
     Returns:
         The differences.
     """
-    limit = rounding_limit(a, b, previous)
+    dtypes = {str(call.query.dtype).removeprefix("torch.") for call in (a, b) if call.query is not None}
+    limit = limit_rounding(dtypes, previous)
     nan = dict.fromkeys((*NAMES, "weights", "output"), math.nan)
     if a.query is None or b.query is None:
         return CallComparison(tuple(_compare_measures(a, b, limit)), nan, limit=limit)
@@ -128,7 +116,7 @@ def compare_calls(
     if swapped:  # perhaps by a transpose: compare everything
         q_len, kv_len = max(a.shape[-2], b.shape[-2]), max(a.shape[-1], b.shape[-1])
     tensors_a, tensors_b = (CallTensors.from_call(call, q_len, kv_len) for call in (a, b))
-    query_tokens, key_tokens = (None, None) if swapped else _common_tokens(a, b, q_len, kv_len)
+    query_tokens, key_tokens = (None, None) if swapped else find_common_tokens(a, b, q_len, kv_len)
     relations = {
         name: relate(
             *_match_heads(getattr(tensors_a, name), getattr(tensors_b, name)),
@@ -140,6 +128,9 @@ def compare_calls(
         if getattr(tensors_a, name) is not None and getattr(tensors_b, name) is not None
     }
     sizes = nan | {name: relation.size for name, relation in relations.items()}
+    broken = _find_not_finite(a, b, relations, q_len, query_tokens)
+    if broken is not None:  # masks and weights that were read from it mean nothing
+        return CallComparison((broken,), sizes, relations, limit=limit)
     same_shape = all(relation.kind != "shape" for relation in relations.values()) and not swapped
     settings: list[Finding] = []
     if same_shape:
@@ -168,6 +159,34 @@ def compare_calls(
         elif sizes["output"] > output_limit:
             causes.append(build_output_difference(sizes["output"]))
     return CallComparison(tuple(causes), sizes, relations, equivalent, limit)
+
+
+def _find_not_finite(
+    a: Call, b: Call, relations: Mapping[str, Relation], q_len: int, tokens: Tensor | None
+) -> Finding | None:
+    """Find NaN and inf that one run has and the other has not, in query, key, value or weights."""
+    if any(relation.kind == "not finite" for relation in relations.values()):
+        return explain_relations(a, b, {n: r for n, r in relations.items() if r.kind == "not finite"}, 0)[0]
+    rows = sample_rows(q_len)
+    broken = []
+    for call in (a, b):
+        numbers = (
+            None if call.weights is None else call.weights.reshape(-1, *call.weights.shape[-3:])[:, :, rows]
+        )
+        is_broken = None if numbers is None else ~numbers.isfinite().all(-1).all(1)
+        if is_broken is not None and tokens is not None and len(tokens) == len(is_broken):
+            is_broken &= tokens[:, rows].to(is_broken.device)
+        broken.append(is_broken is not None and bool(is_broken.any()))
+    if broken[0] == broken[1]:
+        return None
+    message = (
+        f"The weights of {'B' if broken[1] else 'A'} have NaN or inf. The layer computes its own softmax, so its "
+        "query, key and scores are unknown."
+    )
+    hint = (
+        "Check its query and key, the product of the two (it may exceed float16), the mask and the softmax."
+    )
+    return Finding("NaN or inf", "error", message, hint=hint)
 
 
 def _compare_settings(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> list[Finding]:
@@ -216,7 +235,7 @@ def _match_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _common_tokens(a: Call, b: Call, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+def find_common_tokens(a: Call, b: Call, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
     """Return which queries and keys to compare, (batch, n): all but the padding of both runs."""
     flags = []
     tokens_a, tokens_b = TokenRows.from_call(a), TokenRows.from_call(b)

@@ -6,11 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from regard.findings import Finding
 from regard.lens.analysis.tensor_relation import Relation
 from regard.lens.analysis.token_rows import TokenRows
 from regard.lens.capture.call import Call
 from regard.types import ORDINARY_TOLERANCE
+
+# Tokens by which it is found out whether some vectors are projections of the same states, and what may remain.
+MAX_FITTED, MAX_RESIDUAL = 4096, 1e-2
 
 
 def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer: int) -> list[Finding]:
@@ -48,9 +53,45 @@ def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer
         concerned = {name: relation for name, relation in differing.items() if relation.kind in kinds}
         if concerned:
             return [build(a, b, concerned, relations), *causes]
+    if {"query", "key"} <= differing.keys() and _are_states_swapped(a, b):
+        message = (
+            "The queries of B are projections of what A projects to keys, and its keys the other way round."
+        )
+        hint = "Cross-attention takes queries from the decoder, and keys and values from the encoder: swap the two."
+        evidence = _evidence(differing)
+        return [Finding("encoder states", "error", message, hint=hint, evidence=evidence), *causes]
     if differing:
         causes.insert(0, _projection(a, b, differing, relations, layer))
     return causes
+
+
+def _are_states_swapped(a: Call, b: Call) -> bool:
+    """Return whether queries of B are linear in keys of A and keys of B in queries of A, which those of A are not."""
+    if a.query.shape[-2] != a.key.shape[-2] or a.query.shape != b.query.shape or a.key.shape != b.key.shape:
+        return False
+    vectors = [
+        x.detach()
+        .double()
+        .cpu()
+        .reshape(-1, *x.shape[-3:])
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .flatten(1)[:MAX_FITTED]
+        for x in (a.query, a.key, b.query, b.key)
+    ]
+    if not all(bool(x.isfinite().all()) for x in vectors):
+        return False
+    query_a, key_a, query_b, key_b = vectors
+    return _is_linear(query_b, key_a) and _is_linear(key_b, query_a) and not _is_linear(query_a, key_a)
+
+
+def _is_linear(x: Any, source: Any) -> bool:
+    """Return whether rows are a linear function of other rows, of which there are more than columns."""
+    source = torch.cat([source, torch.ones(len(source), 1, dtype=source.dtype)], 1)
+    if 4 * len(source) < 5 * source.shape[1]:
+        return False
+    fitted = source @ torch.linalg.lstsq(source, x, driver="gelsd").solution
+    return bool((fitted - x).norm() <= MAX_RESIDUAL * (x - x.mean(0)).norm())
 
 
 def _describe(concerned: Mapping[str, Relation]) -> str:
@@ -126,10 +167,14 @@ def _heads(a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mappi
         usual = [h * stored // heads for h in range(heads)]
         orders.append(f"the {name} heads of the query heads are {used} instead of {usual}")
     text = "; ".join(orders) + "."
+    hint = "Repeat key and value heads with repeat_interleave(groups, dim=1), not repeat, or pass enable_gqa=True."
+    if all(len(set(relation.order)) == 1 for relation in concerned.values()):
+        hint = (
+            "B expands one key and value head to all query heads: use each, repeat_interleave(groups, dim=1)."
+        )
     return Finding(
-        "kv heads reordered", "error", text[0].upper() + text[1:], evidence=_evidence(concerned),
-        hint="Repeat key and value heads with repeat_interleave(groups, dim=1), not repeat, or pass enable_gqa=True.",
-    )  # fmt: skip
+        "kv heads reordered", "error", text[0].upper() + text[1:], evidence=_evidence(concerned), hint=hint
+    )
 
 
 def _order(a: Call, b: Call, concerned: Mapping[str, Relation], relations: Mapping[str, Relation]) -> Finding:

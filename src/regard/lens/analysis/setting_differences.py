@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from regard.findings import Finding
+from regard.findings import Finding, format_numbers
 from regard.lens.analysis.tensor_relation import list_rows
 from regard.lens.capture.call import Call
 from regard.lens.capture.compact_mask import CompactMask
@@ -81,6 +82,30 @@ def _have_equal_masks(a: CompactMask, b: CompactMask) -> bool:
     return a.bias is b.bias or getattr(a.bias, "array", None) is not None
 
 
+def describe_moved_masks(masks_a: Sequence[CompactMask], masks_b: Sequence[CompactMask]) -> str:
+    """Say which layers of B have the masks of other layers of A, as a hint; empty if that does not explain them.
+
+    Args:
+        masks_a: The mask of each layer of A.
+        masks_b: The masks of the same layers of B.
+    """
+    layers = range(len(masks_a))
+    kinds = [next(j for j in layers if _have_equal_masks(masks_a[j], masks_a[i])) for i in layers]
+    found = [
+        next((kinds[j] for j in layers if _have_equal_masks(masks_a[j], masks_b[i])), None) for i in layers
+    ]
+    if None in found or found == kinds or len(set(found)) < 2:
+        return ""
+    parts = [
+        f"the mask of A's {format_numbers('layer', tuple(i for i in layers if kinds[i] == kind))} is in B's "
+        f"{format_numbers('layer', tuple(i for i in layers if found[i] == kind))}"
+        for kind in dict.fromkeys(kinds)
+    ]
+    return (
+        f"The masks are on other layers: {'; '.join(parts)}. Compare which layers have a window: layer_types."
+    )
+
+
 def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> Finding | None:
     """Compare mask and bias entry by entry; None if they agree in the rows that count."""
     pairs = max(1, int(np.prod(a.shape[:-2])))
@@ -140,6 +165,7 @@ def _describe_masks(
     flagged[:, rows] = changed.any(-1).any(1)
     numbers, batch = list_rows(flagged)
     numbers = () if len(numbers) == a.shape[-2] else numbers
+    empty = int((changed.any(-1) & ~visible_b.any(-1)).any(1).sum())
     hint = _guess_mistake(b, visible_a, visible_b, second, changed)
     return Finding(
         "mask",
@@ -148,7 +174,7 @@ def _describe_masks(
         hint=hint,
         rows=numbers,
         batch=batch,
-        evidence={"gained": gained, "lost": lost},
+        evidence={"gained": gained, "lost": lost} | ({"rows without a key": empty} if empty else {}),
     )
 
 
@@ -171,6 +197,9 @@ def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor,
     ):
         lowest = float(added[changed & visible_b].max())
         return f"The additive mask of {lowest:.3g} is too weak. Pass booleans, or torch.finfo(dtype).min."
+    by_head = visible_a[:, :1].transpose(0, 1)
+    if visible_a.shape[0] == visible_b.shape[1] and torch.equal(by_head.expand_as(visible_b), visible_b):
+        return "Head h of B has the mask of batch entry h: give (batch, q_len, kv_len) an axis of heads, mask[:, None]."
     if torch.equal(visible_a, ~visible_b):
         return "The mask is inverted: True = attend in F.scaled_dot_product_attention, ignore in nn.MultiheadAttention."
     keys_a, keys_b = _find_shared_keys(visible_a), _find_shared_keys(visible_b)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from regard.lens.analysis.rotation import describe_turn, largest_difference
+from regard.types import ORDINARY_TOLERANCE
 
 Tensor = Any  # the types of torch are not followed
 
@@ -17,6 +18,8 @@ RelationKind = Literal[
     "not finite",
 ]  # fmt: skip
 
+# Rounding may double from layer to layer, up to this many times the tolerance of the dtype, and this much in all.
+MAX_GROWTH, MAX_ROUNDING = 1000, 0.5
 # An explanation must remove this share of a difference at least; a small one is not explained by any tolerance.
 UNEXPLAINED = 0.1
 # Channels, heads and batch entries are matched by at most this many numbers of each.
@@ -54,6 +57,20 @@ class Relation:
     def agrees(self) -> bool:
         """Whether the tensors are equal up to rounding."""
         return self.kind in ("equal", "rounding")
+
+
+def limit_rounding(dtypes: set[str], previous: float) -> float:
+    """Return the largest relative difference of a row that counts as rounding.
+
+    It is twice the tolerance of the error rule for the least precise dtype, since both runs round, plus twice the
+    difference of what came before: each layer starts from what the last one rounded.
+
+    Args:
+        dtypes: Names of the dtypes of both runs.
+        previous: The largest difference of the layers or modules before.
+    """
+    tolerance = max((ORDINARY_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+    return min(2 * tolerance + 2 * previous, MAX_GROWTH * tolerance, MAX_ROUNDING)
 
 
 def relate(
@@ -108,7 +125,7 @@ def relate(
         return Relation("scaled", size, f"is {ratio:.3g} × that of A", ratio=ratio, **where)
     if not some_b.any():
         return Relation("scaled", size, "is 0", ratio=0.0, **where)
-    heads = _match(some_a.transpose(0, 1), some_b.transpose(0, 1), within)
+    heads = _match(some_a.transpose(0, 1), some_b.transpose(0, 1), within, allows_one=True)
     if heads is not None:
         return Relation("heads", size, f"has the heads {heads} of A", order=heads, **where)
     entries = _match(a, b, within)
@@ -176,10 +193,12 @@ def _take_ends(count: int, device: Any) -> Tensor:
     return torch.cat([indices[:TURNED_ROWS], indices[-TURNED_ROWS:]])
 
 
-def _match(a: Tensor, b: Tensor, within: float, max_numbers: int = MAX_MATCHED) -> tuple[int, ...] | None:
+def _match(
+    a: Tensor, b: Tensor, within: float, max_numbers: int = MAX_MATCHED, *, allows_one: bool = False
+) -> tuple[int, ...] | None:
     """Find for each entry along axis 0 of B the entry of A that equals it; None if some has none, or all are in place.
 
-    An entry of A that occurs several times is found by its first.
+    An entry of A that occurs several times is found by its first. That all are one entry counts if `allows_one`.
     """
     a, b = a.flatten(1), b.flatten(1)
     if len(a) < 2:
@@ -190,7 +209,7 @@ def _match(a: Tensor, b: Tensor, within: float, max_numbers: int = MAX_MATCHED) 
     # In place if the nearest is as near as the entry itself: repeated entries are equal.
     own = distances.diagonal() <= distances.amin(1) + within * b[:, ::step].norm(dim=1)
     nearest = torch.where(own, torch.arange(len(a), device=a.device), nearest)
-    if bool(own.all()) or len(nearest.unique()) == 1:
+    if bool(own.all()) or (len(nearest.unique()) == 1 and not allows_one):
         return None
     return tuple(nearest.tolist()) if largest_difference(a[nearest], b) <= within else None
 

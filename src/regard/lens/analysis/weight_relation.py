@@ -83,8 +83,6 @@ def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: 
     if weights.agrees:
         return explain_relations(a, b, values, 0)
     where: dict[str, Any] = {"rows": weights.rows, "batch": weights.batch}
-    if weights.kind == "not finite":
-        return [Finding("NaN or inf", "error", f"The weight of B {weights.detail}.", **where)]
     if weights.kind == "heads":
         return [
             Finding(

@@ -13,8 +13,13 @@ from torch import nn
 
 from regard.engines.torch_precision import widen
 from regard.lens.capture.patching import exclude_from_compile
+from regard.lens.capture.wrappers import find_obstacle
 
 Tensor = Any  # the types of torch are not followed
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Tokens of each tensor, and calls of each module, that are kept.
+MAX_ROWS, MAX_CALLS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class ModuleEvent:
         output: The first that it returned, some of its rows; None if there is none.
         is_input_finite: The whole input has no NaN or inf; True if there is none.
         is_output_finite: The whole output has none.
+        input_shape: Shape of the whole input; empty if there is none.
+        output_shape: Shape of the whole output.
+        ids: The first integer tensor that it was passed, such as token ids, some of its rows; None if there is none.
+        has_weights: The module has weights of its own, or its parts have.
     """
 
     name: str
@@ -40,6 +49,10 @@ class ModuleEvent:
     output: Tensor | None
     is_input_finite: bool
     is_output_finite: bool
+    input_shape: tuple[int, ...] = ()
+    output_shape: tuple[int, ...] = ()
+    ids: Tensor | None = None
+    has_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +92,12 @@ class ModuleTrace:
     """The events of the first pass of a model, in the order in which modules returned.
 
     Args:
-        max_rows: Number of tokens of each tensor that are kept, evenly spaced; 0 to keep none.
+        max_rows: Number of tokens of each tensor that are kept, see `select_rows`; 0 to keep none.
+
+    If the model itself is never called, only its modules, each module has at most MAX_CALLS events.
     """
 
-    def __init__(self, max_rows: int = 32) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self.events: list[ModuleEvent] = []
         self._max_rows = max_rows
         self._counts: Counter[str] = Counter()
@@ -104,33 +119,48 @@ class ModuleTrace:
                 yield module.register_forward_hook(hook, with_kwargs=True)
 
     def _make_hook(self, name: str, num_parts: int) -> Any:
-        def add_event(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._is_closed:
+        def add_event(module: nn.Module, *call: Any) -> None:
+            # Without keyword arguments, another thread adds or removes the hook just then.
+            if self._is_closed or len(call) != 3 or self._counts[name] >= MAX_CALLS:
                 return
-            received, returned = _find_tensor((*args, *_drop_masks(kwargs))), _find_tensor([output])
-            index, self._counts[name] = self._counts[name], self._counts[name] + 1
-            self.events.append(
-                ModuleEvent(
-                    name,
-                    index,
-                    type(module).__name__,
-                    num_parts,
-                    self._select_rows(received),
-                    self._select_rows(returned),
-                    _is_finite(received),
-                    _is_finite(returned),
-                )
-            )
-            self._is_closed = not name  # one pass
+            # The tensors may be followed from a softmax, or have no numbers.
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._add(name, module, num_parts, *call)
 
         return add_event
 
-    def _select_rows(self, tensor: Tensor | None) -> Tensor | None:
+    def _add(
+        self, name: str, module: nn.Module, num_parts: int, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        passed = (*args, *_drop_masks(kwargs))
+        received, returned = _find_tensor(passed), _find_tensor([output])
+        if find_obstacle(received, returned) is not None:
+            return
+        index, self._counts[name] = self._counts[name], self._counts[name] + 1
+        self.events.append(
+            ModuleEvent(
+                name,
+                index,
+                type(module).__name__,
+                num_parts,
+                self._select_rows(received),
+                self._select_rows(returned),
+                _is_finite(received),
+                _is_finite(returned),
+                () if received is None else tuple(received.shape),
+                () if returned is None else tuple(returned.shape),
+                self._select_rows(_find_ids(passed), -1),
+                next(module.parameters(), None) is not None,
+            )
+        )
+        self._is_closed = not name  # one pass
+
+    def _select_rows(self, tensor: Tensor | None, axis: int | None = None) -> Tensor | None:
         if tensor is None or not self._max_rows:
             return None
-        axis = 1 if tensor.ndim > 2 else 0
-        rows = torch.linspace(0, tensor.shape[axis] - 1, min(tensor.shape[axis], self._max_rows))
-        return tensor.detach().index_select(axis, rows.round().long().to(tensor.device))
+        axis = find_token_axis(tuple(tensor.shape)) if axis is None else axis
+        rows = select_rows(tensor.shape[axis], self._max_rows)
+        return tensor.detach().index_select(axis, rows.to(tensor.device))
 
     def find_not_finite(self) -> Origin | None:
         """Find where NaN and inf began; None if no module returned any."""
@@ -166,6 +196,22 @@ class ModuleTrace:
         return None
 
 
+def find_token_axis(shape: tuple[int, ...]) -> int:
+    """Return the axis of the tokens: of (n, width), (batch, n, width), (batch, heads, n, …) or (batch, n, heads, …)."""
+    if len(shape) < 4:
+        return len(shape) - 2
+    return 1 + int(shape[2] > shape[1])  # the longer one
+
+
+def select_rows(length: int, max_rows: int = MAX_ROWS) -> Tensor:
+    """Return the rows that a trace keeps of a tensor with this many: half from the start, half evenly spaced."""
+    if length <= max_rows:
+        return torch.arange(length)
+    half = max_rows // 2
+    spaced = torch.linspace(half, length - 1, max_rows - half, dtype=torch.float64)
+    return torch.cat([torch.arange(half), spaced.round().long()])
+
+
 def match_events(
     first: Iterable[ModuleEvent], second: Iterable[ModuleEvent]
 ) -> Iterator[tuple[ModuleEvent, ModuleEvent]]:
@@ -185,13 +231,21 @@ def _find_tensor(values: Iterable[Any]) -> Tensor | None:
     """Return the first floating-point tensor with at least two axes, also inside tuples and outputs."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.is_floating_point() and value.ndim > 1:
+            if value.dtype in FLOATS and value.ndim > 1:
                 return value
             continue
         inside = value.values() if isinstance(value, Mapping) else value
         found = _find_tensor(inside) if isinstance(value, Mapping | tuple | list) else None
         if found is not None:
             return found
+    return None
+
+
+def _find_ids(values: Iterable[Any]) -> Tensor | None:
+    """Return the first integer tensor, such as token ids or positions."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.ndim:
+            return value if type(value) is torch.Tensor and not value.is_meta else None
     return None
 
 
