@@ -1,7 +1,7 @@
 """Scaled dot-product attention that can be inspected.
 
 `attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
-functions that need them (`watch`, `intervene`, `compare`, …) are imported on first access, so `import regard` loads
+functions that need them (`watch`, `compare`, `doctor`, …) are imported on first access, so `import regard` loads
 NumPy only. `dir(regard)` lists them all; `from regard import *` imports those that need NumPy only.
 """
 
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from regard.core.explanation import Explanation as Explanation
     from regard.interventions.intervene import intervene as intervene
     from regard.lens.compare import compare as compare
+    from regard.lens.experiments.examination import doctor as doctor
     from regard.lens.saved_recording import load_recording as load_recording
     from regard.lens.watch import watch as watch
 
@@ -138,6 +139,7 @@ _LAZY_PACKAGES = (
 _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",
     "compare": "regard.lens.compare",
+    "doctor": "regard.lens.experiments.examination",
     "intervene": "regard.interventions.intervene",
     "load_recording": "regard.lens.saved_recording",
     "watch": "regard.lens.watch",

@@ -174,7 +174,7 @@ _BUGS = (
     # Causal masks
     _gpt(
         "causal mask missing in one layer", "weight on the future", difference="mask",
-        model={"fault": "causal mask missing", "only": (1,)},
+        model={"fault": "causal mask missing", "only": (1,)}, consequences=("weight on padding",),
     ),
     _gpt("causal mask missing", "weight on the future", difference="mask", causal=True,
          consequences=("weight on padding",)),
@@ -294,13 +294,14 @@ _BUGS = (
         "padding of the encoder ignored by BART's decoder", "BART", twins.drop_encoder_mask, "weight on padding",
         difference="mask", layer=3, side="right",
     ),
-    build_twin("Llama without causality", "Llama", twins.forget_causality, "weight on the future", difference="mask"),
+    build_twin("Llama without causality", "Llama", twins.forget_causality, "weight on the future", difference="mask",
+          consequences=("weight on padding",)),
     build_twin("Gemma 2 without soft cap in one layer", "Gemma 2", twins.drop_softcap, "softcap missing",
           difference="softcap", layer=1),
     build_twin("Llama with another rotary base", "Llama", twins.change_frequencies, "rotary: not as configured",
           difference="positions turned"),
     build_twin("Mistral with a window of one key more", "Mistral", twins.widen_window, "window not as configured",
-          difference="mask"),
+          difference="mask", consequences=("weight on padding",)),
     build_twin("Llama with a NaN in a feed-forward weight", "Llama", twins.break_weight, "NaN or inf",
           difference="NaN or inf", layer=1, changes_weights=True),
 )  # fmt: skip

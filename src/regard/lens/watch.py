@@ -248,7 +248,7 @@ class Watch:
             if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
                 self._hooks.extend(self._recording._module_hints.attach(self._model, self._guard))
             if self._options.values:
-                native = _find_native_parts(self._model)
+                native = find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
                 self._hooks.extend(self._recording._trace.attach(self._model, native))
             self._targets = list(find_patch_targets(self._model))
@@ -451,7 +451,7 @@ class Watch:
 
     def _register_hooks(self) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
-        native = _find_native_parts(self._model)
+        native = find_native_parts(self._model)
         for name, module in self._model.named_modules():
             class_name = type(module).__name__.lower()
             is_attention = "attention" in class_name or "attn" in class_name
@@ -520,7 +520,7 @@ def _refer_to(cache: Any) -> Any:
         return None
 
 
-def _find_native_parts(model: nn.Module) -> set[int]:
+def find_native_parts(model: nn.Module) -> set[int]:
     """Return the ids of torch's own attention layers and of the modules inside them."""
     return {
         id(part)

@@ -322,7 +322,7 @@ def test_fault_5_inf_that_came_in_between_two_layers():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("inf"))
     finding = find_only(watched(model, ids()), "NaN or inf")
     assert finding.layer == 2 and finding.heads == () and finding.evidence["later layers with some"] == 1
-    assert "began after model.layers.1.self_attn" in finding.message
+    assert "The attention of model.layers.1.self_attn had none." in finding.message
 
 
 def test_fault_6_a_saturated_head():
@@ -700,3 +700,34 @@ def test_windows_that_are_not_used_are_not_expected():
     assert find_windows(transformers.Qwen2ForCausalLM(config).eval()) == []
     config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, intermediate_size=32, sliding_window=5)
     assert find_windows(transformers.Qwen2ForCausalLM(config).eval()) == []
+
+
+def test_weights_that_are_not_finite_say_that_query_and_key_are_unknown():
+    model = llama().half()
+    attention = get_attention(model, 1)
+    with torch.no_grad():
+        attention.q_proj.weight *= 400
+        attention.k_proj.weight *= 400
+    model.set_attn_implementation("eager")
+    finding = find_only(watched(model, ids()), "NaN or inf")
+    assert finding.layer == 1 and finding.evidence["in"] == "weights"
+    assert "Query and key are not known" in finding.message and "input" in finding.message
+
+
+@pytest.mark.parametrize("offset", [1, 2])
+def test_a_mask_that_is_almost_triangular_was_meant_to_be_causal(offset):
+    n = 9 * offset
+    query = torch.randn(1, 2, n, 8)
+    mask = torch.ones(n, n, dtype=torch.bool).tril(offset)
+    finding = find_only(watched(PassedAttention(), query, query, attn_mask=mask), "weight on the future")
+    assert finding.severity == "error" and finding.evidence["keys too many"] == offset
+    assert f"each row i attends to key i + {offset}" in finding.message and finding.evidence["first row"] == 0
+
+
+def test_windows_and_padding_of_encoders_are_no_shifted_triangle():
+    query = torch.randn(1, 2, 12, 8)
+    band = torch.ones(12, 12, dtype=torch.bool).tril(1).triu(-1)
+    few = (torch.arange(12) < 2).expand(12, 12)
+    for mask in (band, few):
+        findings = watched(PassedAttention(), query, query, attn_mask=mask).diagnose()
+        assert "weight on the future" not in {finding.kind for finding in findings}

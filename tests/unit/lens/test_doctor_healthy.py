@@ -15,8 +15,6 @@ from tests.helpers.healthy_models import HEALTHY, REQUIRES, VISION_LANGUAGE  # n
 # ModernBERT of transformers 5.0 compiles functions when its file is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
-# CLIP returns one vector for each text, so there are no outputs of tokens to compare.
-SKIPS = {"CLIP": ["outputs of tokens"]}
 # Models that read no tokens have fewer experiments.
 FEW_PASSES = {"ViT", "DINOv2", "CLIP", "Swin", "timm ViT", "timm Swin", "timm EVA-02"}
 
@@ -43,11 +41,13 @@ def test_a_healthy_model_has_no_errors(name):
     state = {key: value.clone() for key, value in model.state_dict().items()}
     findings = doctor(model, inputs)
     assert findings.by_severity("error") == [], findings
-    skipped = [finding.evidence for finding in findings if finding.kind == "experiments skipped"]
-    expected = SKIPS.get(name, [])
+    failed = [
+        check.name for check in findings.checks if "raised" in check.reason or "does not run" in check.reason
+    ]
+    expected = []
     if name == "StableLM" and not runs_in_chunks(model, inputs["input_ids"]):
-        expected = ["cache, pieces of 3"]
-    assert [experiment for evidence in skipped for experiment in evidence] == expected
+        expected = ["cache, chunks of three"]
+    assert failed == expected, findings.checks
     passes = int(re.search(r"by (\d+) forward passes", findings.scope)[1])
     assert (4 if name in FEW_PASSES else 12) <= passes <= 60
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

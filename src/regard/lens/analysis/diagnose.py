@@ -311,19 +311,27 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
     position = next(i for i, other in enumerate(layers) if other is layer)
     evidence: dict[str, Any] = {name: f"{count:,} numbers" for name, count in counts.items()}
     evidence |= {"in": " and ".join(tensors), "later layers with some": len(affected) - 1}
-    if all_heads and position:
-        message = f"They came with the layer's input: they began after {layers[position - 1].module}."
-        hint = (
-            "Check what lies between the two: feed-forward, norm, residual; torch.autograd.detect_anomaly()."
-        )
-    elif all_heads:
-        message = "They are in the first recorded layer."
-        hint = "Check the inputs, the embeddings and this layer's projections: isnan(weight).any()."
-    else:
-        message = "They began in this layer's projections, since other heads have none."
+    hint = "regard.doctor(model, inputs) names the module in which they begin."
+    if "weights" in tensors and len(tensors) == 1:
+        message = "The weights have some. Query and key are not known, since the layer computes its own softmax: its "
+        message += "input, projections, scores or mask may be the cause."
+    elif tensors == ["mask"]:
+        message = "The mask has some, and query and key have none."
+        hint = "Check how the mask is built: −inf − −inf, or 0 · inf; use torch.finfo(dtype).min or booleans."
+    elif len(tensors) == 1 or not all_heads:
+        others = "other heads" if not all_heads else "the key" if tensors == ["query"] else "the query"
+        message = f"They began in this layer's projections, since {others} {'have' if not all_heads else 'has'} none."
         hint = (
             f"Check the weights of {' and '.join(tensors)} of these heads, and half precision for overflow."
         )
+    elif position:
+        message = (
+            "Query and key of all heads have some: they came with its input, or both projections overflow."
+        )
+        message += f" The attention of {layers[position - 1].module} had none."
+    else:
+        message = "They are in query and key of the first recorded layer."
+        hint = "Check the inputs, the embeddings and this layer's projections: isnan(weight).any()."
     return [layer.build_finding("NaN or inf", "error", message, where, evidence, hint)], finite
 
 

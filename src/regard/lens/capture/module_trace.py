@@ -222,6 +222,15 @@ def match_events(
             yield event, others[event.name, event.index]
 
 
+def is_around(name: str, other: str) -> bool:
+    """Return whether two modules are the same, or one is inside the other.
+
+    >>> is_around("layers.1", "layers.1.mlp"), is_around("layers.1", "layers.10")
+    (True, False)
+    """
+    return name == other or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
+
+
 def _drop_masks(kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield keyword arguments without masks and biases, which may be −inf."""
     yield from (value for name, value in kwargs.items() if "mask" not in name and "bias" not in name)

@@ -18,9 +18,13 @@ from regard.lens.experiments.call_log import LoggedCall
 Tensor = Any  # the types of torch are not followed
 
 
+# Tokens after the prefill, at most.
+MAX_STEPS = 8
+
+
 def choose_sizes(num_tokens: int) -> list[tuple[int, ...]]:
     """Return sizes of the pieces of two runs: a prefill and single steps, and a prefill and chunks of three tokens."""
-    prefill = max(1, num_tokens // 2)
+    prefill = max(1, num_tokens // 2, num_tokens - MAX_STEPS)
     rest = num_tokens - prefill
     steps = (prefill, *(1,) * rest)
     chunks = (prefill, *(3,) * (rest // 3), *([rest % 3] if rest % 3 else []))
@@ -106,6 +110,11 @@ def _check_piece(whole: LoggedCall, piece: LoggedCall, start: int, size: int, nu
     if keys.shape[:-2] != expected.shape[:-2]:
         return None
     found = _find_keys(keys, expected, tolerance)
+    if found is None and number == 0:
+        message = "Keys of the prefill differ from those of the whole sequence: they depend on later tokens, or on its "
+        message += "length."
+        hint = "Look for what mixes tokens outside the attention, and positions that depend on the length."
+        return _build(piece, "cached steps differ", message, evidence, hint)
     if found is None:
         turned = _count_turned(keys, expected, tolerance)
         if turned is not None:

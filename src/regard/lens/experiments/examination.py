@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from regard.errors import ArgumentTypeError, NotCapturedError, RegardError, describe_argument
-from regard.findings import Finding, Findings, Severity
+from regard.findings import Check, CheckRun, Finding, Findings, Severity, run_check
 from regard.lens.analysis.diagnose import NOTHING_RECORDED
 from regard.lens.analysis.token_rows import TokenRows
+from regard.lens.capture.module_trace import ModuleTrace, is_around
 from regard.lens.experiments import behaviour
 from regard.lens.experiments.cached_run import check_cached_calls, choose_sizes
 from regard.lens.experiments.call_log import CallLog, LoggedCall, log_calls
+from regard.lens.experiments.number_range import check_dtype, explain_not_finite, why_no_float32
 from regard.lens.experiments.projections import check_encoder_states, check_projections
 from regard.lens.experiments.rotary import NUM_TOKENS, check_rotary
 from regard.lens.experiments.subject import (
@@ -28,7 +31,8 @@ from regard.lens.experiments.subject import (
 )
 from regard.lens.experiments.weight_use import check_position_tables, check_silent_norms
 from regard.lens.recording import Recording
-from regard.lens.watch import watch
+from regard.lens.recording_errors import EmptyRecordingWarning
+from regard.lens.watch import find_native_parts, watch
 
 Tensor = Any  # the types of torch are not followed
 
@@ -45,22 +49,25 @@ def doctor(
 ) -> Findings:
     """Diagnose the attention of a model by experiment: run it on changed inputs, and compare.
 
-    The model runs on the inputs under the lens, and `Recording.diagnose` checks what was captured. Then it runs about
-    twenty times on short sequences of the same tokens: again, with another last token, with two tokens swapped, padded
-    on either side and alone, with shifted positions, in pieces with a cache, with one token everywhere to measure how
-    rotary positions turn queries and keys. Queries, keys and outputs are compared with the linear layers around them.
-    No reference is needed: what is checked holds for every model.
+    The model runs on the inputs under the lens, and `Recording.diagnose` checks what was captured. If there is NaN or
+    inf, the module in which it began is reported, and nothing else. Then the model runs at most 60 times on short
+    sequences of the same tokens: again, with another last token, with two tokens swapped, padded on either side and
+    alone, with shifted positions, in pieces with a cache, padded and with a cache, in float32, with one token
+    everywhere to measure how rotary positions turn queries and keys. Queries, keys and outputs are compared with the
+    linear layers around them, and where outputs differ that should not, the module in which it begins is named. No
+    reference is needed: what is checked holds for every model.
 
-    An experiment that the model does not support is skipped. Its parameters decide: `attention_mask`, `position_ids`,
-    `past_key_values` and `use_cache`, as in transformers. For other models, `forward` and `cached` say how to call
-    them.
+    The result lists the experiments that were run, and the others with the reason. The parameters of the model decide:
+    `attention_mask`, `position_ids`, `past_key_values` and `use_cache`, as in transformers; wrappers such as DDP, peft
+    and modules that pass their arguments on are looked through. For other models, `forward` and `cached` say how to
+    call them.
 
     Args:
         model: The model. It runs in eval mode, without gradients, and is left as it was.
         inputs: Token ids, (batch, n), or a mapping with the keyword arguments of the model, such as a tokenizer
             returns.
         causal: True if no token may attend to later ones, False if any may. By default it is inferred: from the masks
-            of most layers, or because there is a cache. The findings' `scope` says so.
+            of most layers, or because the model returns a cache. The findings' `scope` says so.
         forward: A function of token ids and attention mask, (batch, n) each, that returns the outputs of all tokens,
             (batch, n, …), if `model(input_ids=…, attention_mask=…)` does not.
         cached: A function of token ids, (batch, n), and the sizes of pieces. It runs them one after another with a
@@ -69,15 +76,18 @@ def doctor(
         recording: A recording of the model on these inputs, if there already is one.
 
     Returns:
-        Findings with severity, location, evidence and hint. Layer −1 stands for the whole model.
+        Findings with severity, location, evidence and hint, and the checks and experiments that were run or not.
 
     Raises:
         ArgumentTypeError: If `model` is not a module, or `inputs` neither a tensor nor a mapping.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
-    >>> regard.lens.doctor(layer, torch.randn(2, 5, 8))
+    >>> regard.doctor(layer, torch.randn(2, 5, 8))
     Nothing found in 1 layer, 2 heads by 4 forward passes; bidirectional (inferred).
+    ...
+    not run  future token: the inputs have no token ids
+    ...
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
@@ -103,8 +113,15 @@ class Examination:
         self.subject, self.stated = subject, causal
         self.causal = bool(causal)
         self.findings: list[Finding] = []
-        self.skipped: dict[str, str] = {}
-        self.has_compared_outputs = True
+        self.checks: list[CheckRun] = []
+        self.recording = Recording()
+        self.first: Tensor = None  # the output of the user's inputs
+        # Of the first probe alone: its tokens, output and calls; `no_probe` says why there are none.
+        self.tokens: Tensor = None
+        self.base: Tensor = None
+        self.calls: list[LoggedCall] = []
+        self.no_probe = "the inputs have no token ids"
+        self.with_positions = False
 
     def run(self, tokens: Any, recording: Recording | None) -> Findings:
         """Run all experiments.
@@ -116,47 +133,52 @@ class Examination:
         Returns:
             The findings.
         """
-        subject = self.subject
-        given = recording
-        first, recording = self._record(recording)
-        attention_mask = subject.inputs.get("attention_mask") if given is None else None
-        diagnosed = self._diagnose(recording, tokens, attention_mask)
-        self.causal, how = self._infer_causal(recording)
-        if self.stated is None and self.causal != self._has_causal_layer(recording):
-            diagnosed = self._diagnose(recording, tokens, attention_mask, self.causal)
+        trace = self._record(recording)
+        attention_mask = self.subject.inputs.get("attention_mask") if recording is None else None
+        diagnosed = self._diagnose(self.recording, tokens, attention_mask)
+        origin = None if bool(self.first.isfinite().all()) else trace.find_not_finite()
+        if origin is not None:
+            found = explain_not_finite(self.subject, origin, self.recording, diagnosed)
+            self.checks = [CheckRun("NaN or inf")]
+            self.checks += [CheckRun(check.name, "the output is not finite") for check in EXPERIMENTS]
+            return Findings([found], f"{diagnosed.scope} by {self._count_passes()}", self.checks)
+        self.causal, how = self._infer_causal()
+        if self.stated is None and self.causal != self._has_causal_layer():
+            diagnosed = self._diagnose(self.recording, tokens, attention_mask, self.causal)
         self.findings += diagnosed
-        self._try("repeated run", lambda: self._check_state(first, recording))
-        if not self._has_errors("dropout", "not deterministic", "state kept between calls", "NaN or inf"):
-            if subject.is_encoder_decoder:
-                self._try("encoder states", self._check_encoder)
-            if subject.tokens_name is not None:
-                self._run_on_tokens(recording)
-            else:
-                self._try("batch", lambda: behaviour.check_batch(subject, None))
+        self.checks += diagnosed.checks
+        self._run_probe()
+        for check in EXPERIMENTS:
+            self._try(check)
         word = "causal" if self.causal else "bidirectional"
-        scope = f"{diagnosed.scope} by {subject.num_passes} forward passes; {word} ({how})"
-        return Findings(self._merge(), scope)
+        scope = f"{diagnosed.scope} by {self._count_passes()}; {word} ({how})"
+        return Findings(self._merge(), scope, self.checks)
 
-    def _has_errors(self, *kinds: str) -> bool:
-        """Return whether an error of the model was found: of these kinds, or of any if none is passed."""
-        errors = [
-            finding
-            for finding in self.findings
-            if finding.severity == "error" and finding.kind != NOTHING_RECORDED
-        ]
-        return any(not kinds or finding.kind in kinds for finding in errors)
+    def _count_passes(self) -> str:
+        count = self.subject.num_passes
+        return f"{count} forward pass{'es' * (count != 1)}"
 
-    def _record(self, recording: Recording | None) -> tuple[Tensor, Recording]:
-        """Run the inputs under the lens, unless there is a recording."""
-        if recording is not None:
-            return self.subject.run_inputs(), recording
-        watched = watch(self.subject.model)
+    def has_errors(self, *kinds: str) -> bool:
+        """Return whether an error of one of these kinds was found."""
+        return any(finding.severity == "error" and finding.kind in kinds for finding in self.findings)
+
+    def _record(self, recording: Recording | None) -> ModuleTrace:
+        """Run the inputs under the lens, unless there is a recording, and trace which numbers are finite."""
+        trace = ModuleTrace(max_rows=0)
+        handles = list(trace.attach(self.subject.model, find_native_parts(self.subject.model)))
+        self.recording = Recording() if recording is None else recording
+        watched = nullcontext(recording) if recording is not None else watch(self.subject.model)
         try:
-            with watched as recording:
-                output = self.subject.run_inputs()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EmptyRecordingWarning)  # `diagnose` reports it
+                with watched as self.recording:
+                    self.first = self.subject.run_inputs()
         except NotCapturedError:
             pass  # `diagnose` reports it
-        return output, recording  # type: ignore[return-value]
+        finally:
+            for handle in handles:
+                handle.remove()
+        return trace
 
     def _diagnose(
         self, recording: Recording, tokens: Any, attention_mask: Any, causal: bool | None = None
@@ -167,41 +189,75 @@ class Examination:
         except RegardError:  # the mask is that of another part of the model, or the tokens are
             return recording.diagnose(causal=causal)
 
-    def _infer_causal(self, recording: Recording) -> tuple[bool, str]:
+    def _infer_causal(self) -> tuple[bool, str]:
         """Decide whether the model should be causal, and say how."""
         if self.stated is not None:
             return self.stated, "as stated"
-        if self._has_causal_layer(recording):
+        if self._has_causal_layer():
             return True, "inferred"
-        if self.subject.user_cached is not None:
+        if self.subject.declares_bidirectional:
+            return False, "as configured"
+        if self.subject.returns_cache():
             return True, "inferred from the cache"
         return False, "inferred"
 
-    def _has_causal_layer(self, recording: Recording) -> bool:
-        return any(layer.causal for layer in recording._checked_layers(self.stated))
+    def _has_causal_layer(self) -> bool:
+        return any(layer.causal for layer in self.recording._checked_layers(self.stated))
 
-    def _try(self, name: str, experiment: Callable[[], list[Finding]]) -> list[Finding]:
-        """Run an experiment and keep its findings; a model that does not support it is no finding."""
+    def _run_probe(self) -> None:
+        """Run the first of two short sequences of the user's tokens, for the experiments to compare with."""
+        subject = self.subject
+        if subject.tokens_name is None:
+            return
+        self.tokens = subject.probe_tokens()
         try:
-            found = experiment()
+            self.base, self.calls = self._run_base(self.tokens[:1])
+        except Exception:  # the model does not run on text alone
+            subject.keeps_inputs = True
+            try:
+                self.base, self.calls = self._run_base(self.tokens[:1])
+            except Exception as error:
+                self.no_probe = f"the model does not run on other tokens: {_format_error(error)}"
+                return
+        self.no_probe = ""
+        if self.has_token_outputs:
+            self.with_positions = behaviour.accepts_positions(subject, self.tokens[:1], self.base)
+
+    @property
+    def has_token_outputs(self) -> bool:
+        """Whether the output has a vector for each token."""
+        return bool(self.base.ndim > 2 and self.base.shape[1] == self.tokens.shape[1])
+
+    @property
+    def has_table(self) -> bool:
+        """Whether positions are looked up in a table."""
+        return any(lookup.is_table for lookup in self.recording._module_hints.lookups)
+
+    def _try(self, check: Check[Examination]) -> None:
+        """Run an experiment and keep its findings; a model that does not support it is no finding."""
+        changing = next((kind for kind in UNSTABLE if self.has_errors(kind)), None)
+        if changing is not None:
+            self.checks.append(CheckRun(check.name, f"outputs cannot be compared: {changing}"))
+            return
+        try:
+            found, run = run_check(check, self)
         except Exception as error:  # whatever the model raises on inputs that are not its user's
-            self.skipped[name] = _format_error(error)
-            return []
+            found, run = [], CheckRun(check.name, f"the model raised {_format_error(error)}")
         self.findings += found
-        return found
+        self.checks.append(run)
 
     # Experiments
 
-    def _check_state(self, first: Tensor, recording: Recording) -> list[Finding]:
+    def check_state(self) -> list[Finding]:
         """Run the inputs again; if the output changes, find out whether keys were left behind."""
         with log_calls(self.subject.model, linears=False) as log:
-            found = behaviour.check_repeated(self.subject, first)
+            found = behaviour.check_repeated(self.subject, self.first)
         if not found:
             return []
         for logged in log.calls:
             before = (
-                [call.shape[-1] for call in recording.calls(logged.module)]
-                if logged.module in recording
+                [call.shape[-1] for call in self.recording.calls(logged.module)]
+                if logged.module in self.recording
                 else []
             )
             now = logged.key.shape[-2]
@@ -217,9 +273,9 @@ class Examination:
                         hint="Create the cache in each call, or clear it before a new sequence.",
                     )
                 ]
-        return [] if self._has_errors("dropout") else found
+        return found
 
-    def _check_encoder(self) -> list[Finding]:
+    def check_encoder(self) -> list[Finding]:
         """Compare the states that cross-attention reads with the output of the encoder."""
         encoder, encoded = self.subject.find_encoder(), []
         if encoder is None:
@@ -236,31 +292,15 @@ class Examination:
         states = output if isinstance(output, torch.Tensor) else output[0]
         return check_encoder_states(log.calls, states)
 
-    def _run_on_tokens(self, recording: Recording) -> None:
-        """Run the experiments on short sequences of the user's tokens."""
-        subject = self.subject
-        tokens = subject.probe_tokens()
-        try:
-            base, calls = self._run_base(tokens[:1])
-        except Exception:  # the model does not run on text alone
-            subject.keeps_inputs = True
-            try:
-                base, calls = self._run_base(tokens[:1])
-            except Exception as error:
-                self.skipped["other tokens"] = _format_error(error)
-                return
-        self._try("batch", lambda: behaviour.check_batch(subject, tokens))
-        width = subject.find_width()
-        self._try("projections", lambda: check_projections(calls, tokens.shape[1], width))
-        self._try("rotary positions", self._check_rotary)
-        self._try("norms without effect", lambda: check_silent_norms(subject, tokens[:1], base, calls))
-        self._try("position tables", lambda: check_position_tables(subject, tokens[:1]))
-        if base.ndim < 3 or base.shape[1] != tokens.shape[1]:
-            self.skipped["outputs of tokens"] = f"the output has the shape {tuple(base.shape)}"
-        elif self._has_errors():
-            self.has_compared_outputs = False
-        else:
-            self._run_on_outputs(tokens, base, calls, recording)
+    def check_cross_states(self) -> list[Finding]:
+        """Change a token of the source, and compare queries and keys."""
+
+        def log_run(source: Tensor) -> list[LoggedCall]:
+            with log_calls(self.subject.model, linears=False) as log:
+                self.subject.run_source(source)
+            return log.calls
+
+        return behaviour.check_cross_states(self.subject, log_run)
 
     def _run_base(self, tokens: Tensor) -> tuple[Tensor, list[LoggedCall]]:
         """Run tokens, and return the output and the calls."""
@@ -268,52 +308,33 @@ class Examination:
             base = self.subject.run(tokens)
         return base, log.calls
 
-    def _run_on_outputs(
-        self, tokens: Tensor, base: Tensor, calls: list[LoggedCall], recording: Recording
-    ) -> None:
-        """Run the experiments that compare the outputs of tokens."""
-        subject, one = self.subject, tokens[:1]
-        if self.causal:
-            is_inferred = self.stated is None
-            self._try("future token", lambda: behaviour.check_future_token(subject, one, base, is_inferred))
-        self._try("previous token", lambda: behaviour.check_previous_token(subject, one, base))
-        self._try("swapped tokens", lambda: behaviour.check_swapped_tokens(subject, one, base))
-        with_positions = behaviour.accepts_positions(subject, one, base)
-        if with_positions:
-            has_table = any(lookup.is_table for lookup in recording._module_hints.lookups)
-            self._try(
-                "shifted positions",
-                lambda: behaviour.check_shifted_positions(subject, one, base, has_table),
-            )
-        if subject.takes_mask:
-            for side in ("right", "left"):
-                self._try(
-                    f"padding on the {side}",
-                    partial(self._check_padded, tokens, side, with_positions),
-                )
-        if subject.takes_cache and self.causal:
-            for sizes in choose_sizes(one.shape[1]):
-                name = f"cache, pieces of {sizes[1]}"
-                if self._try(name, partial(self._check_cached, one, base, calls, sizes)):
-                    break
+    def check_projections(self) -> list[Finding]:
+        """Compare queries, keys and outputs of the probe with the linear layers around them."""
+        return check_projections(self.calls, self.tokens.shape[1], self.subject.find_width())
 
-    def _check_padded(self, tokens: Tensor, side: str, with_positions: bool) -> list[Finding]:
+    def check_padded(self, side: str) -> list[Finding]:
         """Run a padded batch; the checks of what was captured come first, since they name the cause."""
         subject = self.subject
-        _, mask = behaviour.make_padded(subject, tokens, side)
+        shifts = any(finding.kind == "positions are not relative" for finding in self.findings)
+        is_relative = not self.has_table and not shifts
+        found = behaviour.check_padded(subject, self.tokens, side, self.with_positions, is_relative)
+        if not found or found[0].kind == "positions of padded tokens" or subject.is_encoder_decoder:
+            return found
+        padded, mask = behaviour.make_padded(subject, self.tokens, side)
         with log_calls(subject.model, linears=False) as log:
-            found = behaviour.check_padded(subject, tokens, side, with_positions)
-        if not found:
-            return []
+            subject.run(padded, mask)
         recording = Recording()
         for logged in log.calls:
-            if logged.call.shape[0] == len(tokens):
-                recording._add(logged.call)
+            recording._add(logged.call)
         recording._module_hints.causal = log.recording._module_hints.causal
-        causes = (
-            self._diagnose(recording, None, mask, self.stated).by_severity("error") if len(recording) else []
-        )
+        causal = self.stated if self.stated is not None else self.causal or None
+        causes = self._diagnose(recording, None, mask, causal).by_severity("error") if len(recording) else []
         return list(causes) or found
+
+    def check_cached(self, chunks: bool) -> list[Finding]:
+        """Run the probe in pieces with a cache: single steps, or chunks."""
+        sizes = choose_sizes(self.tokens.shape[1])[chunks]
+        return self._check_cached(self.tokens[:1], self.base, self.calls, sizes)
 
     def _check_cached(
         self, tokens: Tensor, base: Tensor, whole: list[LoggedCall], sizes: tuple[int, ...]
@@ -353,7 +374,7 @@ class Examination:
             return by_calls
         return list(diagnosed)
 
-    def _check_rotary(self) -> list[Finding]:
+    def check_rotary(self) -> list[Finding]:
         """Run one token everywhere, and measure how queries and keys turn."""
         length = self.subject.find_max_positions(NUM_TOKENS)
         token = self.subject.ordinary_ids()[:1]
@@ -366,51 +387,174 @@ class Examination:
             and logged.call.shape[-2:] == (length, length)
             and TokenRows.from_call(logged.call).query_offset is not None
         ]
-        return [] if self._has_errors(*_AXES) else check_rotary(calls, self.subject.config)
+        return [] if self.has_errors(*AXES) else check_rotary(calls, self.subject.config)
 
     # Findings
 
     def _merge(self) -> list[Finding]:
-        """Return each finding once, without symptoms whose cause was found, and a note on what was skipped."""
-        causes = {
-            finding.kind for finding in self.findings if finding.layer >= 0 and finding.severity == "error"
-        }
-        wrong_axes = {finding.module for finding in self.findings if finding.kind in _AXES}
+        """Return each finding once, without symptoms that a cause in the same place explains."""
+        layers = {name: number for number, name in enumerate(self.recording)}
+        errors = [
+            finding
+            for finding in self.findings
+            if finding.severity == "error" and finding.kind != NOTHING_RECORDED
+        ]
+        wrong_axes = {finding.module for finding in self.findings if finding.kind in AXES}
         merged: dict[tuple[Any, ...], Finding] = {}
         for finding in self.findings:
-            if finding.layer < 0 and finding.kind in _SYMPTOMS and causes:
+            if finding.kind in SYMPTOMS and any(_explains(error, finding) for error in errors):
                 continue
-            if finding.module in wrong_axes and finding.kind not in _AXES:
+            if finding.module in wrong_axes and finding.kind not in AXES:
                 continue  # its rows are not tokens
+            if finding.layer < 0 and finding.module:
+                around = (name for name in layers if is_around(name, finding.module))
+                finding = replace(finding, layer=layers.get(next(around, ""), -1))
             merged.setdefault((finding.kind, finding.module), finding)
-        if self.skipped:
-            message = "Some experiments were skipped."
-            hint = (
-                "If the model does not run on their inputs, pass forward= or cached= to say how it is called."
-            )
-            merged["skipped", ""] = Finding(
-                "experiments skipped", "note", message, "", -1, evidence=self.skipped, hint=hint
-            )
-        if not self.has_compared_outputs:
-            message = "The outputs of changed inputs were not compared, since the errors above change them."
-            hint = "Fix the errors, and run doctor again."
-            merged["outputs", ""] = Finding("experiments left out", "note", message, "", -1, hint=hint)
         return list(merged.values())
 
 
+def _explains(cause: Finding, symptom: Finding) -> bool:
+    """Return whether a cause explains a symptom: it is in the same place, or of a kind that does."""
+    if cause.kind.startswith(SYMPTOMS[symptom.kind]) and cause.kind != symptom.kind:
+        return True
+    return cause.kind not in SYMPTOMS and bool(symptom.module) and is_around(cause.module, symptom.module)
+
+
+# The table of experiments
+
+
+def _lacks_probe(examination: Examination) -> str:
+    return examination.no_probe
+
+
+def _lacks_outputs(examination: Examination) -> str:
+    if examination.no_probe or examination.has_token_outputs:
+        return examination.no_probe
+    return f"the output has the shape {tuple(examination.base.shape)}, and no vector for each token"
+
+
+def _is_bidirectional(examination: Examination) -> str:
+    return _lacks_outputs(examination) or ("" if examination.causal else "the model is not causal")
+
+
+def _lacks_positions(examination: Examination) -> str:
+    if _lacks_outputs(examination) or examination.with_positions:
+        return _lacks_outputs(examination)
+    takes = examination.subject.takes_positions
+    return "its own positions are not 0, 1, 2, …" if takes else "the model takes no position_ids"
+
+
+def _lacks_mask(examination: Examination) -> str:
+    takes = examination.subject.takes_mask
+    return _lacks_outputs(examination) or ("" if takes else "the model takes no attention_mask")
+
+
+def _lacks_cache(examination: Examination) -> str:
+    takes = examination.subject.takes_cache
+    return _is_bidirectional(examination) or ("" if takes else "the model takes no past_key_values")
+
+
+def _lacks_mask_or_cache(examination: Examination) -> str:
+    subject = examination.subject
+    if subject.user_forward is not None or subject.user_cached is not None:
+        return "forward= and cached= take no mask together with a cache"
+    if subject.is_encoder_decoder:
+        return "the padding of an encoder-decoder model is not in its cache of tokens"
+    return _lacks_mask(examination) or _lacks_cache(examination)
+
+
+def _lacks_encoder(examination: Examination) -> str:
+    if not examination.subject.is_encoder_decoder:
+        return "it is no encoder-decoder model"
+    return "" if examination.subject.find_encoder() is not None else "no encoder was found"
+
+
+def _lacks_source(examination: Examination) -> str:
+    subject = examination.subject
+    if not subject.is_encoder_decoder:
+        return "it is no encoder-decoder model"
+    return "" if "input_ids" in subject.inputs else "the source is not token ids"
+
+
+def _check_future(examination: Examination) -> list[Finding]:
+    one, is_inferred = examination.tokens[:1], examination.stated is None
+    return behaviour.check_future_token(examination.subject, one, examination.base, is_inferred)
+
+
+EXPERIMENTS: tuple[Check[Examination], ...] = (
+    Check("repeated run", Examination.check_state),
+    Check("encoder states", Examination.check_encoder, _lacks_encoder),
+    Check("cross-attention states", Examination.check_cross_states, _lacks_source),
+    Check("batch entries", lambda e: behaviour.check_batch(e.subject, e.tokens)),
+    Check("projections", Examination.check_projections, _lacks_probe),
+    Check("rotary positions", Examination.check_rotary, _lacks_probe),
+    Check(
+        "norms without effect",
+        lambda e: check_silent_norms(e.subject, e.tokens[:1], e.base, e.calls),
+        _lacks_probe,
+    ),
+    Check("position tables", lambda e: check_position_tables(e.subject, e.tokens[:1]), _lacks_probe),
+    Check("future token", _check_future, _is_bidirectional),
+    Check(
+        "previous token",
+        lambda e: behaviour.check_previous_token(e.subject, e.tokens[:1], e.base),
+        _lacks_outputs,
+    ),
+    Check(
+        "swapped tokens",
+        lambda e: behaviour.check_swapped_tokens(e.subject, e.tokens[:1], e.base),
+        _lacks_outputs,
+    ),
+    Check(
+        "shifted positions",
+        lambda e: behaviour.check_shifted_positions(e.subject, e.tokens[:1], e.base, e.has_table),
+        _lacks_positions,
+    ),
+    Check("padding on the right", lambda e: e.check_padded("right"), _lacks_mask),
+    Check("padding on the left", lambda e: e.check_padded("left"), _lacks_mask),
+    Check("cache, single steps", lambda e: e.check_cached(chunks=False), _lacks_cache),
+    Check("cache, chunks of three", lambda e: e.check_cached(chunks=True), _lacks_cache),
+    Check(
+        "padding with a cache",
+        lambda e: behaviour.check_padded_cache(e.subject, e.tokens),
+        _lacks_mask_or_cache,
+    ),
+    Check(
+        "dtype against float32",
+        lambda e: check_dtype(e.subject, e.tokens[:1]),
+        lambda e: _lacks_probe(e) or why_no_float32(e.subject),
+    ),
+)
+
+# Findings about outputs that change from run to run.
+UNSTABLE = ("dropout", "not deterministic", "state kept between calls")
 # Findings about layers whose rows are not tokens.
-_AXES = ("heads and tokens swapped", "heads split by view")
-# Findings about outputs. If a finding names a layer and a cause, these add nothing.
-_SYMPTOMS = {
-    "future leaks",
-    "tokens do not reach each other",
-    "padding changes the output",
-    "left padding shifts positions",
-    "cached steps differ",
-    "not deterministic",
-    "positions are not relative",
-    "position ids ignored",
+AXES = ("heads and tokens swapped", "heads split by view")
+# Findings about outputs, and the beginnings of the kinds of error that explain each wherever they are. So does any
+# cause in the place where the outputs begin to differ.
+# fmt: off
+SYMPTOMS: dict[str, tuple[str, ...]] = {
+    "future leaks": (),
+    "batch entries mixed": (),
+    "not deterministic": (),
+    "padding changes the output": (
+        "weight on padding", "cross-attention", "inverted", "mask of 0", "padding mask", "padding masked", "positions",
+        "rotary", "fully masked", "batch entries mixed",
+    ),
+    "positions of padded tokens": ("rotary",),
+    "cached steps differ": (
+        "cache:", "positions", "rotary", "heads", "causal alignment", "weight on the future", "future leaks", "padding",
+        "fully masked", "inverted", "own key", "state kept", "window",
+    ),
+    "cache: mask": ("weight on the future", "window"),
+    "left padding shifts positions": ("positions", "rotary", "cross-attention", "weight on padding", "batch"),
+    "positions are not relative": ("positions", "rotary", "heads"),
+    "position ids ignored": ("positions", "rotary", "heads"),
+    "tokens do not reach each other": (
+        "heads", "inverted", "own key", "softmax", "fully masked", "causal alignment", "batch entries mixed",
+    ),
 }
+# fmt: on
 
 
 def _format_error(error: Exception) -> str:

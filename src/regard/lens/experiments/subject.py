@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.lens.capture.module_trace import ModuleTrace
 from regard.models.loaded_model import find_token_embedding
 
 Tensor = Any  # the types of torch are not followed
@@ -34,6 +36,9 @@ TOLERANCES = {8: 1e-3, 4: 1e-3, 2: 0.1}
 class Subject:
     """A model, its inputs, and the ways to call it.
 
+    `model` is the module inside wrappers such as DDP and peft, whose modules are named and watched; `called` is the
+    outermost one, which is called.
+
     Args:
         model: The model, in eval mode.
         inputs: Token ids, (batch, n), or the keyword arguments of the model.
@@ -48,13 +53,14 @@ class Subject:
         forward: Forward | None = None,
         cached: CachedForward | None = None,
     ) -> None:
-        self.model, self.user_forward, self.user_cached = model, forward, cached
-        self.parameters = inspect.signature(model.forward).parameters
-        self.config = getattr(model, "config", None)
+        self.called, self.user_forward, self.user_cached = model, forward, cached
+        self.model, self.parameters = unwrap(model)
+        self.config = getattr(self.model, "config", None)
         self.inputs = self._resolve_inputs(inputs)
         self.num_passes = 0
         self.keeps_inputs = False
-        self.is_encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
+        reads_two = "decoder_input_ids" in self.inputs
+        self.is_encoder_decoder = reads_two or bool(getattr(self.config, "is_encoder_decoder", False))
         if self.is_encoder_decoder and "input_ids" in self.inputs and "decoder_input_ids" not in self.inputs:
             self.inputs["decoder_input_ids"] = self._make_decoder_ids(self.inputs["input_ids"])
         self.tokens_name = self._find_tokens_name()
@@ -64,7 +70,7 @@ class Subject:
 
     def _resolve_inputs(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, torch.Tensor):
-            return {next(iter(self.parameters), "input"): inputs}
+            return {self.first_parameter or "input": inputs}
         if isinstance(inputs, Mapping) and inputs and all(isinstance(name, str) for name in inputs):
             return dict(inputs)
         raise ArgumentTypeError(
@@ -175,9 +181,27 @@ class Subject:
 
     # Calls
 
+    @property
+    def first_parameter(self) -> str:
+        """Name of the model's first parameter; empty if it takes any."""
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return next(
+            (name for name, parameter in self.parameters.items() if parameter.kind not in variable), ""
+        )
+
     def accepts(self, name: str) -> bool:
-        """Return whether the model has a parameter of this name."""
-        return name in self.parameters
+        """Return whether the model has a parameter of this name, or was passed one."""
+        return name in self.parameters or name in self.inputs
+
+    @property
+    def declares_bidirectional(self) -> bool:
+        """Whether the configuration says that tokens attend to later ones."""
+        configs = (self.config, getattr(self.config, "text_config", None))
+        return any(
+            getattr(config, "use_bidirectional_attention", False)
+            or getattr(config, "is_causal", None) is False
+            for config in configs
+        )
 
     @property
     def takes_mask(self) -> bool:
@@ -238,7 +262,7 @@ class Subject:
         Returns:
             The output of the decoder, for the first tokens of the user's.
         """
-        decoded = self.tokens[:1].expand(len(tokens), -1)
+        decoded = self.inputs["decoder_input_ids"][:1].expand(len(tokens), -1)
         arguments = {"input_ids": tokens, "decoder_input_ids": decoded}
         return self._call(arguments if mask is None else arguments | {"attention_mask": mask})
 
@@ -261,12 +285,35 @@ class Subject:
             arguments[name] = value
         return self._call(arguments)
 
-    def run_cached(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+    @contextmanager
+    def trace(self) -> Iterator[ModuleTrace]:
+        """Trace what the modules read and return in the pass of a block."""
+        trace = ModuleTrace(MAX_TOKENS)
+        handles = list(trace.attach(self.model))
+        try:
+            yield trace
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def returns_cache(self) -> bool:
+        """Return whether the model returns a cache if it is asked for one."""
+        if self.user_cached is not None or not self.takes_cache or self.tokens_name is None:
+            return self.user_cached is not None
+        self.num_passes += 1
+        try:
+            output = self.called(**self._text_arguments(self.probe_tokens()[:1]), use_cache=True)
+        except Exception:  # whatever the model raises on inputs that are not its user's
+            return False
+        return getattr(output, "past_key_values", None) is not None
+
+    def run_cached(self, tokens: Tensor, sizes: Sequence[int], mask: Tensor | None = None) -> Tensor:
         """Run the model on tokens in pieces, with a cache.
 
         Args:
             tokens: (batch, n).
             sizes: Numbers of tokens, with the sum n.
+            mask: (batch, n), of which each piece is passed the part up to its end; None for no padding.
 
         Returns:
             The outputs of all pieces, (batch, n, …).
@@ -275,10 +322,13 @@ class Subject:
             self.num_passes += len(sizes)
             return extract_output(self.user_cached(tokens, sizes), len(tokens))
         self._reset_positions()  # once: later pieces continue from the first
-        cache, outputs = None, []
+        cache, outputs, stop = None, [], 0
         for piece in tokens.split(list(sizes), 1):
             arguments = self._text_arguments(piece) | {"use_cache": True, "past_key_values": cache}
-            output = self.model(**arguments)
+            stop += piece.shape[1]
+            if mask is not None:
+                arguments[self.mask_name] = mask[:, :stop]
+            output = self.called(**arguments)
             self.num_passes += 1
             cache = output.past_key_values
             outputs.append(extract_output(output, len(tokens)))
@@ -320,16 +370,42 @@ class Subject:
         self.num_passes += 1
         if self.accepts("use_cache"):
             arguments = {"use_cache": False} | arguments
-        first = next(iter(self.parameters), None)
+        first = self.first_parameter
         if first in arguments and self.parameters[first].kind is inspect.Parameter.POSITIONAL_ONLY:
             arguments = dict(arguments)
-            output = self.model(arguments.pop(first), **arguments)
+            output = self.called(arguments.pop(first), **arguments)
         elif set(arguments) <= {"input"} and "input" not in self.parameters:
-            output = self.model(arguments["input"])
+            output = self.called(arguments["input"])
         else:
-            output = self.model(**arguments)
+            output = self.called(**arguments)
         tokens = arguments.get(self.tokens_name) if self.tokens_name else next(iter(arguments.values()), None)
         return extract_output(output, len(tokens) if isinstance(tokens, torch.Tensor) else None)
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, dict[str, inspect.Parameter]]:
+    """Follow wrappers that pass their keyword arguments on to the one module inside them, as DDP and peft do.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The module inside, and the parameters of its forward and of the wrappers'.
+    """
+    parameters = dict(inspect.signature(model.forward).parameters)
+    children = list(model.children())
+    while len(children) == 1 and _passes_on(model):
+        model = children[0]
+        parameters |= inspect.signature(model.forward).parameters
+        children = list(model.children())
+    return model, parameters
+
+
+def _passes_on(model: nn.Module) -> bool:
+    """Return whether a module has no configuration of its own, and takes any keyword argument."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    inner = next(model.children())
+    is_own = getattr(model, "config", None) is not getattr(inner, "config", None)
+    return inspect.Parameter.VAR_KEYWORD in kinds and not (is_own and hasattr(model, "config"))
 
 
 def extract_output(output: Any, batch: int | None) -> Tensor:
