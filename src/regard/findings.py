@@ -18,6 +18,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 LINE_WIDTH = 92  # fits a terminal and a page
 MAX_ENTRIES = 24  # of an array that is printed
+MAX_INLINE = 40  # characters of a text of the evidence that is printed on one line with others
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Finding:
         heads: The heads concerned, from 0; empty means all.
         rows: The query rows concerned; empty means all.
         batch: The batch entries concerned; empty means all.
-        evidence: The measured numbers by name. Lists, mappings and sentences are printed on a line each.
+        evidence: The measured numbers by name. Lists, mappings and long texts are printed on a line each.
         hint: How to fix it.
 
     >>> from regard.lens import Finding
@@ -245,8 +246,8 @@ def format_numbers(word: str, numbers: tuple[int, ...]) -> str:
 
 
 def _is_long(value: Any) -> bool:
-    """Return whether a value of the evidence has a line of its own: a list, a mapping, or text with spaces."""
-    return " " in value if isinstance(value, str) else isinstance(value, list | Mapping)
+    """Return whether a value of the evidence has a line of its own: a list, a mapping, or a long text."""
+    return len(value) > MAX_INLINE if isinstance(value, str) else isinstance(value, list | Mapping)
 
 
 def _format_value(value: Any) -> str:

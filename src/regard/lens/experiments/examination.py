@@ -547,6 +547,7 @@ SYMPTOMS: dict[str, tuple[str, ...]] = {
         "fully masked", "inverted", "own key", "state kept", "window",
     ),
     "cache: mask": ("weight on the future", "window"),
+    "fully masked rows": ("inverted",),
     "left padding shifts positions": ("positions", "rotary", "cross-attention", "weight on padding", "batch"),
     "positions are not relative": ("positions", "rotary", "heads"),
     "position ids ignored": ("positions", "rotary", "heads"),

@@ -401,11 +401,10 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, dict[str, inspect.Parameter]]:
 
 
 def _passes_on(model: nn.Module) -> bool:
-    """Return whether a module has no configuration of its own, and takes any keyword argument."""
+    """Return whether a module names no parameter of its own, or is one of peft, and takes any keyword argument."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    inner = next(model.children())
-    is_own = getattr(model, "config", None) is not getattr(inner, "config", None)
-    return inspect.Parameter.VAR_KEYWORD in kinds and not (is_own and hasattr(model, "config"))
+    named = set(kinds) - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return inspect.Parameter.VAR_KEYWORD in kinds and (not named or hasattr(model, "get_base_model"))
 
 
 def extract_output(output: Any, batch: int | None) -> Tensor:
