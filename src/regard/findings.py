@@ -111,7 +111,7 @@ class CheckRun:
         name: What was checked, such as "padding on the left".
         reason: Why it was not run; empty if it was.
 
-    >>> from regard.findings import CheckRun
+    >>> from regard.lens import CheckRun
     >>> print(CheckRun("padding", "no attention_mask was passed"))
     not run  padding: no attention_mask was passed
     """
@@ -203,6 +203,15 @@ class Findings(list[Finding]):
             return f"Nothing found{scope}."
         counts = {severity: len(self.by_severity(severity)) for severity in SEVERITIES}
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, for JSON."""
+        return {
+            "scope": self.scope,
+            "counts": {severity: len(self.by_severity(severity)) for severity in SEVERITIES},
+            "findings": [finding.as_dict() for finding in self],
+            "checks": [asdict(check) for check in self.checks],
+        }
 
     def __repr__(self) -> str:
         checks = ["\n".join(map(str, self.checks))] if self.checks else []

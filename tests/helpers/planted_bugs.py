@@ -1,6 +1,6 @@
 """`PLANTED_BUGS`: faults that engineers make in attention, each as a model with it and a clean twin.
 
-The faults were chosen before the checks of `regard.lens.doctor` were written. `kinds` has the kinds of finding that
+The faults were chosen before the checks of `regard.doctor` were written. `kinds` has the kinds of finding that
 name the cause; `difference` is the kind of difference to the clean twin. A fault that no check can know without a
 reference has `needs_reference`.
 

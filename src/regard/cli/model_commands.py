@@ -84,25 +84,21 @@ def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidire
             tokens=run.text.tokens,
             recording=run.recording,
         )
-    counts = {severity: len(findings.by_severity(severity)) for severity in SEVERITY_STYLES}
-    printer.record(
-        run.record
-        | {
-            "scope": findings.scope,
-            "counts": counts,
-            "findings": [finding.as_dict() for finding in findings],
-        }
-    )
-    summary, *blocks = repr(findings).split("\n\n")
-    printer.print(summary, "bold red" if counts["error"] else "bold" if findings else "bold green")
-    for finding, block in zip(findings, blocks, strict=True):
+    record = findings.as_dict()
+    has_errors = bool(record["counts"]["error"])
+    printer.record(run.record | record)
+    printer.print(findings.summary, "bold red" if has_errors else "bold" if findings else "bold green")
+    for finding in findings:
         printer.print()
-        title, *rest = block.split("\n")
+        title, *rest = str(finding).split("\n")
         severity, _, message = title.partition(": ")
         printer.print(style_text((f"{severity}: ", SEVERITY_STYLES[finding.severity]), (message, "bold")))
         for line in rest:
             printer.print(style_text((line[:12], "dim"), line[12:]))
-    return 1 if counts["error"] else 0
+    printer.print()
+    for check in findings.checks:
+        printer.print(str(check), "dim")
+    return 1 if has_errors else 0
 
 
 def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: bool, top: int | None) -> int:

@@ -27,11 +27,11 @@ except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
-from regard.findings import Finding, Findings
+from regard.findings import CheckRun, Finding, Findings
 from regard.lens.alignment import Alignment
 from regard.lens.capture.call import Call
 from regard.lens.comparison import Comparison
-from regard.lens.experiments.examination import doctor
+from regard.lens.experiments.examination import doctor as doctor  # its name is regard.doctor
 from regard.lens.layer_spans import LayerSpans
 from regard.lens.recording import Recording
 from regard.lens.recording_errors import EmptyRecordingWarning
@@ -44,6 +44,7 @@ from regard.lens.watch import Watch
 __all__ = [
     "Alignment",
     "Call",
+    "CheckRun",
     "Comparison",
     "EmptyRecordingWarning",
     "Finding",
@@ -54,7 +55,6 @@ __all__ = [
     "SpanMass",
     "Table",
     "Watch",
-    "doctor",
     "token_spans",
 ]
 

@@ -504,7 +504,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         are not consecutive in cached steps, a cache that loses keys or values, a bias that grows with the distance,
         sinks, soft caps and windows that are not as configured, a softmax over the queries, an empty recording.
         Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that were not captured. Notes:
-        uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.lens.doctor` makes
+        uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.doctor` makes
         experiments.
 
         Args:

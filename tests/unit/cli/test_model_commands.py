@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -121,6 +122,7 @@ def test_doctor_exits_with_1_on_an_error(tmp_path):
     record = json.loads(done.stdout)
     assert done.returncode == 1 and done.stderr == ""
     assert record["counts"]["error"] == 1
+    assert {"name": "future token", "reason": "outputs cannot be compared: dropout"} in record["checks"]
     assert [finding["kind"] for finding in record["findings"] if finding["severity"] == "error"] == [
         "dropout"
     ]
@@ -128,9 +130,17 @@ def test_doctor_exits_with_1_on_an_error(tmp_path):
 
 def test_doctor_prints_the_findings(run, tmp_path, monkeypatch):
     out, _ = run("doctor", INDUCTION, "-t", LINE)
-    assert out == "Nothing found in 2 layers, 8 heads by 9 forward passes; causal (inferred).\n"
+    summary, blank, *checks = out.splitlines()
+    assert re.fullmatch(
+        r"Nothing found in 2 layers, 8 heads by \d+ forward passes; causal \(inferred\)\.", summary
+    )
+    assert blank == "" and all(line.startswith(("run      ", "not run  ")) for line in checks)
+    assert "run      future token" in checks
+    assert "not run  padding on the left: the model takes no attention_mask" in checks
     out, _ = run("doctor", INDUCTION, "-t", LINE, "--bidirectional")
-    assert out.endswith("; bidirectional (as stated).\n")
+    assert (
+        "; bidirectional (as stated).\n" in out and "not run  future token: the model is not causal\n" in out
+    )
     _, err = run("doctor", INDUCTION, "-t", LINE, "--bidirectional", "--causal", code=2)
     assert "expected at most one of them" in err
     (tmp_path / "faulty2.py").write_text(FAULTY)

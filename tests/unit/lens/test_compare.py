@@ -67,7 +67,7 @@ def test_every_planted_bug_is_named_by_compare_or_doctor():
         bug = PLANTED_BUGS[name]
         model = bug.build()
         cached = model.decode if getattr(model, "is_decoder", False) else None
-        findings = regard.lens.doctor(model, bug.inputs(), causal=bug.causal, cached=cached)
+        findings = regard.doctor(model, bug.inputs(), causal=bug.causal, cached=cached)
         by_doctor |= {name for finding in findings if finding.kind in bug.kinds}
     assert len(PLANTED_BUGS) >= 28 and by_doctor == {REFUSED}
     assert by_compare | by_doctor == PLANTED_BUGS.keys()

@@ -1,4 +1,4 @@
-"""`regard.lens.doctor`: each planted bug is found and named without a reference, and its clean twin has no errors."""
+"""`regard.doctor`: each planted bug is found and named without a reference, and its clean twin has no errors."""
 
 from __future__ import annotations
 

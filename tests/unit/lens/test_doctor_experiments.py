@@ -1,4 +1,4 @@
-"""The experiments of `regard.lens.doctor` one by one: what they find, and what they need of the model."""
+"""The experiments of `regard.doctor` one by one: what they find, and what they need of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard.lens.doctor` finds no error in healthy models of more than sixty architectures."""
+"""`regard.doctor` finds no error in healthy models of more than sixty architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard.lens.doctor` compares attention calls with the layers around them: heads, scale, norms, rotary positions."""
+"""`regard.doctor` compares attention calls with the layers around them: heads, scale, norms, rotary positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regard.lens.doctor` compares rotary positions with the configuration: scaling, theta, share and factor."""
+"""`regard.doctor` compares rotary positions with the configuration: scaling, theta, share and factor."""
 
 from __future__ import annotations
 

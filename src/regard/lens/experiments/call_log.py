@@ -21,7 +21,7 @@ Tensor = Any  # the types of torch are not followed
 
 
 @dataclass(frozen=True)
-class ModuleEvent:
+class LoggedModule:
     """One call of a linear layer or norm: its name, input and output."""
 
     name: str
@@ -52,9 +52,9 @@ class LoggedCall:
     owner: nn.Module
     layer: int = 0
     around: str = ""
-    before: list[ModuleEvent] = field(default_factory=list)
-    norms: list[ModuleEvent] = field(default_factory=list)
-    after: list[ModuleEvent] = field(default_factory=list)
+    before: list[LoggedModule] = field(default_factory=list)
+    norms: list[LoggedModule] = field(default_factory=list)
+    after: list[LoggedModule] = field(default_factory=list)
 
     @property
     def module(self) -> str:
@@ -78,7 +78,7 @@ class CallLog(Watch):
         options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, options)
         self._calls: list[LoggedCall] = []
-        self._since_call: list[ModuleEvent] = []
+        self._since_call: list[LoggedModule] = []
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Log a call and record it."""
@@ -116,7 +116,7 @@ class CallLog(Watch):
     def _make_hook(self, name: str, is_norm: bool) -> Any:
         def log_module(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
-                self._since_call.append(ModuleEvent(name, args[0].detach(), output.detach(), is_norm))
+                self._since_call.append(LoggedModule(name, args[0].detach(), output.detach(), is_norm))
 
         return log_module
 
@@ -148,7 +148,7 @@ def is_norm(name: str, module: nn.Module) -> bool:
     return "norm" in names.lower() and not any(True for _ in module.children())
 
 
-def _select_around(module: str, events: list[ModuleEvent]) -> tuple[str, list[ModuleEvent]]:
+def _select_around(module: str, events: list[LoggedModule]) -> tuple[str, list[LoggedModule]]:
     """Select the events inside a module; if it has no linear layers, inside the module around it.
 
     Returns:
@@ -163,7 +163,7 @@ def _select_around(module: str, events: list[ModuleEvent]) -> tuple[str, list[Mo
     return module, [] if module else list(events)
 
 
-def _select_inside(module: str, events: list[ModuleEvent]) -> list[ModuleEvent]:
+def _select_inside(module: str, events: list[LoggedModule]) -> list[LoggedModule]:
     return [event for event in events if not module or event.name.startswith(f"{module}.")]
 
 

@@ -11,7 +11,7 @@ import torch
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS
-from regard.lens.experiments.call_log import LoggedCall, ModuleEvent
+from regard.lens.experiments.call_log import LoggedCall, LoggedModule
 
 Tensor = Any  # the types of torch are not followed
 
@@ -110,7 +110,7 @@ def _find_norm_outputs(logged: LoggedCall, heads_first: Tensor) -> Iterator[Tens
             yield output.reshape(batch, n, heads, dim).transpose(1, 2)
 
 
-def _split_output(event: ModuleEvent, width: int) -> Iterator[Tensor]:
+def _split_output(event: LoggedModule, width: int) -> Iterator[Tensor]:
     """Yield the parts of a linear layer's output that have a width: all of it, or the first, middle or last part."""
     output = event.output
     if output.ndim != 3 or output.shape[-1] < width:
