@@ -499,10 +499,11 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Check the attention for common faults.
 
         Errors: weight on the future, weight on padding, fully masked tokens, NaN or inf (and where they began), an
-        inverted mask, a mask of 0 and 1, one of another batch entry or without its diagonal, `is_causal` aligned to the
-        wrong corner, packed documents that attend to each other, dropout in eval mode, positions that count padding or
-        are not consecutive in cached steps, a cache that loses keys or values, a bias that grows with the distance,
-        sinks, soft caps and windows that are not as configured, a softmax over the queries, an empty recording.
+        inverted mask, a mask of 0 and 1, one of another batch entry, with the batch on the axis of the heads or without
+        its diagonal, `is_causal` aligned to the wrong corner, packed documents that attend to each other, dropout in
+        eval mode, positions that count padding or are not consecutive in cached steps, a cache that loses keys or
+        values, a bias that grows with the distance, sinks, soft caps and windows that are not as configured, a softmax
+        over the queries, an empty recording.
         Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that were not captured. Notes:
         uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.doctor` makes
         experiments.

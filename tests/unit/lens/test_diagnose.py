@@ -667,7 +667,7 @@ def test_windows_on_the_wrong_layers_are_named(inputs):
     wide, narrow = find_windows(model, **inputs)
     assert (wide.layer, wide.severity, wide.evidence["sliding_window of the layer"]) == (0, "error", 5)
     assert narrow.layer == 1 and narrow.evidence["keys of the widest row"] == 5
-    assert narrow.evidence["type of the layer"] == "all keys"
+    assert narrow.evidence["layer_type of the layer"] == "all keys"
 
 
 @pytest.mark.parametrize("change", [1, -1])
@@ -731,3 +731,27 @@ def test_windows_and_padding_of_encoders_are_no_shifted_triangle():
     for mask in (band, few):
         findings = watched(PassedAttention(), query, query, attn_mask=mask).diagnose()
         assert "weight on the future" not in {finding.kind for finding in findings}
+
+
+def test_a_layer_that_is_not_sliding_may_know_the_window():
+    """EXAONE 4 stores the window in every layer, and MiniMax has windows in layers of full attention."""
+    sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 32, "sliding_window": 5}
+    config = transformers.Exaone4Config(**sizes, layer_types=TYPES * 2)
+    assert find_windows(transformers.Exaone4ForCausalLM(config).eval()) == []
+    types = ["full_attention", "linear_attention"] * 2
+    config = transformers.MiniMaxConfig(**sizes, layer_types=types, num_local_experts=2, head_dim=8)
+    assert find_windows(transformers.MiniMaxForCausalLM(config).eval()) == []
+
+
+def test_a_configuration_that_differs_between_layers_states_nothing():
+    """As transformers raises for an attribute that each layer has in a configuration of its own."""
+
+    class PerLayer:
+        @property
+        def sliding_window(self):
+            raise RuntimeError("'sliding_window' is a per-layer attribute")
+
+    model = Plain()
+    for module in model.modules():
+        module.config = PerLayer()
+    assert find_windows(model) == []

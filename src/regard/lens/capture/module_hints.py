@@ -47,7 +47,7 @@ class ModuleSettings(NamedTuple):
     def read(cls, module: nn.Module) -> ModuleSettings:
         """Read the settings of a module."""
         config = getattr(module, "config", None)
-        softcap = getattr(config, "attn_logit_softcapping", None)
+        softcap = read_setting(config, "attn_logit_softcapping")
         return cls(
             isinstance(getattr(module, "sinks", None), torch.Tensor),
             float(softcap) if isinstance(softcap, int | float) else None,
@@ -55,23 +55,39 @@ class ModuleSettings(NamedTuple):
         )
 
 
+def read_setting(config: Any, name: str) -> Any:
+    """Return an attribute of a configuration; None without it, or if it differs between layers.
+
+    Args:
+        config: The configuration, or None.
+        name: Name of the attribute.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # of transformers: the layers have configurations of their own
+        return None
+
+
 def _read_windows(module: nn.Module, config: Any) -> dict[str, int | None]:
     """Read the window of an attention module, by its configuration and by itself; what is not stated is left out."""
-    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    configured = getattr(config, "sliding_window", None)
+    types, index = read_setting(config, "layer_types"), getattr(module, "layer_idx", None)
+    configured, own = read_setting(config, "sliding_window"), getattr(module, "sliding_window", None)
     found: dict[str, Any] = {}
-    if isinstance(types, list | tuple) and isinstance(index, int) and index < len(types):
+    # Without layers of either type, the configuration distinguishes something else, such as linear attention.
+    has_types = isinstance(types, list | tuple) and "sliding_attention" in types
+    if has_types and isinstance(index, int) and index < len(types):
         if types[index] == "full_attention":
             found["layer_types of the configuration"] = None
         elif types[index] == "sliding_attention":
             found["layer_types of the configuration"] = configured or 0
     elif types is None and not hasattr(module, "sliding_window"):
         found["sliding_window of the configuration"] = configured or 0
-    if "full_attention" in (getattr(module, "layer_type", ""), getattr(module, "attention_type", "")):
-        found["type of the layer"] = None
+    if has_types and getattr(module, "layer_type", "") == "full_attention":
+        found["layer_type of the layer"] = None
     elif getattr(module, "is_sliding", None) is False:
         found["is_sliding of the layer"] = None
-    found["sliding_window of the layer"] = getattr(module, "sliding_window", None) or 0
+    else:
+        found["sliding_window of the layer"] = own or 0
     is_number = {name: isinstance(value, int) and value > 0 for name, value in found.items()}
     return {name: value for name, value in found.items() if value is None or is_number[name]}
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.lens.capture.module_hints import read_setting
+
 Tensor = Any  # the types of torch are not followed
 
 
@@ -60,7 +62,7 @@ def find_configured(config: Any, owner: nn.Module, num_tokens: int, dim: int) ->
     """
     own = getattr(owner, "config", None)
     config = own if own is not None else getattr(config, "text_config", None) or config
-    parameters = getattr(config, "rope_parameters", None)
+    parameters = read_setting(config, "rope_parameters")
     if not isinstance(parameters, Mapping):
         return []
     by_type = {name: entry for name, entry in parameters.items() if isinstance(entry, Mapping)}
@@ -76,8 +78,8 @@ def find_configured(config: Any, owner: nn.Module, num_tokens: int, dim: int) ->
             for name, entry in sets.items()
             for configured in _build(config, entry, name, num_tokens, dim, is_own_class)
         ]
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
-        return []  # parameters that this version of transformers does not know
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError, RuntimeError):
+        return []  # parameters that differ between layers, or that this version of transformers does not know
 
 
 def find_layer_type(owner: nn.Module, config: Any) -> str | None:
@@ -87,7 +89,7 @@ def find_layer_type(owner: nn.Module, config: Any) -> str | None:
         owner: The attention layer.
         config: Its configuration.
     """
-    types, index = getattr(config, "layer_types", None), getattr(owner, "layer_idx", None)
+    types, index = read_setting(config, "layer_types"), getattr(owner, "layer_idx", None)
     if isinstance(types, list | tuple) and isinstance(index, int) and index < len(types):
         return str(types[index])
     named = getattr(owner, "layer_type", None) or getattr(owner, "attention_type", None)
@@ -97,17 +99,28 @@ def find_layer_type(owner: nn.Module, config: Any) -> str | None:
 def _build(
     config: Any, parameters: Any, layer_type: str, num_tokens: int, dim: int, is_own_class: bool
 ) -> Iterator[ConfiguredRotary]:
-    """Yield the rotary positions of one set of parameters; two if they depend on the length of the text."""
-    rope_type, theta = parameters.get("rope_type", "default"), float(parameters["rope_theta"])
-    head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    """Yield the rotary positions of one set of parameters; several if the size of the head or the length is unclear."""
     share = parameters.get("partial_rotary_factor")
-    size = int(head_dim * (share or 1.0))
-    if not 1 < size <= dim:
-        return
-    is_size_stated = is_own_class or share is not None
+    # With latent attention, a part of the head turns, which some configurations also call head_dim.
+    stated = [getattr(config, name, None) for name in ("qk_rope_head_dim", "head_dim")]
+    head_dims = [int(head_dim) for head_dim in stated if head_dim]
+    for head_dim in dict.fromkeys(head_dims or [config.hidden_size // config.num_attention_heads]):
+        size = int(head_dim * (share or 1.0))
+        if not 1 < size <= dim:
+            continue
+        is_size_stated = is_own_class or share is not None
+        for angles, factor in _compute(config, parameters, layer_type, num_tokens, head_dim, size):
+            rope_type, theta = parameters.get("rope_type", "default"), float(parameters["rope_theta"])
+            yield ConfiguredRotary(rope_type, theta, angles, size, is_size_stated, factor)
+
+
+def _compute(
+    config: Any, parameters: Any, layer_type: str, num_tokens: int, head_dim: int, size: int
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield angles and factor, by the functions of transformers if they are scaled; twice for LongRoPE."""
+    rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
-        yield ConfiguredRotary(rope_type, theta, compute_angles(theta, size), size, is_size_stated)
+        yield compute_angles(float(parameters["rope_theta"]), size), 1.0
         return
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(config, transformers.PreTrainedConfig):
@@ -123,4 +136,4 @@ def _build(
     options = {"layer_type": layer_type} if layer_type else {}
     for length in lengths:
         angles, factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", seq_len=length, **options)
-        yield ConfiguredRotary(rope_type, theta, angles.double(), size, is_size_stated, float(factor))
+        yield angles.double(), float(factor)

@@ -29,7 +29,12 @@ from regard.lens.experiments.subject import (
     relative_difference,
     tolerance_of,
 )
-from regard.lens.experiments.weight_use import check_position_tables, check_silent_norms
+from regard.lens.experiments.weight_use import (
+    check_position_tables,
+    check_silent_norms,
+    find_long_tables,
+    find_silent_norms,
+)
 from regard.lens.recording import Recording
 from regard.lens.recording_errors import EmptyRecordingWarning
 from regard.lens.watch import find_native_parts, watch
@@ -427,6 +432,18 @@ def _lacks_probe(examination: Examination) -> str:
     return examination.no_probe
 
 
+def _lacks_silent_norms(examination: Examination) -> str:
+    has_some = not examination.no_probe and find_silent_norms(examination.calls)
+    return examination.no_probe or (
+        "" if has_some else "the attention layers call all norms that can be changed"
+    )
+
+
+def _lacks_long_tables(examination: Examination) -> str:
+    has_some = not examination.no_probe and find_long_tables(examination.subject)
+    return examination.no_probe or ("" if has_some else "no position table has more rows than positions")
+
+
 def _lacks_outputs(examination: Examination) -> str:
     if examination.no_probe or examination.has_token_outputs:
         return examination.no_probe
@@ -491,9 +508,9 @@ EXPERIMENTS: tuple[Check[Examination], ...] = (
     Check(
         "norms without effect",
         lambda e: check_silent_norms(e.subject, e.tokens[:1], e.base, e.calls),
-        _lacks_probe,
+        _lacks_silent_norms,
     ),
-    Check("position tables", lambda e: check_position_tables(e.subject, e.tokens[:1]), _lacks_probe),
+    Check("position tables", lambda e: check_position_tables(e.subject, e.tokens[:1]), _lacks_long_tables),
     Check("future token", _check_future, _is_bidirectional),
     Check(
         "previous token",

@@ -11,6 +11,7 @@ import torch
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
 from regard.lens.analysis.head_checks import UNSCALED_LAYERS
+from regard.lens.capture.module_hints import read_setting
 from regard.lens.experiments.call_log import LoggedCall, LoggedModule
 
 Tensor = Any  # the types of torch are not followed
@@ -330,7 +331,7 @@ def _find_configured_scale(logged: LoggedCall) -> float | None:
     """Return the scale that the configuration of a layer states; None if it states none."""
     config = getattr(logged.owner, "config", None)
     scalar, multiplier = (
-        getattr(config, name, None) for name in ("query_pre_attn_scalar", "attention_multiplier")
+        read_setting(config, name) for name in ("query_pre_attn_scalar", "attention_multiplier")
     )
     if isinstance(scalar, int | float) and scalar > 0:
         return float(scalar**-0.5)

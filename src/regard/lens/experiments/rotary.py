@@ -16,6 +16,7 @@ import torch
 
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
+from regard.lens.capture.module_hints import read_setting
 from regard.lens.experiments.call_log import LoggedCall
 from regard.lens.experiments.configured_rotary import ConfiguredRotary, compute_angles, find_configured
 from regard.lens.experiments.projections import compare_with_projection, find_factor
@@ -348,7 +349,7 @@ def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findin
     if logged is None or key is None or logged.value.ndim != 4:
         return []
     is_shared = logged.value.shape == logged.key.shape and bool(torch.equal(logged.value, logged.key))
-    if is_shared or getattr(getattr(logged.owner, "config", None), "rotary_value", False):
+    if is_shared or read_setting(getattr(logged.owner, "config", None), "rotary_value"):
         return []  # some architectures turn them, and their outputs back
     turn = measure_turn(logged.value[0])
     if not turn.is_turn or not _have_equal_angles(turn.angles.abs(), key.angles.abs()):

@@ -32,7 +32,9 @@ def find_silent_norms(calls: Sequence[LoggedCall]) -> dict[str, nn.Module]:
     called = {event.name for logged in calls for event in (*logged.norms, *logged.after)}
     found = {}
     for logged in calls:
-        for name, module in logged.owner.named_modules(prefix=logged.module):
+        # Modules deeper inside, such as the compressors of DeepSeek V4, may need a longer text.
+        for attribute, module in logged.owner.named_children():
+            name = f"{logged.module}.{attribute}".lstrip(".")
             weights = list(module.parameters(recurse=False))
             if weights and name not in called and is_norm(name, module) and all(map(_is_changeable, weights)):
                 found[name] = module
