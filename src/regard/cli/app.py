@@ -190,7 +190,7 @@ def compare(
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare two models on a text: the first layer in which they part, and why. Exits with 1 if they differ."""
+    """Compare two models on a text: the first layer or module in which they part, and why. Exits with 1 if they do."""
     from regard.cli.compare_command import compare
     from regard.cli.model_commands import ModelOptions
 

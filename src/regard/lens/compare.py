@@ -1,4 +1,4 @@
-"""`compare`: find the first layer in which two runs part, and what kind of difference it is."""
+"""`compare`: find the first layer or module in which two runs part, and what kind of difference it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from regard.lens.analysis.module_differences import (
     build_module_difference,
     find_fused_order,
 )
-from regard.lens.analysis.setting_differences import describe_moved_masks
+from regard.lens.analysis.setting_differences import describe_moved_masks, find_setting_differences
 from regard.lens.analysis.tensor_relation import limit_rounding, relate
 from regard.lens.analysis.token_rows import as_token_lists
 from regard.lens.capture.call import Call
@@ -202,12 +202,13 @@ class _Comparer:
         self._put_not_finite_first()
         findings = Findings([], f"{len(self.table)} layers")
         findings.extend([*self.findings, *missing])
-        output = None if self.trace is None else self.trace.output
+        outputs = [] if self.trace is None else self.trace.outputs
+        sizes = [pair.output_size for pair in outputs if not math.isnan(pair.output_size)]
         return Comparison(
             findings,
             self.table,
             tuple(self.notes),
-            math.nan if output is None else output.output_size,
+            max(sizes, default=math.nan),
             self._explain_missing_output(),
         )
 
@@ -317,7 +318,9 @@ class _Comparer:
             )
             for recording, name in pairs
         ]
-        if bool(evicted[0]) != bool(evicted[1]):
+        if bool(evicted[0]) != bool(evicted[1]) and not _have_same_masks(
+            *drop_repeated_calls(calls_a, calls_b)
+        ):
             word = "A" if evicted[0] else "B"
             message = f"The cache of {word} evicts keys, {max(evicted)} in all, and that of the other run keeps them."
             return Finding("cache", "error", message, hint=hint, evidence={"evicted": max(evicted)})
@@ -393,8 +396,14 @@ class _Comparer:
         self.trace = trace = TraceComparison(*traces, self.token_flags, self.rows, causal)
         first = self.findings[0] if self.findings else None
         if first is None:
-            found = trace.find_first() if trace.output is not None and trace.output.returns_others else None
+            found = trace.find_first() if trace.differs else None
             self.findings += [] if found is None else [self._describe_module(found, -1)]
+            return
+        if first.rows and min(first.rows) >= trace.length and trace.differs:
+            # Later passes read what the first one generated.
+            found = trace.find_first()
+            assert found is not None
+            self.findings.insert(0, self._describe_module(found, -1))
             return
         span = trace.find_span(next(row["module_a"] for row in self.table if row["layer"] == first.layer))
         found = None if span is None else trace.find_first(span[1])
@@ -402,7 +411,12 @@ class _Comparer:
             return
         position, start = found.pair.position, trace.pairs[span[0]]
         is_before = position < span[0] or (position == span[0] and not found.is_inside)
-        if is_before and (first.kind in GENERIC or (first.kind in VECTORS and start.reads_others)):
+        reads_same = found.is_inside and not found.pair.reads_other_ids and found.pair.a.has_input
+        if is_before and (
+            first.kind in GENERIC
+            or (first.kind in VECTORS and start.reads_others)
+            or (first.kind == "other tokens" and reads_same)
+        ):
             self.findings[0] = self._describe_module(found, first.layer)
             self._rename_kind(first.layer, self.findings[0].kind)
         elif is_before and first.kind in SETTINGS and start.reads_others:
@@ -456,8 +470,8 @@ class _Comparer:
         finding = next((finding for finding in self.findings if finding.kind == "NaN or inf"), None)
         origins = [recording._trace.find_not_finite() for recording in (self.a, self.b)]
         places = [origin and (origin.event.name, origin.event.index) for origin in origins]
-        output = None if self.trace is None else self.trace.output
-        if finding is None and (places[0] == places[1] or output is None or output.output_size < math.inf):
+        sizes = [] if self.trace is None else [pair.output_size for pair in self.trace.outputs]
+        if finding is None and (places[0] == places[1] or math.inf not in sizes):
             return  # none, the same in both, or in padding
         first = self.findings[0] if self.findings else None
         if first is not None and first.kind == "mask" and first.evidence.get("rows without a key"):
@@ -493,7 +507,7 @@ class _Comparer:
             if not self.a._trace.events or not self.b._trace.events:
                 return "the output of the model was not recorded: watch(values=True)"
             return "the output of the model was not compared, since the tokens differ"
-        if self.trace.output is not None:
+        if self.trace.outputs:
             return ""
         roots = [[event for event in x._trace.events if not event.name] for x in (self.a, self.b)]
         if not roots[0] or not roots[1]:
@@ -597,6 +611,18 @@ def drop_repeated_calls(calls_a: list[Call], calls_b: list[Call]) -> tuple[list[
     if repeated[False] and len(calls_a) == 1:
         calls_b = calls_b[-1:]
     return calls_a, calls_b
+
+
+def _have_same_masks(calls_a: list[Call], calls_b: list[Call]) -> bool:
+    """Return whether two runs attend to the same keys: a window masks what a cache has evicted."""
+    if [call.shape for call in calls_a] != [call.shape for call in calls_b]:
+        return False
+    for a, b in zip(calls_a, calls_b, strict=True):
+        q_len, kv_len = a.shape[-2:]
+        tokens = find_common_tokens(a, b, q_len, kv_len)[0]
+        if any(x.kind == "mask" for x in find_setting_differences(a, b, q_len, kv_len, tokens)):
+            return False
+    return True
 
 
 def _find_turned_cache(calls_a: list[Call], calls_b: list[Call]) -> Finding | None:

@@ -534,6 +534,26 @@ def test_the_output_of_the_model_is_compared():
     assert same.summary == "No difference in 3 layers and the output." and same.output == 0
 
 
+@pytest.mark.parametrize("name", ["BERT", "ViT"])
+def test_every_output_of_the_model_is_compared(name):
+    inputs = TINY[name].inputs("none")
+    original, port = TINY[name].build(), TINY[name].build()
+    assert {"last_hidden_state", "pooler_output"} <= original(**inputs).keys()
+    assert regard.compare(original, port, inputs).kind == "no difference"
+    with torch.no_grad():
+        port.pooler.dense.weight.mul_(2)
+    comparison = regard.compare(original, port, inputs)
+    assert (comparison.kind, comparison.first.module) == ("module", "pooler.dense")
+
+
+def test_patches_that_are_projected_otherwise_are_no_other_tokens():
+    inputs = TINY["ViT"].inputs("none")
+    original, port = TINY["ViT"].build(), TINY["ViT"].build()
+    torch.nn.init.normal_(port.embeddings.patch_embeddings.projection.weight)
+    comparison = regard.compare(original, port, inputs)
+    assert (comparison.kind, comparison.first.module) == ("module", "embeddings.patch_embeddings.projection")
+
+
 def test_an_output_that_was_not_recorded_is_stated():
     model = build_llama()
     runs = [record(model, values=values, **LLAMA_INPUTS) for values in (True, False)]
@@ -668,6 +688,35 @@ def test_a_prefix_is_compared_if_later_tokens_cannot_matter():
         tokens = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
     comparison = regard.compare(record(model, input_ids=tokens[:, :-1]), cached)
     assert comparison.agrees and comparison.missing_output
+
+
+def test_a_fault_of_the_prompt_is_not_the_tokens_that_were_generated_from_it():
+    faulty = build_llama()
+    replace_activation(faulty)
+    with torch.no_grad():
+        faulty.model.layers[1].mlp.down_proj.weight.mul_(20)
+    runs = []
+    for model in (build_llama(), faulty):
+        with torch.no_grad(), regard.watch(model, values=True) as recording:
+            tokens = model.generate(**LLAMA_INPUTS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        runs.append((recording, tokens))
+    assert not torch.equal(runs[0][1], runs[1][1])
+    comparison = regard.compare(runs[0][0], runs[1][0])
+    assert comparison.first.module == "model.layers.1.mlp.act_fn"
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 2"])
+def test_a_cache_that_keeps_no_more_than_the_window_agrees(name, side):
+    model, inputs = TINY[name].build(), TINY[name].inputs(side)
+    runs = []
+    for use_cache in (True, False):
+        with torch.no_grad(), regard.watch(model, values=True) as recording:
+            model.generate(
+                **inputs, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=use_cache
+            )
+        runs.append(recording)
+    assert regard.compare(*runs).kind == "rounding" and regard.compare(*reversed(runs)).kind == "rounding"
 
 
 # Values that are not finite

@@ -231,6 +231,10 @@ def _projection(
     if agreeing and len(differing) < 3:
         message = f"The {names} of B {differ}; the {_join(agreeing)} {agree}."
         hint = f"Compare the weights and bias of the {names} projection, and any norm after it."
+        if agreeing == ["query"] and TokenRows.from_call(a).query_offset is None:
+            hint = (
+                f"Compare the encoder states that the layer reads, and the weights of the {names} projection."
+            )
         return Finding("projection", "error", message, hint=hint, evidence=evidence, **where)
     if layer == 0 and rows and len(rows) < a.query.shape[-2]:
         message = f"The {names} of some rows differ in the first layer, and the other rows agree."

@@ -126,11 +126,20 @@ class TraceComparison:
         self.pairs = list(self._limit(self._match(a.events, b.events)))
 
     @property
-    def output(self) -> EventPair | None:
-        """The call of the model itself; None if its outputs cannot be compared."""
-        last = self.pairs[-1] if self.pairs else None
-        is_model = last is not None and not last.a.name and not last.b.name
-        return last if is_model and last is not None and not math.isnan(last.output_size) else None
+    def length(self) -> int:
+        """The number of tokens of the pass of A, as most modules return them."""
+        return self._lengths[0]
+
+    @property
+    def outputs(self) -> list[EventPair]:
+        """The model itself, once for each tensor that it returns; empty if the first cannot be compared."""
+        pairs = [pair for pair in self.pairs if not pair.a.name and not pair.b.name]
+        return [] if not pairs or math.isnan(pairs[0].output_size) else pairs
+
+    @property
+    def differs(self) -> bool:
+        """Whether the model returns something else."""
+        return any(pair.returns_others for pair in self.outputs)
 
     def find_first(self, stop: int | None = None) -> ModuleDifference | None:
         """Find the first call that differs, unless the difference ends inside a module that returns the same.
@@ -149,10 +158,12 @@ class TraceComparison:
 
     def _ends(self, pair: EventPair) -> bool:
         """Return whether a module around this one returns the same, as if heads are permuted with their projection."""
-        ended: set[str] = set()
+        if self.outputs and not self.differs:
+            return True
+        ended = {""}
         for later in self.pairs[pair.position + 1 :]:
             name = later.a.name
-            if (not name or pair.a.name.startswith(f"{name}.")) and name not in ended:
+            if pair.a.name.startswith(f"{name}.") and name not in ended:
                 if not math.isnan(later.output_size) and not later.returns_others:
                     return True
                 ended.add(name)
@@ -172,9 +183,11 @@ class TraceComparison:
         names_a, names_b = ({event.name for event in events if event.name} for events in (a, b))
         if 2 * len(names_a & names_b) > min(len(names_a), len(names_b)):
             return match_events(a, b)
-        leaves_a, leaves_b = ([event for event in events if not event.num_parts] for events in (a, b))
-        roots = [event for events in (a, b) for event in events[-1:] if not event.name]
-        ends = [(roots[0], roots[1])] if len(roots) == 2 else []
+        leaves_a, leaves_b = (
+            [event for event in events if event.name and not event.num_parts] for events in (a, b)
+        )
+        roots = [[event for event in events if not event.name] for events in (a, b)]
+        ends = list(zip(*roots, strict=False))
         shapes = [[event.output_shape for event in leaves] for leaves in (leaves_a, leaves_b)]
         if shapes[0] == shapes[1]:
             self.matched_by = "order"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -28,7 +28,7 @@ class ModuleEvent:
 
     Args:
         name: Name of the module; empty for the model itself.
-        index: Number of the call of this module, from 0.
+        index: Number of the call of this module, from 0; for the model itself, number of the tensor that it returns.
         class_name: Name of its class.
         num_parts: Number of modules inside it.
         input: The first floating-point tensor that it was passed, some of its rows; None if there is none.
@@ -53,6 +53,11 @@ class ModuleEvent:
     output_shape: tuple[int, ...] = ()
     ids: Tensor | None = None
     has_weights: bool = False
+
+    @property
+    def has_input(self) -> bool:
+        """Whether its input is known: vectors or ids."""
+        return self.input is not None or self.ids is not None
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,18 @@ class ModuleTrace:
                 next(module.parameters(), None) is not None,
             )
         )
-        self._is_closed = not name  # one pass
+        if not name:
+            self._is_closed = True  # one pass
+            for index, tensor in enumerate(_find_outputs(output, returned), 1):
+                self.events.append(
+                    replace(
+                        self.events[-1],
+                        index=index,
+                        output=self._select_rows(tensor),
+                        is_output_finite=_is_finite(tensor),
+                        output_shape=tuple(tensor.shape),
+                    )
+                )
 
     def _select_rows(self, tensor: Tensor | None, axis: int | None = None) -> Tensor | None:
         if tensor is None or not self._max_rows:
@@ -248,6 +264,19 @@ def _find_tensor(values: Iterable[Any]) -> Tensor | None:
         if found is not None:
             return found
     return None
+
+
+def _find_outputs(output: Any, first: Tensor | None) -> Iterator[Tensor]:
+    """Yield what a model returns after the first tensor, without caches, and states and weights of its layers."""
+    named = (
+        output.items() if isinstance(output, Mapping) else enumerate(output if type(output) is tuple else ())
+    )
+    for name, value in named:
+        is_internal = (
+            any(word in str(name) for word in ("past", "cache", "attentions")) or name == "hidden_states"
+        )
+        if type(value) is torch.Tensor and value is not first and not is_internal:
+            yield from (value,) if value.dtype in FLOATS and value.ndim > 1 else ()
 
 
 def _find_ids(values: Iterable[Any]) -> Tensor | None:
