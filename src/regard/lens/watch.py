@@ -232,6 +232,7 @@ class Watch:
         self._rejoin_lock, self._is_rejoined = threading.RLock(), False
 
     _edits_calls = False  # an intervention needs to see every call
+    _traces_modules = True  # with the values, for `compare`
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
@@ -250,7 +251,8 @@ class Watch:
             if self._options.values:
                 native = find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
-                self._hooks.extend(self._recording._trace.attach(self._model, native))
+                if self._traces_modules:
+                    self._hooks.extend(self._recording._trace.attach(self._model, native))
             self._targets = list(find_patch_targets(self._model))
             if self.binds_context:
                 self._key = enter_block(self)

@@ -289,11 +289,13 @@ def _find_ids(values: Iterable[Any]) -> Tensor | None:
 
 def _is_finite(tensor: Tensor | None) -> bool:
     """Return whether there is no NaN or inf; −inf in whole columns masks logits and does not count."""
-    if tensor is None:
+    if tensor is None or bool(
+        tensor.sum(dtype=torch.float32).isfinite()
+    ):  # a sum is finite only if all numbers are
         return True
     bad = ~tensor.isfinite()
     if not bool(bad.any()):
-        return True
+        return True  # the sum overflows
     masked = (tensor == -torch.inf).flatten(0, -2).all(0)
     return not bool((bad & ~masked).any())
 

@@ -74,6 +74,8 @@ class CallLog(Watch):
         model: The model.
     """
 
+    _traces_modules = False
+
     def __init__(self, model: nn.Module) -> None:
         options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
         super().__init__(model, {name for name, _ in model.named_modules()}, options)
