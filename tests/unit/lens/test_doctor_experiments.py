@@ -199,3 +199,27 @@ def test_wrong_arguments_are_refused():
         doctor(lambda ids: ids, make_inputs())
     with pytest.raises(ArgumentTypeError, match=r"doctor: .*expected token ids"):
         doctor(PlantedGPT(), [[1, 2, 3]])
+
+
+def test_padding_that_is_mixed_outside_the_attention_is_a_warning_with_its_module():
+    model = Padded()
+    findings = doctor(model, make_inputs("right"))
+    (finding,) = [found for found in findings if found.kind == "padding changes the output"]
+    assert (finding.severity, finding.module) == ("warning", "mix") and "convolutions" in finding.hint
+    assert not findings.by_severity("error")
+
+
+class Padded(Mixer):
+    """An encoder that masks its padding, and then convolves over it."""
+
+    def __init__(self):
+        super().__init__(causal=False)
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+        self.eval()
+
+    def forward(self, input_ids, attention_mask=None):
+        mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+        y = self.embed(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        heads = y.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = y + F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
+        return self.mix(y.mT).mT

@@ -312,10 +312,10 @@ def _compare_tokens(a: Tensor | None, b: Tensor | None, batch: int, rows: Tensor
 
 
 def _select_tokens(x: Tensor, batch: int, rows: Tensor) -> Tensor | None:
-    """Select batch entries and tokens of (batch, n, …) or (batch, heads, n, …)."""
+    """Select batch entries and tokens of (batch, n, …) or (batch, heads or channels, n, …)."""
     n = len(rows)
     if x.ndim > 2 and x.shape[1] == n:
         return x[:batch, rows]
-    if x.ndim > 3 and x.shape[2] == n:
+    if x.ndim > 2 and x.shape[2] == n:
         return x[:batch, :, rows]
     return None

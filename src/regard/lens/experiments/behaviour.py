@@ -167,6 +167,12 @@ def make_padded(subject: Subject, tokens: Tensor, side: str) -> tuple[Tensor, Te
     return padded, mask
 
 
+def _replace_padding(subject: Subject, padded: Tensor, mask: Tensor) -> Tensor:
+    """Return padded tokens with another id as padding."""
+    ids = subject.ordinary_ids()
+    return torch.where(mask == 1, padded, ids[ids != subject.find_padding_id()][0])
+
+
 def check_padded(
     subject: Subject, tokens: Tensor, side: str, with_positions: bool, is_relative: bool
 ) -> list[Finding]:
@@ -220,7 +226,7 @@ def check_padded(
     hint = "Mask padding in every layer, do not count it in the positions, and let no other layer mix tokens."
     module, where = "", dict[str, Any]()
     if not subject.is_encoder_decoder:
-        other = torch.where(mask == 1, padded, subject.replace_token(padded, -1 if side == "right" else 0))
+        other = _replace_padding(subject, padded, mask)
         runs = [partial(subject.run, ids.flip(0), mask.flip(0)) for ids in (padded, other)]
         module, where = locate_change(subject, runs[0], runs[1], is_token)
         if not where:
@@ -249,7 +255,7 @@ def check_padded_cache(subject: Subject, tokens: Tensor) -> list[Finding]:
         "steps that differ": f"{steps} of {CACHED_STEPS}",
     }
     # Other ids of the padding: if they change the steps, and not the whole batch, the steps attend to it.
-    other = torch.where(mask == 1, padded, subject.replace_token(padded, 0))
+    other = _replace_padding(subject, padded, mask)
     changes = [
         float(relative_difference(subject.run_cached(other, sizes, mask), cached)[1, prefill:].amax()),
         float(relative_difference(subject.run(other, mask), whole)[1, prefill:].amax()),

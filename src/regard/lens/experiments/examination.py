@@ -334,6 +334,10 @@ class Examination:
         recording._module_hints.causal = log.recording._module_hints.causal
         causal = self.stated if self.stated is not None else self.causal or None
         causes = self._diagnose(recording, None, mask, causal).by_severity("error") if len(recording) else []
+        module = found[0].module
+        if module and not causes and not any(is_around(name, module) for name in self.recording):
+            hint = f"{found[0].hint} Some architectures do it on purpose: convolutions, pooling, states."
+            return [replace(found[0], severity="warning", hint=hint)]
         return list(causes) or found
 
     def check_cached(self, chunks: bool) -> list[Finding]:
