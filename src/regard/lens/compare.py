@@ -421,7 +421,7 @@ class _Comparer:
             self._rename_kind(first.layer, self.findings[0].kind)
         elif is_before and first.kind in SETTINGS and start.reads_others:
             self.findings.insert(0, self._describe_module(found, first.layer))
-        elif first.kind == "projection" and found.is_inside and not is_before:
+        elif first.kind == "projection" and not is_before:
             self.findings[0] = self._describe_projection(first, found)
 
     def _rename_kind(self, layer: int, kind: str) -> None:
@@ -434,17 +434,31 @@ class _Comparer:
 
     def _describe_projection(self, finding: Finding, found: ModuleDifference) -> Finding:
         """Name the module of a projection that differs, whose input agrees."""
-        pair = found.pair
-        order = find_fused_order(pair, self.heads)
+        pair, before = found.pair, found.before
         weights = self._compare_weights(pair) or "Compare its weights."
-        hint = (
-            order
-            or f"{pair.name} ({pair.class_name}) is the first module that returns something else. {weights}"
-        )
+        hint = f"{pair.name} ({pair.class_name}) is the first module that returns something else. {weights}"
+        if not found.is_inside:
+            start = "" if before is None else f"what {before.name} returns agrees, and "
+            hint = f"Compare the code before {pair.name}: {start}what it reads differs."
+        hint = find_fused_order(pair, self.heads) or self._find_missing_modules(pair) or hint
         message = finding.message.replace(
             ", by something before the attention of this layer.", ", and the input of the layer agrees."
         )
         return replace(finding, message=message, hint=hint)
+
+    def _find_missing_modules(self, pair: EventPair) -> str:
+        """Say which modules beside one ran in one run only, if modules are matched by name; else an empty text."""
+        if self.trace is None or self.trace.matched_by != "name":
+            return ""
+        parent = pair.a.name.rpartition(".")[0]
+        names = [
+            {event.name for event in recording._trace.events if event.name.rpartition(".")[0] == parent}
+            for recording in (self.a, self.b)
+        ]
+        for word, missing in (("A", names[0] - names[1]), ("B", names[1] - names[0])):
+            if missing:
+                return f"{', '.join(sorted(missing))} ran in {word} only."
+        return ""
 
     def _compare_weights(self, pair: EventPair) -> str:
         """Say which weights of a module differ, if both models are known; else an empty text."""

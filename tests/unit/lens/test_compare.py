@@ -783,6 +783,12 @@ def test_scores_that_overflow_in_eager_attention_are_no_mask():
         ("OPT without the offset of its positions", "Compare the offset of the position table"),
         ("GPT-NeoX with queries, keys and values in blocks", "in blocks (all queries, all keys, all values)"),
         ("heads merged channel by channel", "Heads are merged by"),
+        ("QK norm forgotten", "blocks.0.attn.k_norm, blocks.0.attn.q_norm ran in A only"),
+        ("norm of the key forgotten", "blocks.0.attn.k_norm ran in A only"),
+        ("QK norm after the rotation", "Compare the code before blocks.0.attn.q_norm"),
+        ("values rotated", "not to the value"),
+        ("scale of the key width", "√kv_heads"),
+        ("causal mask of one token more", "the key after each token"),
         ("cached keys rotated by the positions of the step", "rotate cached keys by their own positions"),
     ],
 )

@@ -195,7 +195,9 @@ def _turned(
 ) -> Finding:
     hint = "Compare the positions, the base (theta), the layout of pairs, and where RoPE is applied."
     details = " ".join(relation.detail for relation in concerned.values())
-    if "once more" in details:
+    if concerned.keys() == {"value"}:
+        hint = "Apply RoPE to query and key, not to the value."
+    elif "once more" in details:
         hint = "Apply RoPE once, to query and key, before the cache is updated."
     elif "number of the head" in details:
         hint = "Apply RoPE after the transpose to (batch, heads, n, head_dim), or broadcast over axis 1."
@@ -281,16 +283,23 @@ def build_score_difference(size: float) -> Finding:
 def build_scale_difference(a: Call, ratio: float, names: str) -> Finding:
     """Describe scores that are a multiple of the other run's, with the mistake that gives this factor."""
     width, heads = a.query.shape[-1], a.query.shape[-3] if a.query.ndim > 2 else 1
-    root = math.sqrt(width)
-    mistakes = {
-        1 / root: "1/√head_dim: B scales twice, before the call and in it, or A not at all",
-        root: "√head_dim: B does not scale, or A scales twice",
-        1 / math.sqrt(heads): "1/√heads: B divides by √d_model instead of √head_dim",
-        math.sqrt(heads): "√heads: A divides by √d_model instead of √head_dim",
-        1 / width: "1/head_dim: B divides by head_dim once more, or by its root twice more",
-        float(width): "head_dim: B multiplies where A divides",
-    }
-    cause = next((text for factor, text in mistakes.items() if math.isclose(ratio, factor, rel_tol=1e-3)), "")
+    root, kv_heads = math.sqrt(width), a.key.shape[-3] if a.key.ndim > 2 else 1
+    mistakes = [
+        (1 / root, "1/√head_dim: B scales twice, before the call and in it, or A not at all"),
+        (root, "√head_dim: B does not scale, or A scales twice"),
+        (1 / math.sqrt(heads), "1/√heads: B divides by √d_model instead of √head_dim"),
+        (math.sqrt(heads), "√heads: A divides by √d_model instead of √head_dim"),
+        (
+            1 / math.sqrt(kv_heads),
+            "1/√kv_heads: B divides by the root of the width of all key heads, not of one",
+        ),
+        (1 / math.sqrt(2), "1/√2: B divides by the root of twice the head_dim, as of a padded head"),
+        (1 / width, "1/head_dim: B divides by head_dim once more, or by its root twice more"),
+        (float(width), "head_dim: B multiplies where A divides"),
+    ]
+    if kv_heads == heads:  # the width of all key heads is that of the model
+        mistakes = [(factor, text) for factor, text in mistakes if "kv_heads" not in text]
+    cause = "; or ".join(text for factor, text in mistakes if math.isclose(ratio, factor, rel_tol=1e-3))
     message = f"The scores of B are {ratio:.4g} × those of A, by the {names}."
     hint = (
         f"×{ratio:.4g} is {cause}."

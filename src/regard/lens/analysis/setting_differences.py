@@ -209,6 +209,8 @@ def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor,
         return "Each batch entry has the padding mask of another one: reorder the mask with the batch."
     if bool(padded.any()) and not bool((keys_b & keys_a)[padded].any()):
         return "The padding mask is inverted: True = attend in F.scaled_dot_product_attention."
+    if bool((changed & visible_b).any()) and not bool((changed & ~_own_keys(changed, 1)).any()):
+        return "B attends to the key after each token: use tril() to attend, or triu(diagonal=1) to mask."
     if not bool((changed & visible_b).any()) and torch.equal(changed, visible_a & _own_keys(changed)):
         return "B masks the own key of each token: use tril() to attend, or triu(diagonal=1) to mask."
     if not bool((changed.any(-1) & visible_b.any(-1)).any()):
@@ -222,10 +224,10 @@ def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor,
     return "Compare how the masks are built: causality, padding, window and documents."
 
 
-def _own_keys(visible: Tensor) -> Tensor:
-    """Return the diagonal of (…, rows, keys) as booleans; none if the matrix is not square."""
+def _own_keys(visible: Tensor, offset: int = 0) -> Tensor:
+    """Return a diagonal of (…, rows, keys) as booleans; none if the matrix is not square."""
     rows, keys = visible.shape[-2:]
-    return torch.eye(rows, keys, dtype=torch.bool) & (rows == keys)
+    return torch.ones(rows, keys, dtype=torch.bool).triu(offset).tril(offset) & (rows == keys)
 
 
 def _find_shared_keys(visible: Tensor) -> Tensor:
