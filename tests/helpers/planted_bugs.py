@@ -178,7 +178,7 @@ _BUGS = (
     ),
     _gpt("causal mask missing", "weight on the future", difference="mask", causal=True,
          consequences=("weight on padding",)),
-    _gpt("causal mask inverted", "inverted mask", difference="mask"),
+    _gpt("causal mask inverted", "inverted mask", difference="mask", consequences=("fully masked rows",)),
     _gpt("own key masked", "own key masked", difference="mask", consequences=("fully masked rows",)),
     _gpt("causal mask of 0 and 1 added", "mask of 0 and 1", difference="mask"),
     _gpt("causal aligned to the first key", "causal alignment", difference="mask", cached=True,
