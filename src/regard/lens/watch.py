@@ -460,8 +460,8 @@ class Watch:
             is_attention = is_attention and not _WITHOUT_WEIGHTS.search(class_name)
             is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
             if id(module) not in native and (is_attention or module is self._model):
-                before = exclude_from_compile(self._guard(self._before_forward, 3))
-                after = exclude_from_compile(self._guard(self._make_after_forward(name), 4))
+                before = _ModuleHook(exclude_from_compile(self._guard(self._before_forward, 3)))
+                after = _ModuleHook(exclude_from_compile(self._guard(self._make_after_forward(name), 4)))
                 self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(after, with_kwargs=True))
 
@@ -512,6 +512,26 @@ class Watch:
             self._without_capture.setdefault(name, reason)
 
         return after_forward
+
+
+class _ModuleHook:
+    """A hook of a watch; copies of its module, and files of it, have a hook that does nothing instead.
+
+    Args:
+        hook: The hook.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (
+            nullcontext(),
+            "__exit__",
+        )  # takes any arguments, and a file needs no regard to be read
 
 
 def _refer_to(cache: Any) -> Any:

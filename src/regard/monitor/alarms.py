@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -96,6 +96,11 @@ def _build(kind: str, row: Row, value: float, limit: float, message: str, hint: 
     return Alarm(kind, row["step"], row["module"], row["layer"], row["head"], value, limit, message, hint)
 
 
+def _find_first(values: Iterable[float]) -> float:
+    """Return the first value that is known; NaN if there is none."""
+    return next((value for value in values if not math.isnan(value)), math.nan)
+
+
 @dataclass(frozen=True)
 class ScoreGrowth:
     """Alarm if the largest score of a head is large, or has grown fast and goes on growing.
@@ -131,7 +136,7 @@ class ScoreGrowth:
                 )
             elif score > self.floor:
                 past = [old["max_score"] for old in history[row["module"], row["head"]]]
-                start, recent = next(old for old in past if not math.isnan(old)), past[-1 - self.window :]
+                start, recent = _find_first(past), past[-1 - self.window :]
                 is_rising = len(recent) > self.window and all(a < b for a, b in pairwise(recent))
                 limit = self.factor * abs(start)
                 if is_rising and score > limit:
@@ -150,7 +155,7 @@ class EntropyCollapse:
     previous one, has a low entropy, too, and moderate scores.
 
     Args:
-        share: Alarm below this share of the entropy in the first monitored step.
+        share: Alarm below this share of the entropy in the first monitored step that has one.
         min_score: Ignore heads whose largest score is below this.
     """
 
@@ -160,7 +165,7 @@ class EntropyCollapse:
     def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         for row in rows:
-            start = history[row["module"], row["head"]][0]["entropy"]
+            start = _find_first(old["entropy"] for old in history[row["module"], row["head"]])
             entropy, limit = row["entropy"], self.share * start
             if entropy < limit and row["max_score"] > self.min_score:
                 yield _build(

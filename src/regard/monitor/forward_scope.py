@@ -1,4 +1,4 @@
-"""Patch functions only while a model runs, so that nothing stays patched, whatever ends a run."""
+"""Patch functions only while a model runs, so that nothing stays patched if an exception ends a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Suspendable(Protocol):
 class ForwardScope:
     """Resume a watch in the outermost forward pass of any module of a model, and suspend it when the pass ends.
 
-    It also ends with an exception. The hooks are those for all modules: hooks of a module itself would disable the fast
-    paths of torch's own layers, and a training loop may call parts of the model instead of the model.
+    It also ends with an exception, except KeyboardInterrupt and SystemExit, for which torch calls no hooks. The hooks
+    are those for all modules: hooks of a module itself would disable the fast paths of torch's own layers, and a
+    training loop may call parts of the model instead of the model.
 
     Args:
         model: The model.

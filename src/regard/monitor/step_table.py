@@ -77,16 +77,21 @@ class StepTable:
         self.layers = {name: HeadSummary(*half) for name, half in zip(layout, halves, strict=True)}
         self.first_heads = {name: layer.first_head for name, layer in layout.items()}
 
-    def rows(self, step: int) -> list[dict[str, Any]]:
-        """Return the table as rows of the history, one for each layer and head."""
+    def rows(self, step: int, numbers: dict[str, int]) -> list[dict[str, Any]]:
+        """Return the table as rows of the history, one for each layer and head.
+
+        Args:
+            step: The optimiser step.
+            numbers: The number of each layer that ran in an earlier step; layers that are new get the next ones.
+        """
         return [
             {
                 "step": step,
                 "module": name,
-                "layer": layer,
+                "layer": numbers.setdefault(name, len(numbers)),
                 **row,
                 "head": row["head"] + self.first_heads.get(name, 0),
             }
-            for layer, (name, summary) in enumerate(self.layers.items())
+            for name, summary in self.layers.items()
             for row in self._measures.finish(summary)
         ]

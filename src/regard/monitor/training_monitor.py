@@ -43,8 +43,9 @@ class Monitor:
     Training is bit-identical with and without it, and steps between run none of its code in forward or backward. Step 0
     is the first. In a monitored step, all forward passes count (gradient accumulation); the second run of a layer by
     activation checkpointing does not, nor do passes in eval mode. Padding is left out. Functions are patched only while
-    a module of the model runs, so that none stays patched if an exception ends the run. A monitor that is deleted
-    removes its hooks.
+    a module of the model runs, so that none stays patched if an exception ends the run. Only KeyboardInterrupt and
+    SystemExit inside a forward pass leave them patched until the next step, `detach` or the end of the `with` block. A
+    monitor that is deleted removes its hooks. Layers are numbered in the order in which they first ran.
 
     `monitor.history` has one row for each step, layer and head:
 
@@ -140,10 +141,14 @@ class Monitor:
         self._loggers: list[Logger] = [make_logger(target) for target in targets]
         self._step = 0
         self._attached = False
+        self._num_entered = 0  # `with` blocks
         self._registered = _Registered()
         weakref.finalize(self, self._registered.release).atexit = False
         self._table = StepTable(self._measures)
         self._num_last_rows = 0
+        self._layer_numbers: dict[
+            str, int
+        ] = {}  # by name; a layer keeps its number in steps that skip others
         self._parts: dict[str, LayerPart] = {}  # what this process holds
         self._layout: Layout | None = None  # what the processes have agreed on
         self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
@@ -176,7 +181,14 @@ class Monitor:
 
         Returns:
             The monitor.
+
+        Raises:
+            ArgumentError: If `step` is not a whole number, or the monitor is attached and counts another step.
         """
+        hint = "Pass the number of optimiser steps so far; detach() first if the monitor is attached."
+        if step is not None:
+            only = self._step if self._attached else None
+            step = check_count(step, only or 0, only, "monitor.attach", "step", "", hint)
         if self._attached:
             return self
         self._step = self._step if step is None else step
@@ -195,7 +207,9 @@ class Monitor:
         self._registered.release()
 
     def __enter__(self) -> Monitor:
-        return self.attach()
+        self.attach()
+        self._num_entered += 1
+        return self
 
     def __exit__(
         self,
@@ -203,7 +217,9 @@ class Monitor:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        self.detach()
+        self._num_entered -= 1
+        if not self._num_entered:  # the outermost of nested blocks
+            self.detach()
 
     def step(self) -> None:
         """Count one optimiser step; call it after `optimizer.step()` if `optimizer=None`.
@@ -282,7 +298,7 @@ class Monitor:
             if layout:
                 self._layout = layout
                 table.reduce(layout, self._parts, self._group, self._find_device())
-        rows = table.rows(step)
+        rows = table.rows(step, self._layer_numbers)
         self.history.extend(rows)
         self._num_last_rows = len(rows)
         if rank == 0:

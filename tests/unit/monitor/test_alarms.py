@@ -49,6 +49,11 @@ def test_the_other_rules() -> None:
     assert check(EntropyCollapse(), start, row(1, entropy=0.19, max_score=31.0)) == [
         ("entropy collapse", 0, 0.19)
     ]
+    unknown = row(entropy=math.nan)  # all rows of the first step had NaN
+    assert check(EntropyCollapse(), unknown, start, row(1, entropy=0.19, max_score=31.0)) == [
+        ("entropy collapse", 0, 0.19)
+    ]
+    assert check(EntropyCollapse(), unknown) == []
     assert check(EntropyCollapse(), start, row(1, entropy=0.19, max_score=29.0)) == []
     assert check(EntropyCollapse(), start, row(1, entropy=0.21, max_score=31.0)) == []
     assert check(SaturatedHead(), row(saturated=0.95, max_score=31.0)) == [("saturated head", 0, 0.95)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,24 @@ def test_a_later_watch_is_not_measured_by_a_monitor_whose_run_ended() -> None:
     assert len(recording) == 2 and not monitor._table.layers
     monitor.detach()
     assert_nothing_registered(model)
+
+
+@pytest.mark.parametrize("way", ["copy", "file"])
+def test_a_model_that_is_copied_or_saved_in_a_monitored_step_takes_nothing_with_it(way: str) -> None:
+    model, file = Decoder(), io.BytesIO()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Monitor(model, every=1, alarms=()) as monitor:
+        if way == "copy":
+            copied = copy.deepcopy(model)
+        else:
+            torch.save(model, file)
+            assert b"regard" not in file.getvalue()
+            file.seek(0)
+            copied = torch.load(file, weights_only=False)
+        assert torch.equal(copied(draw_batch(0)), model(draw_batch(0)))
+        train(copied, torch.optim.SGD(copied.parameters(), 0.1), 2)  # counts neither passes nor steps
+        optimizer.step()
+    assert set(monitor.history.column("rows")) == {3 * 23} and monitor.num_steps == 1
 
 
 def test_a_step_in_which_nothing_was_measured_warns_once() -> None:

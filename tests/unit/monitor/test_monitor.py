@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import regard
 from regard.monitor import Monitor, head_summary
 from tests.helpers.nightly import keep_in_ci
-from tests.helpers.training import Decoder, compute_loss, draw_batch, train
+from tests.helpers.training import Block, Decoder, compute_loss, draw_batch, train
 
 WAYS = {
     "plain": ({}, {}),
@@ -173,6 +173,61 @@ def test_rows_with_nan_are_counted_and_left_out() -> None:
     first = monitor.history.filter(layer=0)
     assert set(first.column("nonfinite")) == {3 * 3}  # rows 20, 21 and 22 read key 20
     assert all(np.isfinite(row["entropy"]) and np.isfinite(row["max_score"]) for row in first)
+
+
+def test_layers_keep_their_numbers_in_steps_that_skip_others() -> None:
+    class LayerDrop(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Block(16, 4, 2) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, skipped: set[int]) -> torch.Tensor:
+            for number, block in enumerate(self.blocks):
+                x = x if number in skipped else block(x)
+            return x
+
+    model, logged = LayerDrop(), {}
+    with Monitor(
+        model, every=1, alarms=(), optimizer=None, to=lambda numbers, step: logged.update({step: numbers})
+    ) as monitor:
+        for skipped in ({2}, {0}, {0, 1}, set()):
+            model(torch.randn(2, 5, 16), skipped)
+            monitor.step()
+    assert {(row["module"], row["layer"]) for row in monitor.history} == {
+        (f"blocks.{n}", n) for n in range(3)
+    }
+    for row in monitor.history:
+        name = f"attention/layer{row['layer']}.head{row['head']}/entropy"
+        assert logged[row["step"]][name] == row["entropy"]
+    assert not any("layer0" in name for name in logged[1])
+
+
+def test_the_outermost_of_nested_blocks_detaches() -> None:
+    model, optimizer = build()
+    with Monitor(model, every=1, alarms=()) as monitor:
+        with monitor:
+            train(model, optimizer, 1)
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)
+    assert sorted(set(monitor.history.column("step"))) == [0, 1]
+    with monitor:  # it may be entered again
+        train(model, optimizer, 1)
+    assert sorted(set(monitor.history.column("step"))) == [0, 1, 2]
+
+
+def test_the_step_of_a_resumed_run_is_checked() -> None:
+    model, optimizer = build()
+    monitor = Monitor(model, every=10, alarms=())
+    for step in (-1, 2.5, "3", True):
+        with pytest.raises(regard.ArgumentError, match="step"):
+            monitor.attach(step=step)
+    monitor.attach(step=np.int64(29))
+    assert monitor.attach(step=29) is monitor.attach() is monitor
+    with pytest.raises(regard.ArgumentError, match="detach"):
+        monitor.attach(step=40)
+    train(model, optimizer, 2)
+    monitor.detach()
+    assert set(monitor.history.column("step")) == {30}
 
 
 def test_several_optimizers_count_once_and_others_not_at_all() -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import regard
 from examples.qk_clip import clip_scores
+from regard.interventions import ablate
 from regard.monitor import DeadHead, EntropyCollapse, Monitor, NonFinite, ScoreGrowth
 
 # DeBERTa uses torch.jit.script when its file is imported. The category depends on the versions of torch and Python.
@@ -143,6 +144,105 @@ def test_alarms_of_scores_fire_and_qk_clip_clips() -> None:
         monitor.step()
     (alarm, *_) = monitor.raised
     assert (alarm.kind, alarm.module, alarm.head) == ("score growth", "layers.0", 1)
+
+
+class MaskedAttention(nn.Module):
+    """Attention whose mask the caller gives; its input is query, key and value."""
+
+    def __init__(self, fill: float, is_added: bool) -> None:
+        super().__init__()
+        self.fill, self.is_added = fill, is_added
+
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
+        scores = x @ x.mT
+        if self.is_added:
+            scores = scores + torch.zeros(visible.shape, dtype=x.dtype).masked_fill(~visible, self.fill)
+        else:
+            scores = scores.masked_fill(~visible, self.fill)
+        return weigh(scores) @ x
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
+@pytest.mark.parametrize("kind", ["causal, padding first", "padded queries masked"])
+def test_rows_that_are_masked_altogether_are_padding(kind: str, fill: float, is_added: bool) -> None:
+    x = torch.randn(2, HEADS, N, 8, generator=torch.Generator().manual_seed(2))
+    is_token = torch.arange(N) >= torch.tensor([[0], [7]])
+    visible = is_token[:, None, None, :]
+    if kind == "causal, padding first":
+        visible = visible & torch.ones(N, N, dtype=torch.bool).tril()
+    else:
+        visible = visible & is_token[:, None, :, None]
+    model = MaskedAttention(fill, is_added)
+    with Monitor(model, every=1, alarms=(), optimizer=None) as monitor:
+        model(x, visible)
+        monitor.step()
+    scores = (x.double() @ x.double().mT).masked_fill(~visible, -math.inf)
+    for row in monitor.history:
+        # A row of NaN is padding: `expected_columns` leaves it out.
+        assert_columns(row, expected_columns(scores, row["head"], is_token))
+
+
+class GroupedAttention(nn.Module):
+    """Grouped heads on two axes, (batch, kv_heads, heads of each, …), as many layers compute them."""
+
+    def __init__(self, num_heads: int, way: str) -> None:
+        super().__init__()
+        self.num_heads, self.way = num_heads, way
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        if self.way == "einsum":
+            weights = weigh(torch.einsum("bkgid,bkjd->bkgij", query, key))
+            return torch.einsum("bkgij,bkjd->bkgid", weights, key)
+        key = key[:, :, None]
+        key = key.expand(-1, -1, query.shape[2], -1, -1) if self.way == "expand" else key
+        return weigh(query @ key.mT) @ key
+
+
+@pytest.mark.parametrize("way", ["einsum", "matmul", "expand"])
+@pytest.mark.parametrize(
+    "batch, kv_heads, group", [(5, 2, 3), (6, 2, 3), (2, 3, 2), (4, 2, 2), (3, 4, 1), (3, 1, 4)]
+)
+def test_heads_on_two_axes_have_one_row_each(batch: int, kv_heads: int, group: int, way: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    query = 3 * torch.randn(batch, kv_heads, group, N, 8, generator=draw)
+    key = torch.randn(batch, kv_heads, N, 8, generator=draw)
+    model = GroupedAttention(kv_heads * group, way)
+    with Monitor(model, every=1, alarms=(), optimizer=None) as monitor:
+        model(query, key)
+        monitor.step()
+    scores = query.double().flatten(1, 2) @ key.double().repeat_interleave(group, 1).mT
+    assert monitor.history.column("head") == list(range(kv_heads * group))
+    for row in monitor.history:
+        assert_columns(row, expected_columns(scores, row["head"]))
+
+
+@pytest.mark.parametrize("way", ["matmul", "expand"])
+def test_an_edit_of_heads_on_two_axes_changes_that_head(way: str) -> None:
+    query, key = torch.randn(4, 2, 2, N, 8), torch.randn(4, 2, N, 8)
+    model = GroupedAttention(4, way)
+    expected = model(query, key)
+    expected[:, 1, 0] = 0.0
+    with regard.intervene(model, ablate(heads=2)):
+        assert torch.equal(model(query, key), expected)
+
+
+def test_scores_that_are_all_low_are_no_mask() -> None:
+    x = 100 * torch.randn(2, HEADS, N, 8, generator=torch.Generator().manual_seed(2)).abs()
+
+    class Repelling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return weigh(-x @ x.mT) @ x
+
+    model = Repelling()
+    with Monitor(model, every=1, alarms=(), optimizer=None) as monitor:
+        model(x)
+        monitor.step()
+    largest = (-x.double() @ x.double().mT).amax(-1)
+    assert largest.max() < -5000
+    for row in monitor.history:
+        assert row["rows"] == 2 * N
+        assert row["max_score_mean"] == pytest.approx(largest[:, row["head"]].mean().item(), rel=1e-5)
 
 
 class SoftmaxInputs(TorchFunctionMode):

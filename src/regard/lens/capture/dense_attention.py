@@ -70,7 +70,11 @@ def arrange_heads(product: WeightProduct, module: nn.Module) -> DenseAttention:
     *lead, q_len, kv_len = weights.shape
     split = product.split
     parts = [weights, product.value, product.output, product.score_rows]
-    if len(lead) >= 2:
+    if len(lead) >= 3 and lead[-1] != heads == lead[-2] * lead[-1]:  # kv_heads and the heads of each
+        parts = [
+            None if part is None or part.ndim != weights.ndim else part.flatten(-4, -3) for part in parts
+        ]
+    elif len(lead) >= 2:
         source = _find_heads_axis(lead, heads)
         if source != len(lead) - 1:
             parts = [_move_axis(part, source, weights.ndim) for part in parts]

@@ -109,10 +109,12 @@ def _notify(trace: SoftmaxTrace, modules: list[nn.Module], product: WeightProduc
         trace.on_channels = partial(wrappers.report_channels, module)
         captured = wrappers.notify(module, CapturedArgs(None, None, None, dense=dense, kernel=KERNEL))
         if captured.edited_output is not None and product.output is not None:
-            output = product.output.clone()
+            edited, output = captured.edited_output, product.output.clone()
             arranged = arrange_heads(product._replace(output=output), module).output
             assert arranged is not None
-            arranged.copy_(captured.edited_output)
+            if arranged.ndim < output.ndim:  # two axes of heads, which may not have a view as one
+                arranged, edited = output, edited.reshape(output.shape)
+            arranged.copy_(edited)
             return output
     return None
 

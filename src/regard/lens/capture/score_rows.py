@@ -33,8 +33,11 @@ def summarise_score_rows(scores: Tensor, weights: Tensor, dim: int) -> Tensor | 
     with torch.no_grad():
         largest, dtype = scores.amax(dim, keepdim=True), torch.promote_types(weights.dtype, torch.float32)
         lse = largest.to(dtype) - weights.amax(dim, keepdim=True).to(dtype).log()
-        # A row that is masked by the lowest number may still have been divided by the scale.
+        # A row is masked altogether if the mask was added to every score. Without other rows to compare with, only the
+        # lowest number is certain to be a mask; it may have been divided by the scale.
         lowest = max(-1e30, torch.finfo(scores.dtype).min / 2)
+        if bool((largest > -MASK_GAP).any()):
+            lowest = -MASK_GAP
         visible = scores >= torch.where(largest > lowest, largest - MASK_GAP, torch.inf)
         if bool(largest.nan_to_num(-torch.inf).max() == 0) and bool((visible & (scores < 0)).any()):
             lse = torch.full_like(lse, torch.nan)
