@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -223,3 +226,203 @@ class Padded(Mixer):
         heads = y.unflatten(-1, (4, -1)).transpose(1, 2)
         y = y + F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
         return self.mix(y.mT).mT
+
+
+# -- Models that are called or that answer in other ways ------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """A healthy decoder of one layer with learned positions; subclasses say how it is called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.wpe, self.head = nn.Embedding(61, 16), nn.Embedding(64, 16), nn.Linear(16, 61)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def decode(self, ids, mask=None, positions=None, past=None):
+        """Return logits, (batch, n, 61), and keys and values."""
+        start = 0 if past is None else past[0].shape[2]
+        positions = torch.arange(start, start + ids.shape[1]) if positions is None else positions
+        x = self.embed(ids) + self.wpe(positions)
+        query, key, value = (
+            layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        if past is not None:
+            key, value = (torch.cat(pair, 2) for pair in zip(past, (key, value), strict=True))
+        allowed = torch.ones(ids.shape[1], key.shape[2], dtype=torch.bool).tril(start)
+        if mask is not None:
+            own = torch.eye(ids.shape[1], key.shape[2], dtype=torch.bool).roll(start, 1)
+            allowed = (allowed & mask[:, None, None].bool()) | own
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return self.head(x + y.transpose(1, 2).flatten(2)), (key, value)
+
+    def forward(self, input_ids):
+        return self.decode(input_ids)[0]
+
+
+class WithCache(Decoder):
+    answer = tuple
+
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False
+    ):
+        logits, cache = self.decode(input_ids, attention_mask, position_ids, past_key_values)
+        cache = cache if use_cache else None
+        if self.answer is tuple:
+            return logits, cache
+        return self.answer(logits=logits, past_key_values=cache)
+
+
+class Required(Decoder):
+    def forward(self, input_ids, attention_mask, position_ids):
+        return self.decode(input_ids, attention_mask, position_ids)[0]
+
+
+def reasons(findings):
+    return {check.name: check.reason for check in findings.checks}
+
+
+@pytest.mark.parametrize("answer", [tuple, dict, SimpleNamespace])
+def test_a_cache_is_found_in_any_kind_of_output(answer):
+    model = WithCache()
+    model.answer = answer
+    findings = doctor(model, make_inputs())
+    cached = {name: reason for name, reason in reasons(findings).items() if "cache, " in name}
+    assert not findings.by_severity("error") and set(cached.values()) == {""} and len(cached) == 2
+    model.decode = lambda ids, mask, positions, past: Decoder.decode(
+        model, ids, mask, torch.arange(ids.shape[1]), past
+    )
+    assert "positions" in kinds(doctor(model, make_inputs()).by_severity("error"))
+
+
+def test_arguments_that_a_model_requires_are_passed():
+    inputs = make_inputs()
+    inputs |= {
+        "attention_mask": torch.ones_like(inputs["input_ids"]),
+        "position_ids": torch.arange(11).expand(2, 11),
+    }
+    findings = doctor(Required(), inputs)
+    assert not findings
+    assert {
+        reasons(findings)[name] for name in ("future token", "padding on the left", "rotary positions")
+    } == {""}
+
+
+@pytest.mark.parametrize("ids", [torch.full((1, 6), 5), torch.tensor([[7]]), torch.tensor([[3, 9]])])
+def test_few_distinct_tokens_are_no_evidence(ids):
+    model = Decoder()
+    nn.init.zeros_(model.wpe.weight)  # equal tokens have equal states
+    assert not doctor(model, ids).by_severity("error")
+
+
+def test_a_model_that_returns_no_cache_is_not_run_with_one():
+    class Forgets(WithCache):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)[:1]
+
+    Forgets.forward.__signature__ = inspect.signature(WithCache.forward)
+    findings = doctor(Forgets(), make_inputs())
+    assert not findings
+    assert reasons(findings)["cache, single steps"] == "the model returns no past_key_values"
+
+
+def test_a_convolution_that_reads_padding_is_a_warning():
+    class Convolves(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(61, 61, 3, padding=1)
+
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            positions = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+            x = self.embed(input_ids) + self.wpe(positions)
+            query, key, value = (
+                layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            )
+            mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+            y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+            return self.conv(self.head(x + y).transpose(1, 2)).transpose(1, 2)
+
+    findings = doctor(Convolves(), make_inputs(), causal=False)
+    found = {finding.kind: finding for finding in findings}
+    assert not findings.by_severity("error")
+    assert found["padding changes the output"].severity == "warning"
+
+
+def test_logits_of_minus_infinity_do_not_differ():
+    class Forbids(Decoder):
+        def forward(self, input_ids):
+            return super().forward(input_ids).index_fill(-1, torch.arange(5), -float("inf"))
+
+    findings = doctor(Forbids(), make_inputs())
+    assert not findings and reasons(findings)["future token"] == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda y: y.transpose(0, 1), lambda y: y.flatten(0, 1), lambda y: y.mean(), lambda y: y[0, 0, 0]],
+)
+def test_outputs_without_an_axis_of_the_batch_are_not_compared(change):
+    class Other(Decoder):
+        def forward(self, input_ids):
+            return change(super().forward(input_ids))
+
+    findings = doctor(Other(), make_inputs())
+    assert not findings and "first axis is not the batch" in reasons(findings)["batch entries"]
+    assert reasons(findings)["repeated run"] == "" and "raised" not in str(findings)
+
+
+def test_a_batch_that_may_be_the_second_axis_is_not_changed():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    assert layer.self_attn.batch_first is False
+    findings = doctor(layer, torch.randn(7, 3, 16))
+    assert not findings.by_severity("error") and "batch_first" in reasons(findings)["batch entries"]
+
+
+@pytest.mark.parametrize("rows", [11, 8])
+def test_a_model_of_a_fixed_or_short_length_is_probed_at_that_length(rows):
+    class Short(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.wpe = nn.Embedding(rows, 16)
+
+        def forward(self, input_ids):
+            if rows == 11 and input_ids.shape[1] != 11:
+                raise ValueError("only 11 tokens")
+            return super().forward(input_ids)
+
+    findings = doctor(Short(), make_inputs()["input_ids"][:, :rows])
+    assert not findings and reasons(findings)["future token"] == ""
+
+
+def test_arguments_that_a_model_changes_in_place_are_copies():
+    class Clamps(WithCache):
+        def forward(self, input_ids, attention_mask=None, **options):
+            input_ids.clamp_(max=50)
+            mask = None if attention_mask is None else attention_mask.clone()
+            attention_mask is None or attention_mask.zero_()
+            return super().forward(input_ids, mask, **options)
+
+    inputs = make_inputs("left")
+    before = {name: value.clone() for name, value in inputs.items()}
+    findings = doctor(Clamps(), inputs)
+    assert all(torch.equal(inputs[name], value) for name, value in before.items())
+    assert kinds(findings.by_severity("error")) == kinds(doctor(WithCache(), inputs).by_severity("error"))
+
+
+def test_buffers_and_random_numbers_are_left_as_they_were():
+    class Counts(Decoder):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("last", torch.zeros(1), persistent=False)
+
+        def forward(self, input_ids):
+            self.calls += torch.rand(()).ceil()
+            self.last = input_ids.float()
+            return super().forward(input_ids)
+
+    model, state = Counts(), torch.get_rng_state()
+    last = model.last
+    doctor(model, make_inputs())
+    assert float(model.calls) == 0 and model.last is last and torch.equal(torch.get_rng_state(), state)

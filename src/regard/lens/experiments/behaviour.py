@@ -207,7 +207,8 @@ def check_padded(
     evidence: dict[str, Any] = {"padding": f"{PADDING} tokens on the {side}"}
     message = f"A text padded on the {side} has another output than alone, although its padding is masked."
     if not difference > tolerance:
-        if not with_positions or subject.is_encoder_decoder or (side == "left" and not is_relative):
+        has_own = with_positions and not subject.requires(subject.positions_name)
+        if not has_own or subject.is_encoder_decoder or (side == "left" and not is_relative):
             return []
         difference, tolerance = compare(own_positions=True)
         if not difference > tolerance:
@@ -223,7 +224,8 @@ def check_padded(
         hint = "Expected if positions are counted from the first token, padding included: pad on the right, or add a "
         hint += "position_ids argument."
         return [_build("left padding shifts positions", "warning", message, evidence, hint)]
-    hint = "Mask padding in every layer, do not count it in the positions, and let no other layer mix tokens."
+    hint = "Mask padding in every layer, do not count it in the positions, and let no other layer mix tokens. Ignore "
+    hint += "this for convolutions and recurrent layers that were trained so."
     module, where = "", dict[str, Any]()
     if not subject.is_encoder_decoder:
         other = _replace_padding(subject, padded, mask)
@@ -234,7 +236,9 @@ def check_padded(
             hint = (
                 "The padding is masked, so look at positions, and at what depends on the length of the batch."
             )
-    return [_build("padding changes the output", "error", message, evidence | where, hint, module)]
+    # Attention to padding was reported before. Convolutions and recurrent layers of some models read it by design.
+    severity: Severity = "warning" if "begins" in where else "error"
+    return [_build("padding changes the output", severity, message, evidence | where, hint, module)]
 
 
 def check_padded_cache(subject: Subject, tokens: Tensor) -> list[Finding]:

@@ -202,7 +202,7 @@ class Examination:
             return True, "inferred"
         if self.subject.declares_bidirectional:
             return False, "as configured"
-        if self.subject.returns_cache():
+        if self.subject.returns_cache:
             return True, "inferred from the cache"
         return False, "inferred"
 
@@ -214,17 +214,17 @@ class Examination:
         subject = self.subject
         if subject.tokens_name is None:
             return
-        self.tokens = subject.probe_tokens()
-        try:
-            self.base, self.calls = self._run_base(self.tokens[:1])
-        except Exception:  # the model does not run on text alone
-            subject.keeps_inputs = True
+        for keeps_inputs, keeps_length in ((False, False), (True, False), (True, True)):
+            subject.keeps_inputs, subject.keeps_length = keeps_inputs, keeps_length
+            self.tokens = subject.probe_tokens()
             try:
                 self.base, self.calls = self._run_base(self.tokens[:1])
-            except Exception as error:
+                self.no_probe = ""
+                break
+            except Exception as error:  # the model does not run on text alone, or on texts of this length
                 self.no_probe = f"the model does not run on other tokens: {_format_error(error)}"
-                return
-        self.no_probe = ""
+        if self.no_probe:
+            return
         if self.has_token_outputs:
             self.with_positions = behaviour.accepts_positions(subject, self.tokens[:1], self.base)
 
@@ -334,10 +334,6 @@ class Examination:
         recording._module_hints.causal = log.recording._module_hints.causal
         causal = self.stated if self.stated is not None else self.causal or None
         causes = self._diagnose(recording, None, mask, causal).by_severity("error") if len(recording) else []
-        module = found[0].module
-        if module and not causes and not any(is_around(name, module) for name in self.recording):
-            hint = f"{found[0].hint} Some architectures do it on purpose: convolutions, pooling, states."
-            return [replace(found[0], severity="warning", hint=hint)]
         return list(causes) or found
 
     def check_cached(self, chunks: bool) -> list[Finding]:
@@ -454,6 +450,28 @@ def _lacks_outputs(examination: Examination) -> str:
     return f"the output has the shape {tuple(examination.base.shape)}, and no vector for each token"
 
 
+def _lacks_batch(examination: Examination) -> str:
+    inputs = [value for value in examination.subject.inputs.values() if isinstance(value, torch.Tensor)]
+    if examination.tokens is not None:
+        return examination.no_probe or _lacks_entries(examination.base, 1)
+    if not inputs or not inputs[0].ndim:
+        return "the inputs have no tensor with an axis for the batch"
+    modules = examination.subject.model.modules()
+    if inputs[0].ndim < 4 and any(getattr(module, "batch_first", True) is False for module in modules):
+        return "batch_first is False, so it is not known which axis of the inputs is the batch"
+    return _lacks_entries(examination.first, len(inputs[0]))
+
+
+def _lacks_entries(output: Tensor, batch: int) -> str:
+    """Say that the first axis of an output is not the batch; empty if it is."""
+    shape = tuple(output.shape)
+    return (
+        ""
+        if shape[:1] == (batch,)
+        else f"the output has the shape {shape}, whose first axis is not the batch"
+    )
+
+
 def _is_bidirectional(examination: Examination) -> str:
     return _lacks_outputs(examination) or ("" if examination.causal else "the model is not causal")
 
@@ -471,8 +489,10 @@ def _lacks_mask(examination: Examination) -> str:
 
 
 def _lacks_cache(examination: Examination) -> str:
-    takes = examination.subject.takes_cache
-    return _is_bidirectional(examination) or ("" if takes else "the model takes no past_key_values")
+    subject = examination.subject
+    if _is_bidirectional(examination) or not subject.takes_cache:
+        return _is_bidirectional(examination) or "the model takes no past_key_values"
+    return "the model returns no past_key_values" if subject.returns_cache is False else ""
 
 
 def _lacks_mask_or_cache(examination: Examination) -> str:
@@ -506,7 +526,7 @@ EXPERIMENTS: tuple[Check[Examination], ...] = (
     Check("repeated run", Examination.check_state),
     Check("encoder states", Examination.check_encoder, _lacks_encoder),
     Check("cross-attention states", Examination.check_cross_states, _lacks_source),
-    Check("batch entries", lambda e: behaviour.check_batch(e.subject, e.tokens)),
+    Check("batch entries", lambda e: behaviour.check_batch(e.subject, e.tokens), _lacks_batch),
     Check("projections", Examination.check_projections, _lacks_probe),
     Check("rotary positions", Examination.check_rotary, _lacks_probe),
     Check(
@@ -549,6 +569,8 @@ EXPERIMENTS: tuple[Check[Examination], ...] = (
 
 # Findings about outputs that change from run to run.
 UNSTABLE = ("dropout", "not deterministic", "state kept between calls")
+# A buffer that takes more bytes is not copied to be restored.
+MAX_BUFFER_BYTES = 1 << 26
 # Findings about layers whose rows are not tokens.
 AXES = ("heads and tokens swapped", "heads split by view")
 # Findings about outputs, and the beginnings of the kinds of error that explain each wherever they are. So does any
@@ -585,14 +607,30 @@ def _format_error(error: Exception) -> str:
 
 @contextmanager
 def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode, and restore the mode and the state of each module."""
-    modes = [(module, module.training) for module in model.modules()]
-    deltas = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
+    """Set a model to eval mode; restore the mode, the buffers and the state of each module, and random numbers."""
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    deltas = [(module, module.rope_deltas) for module in modules if hasattr(module, "rope_deltas")]
+    buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    copies = [_copy_buffer(buffer) for _, _, buffer in buffers]
+    devices = {weight.device for weight in model.parameters() if weight.is_cuda}
     model.eval()
     try:
-        yield
+        with torch.random.fork_rng(list(devices)):
+            yield
     finally:
         for module, training in modes:
             module.training = training
         for module, rope_deltas in deltas:
             module.rope_deltas = rope_deltas
+        for (module, name, buffer), copied in zip(buffers, copies, strict=True):
+            module._buffers[name] = buffer
+            if copied is not None and buffer._version != copied[0]:
+                buffer.copy_(copied[1])
+
+
+def _copy_buffer(buffer: Tensor | None) -> tuple[int, Tensor] | None:
+    """Return the version and a copy of a buffer; None for those that are too large, which are packed weights."""
+    if buffer is None or buffer.is_meta or buffer.nbytes > MAX_BUFFER_BYTES:
+        return None
+    return buffer._version, buffer.clone()

@@ -243,9 +243,13 @@ def _check_used_heads(logged: LoggedCall) -> Finding | None:
 
 
 def _find_head(lengths: Tensor, projected: Tensor) -> int | None:
-    """Return the head of a projection whose vectors have the lengths (batch, n), up to a factor; None without one."""
+    """Return the head of a projection whose vectors have the lengths (batch, n), up to a factor.
+
+    None if there is none, or several, as for a single token.
+    """
     heads = enumerate(projected.unbind(1))
-    return next((number for number, head in heads if _find_ratio(lengths, head) is not None), None)
+    found = [number for number, head in heads if _find_ratio(lengths, head) is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def _check_head_order(logged: LoggedCall) -> Finding | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ OUTPUT_NAMES = (
 )  # fmt: skip
 # Arguments with one number for each token that stay as they are: the kind of each token.
 TYPE_NAMES = ("token_type_ids", "mm_token_type_ids")
+NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Relative difference of outputs above which it is not rounding, by the bytes of a number.
 TOLERANCES = {8: 1e-3, 4: 1e-3, 2: 0.1}
 
@@ -59,6 +62,7 @@ class Subject:
         self.inputs = self._resolve_inputs(inputs)
         self.num_passes = 0
         self.keeps_inputs = False
+        self.keeps_length = False
         reads_two = "decoder_input_ids" in self.inputs
         self.is_encoder_decoder = reads_two or bool(getattr(self.config, "is_encoder_decoder", False))
         if self.is_encoder_decoder and "input_ids" in self.inputs and "decoder_input_ids" not in self.inputs:
@@ -132,7 +136,8 @@ class Subject:
         row = self.tokens[0]
         row = row[torch.isin(row, ids)]
         row = ids if not len(row) else row
-        length = min(max(len(row), MIN_TOKENS), MAX_TOKENS)
+        length = self.find_max_positions(min(max(len(row), MIN_TOKENS), MAX_TOKENS))
+        length = self.tokens.shape[1] if self.keeps_length else length
         row = row.repeat(-(-length // len(row)))[:length]
         seed = torch.Generator().manual_seed(0)
         other = ids[torch.randint(len(ids), (length,), generator=seed).to(ids.device)]
@@ -187,6 +192,13 @@ class Subject:
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return next(
             (name for name, parameter in self.parameters.items() if parameter.kind not in variable), ""
+        )
+
+    def requires(self, name: str) -> bool:
+        """Return whether the model cannot be called without an argument of this name."""
+        parameter = self.parameters.get(name)
+        return (
+            parameter is not None and parameter.default is parameter.empty and parameter.kind in NAMED_KINDS
         )
 
     def accepts(self, name: str) -> bool:
@@ -296,16 +308,17 @@ class Subject:
             for handle in handles:
                 handle.remove()
 
-    def returns_cache(self) -> bool:
-        """Return whether the model returns a cache if it is asked for one."""
+    @cached_property
+    def returns_cache(self) -> bool | None:
+        """Whether the model returns a cache if it is asked for one; None if it raises."""
         if self.user_cached is not None or not self.takes_cache or self.tokens_name is None:
             return self.user_cached is not None
         self.num_passes += 1
         try:
             output = self.called(**self._text_arguments(self.probe_tokens()[:1]), use_cache=True)
         except Exception:  # whatever the model raises on inputs that are not its user's
-            return False
-        return getattr(output, "past_key_values", None) is not None
+            return None
+        return find_cache(output) is not None
 
     def run_cached(self, tokens: Tensor, sizes: Sequence[int], mask: Tensor | None = None) -> Tensor:
         """Run the model on tokens in pieces, with a cache.
@@ -324,13 +337,16 @@ class Subject:
         self._reset_positions()  # once: later pieces continue from the first
         cache, outputs, stop = None, [], 0
         for piece in tokens.split(list(sizes), 1):
-            arguments = self._text_arguments(piece) | {"use_cache": True, "past_key_values": cache}
+            arguments = self._text_arguments(piece.clone(), stop) | {
+                "use_cache": True,
+                "past_key_values": cache,
+            }
             stop += piece.shape[1]
             if mask is not None:
-                arguments[self.mask_name] = mask[:, :stop]
+                arguments[self.mask_name] = mask[:, :stop].clone()
             output = self.called(**arguments)
             self.num_passes += 1
-            cache = output.past_key_values
+            cache = find_cache(output)
             outputs.append(extract_output(output, len(tokens)))
         return torch.cat(outputs, 1)
 
@@ -340,13 +356,18 @@ class Subject:
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None
 
-    def _text_arguments(self, tokens: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model for other tokens: the encoder's from the user, without images.
+    def _text_arguments(self, tokens: Tensor, start: int = 0) -> dict[str, Any]:
+        """Return the arguments of the model for tokens from a position on: the encoder's from the user, without images.
 
         With `keeps_inputs`, all arguments that are not about tokens are the user's.
         """
         assert self.tokens_name is not None
         arguments: dict[str, Any] = {self.tokens_name: tokens}
+        batch, stop = len(tokens), start + tokens.shape[1]
+        if self.requires(self.mask_name):
+            arguments[self.mask_name] = tokens.new_ones(batch, stop)
+        if self.requires(self.positions_name):
+            arguments[self.positions_name] = torch.arange(start, stop, device=tokens.device).expand_as(tokens)
         for name, value in self.inputs.items():
             if name in TYPE_NAMES:
                 arguments[name] = torch.zeros_like(tokens)
@@ -368,11 +389,11 @@ class Subject:
 
     def _call(self, arguments: dict[str, Any]) -> Tensor:
         self.num_passes += 1
+        arguments = {name: _copy(value) for name, value in arguments.items()}
         if self.accepts("use_cache"):
             arguments = {"use_cache": False} | arguments
         first = self.first_parameter
         if first in arguments and self.parameters[first].kind is inspect.Parameter.POSITIONAL_ONLY:
-            arguments = dict(arguments)
             output = self.called(arguments.pop(first), **arguments)
         elif set(arguments) <= {"input"} and "input" not in self.parameters:
             output = self.called(arguments["input"])
@@ -407,11 +428,38 @@ def _passes_on(model: nn.Module) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds and (not named or hasattr(model, "get_base_model"))
 
 
+def _copy(value: Any) -> Any:
+    """Copy an argument that a model might change in place: a tensor, or a cache."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # some objects cannot be copied
+        return value
+
+
+def find_cache(output: Any) -> Any:
+    """Return the cache in a model's output: by its name, or the last entry of a tuple that is no tensor; or None."""
+    if isinstance(output, tuple | list):
+        held = [value for value in output if value is not None and not isinstance(value, torch.Tensor)]
+        return getattr(output, "past_key_values", held[-1] if held else None)
+    return _name_values(output).get("past_key_values")
+
+
+def _name_values(output: Any) -> dict[str, Any]:
+    """Return the values of an output by name: of a mapping, a named tuple or an object; empty for others."""
+    if isinstance(output, Mapping):
+        return dict(output.items())
+    if isinstance(output, tuple | list | torch.Tensor):
+        return dict(output._asdict()) if hasattr(output, "_asdict") else {}
+    return dict(getattr(output, "__dict__", {}))
+
+
 def extract_output(output: Any, batch: int | None) -> Tensor:
     """Return the tensor of a model's output to compare: that of each token, if there is one.
 
     Args:
-        output: A tensor, a tuple, a mapping, or an output of transformers.
+        output: A tensor, a tuple, a mapping, or an object such as an output of transformers.
         batch: The size of the batch, or None if unknown.
 
     Returns:
@@ -422,7 +470,7 @@ def extract_output(output: Any, batch: int | None) -> Tensor:
     """
     if isinstance(output, torch.Tensor):
         return output.detach()
-    named = dict(output.items()) if isinstance(output, Mapping) else {}
+    named = _name_values(output)
     values = [named[name] for name in OUTPUT_NAMES if name in named]
     if not named and isinstance(output, tuple | list):
         values += list(output)
@@ -450,9 +498,11 @@ def relative_difference(a: Tensor, b: Tensor) -> Tensor:
         (batch, n), or (batch,) for outputs without tokens; float64 if the device has it.
     """
     a, b = widen(a), widen(b)
-    difference = (a - b).abs().nan_to_num(nan=float("inf"))
+    # Equal infinities do not differ: some models forbid tokens with logits of −inf.
+    difference = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
     scale = float(b.abs().nan_to_num(nan=0.0, posinf=0.0).amax()) or 1.0
-    return difference.flatten(2).amax(-1) / scale if a.ndim > 2 else difference.flatten(1).amax(-1) / scale
+    axes = difference.shape[:2] if a.ndim > 2 else difference.shape[:1]
+    return difference.reshape(*axes, -1).amax(-1) / scale
 
 
 def tolerance_of(output: Tensor) -> float:
