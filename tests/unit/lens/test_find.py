@@ -292,7 +292,11 @@ def test_a_saved_recording_loads_bit_for_bit(make, tmp_path):
         )
         assert [getattr(new, field) for field in fields] == [getattr(old, field) for field in fields]
     assert str(again.heads()) == str(recording.heads())
-    assert str(again.diagnose()) == str(recording.diagnose())
+    before, after = recording.diagnose(), again.diagnose()
+    assert after == before and after.summary == before.summary
+    # A file holds no positions, and the checks of positions say so.
+    changed = {new.name for old, new in zip(before.checks, after.checks, strict=True) if old != new}
+    assert changed <= {"positions of padded tokens", "packed documents"}
 
 
 def test_joined_cross_attention_keeps_its_query_offset(tmp_path):
