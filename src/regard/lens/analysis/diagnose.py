@@ -164,7 +164,7 @@ def _build_empty() -> Finding:
         "",
         -1,
         hint="Run the model inside the block of regard.watch(model), without layers= or with layers that compute "
-        "attention. If it ran, its layers compute none that the lens reads: states, Fourier transforms, linear attention.",
+        "attention. If it ran, its layers compute none that the lens reads: states, Fourier transforms and the like.",
     )
 
 
