@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from regard.render.text import format_number
@@ -18,6 +18,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 LINE_WIDTH = 92  # fits a terminal and a page
 MAX_ENTRIES = 24  # of an array that is printed
+MAX_MODULES = 4  # that have the same finding, and are named
 MAX_INLINE = 40  # characters of a text of the evidence that is printed on one line with others
 
 
@@ -204,6 +205,28 @@ class Findings(list[Finding]):
         counts = {severity: len(self.by_severity(severity)) for severity in SEVERITIES}
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
 
+    def group_layers(self) -> list[Finding]:
+        """Return one finding for those that say the same of several layers; its evidence has the other layers.
+
+        >>> findings = Findings([Finding("dropout", "error", "Dropout is active.", f"h.{n}", n) for n in range(3)])
+        >>> [finding.evidence for finding in findings.group_layers()]
+        [{'also in': 'layers 1–2: h.1, h.2'}]
+        """
+        groups: dict[tuple[str, ...], list[Finding]] = {}
+        for finding in self:
+            groups.setdefault((finding.severity, finding.kind, finding.message, finding.hint), []).append(
+                finding
+            )
+        grouped = []
+        for first, *others in groups.values():
+            if others:
+                layers = format_numbers("layer", tuple(finding.layer for finding in others))
+                modules = [finding.module for finding in others]
+                shown = ", ".join(modules[:MAX_MODULES]) + ", …" * (len(modules) > MAX_MODULES)
+                first = replace(first, evidence={**first.evidence, "also in": f"{layers}: {shown}"})
+            grouped.append(first)
+        return grouped
+
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values, for JSON."""
         return {
@@ -215,14 +238,15 @@ class Findings(list[Finding]):
 
     def __repr__(self) -> str:
         checks = ["\n".join(map(str, self.checks))] if self.checks else []
-        return "\n\n".join([self.summary, *map(str, self), *checks])
+        return "\n\n".join([self.summary, *map(str, self.group_layers()), *checks])
 
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        items = [finding._item() for finding in self[: notebook.MAX_ROWS]]
+        grouped = self.group_layers()
+        items = [finding._item() for finding in grouped[: notebook.MAX_ROWS]]
         checks = [str(check) for check in self.checks]
-        return notebook.render_findings(self.summary, items, len(self) - len(items), checks)
+        return notebook.render_findings(self.summary, items, len(grouped) - len(items), checks)
 
 
 def _wrap(text: str, first_indent: str, indent: str) -> list[str]:

@@ -88,7 +88,7 @@ def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidire
     has_errors = bool(record["counts"]["error"])
     printer.record(run.record | record)
     printer.print(findings.summary, "bold red" if has_errors else "bold" if findings else "bold green")
-    for finding in findings:
+    for finding in findings.group_layers():
         printer.print()
         title, *rest = str(finding).split("\n")
         severity, _, message = title.partition(": ")

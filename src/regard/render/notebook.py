@@ -164,7 +164,9 @@ def render_findings(
     listing = f'<ul style="list-style: none; margin: 0; padding: 0">{"".join(blocks)}</ul>' if blocks else ""
     rest = _paragraph(f"… and {more:,} more; print() shows all of them.") if more else ""
     lines = "".join(f"<div>{_escape(check)}</div>" for check in checks)
-    folded = f"<details><summary>{len(checks)} checks</summary>{lines}</details>" if checks else ""
+    left_out = sum(check.startswith("not run") for check in checks)
+    count = f"{len(checks)} checks, {left_out} of them not run"
+    folded = f"<details><summary>{count}</summary>{lines}</details>" if checks else ""
     return _box(_paragraph(summary, strong=True) if summary else "", listing, rest, folded)
 
 
