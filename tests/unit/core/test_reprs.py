@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -297,7 +298,9 @@ def test_findings_are_sorted_by_severity():
         assert line in found.text
     assert "error: dropout" in read(finding("error")).text
     assert "Nothing found in 1 layer." in read(Findings([], "1 layer")).text
-    many = read(Findings([finding("note", layer=n) for n in range(notebook.MAX_ROWS + 7)]))
+    layers = read(Findings([finding("note", layer=n) for n in range(9)]))
+    assert layers.text.count("note: dropout") == 1 and "also in layers 1–8: attn" in layers.text
+    many = read(Findings([replace(finding("note"), message=f"{n}") for n in range(notebook.MAX_ROWS + 7)]))
     assert "… and 7 more; print() shows all of them." in many.text
     assert many.text.count("note: dropout") == notebook.MAX_ROWS
 
