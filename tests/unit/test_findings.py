@@ -14,11 +14,12 @@ def print_evidence(**evidence):
 
 
 def test_short_evidence_shares_a_line_and_long_evidence_does_not():
-    lines = print_evidence(ratio=0.12345, rows=3, word="float64", sentence="It is long.", sizes={"keys": 2})
+    sentence = "It is longer than the other entries, so it has a line."
+    lines = print_evidence(ratio=0.12345, rows=3, word="a word", sentence=sentence, sizes={"keys": 2})
     assert lines == {
         "where": "module",
-        "evidence": "ratio 0.123, rows 3, word float64",
-        "sentence": "It is long.",
+        "evidence": "ratio 0.123, rows 3, word a word",
+        "sentence": sentence,
         "sizes": "keys 2",
     }
 

@@ -224,6 +224,14 @@ BROKEN = {
     "causal sees one ahead": (with_triangle(lambda q, k: np.tri(q, k, k - q + 1, dtype=bool)), LOWER),
     "causal misses itself": (with_triangle(lambda q, k: np.tri(q, k, k - q - 1, dtype=bool)), LOWER),
     "causal sees the future": (with_triangle(lambda q, k: np.tri(k, q, q - k, dtype=bool).T), LOWER),
+    "causal always": (
+        with_part(allow=lambda shape, mask, is_causal: build_allowed(shape, mask, True)), LOWER
+    ),
+    "causal ignored if masked": (
+        wrap(lambda q, k, v, m, s, c: attention(q, k, v, m, s, c and m is None)), LOWER
+    ),
+    "mask ignored if causal": (wrap(lambda q, k, v, m, s, c: attention(q, k, v, None if c else m, s, c)), LOWER),
+    "softmax in base 2": (with_part(softmax=lambda scores: rows_softmax(scores * np.log(2))), LOWER),
     "softmax over queries": (with_part(softmax=lambda scores: rows_softmax(scores, -2)), LOWER),
     "softmax over heads": (with_part(softmax=lambda scores: rows_softmax(scores, 1)), LOWER),
     "softmax over batch": (with_part(softmax=lambda scores: rows_softmax(scores, 0)), LOWER),

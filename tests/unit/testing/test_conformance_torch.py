@@ -131,7 +131,7 @@ def test_an_argument_that_is_overwritten_is_a_finding(changed):
     "feature, is_large",
     [
         ("more than 256 keys", lambda query, key: key.shape[-2] >= 300),
-        ("more than 128 queries", lambda query, key: query.shape[-2] >= 300),
+        ("more than 256 queries", lambda query, key: query.shape[-2] >= 300),
         ("a head_dim above 64", lambda query, key: query.shape[-1] >= 128),
     ],
     ids=["300 keys", "300 queries", "head_dim 128"],

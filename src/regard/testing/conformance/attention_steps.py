@@ -176,8 +176,13 @@ def _compute_gradients(
     gradient = weights * gradient
     gradient = np.where(live.any(-1, keepdims=True), gradient, steps.backward_empty)
     gradient = gradient * steps.backward_scale(call)
-    value_gradient = weights.swapaxes(-1, -2) @ output_gradient
-    gradients = {"query": gradient @ key, "key": gradient.swapaxes(-1, -2) @ query, "value": value_gradient}
+    of_key, of_value = gradient.swapaxes(-1, -2) @ query, weights.swapaxes(-1, -2) @ output_gradient
+    heads, kv_heads = call.sizes["heads"], call.sizes["kv_heads"]
+    if heads != kv_heads and of_key.shape[1] == heads:  # the query heads of a group add up
+        of_key, of_value = (
+            x.reshape(len(x), kv_heads, heads // kv_heads, *x.shape[2:]).sum(2) for x in (of_key, of_value)
+        )
+    gradients = {"query": gradient @ key, "key": of_key, "value": of_value}
     return tuple(
         array if name in steps.backward_reaches else np.zeros_like(array) for name, array in gradients.items()
     )

@@ -106,6 +106,11 @@ def use_other_corner(call: AttentionCall) -> Any:
     return build_causal_mask(call.query.shape[-2], call.key.shape[-2], other)
 
 
+def always_causal(align: Align) -> Callable[[AttentionCall], Any]:
+    """Return a causal step that masks in every call, by `align` if the call names no corner."""
+    return lambda call: build_causal_mask(call.query.shape[-2], call.key.shape[-2], call.causal or align)
+
+
 def show_future(call: AttentionCall) -> Any:
     """Build a causal mask that masks the past instead of the future."""
     q_len, kv_len = call.query.shape[-2], call.key.shape[-2]

@@ -21,7 +21,7 @@ from regard.testing.conformance.attention_steps import (
     round_to,
     run_steps,
 )
-from regard.testing.conformance.convention import CallingConvention, OutputShapeError
+from regard.testing.conformance.convention import CallingConvention, OutputError
 from regard.testing.conformance.probe_calls import ProbeCall
 from regard.testing.tolerance import assert_matches, epsilon
 
@@ -39,12 +39,24 @@ class ProbeOutcome:
     def max_error(self) -> float:
         """The largest error of the output where both sides are finite; NaN if there is nothing to compare."""
         exact = compute_expected(self.probe, DEFINITION).exact.output
-        if self.result is None or self.result.output.shape != exact.shape:
-            return float("nan")
-        with np.errstate(all="ignore"):
-            errors = np.abs(self.result.output.astype(np.float64) - exact.astype(np.float64))
-        finite = errors[np.isfinite(errors)]
-        return float(finite.max()) if finite.size else float("nan")
+        return float("nan") if self.result is None else _find_largest_error(self.result.output, exact)
+
+    @property
+    def has_other_nan(self) -> bool:
+        """Whether NaN or inf are in other places of the output than in the definition."""
+        exact = compute_expected(self.probe, DEFINITION).exact.output
+        return self.result is None or not np.array_equal(np.isfinite(self.result.output), np.isfinite(exact))
+
+    def list_errors(self) -> list[float]:
+        """Return the largest error of the output, of the weights and of the gradients, as far as there are any."""
+        exact = compute_expected(self.probe, DEFINITION).exact
+        if self.result is None:
+            return []
+        pairs = [(self.result.output, exact.output)]
+        if self.result.weights is not None:
+            pairs.append((self.result.weights, exact.weights))
+        pairs += zip(self.result.gradients or (), exact.gradients or (), strict=True)
+        return [_find_largest_error(*pair) for pair in pairs]
 
 
 def run_probe(fn: Callable[..., Any], convention: CallingConvention, probe: ProbeCall) -> ProbeOutcome:
@@ -64,7 +76,7 @@ def run_probe(fn: Callable[..., Any], convention: CallingConvention, probe: Prob
     try:
         with np.errstate(all="ignore"):
             return ProbeOutcome(probe, convention.invoke(fn, probe.call, build_output_gradient(probe)))
-    except OutputShapeError as error:
+    except OutputError as error:
         return ProbeOutcome(probe, failure=f"returns {error}")
     except Exception as error:  # an error of the function is an outcome like any other
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -221,21 +233,29 @@ def matches(outcome: ProbeOutcome, steps: Steps) -> bool:
     return not expected.find_mismatch(outcome.result)
 
 
-def affects_special_values(outcome: ProbeOutcome, steps: Steps) -> bool:
-    """Return whether steps change the result of a probe with NaN, inf or large numbers.
+def _find_largest_error(actual: Any, exact: Any) -> float:
+    """Return the largest error where both sides are finite; NaN if there is nothing to compare."""
+    if actual.shape != exact.shape:
+        return float("nan")
+    with np.errstate(all="ignore"):
+        errors = np.abs(actual.astype(np.float64) - exact.astype(np.float64))
+    finite = errors[np.isfinite(errors)]
+    return float(finite.max()) if finite.size else float("nan")
 
-    For such values the result of a fault depends on details that the kit does not model.
+
+def changes(outcome: ProbeOutcome, steps: Steps, others: Steps) -> bool:
+    """Return whether two functions have different results for a probe; no if one of them raises an error.
 
     Args:
         outcome: The outcome of a probe.
-        steps: The steps.
+        steps: The steps of one function.
+        others: The steps of the other.
     """
     try:
-        expected = compute_expected(outcome.probe, steps)
+        expected, other = (compute_expected(outcome.probe, which) for which in (steps, others))
     except StepsNotComputableError:
         return False
-    definition = compute_expected(outcome.probe, DEFINITION)
-    return not outcome.probe.ordinary and bool(definition.find_mismatch(expected.exact))
+    return bool(other.find_mismatch(expected.exact))
 
 
 def _roughly_matches(output: Any, expected: ExpectedResult) -> bool:

@@ -18,8 +18,8 @@ from regard.testing.conformance.attention_steps import AttentionResult
 MaskConvention = Literal["keep", "drop", "additive"]
 
 
-class OutputShapeError(Exception):
-    """The function returned an array that does not have the axes of the layout."""
+class OutputError(Exception):
+    """The function returned something else than an array of numbers with the axes of the layout."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class CallingConvention:
         dtypes: The dtypes it supports. Default: the library's dtypes.
         device: The device of torch tensors.
         returns: The order of the pair, if it returns two arrays.
-        unsupported: Capabilities that it does not support. Failures there are not findings.
+        unsupported: Capabilities that it does not support. Failures there are not findings, and probes of other
+            capabilities that need one of them are skipped.
 
     Raises:
         ArgumentError: If a field has a value that is not listed above.
@@ -138,13 +139,11 @@ class CallingConvention:
             heads: The number of heads, to unpack a packed axis.
 
         Raises:
-            OutputShapeError: If the array has another number of axes.
+            OutputError: If the array has another number of axes.
             ValueError: If the packed axis is not a multiple of `heads`.
         """
         if array.ndim != len(self.axis_groups):
-            raise OutputShapeError(
-                f"{array.shape}, but layout {self.layout!r} has {len(self.axis_groups)} axes"
-            )
+            raise OutputError(f"{array.shape}, but layout {self.layout!r} has {len(self.axis_groups)} axes")
         sizes: list[int] = []
         for group, size in zip(self.axis_groups, array.shape, strict=True):
             if len(group) == 1:
@@ -206,7 +205,7 @@ class CallingConvention:
             output_gradient: The gradient of the output, (batch, heads, q_len, value_dim), if gradients are needed.
 
         Raises:
-            OutputShapeError: If the output does not have the axes of the layout.
+            OutputError: If the output does not have the axes of the layout.
         """
         library = self.array_library
         arrays = [self._convert_array(x, call) for x in (call.query, call.key, call.value)]
@@ -228,8 +227,12 @@ class CallingConvention:
         after = zip(before, map(library.to_numpy, passed), strict=True)
         inputs_changed = any(not np.array_equal(x, y, equal_nan=True) for x, y in after)
         if not hasattr(output, "shape"):
-            raise OutputShapeError(f"a {type(output).__name__}, expected an array")
-        canonical = self.from_layout(library.to_numpy(output), heads)
+            raise OutputError(f"a {type(output).__name__}, expected an array")
+        # A copy, since a function may write its next result into the same memory.
+        numbers = np.array(library.to_numpy(output))
+        if numbers.dtype.kind in "biucOSU":
+            raise OutputError(f"an array of {numbers.dtype}, expected floating-point numbers")
+        canonical = self.from_layout(numbers, heads)
         result = AttentionResult(
             canonical, self._convert_weights(weights, call), inputs_changed=inputs_changed
         )
@@ -245,7 +248,7 @@ class CallingConvention:
         """Return (output, weights) from the return value; weights are None if it is a single array."""
         if not isinstance(returned, tuple | list):
             return returned, None
-        first, second = (*returned, None)[:2]
+        first, second = (*returned, None, None)[:2]
         return (second, first) if self.returns == "weights, output" else (first, second)
 
     def _convert_array(self, array: Any, call: AttentionCall) -> Any:
@@ -295,9 +298,10 @@ class CallingConvention:
             return None
         sizes = call.sizes
         lead = [n for axis, n in (("b", sizes["batch"]), ("h", sizes["heads"])) if axis in self.axes]
-        if list(weights.shape[:-2]) != lead or weights.ndim != len(lead) + 2:
+        is_lse = weights.shape[-1:] == (1,)  # or the weights of one key, which look the same
+        if list(weights.shape[:-2]) != lead or weights.ndim != len(lead) + 2 or is_lse:
             return None
-        converted = self.array_library.to_numpy(weights)
+        converted = np.array(self.array_library.to_numpy(weights))
         return converted.reshape((sizes["batch"], sizes["heads"], *converted.shape[-2:]))
 
     def __str__(self) -> str:

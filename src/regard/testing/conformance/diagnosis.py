@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,18 @@ from regard.testing.conformance.attention_steps import DEFINITION, AttentionResu
 from regard.testing.conformance.compare import (
     ProbeOutcome,
     StepsNotComputableError,
-    affects_special_values,
+    changes,
     compute_expected,
     matches,
     run_probe,
 )
 from regard.testing.conformance.convention import CallingConvention
 from regard.testing.conformance.known_faults import FAULTS, Fault
-from regard.testing.conformance.probe_calls import ProbeCall
+from regard.testing.conformance.probe_calls import LARGE, NOT_FINITE, ProbeCall
 
 SCREENING_SIZE = 14  # wrong outcomes that each fault is first tried on
 SHORTLIST_SIZE = 6  # faults that are then tried on every outcome
+SMALL_ERROR = 1e-2  # below this, an error is rounding or an epsilon rather than another function
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +50,51 @@ def _combine_faults(faults: Sequence[tuple[Fault, int]]) -> Diagnosis:
 
 
 def diagnose(outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
-    """Find the fewest faults that explain the outcomes, one by one.
+    """Find the fewest faults that explain the outcomes.
 
-    Each fault is the one with which most outcomes match, correct ones included: a fault that would have shown
-    elsewhere, and did not, is not the cause.
+    A fault that explains a few results by coincidence is not the cause: if most of the ordinary results that it would
+    change remain unexplained, the search is repeated without it.
 
     Args:
         outcomes: The outcomes of all probes that were run.
+    """
+    ordinary = [o.result.output for o in outcomes if o.result is not None and o.probe.ordinary]
+    if 2 * sum(bool(np.isnan(output).any()) for output in ordinary) > len(ordinary):
+        return Diagnosis((), DEFINITION)  # NaN matches too many faults
+    excluded: set[tuple[Fault, int]] = set()
+    while True:
+        diagnosis = _search(outcomes, excluded)
+        doubtful = [
+            choice
+            for position, choice in enumerate(diagnosis.faults)
+            if not _is_likely(diagnosis.steps, diagnosis.without(position).steps, outcomes)
+        ]
+        if not doubtful:
+            return diagnosis
+        excluded.update(doubtful)
+
+
+def _is_likely(steps: Steps, fewer: Steps, outcomes: Sequence[ProbeOutcome]) -> bool:
+    """Return whether most of the ordinary results that `steps` change, compared with `fewer`, match them.
+
+    A fault of NaN, inf and large numbers changes no ordinary results. Most ordinary results of the same kind of call
+    must then match.
+    """
+    results = [o for o in outcomes if o.result is not None]
+    ordinary = [o for o in results if o.probe.ordinary]
+    compared = [o for o in ordinary if changes(o, steps, fewer)]
+    explained = [set(o.probe.features) for o in filter(_explained_by(steps, fewer), results)]
+    if explained and not compared:
+        kind = set.intersection(*explained) - {NOT_FINITE, LARGE}
+        compared = [o for o in ordinary if kind <= set(o.probe.features)]
+    return not compared or 2 * _count_matches(compared, steps) > len(compared)
+
+
+def _search(outcomes: Sequence[ProbeOutcome], excluded: Set[tuple[Fault, int]]) -> Diagnosis:
+    """Find the fewest faults that explain the outcomes, one by one, without those excluded.
+
+    Each fault is the one with which most outcomes match, correct ones included: a fault that would have shown
+    elsewhere, and did not, is not the cause.
     """
     diagnosis = Diagnosis((), DEFINITION)
     num_matches = _count_matches(outcomes, DEFINITION)
@@ -65,7 +104,8 @@ def diagnose(outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
         candidates = []
         for fault in FAULTS:
             for variant in range(len(fault.variants)):
-                steps = fault.apply_to(diagnosis.steps, variant)
+                is_excluded = (fault, variant) in excluded
+                steps = None if is_excluded else fault.apply_to(diagnosis.steps, variant)
                 hits = _count_matches(screening, steps) if steps is not None else 0
                 if hits:
                     candidates.append((hits, (fault, variant)))
@@ -143,7 +183,8 @@ def find_causes(
             )
         )
     failed = [o for o in outcomes if not matches(o, diagnosis.steps) and not matches(o, DEFINITION)]
-    remaining = [o for o in failed if not affects_special_values(o, diagnosis.steps)]
+    # For NaN, inf and large numbers the result of a fault depends on details that the kit does not model.
+    remaining = [o for o in failed if o.probe.ordinary or not changes(o, diagnosis.steps, DEFINITION)]
     findings += _describe_failures([o for o in remaining if o.failure], len(outcomes), fn, convention)
     unexplained = [o for o in remaining if not o.failure]
     findings += _describe_unexplained(unexplained, outcomes, diagnosis.steps, fn, convention)
@@ -212,7 +253,7 @@ def _describe_unexplained(
     fn: Callable[..., Any],
     convention: CallingConvention,
 ) -> Iterator[Finding]:
-    """Yield findings without a known fault, one for each feature that failed calls share and passing calls lack."""
+    """Yield findings without a known fault, one for what the smallest failing call has and no passing call has."""
 
     def shows(outcome: ProbeOutcome) -> bool:
         return not (outcome.failure or matches(outcome, steps) or matches(outcome, DEFINITION))
@@ -220,28 +261,45 @@ def _describe_unexplained(
     # A correct result that is empty or NaN is no evidence: it could not have been wrong.
     correct = [o for o in outcomes if matches(o, steps) or matches(o, DEFINITION)]
     correct = [o for o in correct if o.result is not None and np.isfinite(o.result.output).all()]
-    passing = [o.probe.features for o in correct if o.result is not None and o.result.output.size]
+    passing = [set(o.probe.features) for o in correct if o.result is not None and o.result.output.size]
     while unexplained:
-        features = sorted(
-            {feature for o in unexplained for feature in o.probe.features}
-        )  # deterministic order
-        groups = {feature: [o for o in unexplained if feature in o.probe.features] for feature in features}
-        exclusive = {
-            feature: group
-            for feature, group in groups.items()
-            if not any(feature in other for other in passing)
-        }
-        capability = unexplained[0].probe.capability
-        choice = exclusive or {capability: groups[capability]}
-        feature, group = max(choice.items(), key=lambda item: (len(item[1]), item[0] == "every call"))
-        errors = [o.max_error for o in group if np.isfinite(o.max_error)]
-        by = f", by up to {max(errors):.2g}" if errors else ""
-        where = "in every call" if feature == "every call" else f"for {feature}"
-        yield _build_finding(
-            "unknown", f"It differs from the definition {where}{by}, in a way the kit has no name for.",
-            "Compare the actual and expected results of the smallest input below.", group, fn, convention, shows,
-        )  # fmt: skip
+        simplest = min(unexplained, key=_simplicity)
+        smallest = shrink(simplest.probe, lambda candidate: shows(run_probe(fn, convention, candidate)))
+        features = _find_cause(simplest.probe, smallest, passing)
+        group = [o for o in unexplained if features.keys() <= set(o.probe.features)]
+        num_passing = sum(features.keys() <= other for other in passing)
+        if num_passing:
+            where = f"in {len(group)} of {len(group) + num_passing} calls"
+            where += f" with {' and '.join(features)}" if features else ""
+        else:
+            where = f"for {' and '.join(features)}" if features else "in every call"
+        typical = [o for o in group if o.probe.ordinary] or group
+        error = max(filter(np.isfinite, (x for o in typical for x in o.list_errors())), default=np.nan)
+        by = f", by up to {error:.2g}" if np.isfinite(error) else ""
+        hint = "Compare the actual and expected results of the smallest input below."
+        if error < SMALL_ERROR and any(o.has_other_nan for o in typical):
+            by = ", with NaN or inf in other places"
+        elif error < SMALL_ERROR:
+            hint += " The error is small: compute in the dtype of the arguments, and add nothing to the denominator."
+        message = f"It differs from the definition {where}{by}, in a way the kit has no name for."
+        yield _build_finding("unknown", message, hint, group, fn, convention, shows)
         unexplained = [o for o in unexplained if not any(o is explained for explained in group)]
+
+
+def _find_cause(probe: ProbeCall, smallest: ProbeCall, passing: Sequence[Set[str]]) -> dict[str, None]:
+    """Return the fewest features of a failing call that no passing call has together, in order.
+
+    Only features that are left in its smallest input count. If passing calls have all of them, the one that the fewest
+    passing calls have is returned, but not the dtype, which is never shrunk.
+    """
+    features = dict.fromkeys(feature for feature in probe.features if feature in smallest.features)
+    if any(features.keys() <= other for other in passing):
+        candidates = [feature for feature in features if feature != probe.call.dtype]
+        return dict.fromkeys(sorted(candidates, key=lambda x: sum(x in other for other in passing))[:1])
+    for feature in tuple(features):
+        if not any(features.keys() - {feature} <= other for other in passing):
+            del features[feature]
+    return features
 
 
 def _list_capabilities(outcomes: Sequence[ProbeOutcome]) -> list[str]:
@@ -315,10 +373,10 @@ def _to_list(array: Any) -> Any:
     return array.astype(bool if array.dtype == bool else float).tolist()
 
 
-def _simplicity(outcome: ProbeOutcome) -> tuple[bool, int]:
-    """Return a sort key: non-empty inputs first, then small ones."""
+def _simplicity(outcome: ProbeOutcome) -> tuple[bool, bool, int]:
+    """Return a sort key: non-empty and ordinary inputs first, then small ones."""
     call = outcome.probe.call
-    return 0 in call.sizes.values(), call.query.size + call.key.size
+    return 0 in call.sizes.values(), not outcome.probe.ordinary, call.query.size + call.key.size
 
 
 # -- The smallest input ---------------------------------------------------------------------------------------
@@ -366,8 +424,12 @@ def _drop_options(probe: ProbeCall) -> Iterator[ProbeCall]:
         yield replace(probe, call=replace(call, mask=None))
         if call.mask.ndim == 4 and call.mask.shape[:2] == (1, 1):
             yield replace(probe, call=replace(call, mask=call.mask[0, 0]))
-    if call.memory != "contiguous":
-        yield replace(probe, call=replace(call, memory="contiguous"))
+    defaults: dict[str, Any] = {"causal": None, "scale": None, "memory": "contiguous"}
+    for name, default in defaults.items():
+        if getattr(call, name) != default:
+            yield replace(probe, call=replace(call, **{name: default}))
+    if probe.gradients:
+        yield replace(probe, gradients=False)
 
 
 def _round_to_integers(probe: ProbeCall) -> Iterator[ProbeCall]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from regard.testing.conformance import broken_steps as broken
-from regard.testing.conformance.attention_steps import Steps, resolve_scale
+from regard.testing.conformance.attention_steps import Steps, get_causal_mask, get_mask, resolve_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,7 @@ FAULTS: tuple[Fault, ...] = (
         "scale twice", "The scale is applied twice.", "Scale only one of scores, query and key.",
         {"scale": lambda call: resolve_scale(call) ** 2},
         {"scale": lambda call: resolve_scale(call) * call.sizes["head_dim"] ** -0.5},
+        {"scale": lambda call: (1 if call.scale is None else call.scale) * call.sizes["head_dim"] ** -0.5},
     ),
     _fault(
         "scale of another axis", "The scale comes from another axis than head_dim.",
@@ -72,6 +73,7 @@ FAULTS: tuple[Fault, ...] = (
             {"scale": broken.replace_default_scale(scale)}
             for scale in (
                 lambda call: (call.sizes["heads"] * call.sizes["head_dim"]) ** -0.5,
+                lambda call: (call.sizes["kv_heads"] * call.sizes["head_dim"]) ** -0.5,
                 lambda call: max(call.sizes["value_dim"], 1) ** -0.5,
                 lambda call: max(call.sizes["kv_len"], 1) ** -0.5,
                 lambda call: max(call.sizes["q_len"], 1) ** -0.5,
@@ -162,6 +164,18 @@ FAULTS: tuple[Fault, ...] = (
         "causal sees the future", "Causal masks the past and shows the future.", "Attend if kv_idx ≤ q_idx.",
         causal=broken.if_causal(broken.show_future),
     ),
+    _fault(
+        "causal always", "Causal is applied to calls that are not causal.", "Mask the keys after the query on request.",
+        *({"causal": broken.always_causal(align)} for align in ("lower_right", "upper_left")),
+    ),
+    _fault(
+        "causal ignored if masked", "Causal is ignored if the call has a mask.", "Combine both: mask & causal mask.",
+        causal=lambda call: np.True_ if call.mask is not None else get_causal_mask(call),
+    ),
+    _fault(
+        "mask ignored if causal", "The mask is ignored if the call is causal.", "Combine both: mask & causal mask.",
+        mask=lambda call: np.True_ if call.causal is not None else get_mask(call),
+    ),
     # -- Softmax --
     _fault(
         "softmax over queries", "Softmax runs over queries.", "Normalise over keys: axis=-1 of the scores.", axis=-2
@@ -176,6 +190,10 @@ FAULTS: tuple[Fault, ...] = (
         "softmax missing", "The softmax is missing: scores are used as weights.", "Normalise the scores over keys.",
         shift=broken.skip_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
         denominator=lambda exponentials, axis, base: np.ones((1, 1, 1, 1)),
+    ),
+    _fault(
+        "softmax in base 2", "The softmax raises 2 to the scores, not e.",
+        "Multiply the scores by log2(e) before exp2.", exponential=np.exp2,
     ),
     _fault(
         "no shift", "Large scores overflow: nothing is subtracted before the exponential.",

@@ -114,7 +114,7 @@ def _find_preset(fn: Any) -> str | None:
 def _read_signature(fn: Callable[..., Any], fields: dict[str, Any]) -> CallingConvention:
     """Describe a function by its argument names, and by the first layout with which it returns a result."""
     try:
-        arguments = set(inspect.signature(fn).parameters)
+        arguments = set(inspect.signature(getattr(fn, "forward", fn)).parameters)
     except (TypeError, ValueError):  # built-ins have none
         arguments = set()
     recognised = {

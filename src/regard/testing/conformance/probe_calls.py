@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,12 @@ from regard.errors import ArgumentError
 from regard.testing.cases.generate import draw_cases
 from regard.testing.cases.inputs import build_inputs
 from regard.testing.conformance.attention_call import Align, AttentionCall, build_causal_mask
+
+NOT_FINITE, LARGE = "NaN or inf", "large numbers"  # features of probes that are not ordinary
+CAPABILITIES_OF_CALLS = {  # features that are capabilities, and part of probes of other capabilities
+    "q_len ≠ kv_len", "value_dim ≠ head_dim", "grouped heads", "empty rows", "gradients",
+}  # fmt: skip
+LARGEST_ORDINARY = 8  # probes draw numbers up to 2; rounding and random cases stay below this
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +33,6 @@ class ProbeCall:
         call: The arguments.
         gradients: Whether gradients are compared too.
         ordinary: Whether the fixed bounds of the error rule apply.
-        features: What the call contains, to find what failing calls have in common.
     """
 
     capability: str
@@ -34,10 +40,45 @@ class ProbeCall:
     call: AttentionCall
     gradients: bool = False
     ordinary: bool = True
-    features: frozenset[str] = field(default_factory=frozenset)
 
     def __str__(self) -> str:
         return f"{self.capability}: {self.name}"
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """What the call contains, to find what failing calls have in common; the least telling come last."""
+        call, sizes = self.call, self.call.sizes
+        arrays = (call.query, call.key, call.value)
+        present = {
+            **{f"more than {tile} queries": sizes["q_len"] > tile for tile in (16, 32, 64, 128, 256)},
+            **{f"more than {tile} keys": sizes["kv_len"] > tile for tile in (16, 32, 64, 128, 256)},
+            "a head_dim above 64": sizes["head_dim"] > 64,
+            NOT_FINITE: not all(np.isfinite(x).all() for x in arrays),
+            LARGE: any((np.abs(x) > LARGEST_ORDINARY).any() for x in arrays),
+            f"{call.memory} memory": call.memory != "contiguous",
+            "no query, key or batch": 0 in sizes.values(),
+            "empty rows": not call.build_mask().any(-1).all(),
+            "value_dim ≠ head_dim": sizes["value_dim"] != sizes["head_dim"],
+            "a scale of 0 or below": call.scale is not None and call.scale <= 0,
+            "a scale": call.scale is not None,
+            "grouped heads": sizes["heads"] != sizes["kv_heads"],
+            "several heads": sizes["heads"] > 1,
+            "a batch": sizes["batch"] > 1,
+            "q_len ≠ kv_len": sizes["q_len"] != sizes["kv_len"],
+            "a mask": call.mask is not None,
+            "causal masking": call.causal is not None,
+            "gradients": self.gradients,
+            call.dtype: True,
+        }
+        return tuple(name for name, holds in present.items() if holds)
+
+    @property
+    def required(self) -> set[str]:
+        """Other capabilities that the call needs. A function that does not support one is not called this way."""
+        names = {"causal"} if "causal masking" in self.features else set()
+        if {"causal masking", "q_len ≠ kv_len"} <= set(self.features):
+            names.add("causal, q_len ≠ kv_len")
+        return (names | (set(self.features) & CAPABILITIES_OF_CALLS)) - {self.capability}
 
 
 def generate_probes(dtype: str, align: Align | None, size: str = "quick") -> Iterator[ProbeCall]:
@@ -57,6 +98,7 @@ def generate_probes(dtype: str, align: Align | None, size: str = "quick") -> Ite
 def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     whole = {"batch": 2, "heads": 3, "q_len": 5, "kv_len": 5, "head_dim": 4}
     longer = {**whole, "kv_len": 7, "q_len": 4}
+    causal = {"causal": align or "lower_right"}
     yield "plain", "two keys", {"q_len": 2, "kv_len": 2}
     yield "plain", "three keys", {"head_dim": 4}
     yield "heads and batch", "two heads", {"heads": 2}
@@ -79,6 +121,9 @@ def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dic
         "4 heads on 2, batch, mask",
         {**longer, "heads": 4, "kv_heads": 2, "mask": "random"},
     )
+    grouped = {**longer, "heads": 4, "kv_heads": 2}
+    yield "grouped heads", "4 heads on 2, a mask for each head", {**grouped, "mask": "random", "per": "bh"}
+    yield "grouped heads", "4 heads on 2, causal", {**grouped, **causal, "kv_len": 4}
     yield "scale given", "0.25", {"scale": 0.25}
     yield "scale given", "2, heads and batch", {**longer, "scale": 2.0}
     for scale in (0.0, -1.0, 1e-30):
@@ -98,13 +143,14 @@ def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dic
     yield "padding", "one row for all queries", {"kv_len": 5, "mask": "padding"}
     yield "padding", "lengths 4 and 6", {**longer, "mask": "padding", "per": "b"}
     yield "padding", "on the left", {**longer, "mask": "left padding", "per": "b"}
-    causal = {"causal": align or "lower_right"}
     yield "causal", "3 × 3", causal
     yield "causal", "5 × 5, heads and batch", {**whole, **causal}
     yield "causal, q_len ≠ kv_len", "2 × 5", {**causal, "q_len": 2, "kv_len": 5}
     yield "causal, q_len ≠ kv_len", "5 × 2", {**causal, "q_len": 5, "kv_len": 2}
     yield "causal, q_len ≠ kv_len", "4 × 7, heads and batch", {**longer, **causal}
     yield "causal and mask", "5 × 5, padding", {**whole, **causal, "mask": "padding", "per": "b"}
+    wide = {**whole, **causal, "q_len": 13, "kv_len": 19}
+    yield "causal and mask", "13 × 19, padding", {**wide, "mask": "padding", "per": "b"}
     yield "empty rows", "one row", {"mask": "one row empty"}
     yield "empty rows", "every row", {"mask": "all empty"}
     yield "empty rows", "of one batch entry", {**longer, "mask": "one batch empty", "per": "b"}
@@ -141,13 +187,24 @@ def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dic
     ):
         yield "lengths around tiles", f"{q_len} × {kv_len}", {"q_len": q_len, "kv_len": kv_len, "head_dim": 8}
     yield "lengths around tiles", "5 × 67, padding", {"q_len": 5, "kv_len": 67, "mask": "padding"}
+    yield "lengths around tiles", "37 × 70, mask", {"q_len": 37, "kv_len": 70, "mask": "random"}
+    for q_len, kv_len in ((131, 131), (70, 131), (131, 70)):
+        sizes = {"q_len": q_len, "kv_len": kv_len}
+        yield "lengths around tiles, causal", f"{q_len} × {kv_len}", {**sizes, **causal}
     for head_dim in (128, 257):
         yield (
             "lengths around tiles", f"5 × 7, head_dim {head_dim}", {"q_len": 5, "kv_len": 7, "head_dim": head_dim}
         )  # fmt: skip
     yield "gradients", "3 × 3", {"gradients": True}
     yield "gradients", "heads, batch, mask", {**longer, "mask": "random", "gradients": True}
+    yield "gradients", "131 × 70", {"q_len": 131, "kv_len": 70, "gradients": True}
+    yield "gradients", "70 × 131", {"q_len": 70, "kv_len": 131, "gradients": True}
+    yield "gradients, value_dim ≠ head_dim", "value_dim 5", {**longer, "value_dim": 5, "gradients": True}
+    yield "gradients, grouped heads", "4 heads on 2", {**grouped, "kv_len": 4, "gradients": True}
+    yield "gradients, scale given", "2, heads and batch", {**longer, "scale": 2.0, "gradients": True}
     yield "gradients, causal", "4 × 4", {**causal, "q_len": 4, "kv_len": 4, "gradients": True}
+    yield "gradients, causal", "4 × 7, heads and batch", {**longer, **causal, "gradients": True}
+    yield "gradients, causal", "131 × 131", {**causal, "q_len": 131, "kv_len": 131, "gradients": True}
     yield "gradients, empty rows", "one row", {"mask": "one row empty", "gradients": True}
     for where in ("key", "value"):
         yield (
@@ -187,27 +244,7 @@ def _build_probe(capability: str, name: str, options: dict[str, Any]) -> ProbeCa
         memory=get("memory", "contiguous"),
     )  # fmt: skip
     is_special = factor > 1 or arrays.keys() & options.keys() or get("scale") is not None
-    features = _find_features(capability, call, options)
-    return ProbeCall(capability, name, call, get("gradients", False), not is_special, features)
-
-
-def _find_features(capability: str, call: AttentionCall, options: dict[str, Any]) -> frozenset[str]:
-    """Return what a call contains, to find what failing calls have in common."""
-    sizes = call.sizes
-    features = {
-        "every call": True,
-        "several heads": sizes["heads"] > 1,
-        "a batch": sizes["batch"] > 1,
-        "q_len ≠ kv_len": sizes["q_len"] != sizes["kv_len"],
-        "a mask": call.mask is not None,
-        "causal": call.causal is not None,
-        "a scale": call.scale is not None,
-        "gradients": options.get("gradients", False),
-        "a head_dim above 64": sizes["head_dim"] > 64,
-        **{f"more than {tile} queries": sizes["q_len"] > tile for tile in (32, 64, 128, 256)},
-        **{f"more than {tile} keys": sizes["kv_len"] > tile for tile in (32, 64, 128, 256)},
-    }
-    return frozenset({capability, *(name for name, present in features.items() if present)})
+    return ProbeCall(capability, name, call, get("gradients", False), not is_special)
 
 
 def _build_mask(kind: str | None, per: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -264,6 +301,4 @@ def _draw_probes(count: int = 300, seed: int = 20261115, tile: int = 32) -> Iter
             mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         call = AttentionCall(query, key, value, case.dtype, mask, None, inputs.definition.get("scale"))
         name = f"{case.mask}, {case.values}, seed {case.seed}"
-        yield ProbeCall(
-            "random cases", name, call, False, inputs.ordinary, _find_features("random cases", call, {})
-        )
+        yield ProbeCall("random cases", name, call, False, inputs.ordinary)

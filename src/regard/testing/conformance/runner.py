@@ -67,7 +67,7 @@ def check_conformance(
             hint="The default is quick.",
         )
     fn, convention = _resolve(fn, convention, fields)
-    outcomes = [run_probe(fn, convention, probe) for probe in _generate_probes(convention, size)]
+    outcomes = [_run_supported(fn, convention, probe) for probe in _generate_probes(convention, size)]
     relevant = [o for o in outcomes if not o.skip_reason and o.probe.capability not in convention.unsupported]
     causes = find_causes(fn, convention, relevant)
     rows = tuple(
@@ -146,8 +146,16 @@ def generate_tests(
         ConformanceTest(probe, convention)
         for probe in _generate_probes(convention, size)
         if not convention.find_obstacle(probe.call, probe.gradients)
-        and probe.capability not in convention.unsupported
+        and not {probe.capability, *probe.required} & set(convention.unsupported)
     ]
+
+
+def _run_supported(fn: Callable[..., Any], convention: CallingConvention, probe: ProbeCall) -> ProbeOutcome:
+    """Run a probe, unless it needs another capability that is declared unsupported."""
+    declared = [name for name in convention.unsupported if name in probe.required]
+    if declared:
+        return ProbeOutcome(probe, skip_reason=f"{declared[0]} is declared unsupported")
+    return run_probe(fn, convention, probe)
 
 
 def _generate_probes(convention: CallingConvention, size: str) -> Sequence[ProbeCall]:
