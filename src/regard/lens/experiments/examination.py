@@ -484,8 +484,11 @@ def _lacks_positions(examination: Examination) -> str:
 
 
 def _lacks_mask(examination: Examination) -> str:
-    takes = examination.subject.takes_mask
-    return _lacks_outputs(examination) or ("" if takes else "the model takes no attention_mask")
+    if _lacks_outputs(examination):
+        return _lacks_outputs(examination)
+    if examination.tokens.shape[1] <= behaviour.PADDING:
+        return f"the model runs on {examination.tokens.shape[1]} tokens only, too few to pad"
+    return "" if examination.subject.takes_mask else "the model takes no attention_mask"
 
 
 def _lacks_cache(examination: Examination) -> str:

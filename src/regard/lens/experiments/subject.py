@@ -182,7 +182,8 @@ class Subject:
             if isinstance(module, nn.Embedding) and ("position" in name or name.rpartition(".")[2] == "wpe"):
                 offset = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts
                 limits.append(module.num_embeddings - offset)
-        return min([limit, *(found for found in limits if isinstance(found, int) and found > 0)])
+        used = 1 if self.tokens_name is None else self.tokens.shape[1]  # a smaller table is that of images
+        return min([limit, *(found for found in limits if isinstance(found, int) and found >= used)])
 
     # Calls
 
