@@ -81,7 +81,7 @@ class Score:
 
     @property
     def is_named(self) -> bool:
-        """Whether doctor names the cause if it is told about causality and the cache."""
+        """Whether doctor names the cause with causal= and cached=."""
         return bool({*self.told} & {*self.bug.kinds})
 
     @property

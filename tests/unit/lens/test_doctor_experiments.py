@@ -426,3 +426,20 @@ def test_buffers_and_random_numbers_are_left_as_they_were():
     last = model.last
     doctor(model, make_inputs())
     assert float(model.calls) == 0 and model.last is last and torch.equal(torch.get_rng_state(), state)
+
+
+class Offset(nn.Module):
+    """Adds and subtracts 1,000, which leaves nothing of small numbers in bfloat16."""
+
+    def forward(self, y):
+        return (y + 1000) - 1000
+
+
+def test_a_module_that_half_precision_breaks_is_a_warning():
+    findings = doctor(Mixer(Offset()).bfloat16(), make_inputs())
+    (finding,) = [found for found in findings if found.kind == "dtype"]
+    assert (finding.severity, finding.module) == ("warning", "mix")
+    assert finding.evidence["input"] < 0.05 < 0.5 < finding.evidence["output"]
+    assert "dtype" not in kinds(doctor(Mixer(nn.Identity()).bfloat16(), make_inputs()))
+    reasons = {check.name: check.reason for check in doctor(Mixer(Offset()), make_inputs()).checks}
+    assert reasons["dtype against float32"] == "the model is in float32 or wider"
