@@ -41,6 +41,7 @@ from regard.positions import rope, sinusoidal
 from regard.score_mods import ScoreMod, alibi, bias, relative_bias, softcap
 
 if TYPE_CHECKING:
+    from regard import diagnosis as diagnosis
     from regard import distributed as distributed
     from regard import engines as engines
     from regard import explore as explore
@@ -63,9 +64,9 @@ if TYPE_CHECKING:
     from regard import tiling as tiling
     from regard import transformers as transformers
     from regard.core.explanation import Explanation as Explanation
+    from regard.diagnosis.compare import compare as compare
+    from regard.diagnosis.doctor import doctor as doctor
     from regard.interventions.intervene import intervene as intervene
-    from regard.lens.compare import compare as compare
-    from regard.lens.experiments.examination import doctor as doctor
     from regard.lens.saved_recording import load_recording as load_recording
     from regard.lens.watch import watch as watch
 
@@ -120,6 +121,7 @@ __all__ = [
 ]
 
 _LAZY_PACKAGES = (
+    "diagnosis",
     "distributed",
     "explore",
     "feature_maps",
@@ -138,8 +140,8 @@ _LAZY_PACKAGES = (
 )
 _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",
-    "compare": "regard.lens.compare",
-    "doctor": "regard.lens.experiments.examination",
+    "compare": "regard.diagnosis.compare",
+    "doctor": "regard.diagnosis.doctor",
     "intervene": "regard.interventions.intervene",
     "load_recording": "regard.lens.saved_recording",
     "watch": "regard.lens.watch",

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 # Packages and modules without public names: their objects are exported by other packages.
-_PRIVATE = ("regard.core.", "regard.findings", "regard.jobs.", "regard.pages.", "regard.render.")
+_PRIVATE = (
+    "regard.capture.",
+    "regard.core.",
+    "regard.findings",
+    "regard.jobs.",
+    "regard.pages.",
+    "regard.render.",
+)
 
 
 def set_public_module(namespace: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from regard import (
     sliding_window,
     softcap,
 )
+from regard.capture.interval_mask import IntervalMask, UniformRows
 from regard.errors import ArgumentError, TooLargeError
-from regard.lens.capture.interval_mask import IntervalMask, UniformRows
 from regard.pages import encoding, html
 from regard.pages.payload import build_payload
 from regard.score_mods import ScoreMod

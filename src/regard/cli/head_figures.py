@@ -12,8 +12,8 @@ from regard.plot.axes import LITERAL, SOFT
 from regard.types import Array
 
 if TYPE_CHECKING:
+    from regard.capture.call import Call
     from regard.images.patch_grid import PatchGrid
-    from regard.lens.capture.call import Call
     from regard.lens.recording import Recording
 
 MAX_HEADS = 400

@@ -74,7 +74,7 @@ def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidire
             hint="Omit both to infer it from the masks.",
         )
     run = run_model(printer, options, "doctor")
-    from regard.lens.experiments.examination import doctor
+    from regard.diagnosis.doctor import doctor
 
     with printer.progress("Running experiments"):
         findings = doctor(

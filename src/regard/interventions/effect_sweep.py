@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.record import CaptureOptions, build_call
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edits import (
     AblateEdit,
@@ -28,9 +31,6 @@ from regard.interventions.model_inputs import copy_cache, find_tolerance
 from regard.interventions.placement import select_entries
 from regard.interventions.reused_blocks import BlockOutputs, find_block
 from regard.interventions.sources import compute_mean_output
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.record import CaptureOptions, build_call
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import Watch, watch
@@ -394,7 +394,7 @@ class _Sweep:
         }
 
     def _repeat_tokens(self, copies: int) -> Any:
-        from regard.lens.analysis.token_rows import as_token_lists
+        from regard.lens.token_rows import as_token_lists
 
         if self._tokens is None:
             return None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from regard.capture.call import Call, LayerCall
 from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edge_gradients import EdgeGradients, EdgeSums
@@ -28,8 +29,7 @@ from regard.interventions.gradient_path import (
 from regard.interventions.metrics import Metric
 from regard.interventions.model_inputs import run_model
 from regard.interventions.sources import compute_mean_output
-from regard.lens.analysis.head_table import as_numpy_per_head
-from regard.lens.capture.call import Call, LayerCall
+from regard.lens.head_table import as_numpy_per_head
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import watch

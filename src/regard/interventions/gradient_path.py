@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.record import CaptureOptions
 from regard.engines.torch_precision import widen
-from regard.lens.analysis.head_table import as_numpy_per_head
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.record import CaptureOptions
+from regard.lens.head_table import as_numpy_per_head
 from regard.lens.watch import Watch
 from regard.masks import Mask
 from regard.score_mods import ScoreMod

@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.record import CaptureOptions, build_call
+from regard.capture.wrappers import watchers
 from regard.errors import ArgumentError, NotCapturedError
 from regard.interventions.edge_correction import compute_rows
 from regard.interventions.edit_reach import EditReach
@@ -28,13 +32,9 @@ from regard.interventions.edits import (
 )
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
 from regard.interventions.sequence_positions import SequencePositions
-from regard.lens.analysis.token_rows import as_token_lists
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.record import CaptureOptions, build_call
-from regard.lens.capture.wrappers import watchers
 from regard.lens.recording import Recording
 from regard.lens.table import Table
+from regard.lens.token_rows import as_token_lists
 from regard.lens.watch import ATTENDS_OVER_CHANNELS, Watch, check_model
 
 __all__ = ["intervene"]

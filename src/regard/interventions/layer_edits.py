@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
 from regard.core.broadcasting import broadcast_index
 from regard.core.problem import Problem
 from regard.errors import ArgumentError
@@ -43,8 +45,6 @@ from regard.interventions.sources import (
     patch_pattern,
     patch_value,
 )
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
 from regard.masks import Mask, between
 from regard.score_mods import ScoreMod
 from regard.types import IntArray

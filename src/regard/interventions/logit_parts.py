@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from regard.capture.output_projections import find_weight
 from regard.errors import ArgumentError, IndexOutOfRangeError
 from regard.interventions.model_inputs import find_tolerance, run_model
 from regard.interventions.residual_stream import (
@@ -20,7 +21,6 @@ from regard.interventions.residual_stream import (
     list_blocks,
     split_block,
 )
-from regard.lens.capture.output_projections import find_weight
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import watch

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from regard.capture.output_projections import OutputProjection
 from regard.errors import ArgumentError
-from regard.lens.capture.output_projections import OutputProjection
 
 Tensor = Any  # the types of torch are not followed
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.record import CaptureOptions, build_call
 from regard.interventions.edits import Edit, as_edits
 from regard.interventions.intervene import Intervention, find_output
 from regard.interventions.layer_edits import BoundEdit
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.record import CaptureOptions, build_call
 
 Tensor = Any  # the types of torch are not followed
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from regard.capture.cache_store import match_cache
+from regard.capture.call import Call
 from regard.interventions.placement import Placement
-from regard.lens.analysis.token_rows import TokenRows
-from regard.lens.capture.cache_store import match_cache
-from regard.lens.capture.call import Call
+from regard.lens.token_rows import TokenRows
 
 Tensor = Any  # the types of torch are not followed
 

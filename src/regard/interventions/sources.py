@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from regard.capture.call import Call
+from regard.capture.dense_record import find_mask
 from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError
 from regard.interventions.edge_correction import OutputWriter, ValueColumns
 from regard.interventions.edits import AblateEdit, PatchEdit
 from regard.interventions.placement import Placement
-from regard.lens.analysis.token_rows import TokenRows
-from regard.lens.capture.call import Call
-from regard.lens.capture.dense_record import find_mask
+from regard.lens.token_rows import TokenRows
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed

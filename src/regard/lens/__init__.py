@@ -1,7 +1,7 @@
 """Record and analyse the attention of a model: `with regard.watch(model) as recording` binds a `Recording`.
 
-A recording holds the lazy attention matrix of every layer, and finds, measures and checks heads. `capture/` records
-calls, `analysis/` computes tables and findings. The package imports `regard.core`, `regard.pages` and below, and torch.
+A recording holds the lazy attention matrix of every layer, and finds, measures and checks heads. `regard.capture`
+records the calls. The package imports `regard.capture` and below, and torch.
 
 Design notes:
 - The model runs its own kernels. If the CPU flash kernel would run, the operator is called directly, for its lse.
@@ -27,11 +27,9 @@ except ImportError as error:
     raise ImportError("regard.watch: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
+from regard.capture.call import Call
 from regard.findings import CheckRun, Finding, Findings
 from regard.lens.alignment import Alignment
-from regard.lens.capture.call import Call
-from regard.lens.comparison import Comparison
-from regard.lens.experiments.examination import doctor as doctor  # its name is regard.doctor
 from regard.lens.layer_spans import LayerSpans
 from regard.lens.recording import Recording
 from regard.lens.recording_errors import EmptyRecordingWarning
@@ -45,7 +43,6 @@ __all__ = [
     "Alignment",
     "Call",
     "CheckRun",
-    "Comparison",
     "EmptyRecordingWarning",
     "Finding",
     "Findings",

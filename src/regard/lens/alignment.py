@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from regard.capture.call import Call, LayerCall
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
-from regard.lens.analysis.find import as_numpy, require_weights, select_batch_entry
-from regard.lens.analysis.time_warping import filter_median, find_cheapest_path, standardise_columns
-from regard.lens.analysis.token_rows import TokenRows, as_token_lists
-from regard.lens.analysis.word_groups import group_words
-from regard.lens.capture.call import Call, LayerCall
+from regard.lens.find import as_numpy, require_weights, select_batch_entry
 from regard.lens.table import Table
+from regard.lens.time_warping import filter_median, find_cheapest_path, standardise_columns
+from regard.lens.token_rows import TokenRows, as_token_lists
+from regard.lens.word_groups import group_words
 from regard.types import Array, IntArray
 
 OPERATION = "recording.align"

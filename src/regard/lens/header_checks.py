@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from regard.lens.capture.cache_joining import CacheFault
-from regard.lens.capture.call import Call
-from regard.lens.capture.module_trace import MAX_ROWS, ModuleEvent, find_token_axis
+from regard.capture.cache_joining import CacheFault
+from regard.capture.call import Call
+from regard.capture.module_trace import MAX_ROWS, ModuleEvent, find_token_axis
 
 MAX_LENGTH = 1 << 40  # of an axis
 TEXTS = ("name", "layer_class", "kernel", "speculative_mode")

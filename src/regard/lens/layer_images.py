@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from regard.capture.call import LayerCall
+from regard.capture.image_passes import ImagePass, ImagePasses, find_passes
 from regard.errors import ArgumentError, IndexOutOfRangeError, NotCapturedError
 from regard.images.grid_reading import Grids
 from regard.images.patch_grid import PatchGrid
-from regard.lens.capture.call import LayerCall
-from regard.lens.capture.image_passes import ImagePass, ImagePasses, find_passes
 
 
 class LayerImages(NamedTuple):

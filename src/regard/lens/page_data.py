@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from regard.capture.call import Call, LayerCall
 from regard.errors import ArgumentError, IndexOutOfRangeError
 from regard.findings import Finding, Findings
-from regard.lens.analysis.find import as_numpy, select_batch_entry, select_layers
-from regard.lens.analysis.head_table import measure_heads
-from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
-from regard.lens.capture.call import Call, LayerCall
+from regard.lens.find import as_numpy, select_batch_entry, select_layers
+from regard.lens.head_table import measure_heads
+from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.measures import Coarse
 from regard.pages.html import Page
 from regard.pages.model_page import PageLayer, build_model_page, map_cells

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from regard.capture.call import LayerCall
+from regard.capture.image_passes import ImagePasses
 from regard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -16,12 +18,10 @@ from regard.errors import (
 )
 from regard.images.patch_grid import PatchGrid
 from regard.images.pixels import load_pixels
-from regard.lens.analysis.find import select_batch_entry
-from regard.lens.analysis.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
-from regard.lens.capture.call import LayerCall
-from regard.lens.capture.image_passes import ImagePasses
+from regard.lens.find import select_batch_entry
 from regard.lens.layer_images import LayerImages, find_layer_images
 from regard.lens.page_data import OPERATION, select_calls
+from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.pages.html import Page
 from regard.pages.picture_page import Picture, PictureLayer, build_picture_page
 

@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+from regard.capture.cache_joining import CacheFault, Extension, JoinedCalls, find_cache_fault
+from regard.capture.call import Call, LayerCall
+from regard.capture.module_hints import ModuleHints
+from regard.capture.module_trace import ModuleTrace
+from regard.capture.output_projections import OutputProjections
+from regard.capture.record import Uncaptured
 from regard.core.matrix import AttentionMatrix
 from regard.findings import Findings
 from regard.lens.alignment import Alignment, compute_alignment
-from regard.lens.analysis.checked_layer import CheckedLayer
-from regard.lens.analysis.contribution import compute_value_norms
-from regard.lens.analysis.diagnose import list_layers, run_checks
-from regard.lens.analysis.find import find_heads
-from regard.lens.analysis.head_table import build_head_table
-from regard.lens.analysis.rollout import compute_rollout
-from regard.lens.analysis.span_rows import compute_span_mass, select_call
-from regard.lens.capture.cache_joining import CacheFault, Extension, JoinedCalls, find_cache_fault
-from regard.lens.capture.call import Call, LayerCall
-from regard.lens.capture.module_hints import ModuleHints
-from regard.lens.capture.module_trace import ModuleTrace
-from regard.lens.capture.output_projections import OutputProjections
-from regard.lens.capture.record import Uncaptured
+from regard.lens.checked_layer import CheckedLayer
+from regard.lens.contribution import compute_value_norms
+from regard.lens.diagnose import list_layers, run_checks
+from regard.lens.find import find_heads
+from regard.lens.head_table import build_head_table
 from regard.lens.layer_images import find_layer_images
 from regard.lens.recording_errors import (
     build_join_error,
@@ -33,8 +31,10 @@ from regard.lens.recording_errors import (
     format_shapes,
 )
 from regard.lens.recording_summary import count_mask_bytes, render_layers
+from regard.lens.rollout import compute_rollout
 from regard.lens.serialization import write_calls
 from regard.lens.span_mass import SpanMass
+from regard.lens.span_rows import compute_span_mass, select_call
 from regard.lens.spans import SpanRanges, Spans, require_spans
 from regard.lens.table import Table
 from regard.types import Array

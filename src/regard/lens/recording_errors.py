@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 
+from regard.capture.cache_joining import CacheFault, JoinedCalls
+from regard.capture.record import Uncaptured
 from regard.errors import ArgumentError, NotCapturedError, format_named_shape
-from regard.lens.capture.cache_joining import CacheFault, JoinedCalls
-from regard.lens.capture.record import Uncaptured
 
 
 class EmptyRecordingWarning(UserWarning):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from regard.lens.capture.cache_joining import JoinedCalls
+from regard.capture.cache_joining import JoinedCalls
 from regard.lens.recording_errors import format_shapes
 from regard.render import notebook
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from regard.lens.capture.cache_joining import JoinedCalls
+from regard.capture.cache_joining import JoinedCalls
 from regard.lens.recording import Recording
 from regard.lens.serialization import read_calls
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from regard.capture.cache_joining import CacheFault
+from regard.capture.call import Call
+from regard.capture.compact_mask import CompactMask
+from regard.capture.image_passes import ImagePass, ImagePasses
+from regard.capture.module_hints import ImageRuns
+from regard.capture.module_trace import ModuleEvent
 from regard.errors import ArgumentError
-from regard.lens.capture.cache_joining import CacheFault
-from regard.lens.capture.call import Call
-from regard.lens.capture.compact_mask import CompactMask
-from regard.lens.capture.image_passes import ImagePass, ImagePasses
-from regard.lens.capture.module_hints import ImageRuns
-from regard.lens.capture.module_trace import ModuleEvent
 from regard.lens.header_checks import check_call, check_event, check_hints
 from regard.measures import TopKResult
 from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, SoftcapMod

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from regard.capture.call import Call
 from regard.errors import ArgumentError, NotCapturedError
-from regard.lens.capture.call import Call
 from regard.lens.recording import Recording
 
 if TYPE_CHECKING:

@@ -15,21 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
-from regard.lens.capture import wrappers
-from regard.lens.capture.bound_blocks import (
+from regard.capture import wrappers
+from regard.capture.bound_blocks import (
     enter_block,
     find_checkpoint_targets,
     is_entered,
     join_block,
     leave_block,
 )
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.followed_tensor import SoftmaxTrace, close_traces
-from regard.lens.capture.patch_targets import find_patch_targets
-from regard.lens.capture.patching import exclude_from_compile, patch, unpatch
-from regard.lens.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.followed_tensor import SoftmaxTrace, close_traces
+from regard.capture.patch_targets import find_patch_targets
+from regard.capture.patching import exclude_from_compile, patch, unpatch
+from regard.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
+from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.recording import Recording
 from regard.lens.recording_errors import EmptyRecordingWarning
 from regard.lens.spans import SpanRanges, parse_spans

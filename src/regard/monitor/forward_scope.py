@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from regard.lens.capture.patching import exclude_from_compile
+from regard.capture.patching import exclude_from_compile
 
 
 class Suspendable(Protocol):

@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from regard.capture.call import Call
 from regard.errors import ArgumentError
-from regard.lens.analysis.head_table import as_numpy_per_head
-from regard.lens.analysis.measures import WeightAt
-from regard.lens.analysis.token_rows import TokenRows
-from regard.lens.capture.call import Call
+from regard.lens.head_table import as_numpy_per_head
+from regard.lens.token_rows import TokenRows
+from regard.lens.weight_measures import WeightAt
 from regard.measures import Entropy, MaxScore, Measure
 from regard.types import Array
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from regard.capture.call import Call
+from regard.capture.dense_attention import count_heads
 from regard.errors import ArgumentError
-from regard.lens.capture.call import Call
-from regard.lens.capture.dense_attention import count_heads
 
 Tensor = Any  # the types of torch are not followed
 

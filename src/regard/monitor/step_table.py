@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from regard.lens.capture.call import Call
+from regard.capture.call import Call
 from regard.monitor.head_summary import HeadMeasures, HeadSummary
 from regard.monitor.layer_parts import LayerPart, Layout
 

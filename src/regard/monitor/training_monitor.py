@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from regard.capture.call import Call
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.lens.capture.call import Call
 from regard.lens.table import Table
 from regard.lens.watch import Watch, check_model, watch
 from regard.measures import Measure

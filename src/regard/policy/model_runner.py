@@ -20,13 +20,13 @@ from regard.jobs.worker_process import (
     load_model,
     unpickle_measurer,
 )
-from regard.lens.analysis.eviction import Offsets, build_first_masses, compute_evicted
+from regard.lens.eviction import Offsets, build_first_masses, compute_evicted
 from regard.policy.comparison import compare_logits
 from regard.policy.window_sizes import FULL, WIDENED_SINKS
 from regard.types import Array
 
 if TYPE_CHECKING:
-    from regard.lens.capture.call import Call
+    from regard.capture.call import Call
     from regard.models import LoadedModel
     from regard.policy.policy import CachePolicy
 
@@ -179,8 +179,8 @@ class PolicyRunner:
 
     def _measure_evicted(self, call: Call) -> tuple[Array, Array, Array]:
         """Measure the weight that the policy evicts in a call, and windows with its sinks and with more sinks would."""
-        from regard.lens.analysis.head_table import as_numpy_per_head
-        from regard.lens.analysis.token_rows import TokenRows
+        from regard.lens.head_table import as_numpy_per_head
+        from regard.lens.token_rows import TokenRows
 
         layer = self.policy.layers.index(call.name) if call.name in self.policy.layers else None
         heads = call.shape[-3] if len(call.shape) > 2 else 1

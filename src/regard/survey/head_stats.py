@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from regard.capture.call import Call
 from regard.jobs.row_schema import EVICTION_WINDOWS
-from regard.lens.analysis.eviction import Offsets, build_first_masses, compute_evicted
-from regard.lens.analysis.head_table import (
+from regard.lens.eviction import Offsets, build_first_masses, compute_evicted
+from regard.lens.head_table import (
     as_numpy_per_head,
     build_copies_measure,
     heavy_hitter_share,
     mean_over_rows,
 )
-from regard.lens.analysis.measures import GroupMass, ReceivedFrom, WeightAt
-from regard.lens.analysis.token_rows import TokenRows
-from regard.lens.capture.call import Call
+from regard.lens.token_rows import TokenRows
+from regard.lens.weight_measures import GroupMass, ReceivedFrom, WeightAt
 from regard.measures import Entropy, Measure
 from regard.survey.schema import (
     DISTANCE_BINS,

@@ -20,7 +20,7 @@ from regard.jobs.worker_process import (
 )
 
 if TYPE_CHECKING:
-    from regard.lens.capture.call import Call
+    from regard.capture.call import Call
     from regard.models import LoadedModel
 
 

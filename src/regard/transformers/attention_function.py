@@ -11,9 +11,9 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.patching import exclude_from_compile
 from regard.errors import ArgumentError
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.patching import exclude_from_compile
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.family_support import needs_added_mask, supports_sdpa
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen

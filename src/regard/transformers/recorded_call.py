@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.capture.cache_store import KeyStore
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs
+from regard.capture.compact_mask import CompactMask
+from regard.capture.mask_recognition import recognise_mask
+from regard.capture.record import combine_mask_and_bias
 from regard.core.matrix import AttentionMatrix
-from regard.lens.capture.cache_store import KeyStore
-from regard.lens.capture.call import Call
-from regard.lens.capture.captured_args import CapturedArgs
-from regard.lens.capture.compact_mask import CompactMask
-from regard.lens.capture.mask_recognition import recognise_mask
-from regard.lens.capture.record import combine_mask_and_bias
 from regard.lens.watch import find_position_biases
 from regard.score_mods import ScoreMod, bias, softcap
 

@@ -27,7 +27,7 @@ from regard.engines.accumulators import (
 from regard.engines.native import accumulate, measure_pass, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
-from regard.lens.analysis.measures import DistanceBands
+from regard.lens.weight_measures import DistanceBands
 from tests.helpers.dense_accumulators import accumulate_dense
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the compiled library is not built")

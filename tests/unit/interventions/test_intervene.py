@@ -17,10 +17,10 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
+from regard.capture.patching import list_patches  # noqa: E402
+from regard.capture.wrappers import watchers  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.interventions import ablate, knockout, masked_heads, patch, rescore, restrict  # noqa: E402
-from regard.lens.capture.patching import list_patches  # noqa: E402
-from regard.lens.capture.wrappers import watchers  # noqa: E402
 
 TOKENS = ["The", " cat", " sat", " on", " the", " mat", "."]
 

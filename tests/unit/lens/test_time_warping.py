@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from regard.lens.analysis.time_warping import (
+from regard.lens.time_warping import (
     filter_median,
     find_cheapest_path,
     standardise_columns,

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError, causal, padding  # noqa: E402
+from regard.capture import patching, wrappers  # noqa: E402
 from regard.lens import EmptyRecordingWarning  # noqa: E402
-from regard.lens.capture import patching, wrappers  # noqa: E402
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 import regard
-from regard.lens.capture import patching, wrappers
+from regard.capture import patching, wrappers
 from regard.monitor import Monitor
 from tests.helpers.training import Block, Decoder, compute_loss, draw_batch, train
 

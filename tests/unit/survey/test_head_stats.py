@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 import regard
 from examples.induction import encode, load
 from regard.jobs.row_schema import EVICTION_WINDOWS
-from regard.lens.analysis.head_table import measure_heads
+from regard.lens.head_table import measure_heads
 from regard.lens.watch import watch
 from regard.survey.head_stats import Offsets, measure_call
 from regard.survey.schema import DISTANCE_BINS, SINKS, WINDOWS, list_columns

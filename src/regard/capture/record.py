@@ -1,0 +1,454 @@
+"""Build the record of a call from its captured arguments, and verify it with what the function returned."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from regard.capture.call import Call
+from regard.capture.captured_args import CapturedArgs, read_number
+from regard.capture.compact_mask import CompactMask
+from regard.capture.dense_record import build_dense_call
+from regard.capture.flex import FlexScoreMod, recognise_block_mask
+from regard.capture.mask_recognition import count_used_keys, recognise_mask
+from regard.errors import RegardError
+from regard.measures import Measure
+from regard.score_mods import ScoreMod, bias, softcap
+
+Tensor = Any  # the types of torch are not followed
+
+# Tolerance of the comparison with returned weights and outputs, in units of the dtype's epsilon.
+TOLERANCE = 64
+
+# Default limit of the weights that `watch` records of layers that compute their own softmax.
+MAX_DENSE_BYTES = 1 << 30
+
+_LOAD_HINT = "Load the model with attn_implementation='sdpa', or 'eager' if it has no other."
+
+
+@dataclass
+class CaptureOptions:
+    """What `watch` records of each call.
+
+    Args:
+        device: Move the tensors to this device; None leaves them.
+        dtype: Convert the tensors to this dtype; None leaves them.
+        copy: Copy the tensors.
+        values: Record value and output, too.
+        measures: Record the results of these measures, or of this function, instead of query and key.
+        max_dense_bytes: Record at most this many bytes of weights of layers that compute their own softmax.
+        grad: Record the tensors with their graph.
+    """
+
+    device: Any
+    dtype: Any
+    copy: bool
+    values: bool
+    measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
+    max_dense_bytes: int = MAX_DENSE_BYTES
+    grad: bool = False
+
+    @property
+    def is_default(self) -> bool:
+        """Whether query and key are recorded as they are, and nothing else."""
+        return (
+            not (self.copy or self.values or self.grad) and self.device is self.dtype is self.measures is None
+        )
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without its graph, unless the graph is recorded."""
+        return tensor if self.grad else tensor.detach()
+
+    def __post_init__(self) -> None:
+        # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
+        self._last_mask: tuple[Any, Any, CompactMask] | None = None
+        self._mask_copy: Tensor | None = None  # if the mask has no version
+        self._dense_bytes = 0  # of weights recorded so far
+
+
+@dataclass(frozen=True)
+class Uncaptured:
+    """Why a call cannot be recorded, and a hint; `is_intended` if the layer has no weights of tokens by design."""
+
+    reason: str
+    hint: str
+    is_intended: bool = False
+
+
+def build_call(
+    module: nn.Module, name: str, args: CapturedArgs, options: CaptureOptions, biases: Sequence[ScoreMod]
+) -> Call | Uncaptured:
+    """Build the record of a call.
+
+    Args:
+        module: The module that ran.
+        name: Its name in the model.
+        args: What it was called with.
+        options: What to record.
+        biases: Position biases of the model, which may explain its additive masks.
+
+    Returns:
+        The call, or why it cannot be recorded.
+    """
+    if args.query is None:
+        if options.grad:
+            return Uncaptured("it computes its own softmax, which is recorded without gradients", _LOAD_HINT)
+        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
+    query, key = options.detach(args.query), options.detach(args.key)
+    if query.is_nested or key.is_nested:
+        return Uncaptured(
+            "it was called with nested tensors",
+            "Pad the batch instead: torch.nested.to_padded_tensor, with a mask.",
+        )
+    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor | BlockMask):
+        mask_class = type(args.attn_mask).__name__
+        return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
+    key = drop_repeated_heads(key, query)
+    verified: Call | None = None
+    try:
+        verified = _recognise(module, name, args, query, key, options, biases)
+        reason = (
+            f"{args.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
+        )
+    except RegardError as error:
+        reason = f"no matrix can be computed for {args.kernel} ({error})"
+    has_result = args.kernel.startswith(("transformers", "torch: flex")) or args.weights is not None
+    if verified is not None and has_result:
+        with torch.no_grad():
+            verified = _verify(verified, args, module)
+    if verified is not None:
+        return _finish(_attach_edits(verified, args), args, options)
+    if args.dense is not None and not options.grad:
+        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
+    return Uncaptured(reason, _LOAD_HINT)
+
+
+def _build_dense(module: nn.Module, name: str, args: CapturedArgs) -> Call:
+    assert args.dense is not None
+    weights, value = args.dense.weights.detach(), args.dense.value
+    if value is not None:
+        value = value.detach()
+        value = drop_repeated_heads(value, weights)
+    return build_dense_call(module, name, args.dense._replace(weights=weights, value=value), args.kernel)
+
+
+def _attach_edits(call: Call, args: CapturedArgs) -> Call:
+    """Return the record of a call after the edits of an intervention."""
+    if args.edits is None:
+        return call
+    lse = (
+        call.lse if args.edited_output is None else None
+    )  # the kernel's is that of the rows before the edits
+    with torch.no_grad():
+        return args.edits.edit_call(replace(call, edits=args.edits, lse=lse))
+
+
+def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | Uncaptured:
+    """Compute the measures of a call, or store its tensors."""
+    if options.measures is not None:
+        with torch.no_grad():
+            if callable(options.measures):
+                results = options.measures(call)
+            else:
+                results = call.matrix.measure(**options.measures)._asdict()
+        return replace(
+            call,
+            query=None,
+            key=None,
+            lse=None,
+            weights=None,
+            cached=None,
+            measures=results,
+            stored_shape=call.shape,
+        )
+    if call.weights is not None:
+        size = math.prod(call.shape) * (options.dtype or call.weights.dtype).itemsize
+        if options._dense_bytes + size > options.max_dense_bytes:
+            return Uncaptured(
+                f"{call.layer_class} computes its own softmax, and its weights of shape {call.shape} take {size:,} "
+                f"bytes after {options._dense_bytes:,} of other calls, of at most {options.max_dense_bytes:,}",
+                "Pass watch(max_dense_bytes=…) for more, layers= for fewer layers, or measures= to record results "
+                "instead of weights.",
+            )
+        options._dense_bytes += size
+    return _store_tensors(call, args, options)
+
+
+def drop_repeated_heads(key: Tensor, query: Tensor) -> Tensor:
+    """Return a key with one head for each group, if the model repeated it for every head of the group.
+
+    Args:
+        key: (…, heads or kv_heads, kv_len, head_dim).
+        query: (…, heads, q_len, head_dim).
+
+    Returns:
+        A copy with kv_heads heads, or the key itself.
+    """
+    heads = key.shape[-3] if key.ndim > 2 else 1
+    if heads == 1 or key.shape[-3] != query.shape[-3] or not key.numel():
+        return key
+    ends = key[..., [0, -1], :]
+    same_as_next = (ends[..., 1:, :, :] == ends[..., :-1, :, :]).movedim(-3, 0).flatten(1).all(1).tolist()
+    size = same_as_next.index(False) + 1 if False in same_as_next else heads
+    if size == 1 or heads % size or same_as_next != [(i + 1) % size != 0 for i in range(heads - 1)]:
+        return key
+    grouped = key.unflatten(-3, (heads // size, size))
+    first = grouped.select(-3, 0)
+    if not all(torch.equal(first, grouped.select(-3, i)) for i in range(1, size)):
+        return key
+    return first.clone(memory_format=torch.contiguous_format)
+
+
+def _recognise(
+    module: nn.Module,
+    name: str,
+    args: CapturedArgs,
+    query: Tensor,
+    key: Tensor,
+    options: CaptureOptions,
+    biases: Sequence[ScoreMod],
+) -> Call:
+    q_len, kv_len, lead = query.shape[-2], key.shape[-2], tuple(query.shape[:-2])
+    mask = None if isinstance(args.attn_mask, BlockMask) else combine_mask_and_bias(args, kv_len)
+    if mask is None and isinstance(args.attn_mask, BlockMask):
+        compact = _recognise_flex_cached(args.attn_mask, q_len, kv_len, options)
+        if args.position_bias is not None:
+            compact = replace(compact, bias=bias(options.detach(args.position_bias)[..., :kv_len]))
+    else:
+        compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
+    if args.score_mod is not None:
+        compact = replace(compact, bias=FlexScoreMod(args.score_mod))
+    if options.grad and mask is not None and mask.requires_grad:
+        compact = recognise_mask(None, is_causal=False, q_len=q_len, kv_len=kv_len, lead=lead)
+        compact = replace(compact, bias=bias(mask))  # learnt, so its numbers are not recognised
+    if biases and compact.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
+        # A static cache: the bias is recognised from the keys in use.
+        used = count_used_keys(mask)
+        shorter = _recognise_cached(mask[..., :used], args, q_len, used, lead, options, biases)
+        if not shorter.nbytes:
+            key, compact = key[..., :used, :], shorter
+    return Call(
+        name=name,
+        layer_class=type(module).__name__,
+        query=query,
+        key=key,
+        compact_mask=compact,
+        scale=1.0 / math.sqrt(query.shape[-1]) if args.scale is None else float(args.scale),
+        kernel=args.kernel,
+        lse=None if args.lse is None else args.lse.detach(),
+        softcap=None if args.softcap is None else softcap(args.softcap),
+        sink=None if args.sink is None else options.detach(args.sink).reshape(-1),
+        dropout_p=float(args.dropout_p),
+        is_causal=bool(args.is_causal),
+        is_broadcast=_is_broadcast(args),
+        training=module.training,
+        num_missing_values=_count_missing_values(args, q_len, kv_len, compact),
+        source_key=(weakref.ref(args.key), _version(args.key)),
+    )
+
+
+def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: CompactMask) -> int:
+    """Count the values of a cached step's own tokens that are absent, or 0 as in a buffer that was not written.
+
+    Kernels may read past the end of a value that is shorter than the key, so the call itself does not fail.
+    """
+    value = args.value
+    if q_len >= kv_len or value.is_nested:
+        return 0
+    if value.shape[-2] < kv_len:
+        return min(q_len, kv_len - int(value.shape[-2]))
+    used = compact.last_key or kv_len
+    if value.numel() and read_number(value, used - 1):
+        return 0
+    own = value.detach()[..., max(0, used - q_len) : used, :]
+    return 0 if bool(own.any()) else q_len
+
+
+def _is_broadcast(args: CapturedArgs) -> bool:
+    """Return whether key or value have other leading axes than the query; with `enable_gqa`, heads may differ."""
+    stop = -3 if args.enable_gqa else -2
+    lead = args.query.shape[:stop]
+    return bool(args.key.shape[:stop] != lead or args.value.shape[:stop] != lead)
+
+
+def combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
+    """Combine mask and position bias into one tensor, truncated to the keys."""
+    mask, bias = args.attn_mask, args.position_bias
+    if mask is None and bias is None:
+        return None
+    if mask is not None and mask.ndim == 2 and args.kernel.startswith("transformers"):
+        mask = mask[:, None, None, :].to(torch.bool)  # a padding mask, as flash kernels take it
+    mask, bias = (
+        array[..., :kv_len] if array is not None and array.shape[-1] > kv_len else array
+        for array in (mask, bias)
+    )
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+def _recognise_cached(
+    mask: Tensor | None,
+    args: CapturedArgs,
+    q_len: int,
+    kv_len: int,
+    lead: tuple[int, ...],
+    options: CaptureOptions,
+    biases: Sequence[ScoreMod],
+) -> CompactMask:
+    """Recognise a mask, or return the result of the last call if it had the same mask."""
+    if mask is None:
+        return recognise_mask(None, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
+    sinks = args.sink is not None
+    settings = (_version(mask), q_len, kv_len, lead, sinks)
+    last = options._last_mask
+    if last is not None and last[0]() is mask and last[1] == settings and _is_unchanged(mask, options):
+        return last[2]
+    compact = recognise_mask(
+        mask, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
+    )
+    options._last_mask = (weakref.ref(mask), settings, compact)
+    options._mask_copy = mask.clone() if mask.is_inference() else None
+    return compact
+
+
+def _is_unchanged(mask: Tensor, options: CaptureOptions) -> bool:
+    """Return whether the mask of the last call is as it was; in inference mode it has no version, so it is compared."""
+    return options._mask_copy is None or bool(torch.equal(mask, options._mask_copy))
+
+
+def _recognise_flex_cached(
+    block_mask: BlockMask, q_len: int, kv_len: int, options: CaptureOptions
+) -> CompactMask:
+    """Recognise a `BlockMask`, or return the result of the last call if it had the same mask."""
+    settings, last = (q_len, kv_len), options._last_mask
+    if last is not None and last[0]() is block_mask and last[1] == settings:
+        return last[2]
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    compact = recognise_block_mask(block_mask, batch, heads, q_len, kv_len)
+    options._last_mask = (weakref.ref(block_mask), settings, compact)
+    return compact
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else int(tensor._version)
+
+
+def _may_be_overwritten(tensor: Tensor) -> bool:
+    """Return whether a tensor has been written to in place, as a static cache is, and may be again."""
+    return _version(tensor) != 0  # in inference mode that is not known
+
+
+def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
+    """Copy, move or reference the tensors of a call, as the options ask."""
+
+    def store(tensor: Tensor, copy: bool = options.copy) -> Tensor:
+        if options.device is None and options.dtype is None:
+            return tensor.clone() if copy or _may_be_overwritten(tensor) else tensor
+        device, dtype = options.device or tensor.device, options.dtype or tensor.dtype
+        return tensor.to(device=device, dtype=dtype, copy=True)
+
+    query, key = call.query, call.key
+    call.query, call.key = store(query), store(key)
+    pairs = [(call.query, query), (call.key, key)]
+    if call.weights is not None:
+        weights, cached = call.weights, call.cached
+        call.weights, call.cached = store(weights), None if cached is None else store(cached)
+        pairs = [(call.weights, weights)]
+    references = [stored for stored, old in pairs if stored is old]
+    call.versions = tuple([(tensor, tensor._version) for tensor in references if not tensor.is_inference()])
+    if options.dtype is not None or options.device is not None:
+        converted = call.query.dtype != query.dtype
+        call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
+        call.sink = None if call.sink is None else call.sink.to(call.query.device)
+    if options.values and call.weights is not None and args.dense is not None:
+        call.value = call.cached
+        output = args.dense.output if args.edited_output is None else args.edited_output
+        # Always a copy: some layers add a convolution or relative positions to the output in place.
+        call.output = None if output is None else store(output.detach(), copy=True)
+    elif options.values:
+        call.value = store(drop_repeated_heads(options.detach(args.value), query))
+        output = args.output if args.edited_output is None else args.edited_output
+        if output is not None:
+            # A copy of the output would not be a part of the graph, so its gradient would be None.
+            is_kept = options.grad and not options.copy and options.device is None and options.dtype is None
+            call.output = output if is_kept else store(options.detach(output), copy=True)
+    return call
+
+
+def _verify(call: Call, args: CapturedArgs, module: nn.Module) -> Call | None:
+    """Return the call if it reproduces what the function returned, if need be with a causal mask; else None."""
+    for reading in _list_readings(call, args, module):
+        # A copy, since `matrix` is cached before the tensors are stored.
+        if _reproduces(replace(reading), args, module):
+            return reading
+    return None
+
+
+def _list_readings(call: Call, args: CapturedArgs, module: nn.Module) -> Iterator[Call]:
+    """Yield the call, and the other ways to read its mask."""
+    yield call
+    if args.attn_mask is None and not args.is_causal and getattr(module, "is_causal", False):
+        lengths = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
+        causal = recognise_mask(None, is_causal=True, lead=(), **lengths)
+        yield replace(call, compact_mask=causal, is_causal=True)
+    if isinstance(args.attn_mask, BlockMask):
+        # Its function may depend on batch entry and head even if the blocks do not.
+        *_, batch, heads, q_len, kv_len = call.shape
+        mask = recognise_block_mask(args.attn_mask, batch, heads, q_len, kv_len)
+        yield replace(call, compact_mask=replace(mask, bias=call.compact_mask.bias))
+
+
+def _reproduces(call: Call, args: CapturedArgs, module: nn.Module) -> bool:
+    """Return whether some rows equal the returned weights, or at least the returned output, up to rounding."""
+    count = call.query.shape[-2]
+    rows = sorted({0, count // 3, count // 2, count - 1})
+    part = call.matrix.lazy[..., rows, :]
+    ours = part.to_dense()
+    if args.weights is not None:
+        theirs = args.weights.detach()[..., rows, :].to(ours.dtype)
+        scores = part.scores[...].abs()
+        largest = float(torch.where(scores.isfinite(), scores, 0.0).amax())
+        tolerance = TOLERANCE * torch.finfo(args.query.dtype).eps * (1 + largest)
+        if _weights_agree(ours, theirs, tolerance, args.dropout_p if module.training else 0.0):
+            return True
+    # Some functions return weights that differ from those of the output: a sink may be missing.
+    return _outputs_agree(call, args, rows, ours)
+
+
+def _weights_agree(ours: Tensor, theirs: Tensor, tolerance: float, dropout: float) -> bool:
+    if theirs.shape[-1] > ours.shape[-1] and not theirs[..., ours.shape[-1] :].any():
+        theirs = theirs[..., : ours.shape[-1]]  # of a static cache
+    if theirs.ndim < ours.ndim and theirs.numel() != ours.numel():
+        ours = ours.mean(-3)  # averaged over heads
+    if theirs.numel() != ours.numel():
+        return False
+    theirs = theirs.reshape(ours.shape)
+    agree = (theirs * (1 - dropout) - ours).abs() <= tolerance * ours.amax(-1, keepdim=True)
+    if dropout:
+        agree |= theirs == 0
+    # Eager attention returns NaN in a fully masked row, where ours is 0.
+    agree |= theirs.isnan() & (ours.isnan() | (ours == 0).all(-1, keepdim=True))
+    return bool(agree.all())
+
+
+def _outputs_agree(call: Call, args: CapturedArgs, rows: list[int], ours: Tensor) -> bool:
+    if args.output is None or args.dropout_p or args.output.ndim != args.value.ndim:
+        return False
+    value = drop_repeated_heads(args.value.detach(), call.query).to(ours.dtype)
+    groups = ours.shape[-3] // value.shape[-3]
+    expected = ours @ value.repeat_interleave(groups, -3)
+    theirs = args.output.detach()[..., rows, :].to(ours.dtype)
+    if theirs.shape != expected.shape:
+        return False
+    tolerance = TOLERANCE * torch.finfo(args.query.dtype).eps * float(value.abs().amax())
+    return bool(((theirs - expected).abs() <= tolerance).all())

@@ -1,0 +1,263 @@
+"""Find the heads that attend from one token to another: `Recording.find`."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from regard.capture.call import Call, LayerCall
+from regard.capture.output_projections import OutputProjections
+from regard.core.matrix import AttentionMatrix
+from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
+from regard.lens.contribution import compute_value_norms
+from regard.lens.table import Table
+from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
+from regard.types import IntArray
+
+# Marks that tokenizers put before a token that starts a word.
+_WORD_MARKS = ("Ġ", "▁", " ")
+
+
+def find_heads(
+    layer_calls: Sequence[LayerCall],
+    query: Any,
+    key: Any,
+    tokens: Any,
+    key_tokens: Any,
+    batch: int,
+    by: str,
+    projections: OutputProjections,
+) -> Table:
+    """Build the table of `Recording.find`.
+
+    Args:
+        layer_calls: The calls to search.
+        query: Text or position of the attending token.
+        key: Text or position of the token attended to.
+        tokens: Tokens of the sequence; for cross-attention, those of the queries.
+        key_tokens: Tokens of the keys, for cross-attention.
+        batch: The batch entry.
+        by: "weight" or "contribution".
+        projections: The output projections of the recording, for contributions.
+
+    Returns:
+        One row for each call and head, sorted by weight or contribution.
+    """
+    operation = "recording.find"
+    if by not in ("weight", "contribution"):
+        raise ArgumentError(
+            operation,
+            received=f"by={by!r}",
+            expected='"weight" or "contribution"',
+            hint='By "contribution", a weight counts as much as the value that it carries.',
+        )
+    table = Table()
+    lengths: set[int] = set()
+    out_of_range: IndexOutOfRangeError | None = None
+    query_lists = None if tokens is None else as_token_lists(tokens, operation)
+    key_lists = query_lists if key_tokens is None else as_token_lists(key_tokens, operation)
+    for layer, module, index, call in layer_calls:
+        require_weights(call, operation)
+        query_offset = TokenRows.from_call(call).query_offset
+        *lead, q_len, kv_len = call.shape
+        is_cross_attention = query_offset is None
+        if is_cross_attention != (key_tokens is not None) and query_lists is not None:
+            continue  # the tokens belong to layers of the other kind
+        batch_size = math.prod(lead[:-1])
+        lengths.add(kv_len)
+        of_query = entry_tokens(query_lists, batch_size, q_len if is_cross_attention else kv_len, batch)
+        of_key = entry_tokens(key_lists, batch_size, kv_len, batch)
+        if (query_lists is not None and of_query is None) or (key_lists is not None and of_key is None):
+            continue
+        offset = query_offset or 0
+        try:
+            rows = find_positions(query, of_query, offset + q_len, "query", operation) - offset
+            columns = find_positions(key, of_key, kv_len, "key", operation)
+        except IndexOutOfRangeError as error:
+            out_of_range = out_of_range or error  # a layer with a longer sequence may have the position
+            continue
+        rows = rows[rows >= 0]
+        if not len(rows):
+            continue
+        matrix = select_batch_entry(call, batch, operation).lazy[..., rows, :]
+        weights = as_numpy(matrix[..., columns]).reshape(-1, len(rows), len(columns))
+        ranked = weights
+        if by == "contribution":
+            norms = compute_value_norms(call, projections, operation)
+            norms = np.broadcast_to(as_numpy(norms), (*lead, kv_len)).reshape(batch_size, -1, 1, kv_len)
+            ranked = weights * norms[batch][..., columns]
+        for head, pairs in enumerate(ranked):
+            row, column = np.unravel_index(np.nanargmax(np.nan_to_num(pairs, nan=-1.0)), pairs.shape)
+            found = {
+                "module": module,
+                "layer": layer,
+                "call": index,
+                "head": head,
+                "query": int(rows[row]) + offset,
+                "key": int(columns[column]),
+                "weight": float(weights[head, row, column]),
+            }
+            table.append(found if by == "weight" else found | {by: float(pairs[row, column])})
+    if not table and layer_calls:
+        if out_of_range is not None:
+            raise out_of_range
+        if query_lists and lengths:
+            raise token_count_error(operation, query_lists, lengths)
+        raise ArgumentError(
+            operation,
+            received="tokens that belong to none of the recorded layers",
+            expected="tokens of the sequence that a layer reads",
+            hint="For cross-attention pass both: tokens= of the decoder, key_tokens= of the encoder.",
+        )
+    return table.sort(by)
+
+
+def entry_tokens(
+    token_lists: list[list[Any]] | None, batch_size: int, length: int, batch: int
+) -> list[Any] | None:
+    """Return the tokens of one batch entry, or None if there are none or their number does not fit."""
+    fitted = None if token_lists is None else fit_tokens(token_lists, batch_size, length)
+    return None if fitted is None else fitted[batch]
+
+
+def find_positions(
+    token: Any, tokens: list[Any] | None, length: int, parameter: str, operation: str
+) -> IntArray:
+    """Find the positions of a token: all occurrences of a text, or the position itself.
+
+    If no token has the text, tokens that differ from it in capitals match.
+
+    Args:
+        token: Text of the token, or its position, negative from the end.
+        tokens: Tokens of the sequence, to look up a text.
+        length: Length of the sequence.
+        parameter: Name of the parameter, for error messages.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        The positions, ascending.
+
+    Raises:
+        ArgumentError: If no token has the text, or there are no tokens.
+        ArgumentTypeError: If `token` is neither a text nor an integer.
+        IndexOutOfRangeError: If the position is outside the sequence.
+    """
+    if hasattr(token, "__index__") and not isinstance(token, bool):
+        position = int(token)
+        if not -length <= position < length:
+            raise IndexOutOfRangeError(
+                operation,
+                received=f"{parameter}={position}",
+                expected=f"a position from 0 to {length - 1}, or from −{length} to −1 from the end",
+                hint="Positions count all tokens, special tokens and padding included.",
+            )
+        return np.array([position % length])
+    if not isinstance(token, str):
+        raise ArgumentTypeError(
+            operation,
+            received=f"{parameter} as {describe_argument(token)}",
+            expected="the text of a token, or its position",
+            hint='For example query="it", or query=8.',
+        )
+    if tokens is None:
+        raise ArgumentError(
+            operation,
+            received=f"{parameter}={token!r} and no tokens",
+            expected="the tokens in which to look it up",
+            hint="Add tokens=tokenizer.convert_ids_to_tokens(input_ids[0]), or pass positions.",
+        )
+    texts = [strip_word_mark(text) for text in tokens]
+    wanted = strip_word_mark(token)
+    positions = [i for i, text in enumerate(texts) if text == wanted]
+    # The tokens of an uncased model have no capitals, but the text that the user knows may.
+    positions = positions or [i for i, text in enumerate(texts) if text.lower() == wanted.lower()]
+    if not positions:
+        near = difflib.get_close_matches(token, [text for text in texts if text], n=3, cutoff=0.5)
+        raise ArgumentError(
+            operation,
+            received=f"{parameter}={token!r}",
+            expected="one of the tokens" + (f", such as {', '.join(map(repr, near))}" if near else ""),
+            hint="A word may be split into several tokens, e.g. word pieces (##…). Pass its position instead.",
+        )
+    return np.array(positions)
+
+
+def strip_word_mark(token: Any) -> str:
+    """Return the text of a token without the mark that it starts a word; a token that is only a mark stays."""
+    text = str(token)
+    return text.lstrip("".join(_WORD_MARKS)) or text
+
+
+def require_weights(call: Call, operation: str) -> None:
+    """Check that a call has query and key.
+
+    Raises:
+        ArgumentError: If the call was recorded with measures only.
+    """
+    if call.query is None:
+        raise ArgumentError(
+            operation,
+            received=f"{call.name!r}, which was recorded with measures only",
+            expected="a recording of queries and keys",
+            hint="Measures do not contain individual weights: call regard.watch without measures.",
+        )
+
+
+def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatrix:
+    """Return the matrix of one batch entry, (heads, q_len, kv_len), lazy.
+
+    Raises:
+        IndexOutOfRangeError: If there is no such entry.
+    """
+    matrix, lead = call.matrix, call.shape[:-2]
+    size = math.prod(lead[:-1])
+    if not -size <= batch < size:
+        raise IndexOutOfRangeError(
+            operation,
+            received=f"batch={batch}",
+            expected=f"one of {size} batch entries" if size > 1 else "batch=0: there is one batch entry",
+            hint="Batch entries are counted from 0.",
+        )
+    if len(lead) < 2:
+        return matrix
+    return matrix.lazy[tuple(map(int, np.unravel_index(batch % size, lead[:-1])))]
+
+
+def select_layers(
+    layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None, operation: str
+) -> list[LayerCall]:
+    """Select calls by module name or pattern; all by default.
+
+    Raises:
+        ArgumentError: If a selected call was recorded with measures only.
+    """
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    selected = [
+        entry
+        for entry in layer_calls
+        if any(fnmatch.fnmatchcase(entry.module, pattern) for pattern in patterns)
+    ]
+    for entry in selected:
+        require_weights(entry.call, operation)
+    return selected
+
+
+def stack_name(module: str) -> str:
+    """Return a module's name up to the first number in it, which the layers of one stack share.
+
+    >>> stack_name("encoder.layer.0.attention"), stack_name("attention")
+    ('encoder.layer', '')
+    """
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0]]) if numbers else ""
+
+
+def as_numpy(array: Any) -> Any:
+    """Convert a tensor to a float64 NumPy array."""
+    return array.detach().cpu().double().numpy()
