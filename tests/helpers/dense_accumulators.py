@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.engines.accumulators import (
+from regard.accumulators import (
     Accumulator,
     BandSum,
     CellReduction,

@@ -162,7 +162,7 @@ def _(offset: Function) -> Function:
 # -- Scores -----------------------------------------------------------------------------------------------
 
 
-@fault("masked-score-is-minus-1e9", "row 2", "regard.core.problem:Problem.scores")
+@fault("masked-score-is-minus-1e9", "row 2", "regard.problem:Problem.scores")
 def _(scores: Function) -> Function:
     def finite(self: Any, *args: Any, **options: Any) -> Any:
         tile = scores(self, *args, **options)
@@ -171,17 +171,17 @@ def _(scores: Function) -> Function:
     return finite
 
 
-@fault("scale-dropped", "row 13", "regard.core.broadcasting:resolve_scale")
+@fault("scale-dropped", "row 13", "regard.problem:resolve_scale")
 def _(resolve_scale: Function) -> Function:
     return lambda scale, head_dim: 1.0 if scale is None else resolve_scale(scale, head_dim)
 
 
-@fault("scale-without-root", "guarantee 1", "regard.core.broadcasting:resolve_scale")
+@fault("scale-without-root", "guarantee 1", "regard.problem:resolve_scale")
 def _(resolve_scale: Function) -> Function:
     return lambda scale, head_dim: 1 / head_dim if scale is None else resolve_scale(scale, head_dim)
 
 
-@fault("scale-0-taken-for-default", "row 13", "regard.core.broadcasting:resolve_scale")
+@fault("scale-0-taken-for-default", "row 13", "regard.problem:resolve_scale")
 def _(resolve_scale: Function) -> Function:
     return lambda scale, head_dim: resolve_scale(scale or None, head_dim)
 
@@ -191,7 +191,7 @@ def _(compute_scores: Function) -> Function:
     return lambda self, query, key, scale: compute_scores(self, query, key, scale * scale)
 
 
-@fault("score-mods-reversed", "guarantee 1", "regard.core.problem:Problem.scores")
+@fault("score-mods-reversed", "guarantee 1", "regard.problem:Problem.scores")
 def _(scores: Function) -> Function:
     def backwards(self: Any, *args: Any, **options: Any) -> Any:
         return scores(replace(self, score_mods=self.score_mods[::-1]), *args, **options)
@@ -224,7 +224,7 @@ def _(_working_dtype: Function) -> Function:
     return lambda self, *arrays: arrays[0].dtype
 
 
-@fault("grouped-heads-tiled", "row 16", "regard.core.broadcasting:broadcast_index")
+@fault("grouped-heads-tiled", "row 16", "regard.problem:broadcast_index")
 def _(broadcast_index: Function) -> Function:
     def tiled(array: Any, leading_shape: Any, groups: int, *names: str) -> Any:
         index = broadcast_index(array, leading_shape, groups, *names)
@@ -317,12 +317,12 @@ def _(merge: Function) -> Function:
     return lambda parts: (sum(output for output, _ in parts) / len(parts), merge(parts)[1])
 
 
-@fault("selected-rows-lose-their-positions", "guarantee 3", "regard.core.problem:Problem.select_rows")
+@fault("selected-rows-lose-their-positions", "guarantee 3", "regard.problem:Problem.select_rows")
 def _(select_rows: Function) -> Function:
     return lambda self, which: replace(select_rows(self, which), positions=np.arange(len(which)))
 
 
-@fault("selected-heads-keep-the-first", "guarantee 3", "regard.core.problem:Problem.select_pairs")
+@fault("selected-heads-keep-the-first", "guarantee 3", "regard.problem:Problem.select_pairs")
 def _(select_pairs: Function) -> Function:
     return lambda self, which: select_pairs(self, which * 0)
 

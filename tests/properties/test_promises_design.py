@@ -20,10 +20,10 @@ from regard import (
     attention,
     reference,
 )
-from regard.core.problem import Problem
 from regard.engines.native import use_instruction_set
 from regard.masks import Mask, causal, dense, first, padding, sliding_window
 from regard.measures import MaxWeight, Sum, TopKResult
+from regard.problem import Problem
 from regard.score_mods import alibi, bias, softcap
 from regard.tiling import use_tile_sizes
 

@@ -9,9 +9,9 @@ import pytest
 
 import regard
 from regard import attention
-from regard.core.problem import Problem
 from regard.engines.native import use_instruction_set
 from regard.masks import causal, dense, document, first, padding, prefix, sliding_window
+from regard.problem import Problem
 from regard.tiling import use_tile_sizes
 
 ATOMS = {

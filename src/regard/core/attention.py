@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from regard.core.broadcasting import leading_shape, resolve_scale
 from regard.core.matrix import AttentionMatrix
-from regard.core.problem import Spec
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
+from regard.problem import Spec, leading_shape, resolve_scale
 from regard.score_mods import ScoreMod
 from regard.types import Array
 

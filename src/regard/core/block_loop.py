@@ -10,23 +10,20 @@ If the engine has a compiled pass, built-in measures run in it instead; measures
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core.problem import Problem
-from regard.engines import Engine
+from regard.accumulators import Accumulator
 from regard.engines.compensated import resolve_sums
 from regard.frame import EXACT_ROWS_LIMIT, as_index, take_range
 from regard.measures import find_accumulator
+from regard.problem import Engine, LoopMeasure, Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
-if TYPE_CHECKING:
-    from regard.engines.accumulators import Accumulator
-
-    # What a compiled pass accumulates for each measure, by its number.
-    CompiledMeasures = dict[int, Accumulator | tuple[Accumulator, ...]]
+# What a compiled pass accumulates for each measure, by its number.
+CompiledMeasures = dict[int, Accumulator | tuple[Accumulator, ...]]
 
 # A block of keys: its columns, and whether the mask allows all of it.
 Block = tuple[IntArray, bool]
@@ -67,16 +64,6 @@ class SoftmaxStats(NamedTuple):
         Scores that are rounded differently would give a row with one key a weight next to 1 instead of 1.
         """
         return self.sum is None or self.is_compiled == compiled
-
-
-class LoopMeasure(Protocol):
-    """The methods of a measure that the loop calls; `regard.measures.Measure` documents them and optional others."""
-
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any: ...
-    def step(
-        self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
-    ) -> Any: ...
-    def finish(self, state: Any) -> Any: ...
 
 
 # Online softmax

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from regard.core.block_loop import init_online_softmax, make_finite, update_online_softmax
-from regard.core.broadcasting import num_pairs
-from regard.core.problem import Problem
 from regard.engines.compensated import resolve_sums
 from regard.errors import ArgumentError
-from regard.render.explanation import format_explanation
-from regard.render.text import escape_unprintable
+from regard.problem import Problem, num_pairs
+from regard.render.steps import PrintedStep, format_steps
+from regard.render.text import TERMS_SHOWN, escape_unprintable, format_factor, format_number, format_vector
 from regard.types import Array
 
 __all__ = ["Explanation", "explain_row"]
+
+KEYS_SHOWN = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +92,12 @@ class Explanation:
         with np.errstate(invalid="ignore", over="ignore"):  # of live values that are not finite
             return None if contributions is None else contributions.sum(0)
 
+    @property
+    def _heading(self) -> str:
+        return f"{self.title}: {len(self.weights)} keys, head_dim {len(self.query)}"
+
     def __str__(self) -> str:
-        return format_explanation(self)
+        return format_steps(self._heading, _list_steps(self))
 
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.weights)} keys, print() shows the four steps>"
@@ -100,7 +105,7 @@ class Explanation:
     def _repr_html_(self) -> str:
         from regard.render import notebook
 
-        return notebook.render_explanation(self)
+        return notebook.render_steps(self._heading, _list_steps(self))
 
 
 def explain_row(
@@ -184,3 +189,107 @@ def explain_row(
             weights=weights,
             value=value,
         )
+
+
+# The steps as text
+
+
+def _list_steps(explanation: Explanation) -> list[PrintedStep]:
+    """Return the steps as rows of text: three, and a fourth with a value.
+
+    Of a row of more than 12 keys, the 12 with the largest weights are listed, and the others are summed in one line.
+    """
+    weights = np.asarray(explanation.weights)
+    keys = np.arange(len(weights))
+    rest = keys[:0]
+    if len(keys) > KEYS_SHOWN:
+        order = np.argsort(-np.nan_to_num(weights, nan=np.inf), kind="stable")
+        keys, rest = np.sort(order[:KEYS_SHOWN]), order[KEYS_SHOWN:]
+    names = [escape_unprintable(explanation.key_tokens[int(j)]) for j in keys]
+    steps = [
+        _compare(explanation, keys, names),
+        _scale(explanation, keys, names),
+        _normalise(explanation, keys, names, rest),
+    ]
+    if explanation.output is not None:
+        steps.append(_aggregate(explanation, keys, names, rest))
+    return steps
+
+
+def _compare(explanation: Explanation, keys: Array, names: list[str]) -> PrintedStep:
+    rows = [[name, _sum_of_products(explanation, int(j))] for name, j in zip(names, keys, strict=True)]
+    title = f"1. Compare: query {format_vector(explanation.query)} · key"
+    return PrintedStep(title, ("key", "score"), rows, [])
+
+
+def _sum_of_products(explanation: Explanation, j: int) -> str:
+    pairs = zip(explanation.query, explanation.key[j], strict=True)
+    terms = [f"{format_number(q)}·{format_factor(k)}" for q, k in pairs]
+    if len(terms) > TERMS_SHOWN:
+        terms = [*terms[:3], "…", terms[-1]]
+    return f"{' + '.join(terms) or '0'} = {format_number(explanation.raw_scores[j])}"
+
+
+def _scale(explanation: Explanation, keys: Array, names: list[str]) -> PrintedStep:
+    scale = format_number(explanation.scale)
+    rows = []
+    for name, j in zip(names, keys, strict=True):
+        raw, scaled, score = (
+            float(numbers[j])
+            for numbers in (explanation.raw_scores, explanation.scaled_scores, explanation.scores)
+        )
+        cell = f"{format_number(raw)} × {scale} = {format_number(scaled)}"
+        if score == -np.inf:
+            cell += "  masked"
+        elif explanation.score_mods:
+            cell += f" → {format_number(score)}"
+        rows.append([name, cell])
+    changes = "".join(f", then {change}" for change in (*explanation.score_mods, *explanation.masks))
+    return PrintedStep(f"2. Scale: × {scale}{changes}", ("key", "scaled score"), rows, [])
+
+
+def _normalise(explanation: Explanation, keys: Array, names: list[str], rest: Array) -> PrintedStep:
+    exponentials, weights = explanation.exponentials, explanation.weights
+    entries = [(name, exponentials[j], float(weights[j])) for name, j in zip(names, keys, strict=True)]
+    sink = explanation.sink_exponential
+    if sink is not None:
+        entries.append(("(sink)", sink, sink / (explanation.total or 1.0)))
+    if len(rest):
+        entries.append((_others(rest), float(exponentials[rest].sum()), float(weights[rest].sum())))
+    shift, total = format_number(explanation.shift), format_number(explanation.total)
+    all_masked = (np.asarray(explanation.scores) == -np.inf).all()
+    return PrintedStep(
+        f"3. Normalise: exp(score − shift {shift}), divided by their sum {total}",
+        ("key", "exponential", "weight"),
+        [[name, format_number(exponential), format_number(weight)] for name, exponential, weight in entries],
+        [weight for *_, weight in entries],
+        "Every key is masked for this query: its weights are zeros." if all_masked else "",
+    )
+
+
+def _aggregate(explanation: Explanation, keys: Array, names: list[str], rest: Array) -> PrintedStep:
+    value, contributions, output = explanation.value, explanation.contributions, explanation.output
+    assert value is not None
+    assert contributions is not None
+    assert output is not None
+    rows = [
+        [
+            name,
+            f"{format_number(explanation.weights[j])} · {format_vector(value[j])}",
+            f"= {format_vector(contributions[j])}",
+        ]
+        for name, j in zip(names, keys, strict=True)
+    ]
+    if len(rest):
+        rows.append([_others(rest), "", f"= {format_vector(contributions[rest].sum(0))}"])
+    return PrintedStep(
+        "4. Aggregate: the sum of weight · value",
+        ("key", "weight · value", "contribution"),
+        rows,
+        [],
+        f"output = {format_vector(output)}",
+    )
+
+
+def _others(rest: Array) -> str:
+    return f"({len(rest)} other keys)"

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from regard.core.broadcasting import leading_shape
 from regard.core.matrix import AttentionMatrix
-from regard.core.problem import Problem, Spec
 from regard.engines import find_engine
 from regard.frame import Frame, check_matrix_shape, take_block
 from regard.masks import Mask
+from regard.problem import Problem, Spec, leading_shape
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from regard.core.problem import Problem
 from regard.engines import Engine
 from regard.frame import Frame, take_block
+from regard.problem import Problem
 from regard.score_mods import ScoreMod
 from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace

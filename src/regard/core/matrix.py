@@ -35,7 +35,6 @@ from regard.core.planner import (
     split_products,
     upcast,
 )
-from regard.core.problem import Problem, Spec, detach, detach_arrays
 from regard.core.products import (
     BlockLoopScores,
     DenseWeights,
@@ -44,18 +43,26 @@ from regard.core.products import (
     SelectedWeights,
     flatten_operand,
 )
-from regard.core.views import LazyIndexer, ScoresView, TransposedMatrix
 from regard.engines import find_engine
 from regard.errors import ArgumentError, format_named_shape
 from regard.frame import EXACT_ROWS_LIMIT, as_index
 from regard.masks import Mask
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
+from regard.problem import Problem, Spec, detach, detach_arrays
 from regard.render import text
 from regard.types import Align, Array, IntArray
 
 if TYPE_CHECKING:
     from regard.core.explanation import Explanation
     from regard.pages.html import Page
+    from regard.render.notebook import WeightSample
+
+# Up to this many tokens a notebook shows every weight.
+SMALL = 16
+# Rows and columns that a notebook shows of a larger matrix.
+SIDE = 12
+# Maximum number of weights and multiply-adds to compute for a notebook; rows are left out to stay below it.
+ENTRIES, MULTIPLY_ADDS = 1 << 21, 1 << 28
 
 __all__ = ["AttentionMatrix"]
 
@@ -660,7 +667,6 @@ class AttentionMatrix:
 
     def _repr_html_(self) -> str:
         """Render for a notebook: all weights of a small matrix, a bounded sample of a large one."""
-        from regard.core.sampling import sample_weights
         from regard.render import notebook
 
         closing = ""
@@ -668,7 +674,7 @@ class AttentionMatrix:
             first = f"A[{', '.join('0' * (self.ndim - 2))}]"
             closing = f"This is {first}, the first of {heads:,} heads."
         is_empty = 0 in self.shape
-        sample = None if is_empty else sample_weights(self)
+        sample = None if is_empty else _sample_weights(self)
         if sample is None and not is_empty:
             closing = "Its rows are too long to show here: A[row] reads one, A.coarsen(512) makes a picture."
         return notebook.render_matrix(self._describe(), sample, closing)
@@ -880,3 +886,117 @@ class AttentionMatrix:
     @cached_property
     def _needs_exact_rows(self) -> bool:
         return self._problem.needs_exact_rows
+
+
+# Views that compute nothing by themselves
+
+
+class ScoresView:
+    """The scores of a matrix, indexed like the matrix."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, (…, heads, q_len, kv_len)."""
+        return self._matrix.shape
+
+    def __getitem__(self, index: Any) -> Array:
+        """Compute the scores at an index; see `AttentionMatrix.__getitem__`."""
+        resolved = resolve_index(index, self.shape, "A.scores[index]")
+        return self._matrix._entries(resolved, "A.scores[index]", weights=False)
+
+    def __repr__(self) -> str:
+        return f"<scores of {repr(self._matrix).splitlines()[0]}>"
+
+
+class LazyIndexer:
+    """An indexer that returns some heads and rows of a matrix as a lazy matrix.
+
+    Integers drop a leading axis. Rows always remain an axis, even a single one.
+    """
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self._matrix = matrix
+
+    def __getitem__(self, index: Any) -> AttentionMatrix:
+        """Return the lazy matrix of some heads and rows.
+
+        Args:
+            index: Heads and rows as integers, slices or one 1-D integer array; all columns must be kept.
+
+        Raises:
+            ArgumentError: If the index leaves out or reorders columns, or adds axes.
+        """
+        shape = self._matrix.shape
+        resolved = resolve_index(index, shape, "A.lazy[index]")
+        columns = resolved.positions[-1]
+        if resolved.adds_axes or len(columns) != shape[-1] or (np.diff(columns) != 1).any():
+            raise ArgumentError(
+                "A.lazy[index]",
+                received=f"{index!r}",
+                expected="an index of heads and rows that keeps all columns",
+                hint="A row's weights depend on all its keys; to select columns, compute the weights with A[index].",
+            )
+        return self._matrix._view(resolved)
+
+
+class TransposedMatrix:
+    """The transpose of a matrix; its products sum over the queries."""
+
+    def __init__(self, matrix: AttentionMatrix) -> None:
+        self.mT = matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, (…, heads, kv_len, q_len)."""
+        *leading, q_len, kv_len = self.mT.shape
+        return (*leading, kv_len, q_len)
+
+    def __matmul__(self, x: Array) -> Array:
+        """Multiply by x of shape (…, heads, q_len, width) or (q_len,): (…, heads, kv_len, width) or (…, kv_len)."""
+        return self.mT._product(x, "A.mT @ x", transposed=True)
+
+    def to_dense(self) -> Array:
+        """Compute and store the whole transpose: (…, heads, kv_len, q_len)."""
+        return self.mT.to_dense().swapaxes(-1, -2)
+
+    def __repr__(self) -> str:
+        return f"<transpose of {repr(self.mT).splitlines()[0]}>"
+
+
+def _sample_weights(matrix: AttentionMatrix) -> WeightSample | None:
+    """Sample the first head of a matrix that is not empty.
+
+    A small matrix is shown whole. Of a large one some rows are computed, each summed over runs of keys.
+
+    Returns:
+        The sample, or None if a single row would already exceed the limits.
+    """
+    from regard.render.notebook import WeightSample
+
+    q_len, kv_len = matrix.shape[-2:]
+    head_dim = max(1, matrix.problem.query.shape[-1])
+    small = max(q_len, kv_len) <= SMALL
+    max_rows = q_len if small else min(SIDE, q_len, ENTRIES // kv_len, MULTIPLY_ADDS // (kv_len * head_dim))
+    if not max_rows:
+        return None
+    rows = np.linspace(0, q_len - 1, max_rows).round().astype(int)
+    engine = matrix.problem.engine
+    with engine.no_grad():
+        part = matrix.lazy[(*[0] * (matrix.ndim - 2), rows)]
+        weights, scores = (engine.to_numpy(x) for x in (part.to_dense(), part.scores[...]))
+    columns = kv_len if small else min(SIDE, kv_len)
+    starts = np.arange(columns) * kv_len // columns
+    caption = "All weights, queries down and keys across."
+    if not small:
+        sampled = "Every row" if max_rows == q_len else f"{max_rows} of {q_len:,} rows, the others not read"
+        caption = (
+            f"{sampled}. Each number is the share of its row's weight on the keys from its column's up to the next "
+            "column's."
+        )
+    masked = np.logical_and.reduceat(scores == -np.inf, starts, axis=-1)
+    caption += " – marks masked keys." if masked.any() else ""
+    numbers = np.add.reduceat(weights.astype(np.float64), starts, axis=-1)
+    return WeightSample(part.problem.positions.tolist(), starts.tolist(), numbers, masked, caption)

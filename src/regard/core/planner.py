@@ -19,9 +19,9 @@ from regard.core.block_loop import (
     restore_states,
     run_block_loop,
 )
-from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.measures import Measure, Output
+from regard.problem import Problem
 from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from regard.core.block_loop import make_finite
-from regard.core.broadcasting import broadcast_index, num_pairs
-from regard.core.problem import Problem, Spec
 from regard.engines import find_engine
 from regard.errors import ArgumentError, describe_argument, format_named_shape
 from regard.measures import Measure, as_slice
+from regard.problem import Problem, Spec, broadcast_index, num_pairs
 from regard.types import Array, IntArray, Namespace
 
 

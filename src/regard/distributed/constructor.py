@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from regard.core.attention import as_score_mods, check_mask_and_score_mods
-from regard.core.broadcasting import leading_shape, resolve_scale
-from regard.core.problem import Spec
 from regard.distributed.fingerprint import describe_argument_content
 from regard.distributed.layouts import Layout, LayoutName, build_layout, split_evenly
 from regard.distributed.matrix import DistributedMatrix, as_local
@@ -20,6 +18,7 @@ from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
+from regard.problem import Spec, leading_shape, resolve_scale
 from regard.score_mods import ScoreMod
 
 Tensor = Any  # torch's types are not checked

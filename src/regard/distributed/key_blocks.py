@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from regard.core.problem import Problem
 from regard.distributed.layouts import Layout
+from regard.problem import Problem
 from regard.types import Array, IntArray
 
 

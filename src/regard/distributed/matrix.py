@@ -15,7 +15,6 @@ from regard.core.arguments import Axis, check_not_empty, check_result_size, name
 from regard.core.block_loop import SoftmaxStats
 from regard.core.indexing import ResolvedIndex
 from regard.core.matrix import AttentionMatrix, PartSource
-from regard.core.problem import Problem, Spec
 from regard.core.products import DenseWeights, Product, SelectedWeights, flatten_operand
 from regard.distributed.fingerprint import describe_argument_content
 from regard.distributed.measuring import can_compile, count_norms, run_measure_pass, run_stats_pass
@@ -25,6 +24,7 @@ from regard.distributed.states import SelectedScores
 from regard.errors import ArgumentError, RegardError
 from regard.frame import EXACT_ROWS_LIMIT
 from regard.measures import MaxWeight, Measure, Output, Sum
+from regard.problem import Problem, Spec
 from regard.types import Array
 
 Tensor = Any  # torch's types are not checked

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats, find_compiled, make_finite
-from regard.core.problem import Problem
 from regard.distributed.key_blocks import split_parts
 from regard.distributed.ring import KeyBlock, Travel
 from regard.distributed.ring_problem import RingProblem
@@ -22,6 +21,7 @@ from regard.distributed.states import (
 )
 from regard.engines.compensated import resolve_sums
 from regard.measures import Measure
+from regard.problem import Problem
 
 Tensor = Any  # torch's types are not checked
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.core.problem import Problem
 from regard.frame import as_index
+from regard.problem import Problem
 from regard.tiling import tile_sizes
 from regard.types import IntArray
 

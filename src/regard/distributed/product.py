@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from regard.core.block_loop import run_block_loop
-from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.distributed.key_blocks import split_parts, take_part
 from regard.distributed.part_gradients import differentiate_part
@@ -17,6 +16,7 @@ from regard.distributed.ring import KeyBlock
 from regard.distributed.ring_problem import RingProblem
 from regard.engines.torch_bands import compute_share
 from regard.engines.torch_fused import run_fused_backward
+from regard.problem import Problem
 from regard.types import IntArray
 
 Tensor = Any  # torch's types are not checked

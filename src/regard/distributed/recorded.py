@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from regard.core.broadcasting import leading_shape
-from regard.core.problem import Spec
 from regard.distributed.constructor import build_matrix
 from regard.distributed.errors import RankError
 from regard.distributed.layouts import Layout, build_layout
@@ -17,6 +15,7 @@ from regard.distributed.peer_group import find_peers
 from regard.distributed.rank_masks import RankMask, RankNumbering, RankScoreMod
 from regard.engines import find_engine
 from regard.masks import Mask
+from regard.problem import Spec, leading_shape
 from regard.score_mods import ScoreMod
 from regard.types import IntArray
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from regard.core.problem import Problem
 from regard.distributed.key_blocks import find_needs
 from regard.distributed.layouts import Layout
 from regard.distributed.peer_group import PeerGroup
 from regard.distributed.ring import Compute, Merge, RingPass, Template, Travel, add_tensors, plan_travel
 from regard.errors import RegardError
+from regard.problem import Problem
 from regard.types import IntArray
 
 Tensor = Any  # torch's types are not checked

@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from regard.core.problem import Problem
+from regard.accumulators import Accumulator, ColumnSum
 from regard.core.products import Product
 from regard.distributed.key_blocks import find_runs
-from regard.engines.accumulators import Accumulator, ColumnSum
 from regard.engines.compensated import resolve_sums
 from regard.errors import ArgumentError
 from regard.frame import take_range
 from regard.measures import MaxWeight, Measure, Sum, as_slice, find_accumulator
+from regard.problem import Problem
 from regard.types import Array, IntArray, Namespace
 
 # Lengths of rows and keys with which `init` is called to find out which axes a state has.

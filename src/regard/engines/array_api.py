@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from regard.accumulators import Accumulator
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
+from regard.masks import Mask
+from regard.problem import LoopMeasure, Problem
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
-
-if TYPE_CHECKING:
-    from regard.core.block_loop import LoopMeasure
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
-    from regard.masks import Mask
 
 
 class ArrayEngine:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from regard.accumulators import Accumulator
 from regard.engines.array_api import ArrayEngine
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
+from regard.problem import Problem
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
 
 
 class NumpyEngine(ArrayEngine):

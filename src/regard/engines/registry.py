@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from regard.engines.numpy import NumpyEngine
-from regard.engines.protocol import Engine
 from regard.errors import ArgumentTypeError, describe_argument
+from regard.problem import Engine
 
 _TORCH_ENGINES: dict[Any, Engine] = {}
 _REGISTERED: dict[str, Engine] = {}

@@ -7,26 +7,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import array_api_compat.torch as array_api
 import numpy as np
 import torch
 
+from regard.accumulators import Accumulator
 from regard.engines import native, triton_pass
 from regard.engines import torch_fused as fused
 from regard.engines.compensated import CompensatedSum
 from regard.engines.torch_precision import has_float64, use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
+from regard.masks import Mask
+from regard.problem import LoopMeasure, Problem
 from regard.types import Array, IntArray
 from regard.validation import as_array
-
-if TYPE_CHECKING:
-    from regard.core.block_loop import LoopMeasure
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
-    from regard.masks import Mask
 
 Tensor = Any  # torch's types are not checked
 _get_version = attrgetter("_version")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,9 @@ from regard.engines.torch_kernels import Kernel
 from regard.engines.torch_precision import has_ieee_products
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
 from regard.masks import Mask
+from regard.problem import Problem
 from regard.score_mods import ScoreMod
 from regard.types import IntArray
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
 
 Tensor = Any  # torch's types are not checked
 

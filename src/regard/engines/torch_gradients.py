@@ -8,19 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
 from regard.frame import take_range
+from regard.problem import LoopMeasure, Problem
 from regard.tiling import tile_sizes
 from regard.types import IntArray
-
-if TYPE_CHECKING:
-    from regard.core.block_loop import LoopMeasure
-    from regard.core.problem import Problem
 
 Tensor = Any  # torch's types are not checked
 

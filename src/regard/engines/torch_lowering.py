@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ import torch
 from regard.frame import Frame, is_contiguous
 from regard.masks import Mask
 from regard.masks.window import BandMask
+from regard.problem import Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
 
 Tensor = Any  # torch's types are not checked
 TileBuilder = Callable[[range, range], Tensor]

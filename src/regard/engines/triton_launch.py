@@ -142,7 +142,7 @@ def choose_options(variant: KernelVariant, target: str) -> LaunchOptions:
 
 
 class PassInputs(NamedTuple):
-    """The parts of a matrix in canonical form that the kernels read; see `regard.core.problem.Problem`.
+    """The parts of a matrix in canonical form that the kernels read; see `regard.problem.Problem`.
 
     Attributes:
         query: (own pairs, rows, head_dim).

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from regard.engines.accumulators import Accumulator, CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.accumulators import Accumulator, CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.engines.triton_launch import (
     FEW_LARGEST,
     MAX_HEAD_DIM,
@@ -24,10 +24,8 @@ from regard.engines.triton_launch import (
     find_target,
     round_up_power,
 )
+from regard.problem import Problem
 from regard.types import IntArray
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
 
 Tensor = Any  # torch's types are not checked
 

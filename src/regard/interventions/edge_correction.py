@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from regard.core.block_loop import run_block_loop
-from regard.core.problem import Problem
 from regard.core.products import Product
 from regard.frame import is_contiguous
+from regard.problem import Problem
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed

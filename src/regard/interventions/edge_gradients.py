@@ -7,10 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from regard.core.broadcasting import broadcast_index
-from regard.core.problem import Problem
 from regard.measures import Measure, as_slice
 from regard.measures.base import copy_with
+from regard.problem import Problem, broadcast_index
 from regard.types import Array, IntArray, Namespace
 
 

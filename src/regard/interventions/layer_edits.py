@@ -12,8 +12,6 @@ import torch
 
 from regard.capture.call import Call
 from regard.capture.captured_args import CapturedArgs
-from regard.core.broadcasting import broadcast_index
-from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.interventions import edge_correction as correction
 from regard.interventions.edge_correction import OutputWriter, RemovedEdges, ValueColumns
@@ -46,6 +44,7 @@ from regard.interventions.sources import (
     patch_value,
 )
 from regard.masks import Mask, between
+from regard.problem import Problem, broadcast_index
 from regard.score_mods import ScoreMod
 from regard.types import IntArray
 

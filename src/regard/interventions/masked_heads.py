@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from regard.capture.captured_args import CapturedArgs
-from regard.core.problem import Problem
 from regard.engines import torch_kernels as kernels
 from regard.interventions.edge_correction import ValueColumns, compute_rows, touches
+from regard.problem import Problem
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core.problem import Problem
-from regard.engines.accumulators import Accumulator, DiagonalSum
+from regard.accumulators import Accumulator, DiagonalSum
 from regard.lens.token_rows import TokenRows
 from regard.lens.weight_measures import GroupMass
 from regard.measures import Measure, as_slice
+from regard.problem import Problem
 from regard.types import Array
 
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.core.problem import Problem
-from regard.engines.accumulators import Accumulator, BandSum, ColumnSum, RowSum
+from regard.accumulators import Accumulator, BandSum, ColumnSum, RowSum
 from regard.measures import Measure, as_slice
 from regard.measures.sums import MAX_INTERVALS
+from regard.problem import Problem
 from regard.types import Array, IntArray
 
 # No row's token.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
+from regard.accumulators import Accumulator
 from regard.engines import find_engine
+from regard.problem import Problem
 from regard.types import Array, IntArray, Namespace
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
 
 MeasureT = TypeVar("MeasureT", bound="Measure")
 
@@ -205,7 +203,7 @@ class RowMean(Measure):
     @staticmethod
     def _describe_state(problem: Problem, row_sum: Accumulator) -> Accumulator | tuple[Accumulator, ...]:
         """Return what a compiled pass accumulates for a sum of weight · factor."""
-        from regard.engines.accumulators import RowSum
+        from regard.accumulators import RowSum
 
         return (row_sum, RowSum("one")) if problem.has_sink else row_sum
 

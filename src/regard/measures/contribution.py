@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from regard.errors import ArgumentError
 from regard.measures.base import Measure, as_slice, copy_with
 from regard.measures.topk import TopK, TopKState
+from regard.problem import Problem
 from regard.types import Array, Namespace
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
 
 
 @dataclass(frozen=True, eq=False, repr=False)

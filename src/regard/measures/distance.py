@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from regard.accumulators import Accumulator
 from regard.engines import find_engine
 from regard.measures.base import Measure, RowMean, as_slice, copy_with, get_result_name, share_columns
+from regard.problem import Problem
 from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import check_align
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +60,7 @@ class Distance(RowMean):
         )
 
     def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
-        from regard.engines.accumulators import RowSum
+        from regard.accumulators import RowSum
 
         offset = problem.frame.offset(self.align, get_result_name(self))
         return self._describe_state(problem, RowSum("distance", offset=offset))
@@ -109,7 +107,7 @@ class Position(RowMean):
         return self._normalise(product[..., 0], product[..., 1], self._find_least_sum(problem))
 
     def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
-        from regard.engines.accumulators import RowSum
+        from regard.accumulators import RowSum
 
         return self._describe_state(problem, RowSum("position"))
 

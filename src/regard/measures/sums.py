@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from regard.accumulators import Accumulator
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
 from regard.measures.base import Measure, RowMean, as_slice, copy_with, get_result_name, share_columns
+from regard.problem import Problem
 from regard.types import Array, IntArray, Namespace
 from regard.validation import check_count
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
 
 # Intervals of keys up to which a compiled pass adds up a share; with more, the mask is evaluated on every tile.
 MAX_INTERVALS = 8
@@ -44,7 +42,7 @@ class Entropy(RowMean):
     reads_scores: ClassVar[bool] = False
 
     def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
-        from regard.engines.accumulators import RowSum
+        from regard.accumulators import RowSum
 
         return self._describe_state(problem, RowSum("surprisal"))
 
@@ -119,7 +117,7 @@ class Sum(Measure):
         return None if self.axis == -2 else share_columns(problem, np.ones(problem.frame.kv_len))
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import ColumnSum, RowSum
+        from regard.accumulators import ColumnSum, RowSum
 
         return ColumnSum() if self.axis == -2 else RowSum("one")
 
@@ -238,7 +236,7 @@ class Mass(Measure):
         return xp.astype(allowed[:, 0, :, None], problem.dtype), index
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import RowSum
+        from regard.accumulators import RowSum
 
         if not self.mask.is_key_only or 0 in problem.shape:
             return None
@@ -323,7 +321,7 @@ class Coarse(Measure):
         return self.cells if isinstance(self.cells, tuple) else (self.cells, self.cells)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import CellReduction
+        from regard.accumulators import CellReduction
 
         return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 

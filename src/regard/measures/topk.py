@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from regard.accumulators import Accumulator
 from regard.engines import Engine, find_engine
 from regard.measures.base import Measure, as_slice, copy_with
 from regard.measures.sums import check_axis
+from regard.problem import Problem
 from regard.tiling import tile_sizes
 from regard.types import Array, Namespace
 from regard.validation import check_count
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
-    from regard.engines.accumulators import Accumulator
 
 # k up to which a compiled pass inserts each weight where it belongs; a longer list is better searched as a whole.
 MAX_INSERTED = 64
@@ -64,7 +62,7 @@ class MaxWeight(Measure):
         check_axis(self.axis, "max_weight")
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import RowTopK
+        from regard.accumulators import RowTopK
 
         return RowTopK(1) if self.axis == -1 and problem.shape[2] else None
 
@@ -109,7 +107,7 @@ class MaxScore(Measure):
     reads_scores: ClassVar[bool] = True
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import RowMaxScore
+        from regard.accumulators import RowMaxScore
 
         return RowMaxScore()
 
@@ -179,7 +177,7 @@ class TopK(Measure):
         return copy_with(self, _engine=problem.engine, _max_pending=sizes.topk_columns)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.engines.accumulators import RowTopK
+        from regard.accumulators import RowTopK
 
         return RowTopK(self.k) if self.k <= MAX_INSERTED else None
 

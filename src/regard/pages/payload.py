@@ -23,7 +23,7 @@ from regard.types import Array, IntArray
 
 if TYPE_CHECKING:
     from regard.core.matrix import AttentionMatrix
-    from regard.core.problem import Problem
+    from regard.problem import Problem
 
 MAX_BIAS_SIZE = 1 << 22  # numbers of a bias that a payload holds
 COMPARED_WEIGHTS = 1 << 22  # weights that are compared with the original

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from regard.render.explanation import explanation_steps, format_heading
+from regard.render.steps import PrintedStep
 from regard.render.text import escape_unprintable
 from regard.types import Array
-
-if TYPE_CHECKING:
-    from regard.core.explanation import Explanation
 
 # A blue between the blues of the light and the dark pages; at MAX_OPACITY, text of either theme is readable on it.
 BLUE, MAX_OPACITY = "74, 134, 216", 0.55
@@ -81,17 +78,18 @@ def render_matrix(description: str, sample: WeightSample | None, closing: str = 
     return _box(*parts, _paragraph(closing) if closing else "")
 
 
-def render_explanation(explanation: Explanation) -> str:
-    """Return the four steps of one query, each as a table.
+def render_steps(heading: str, steps: Sequence[PrintedStep]) -> str:
+    """Return a heading and steps, each as a table.
 
     Args:
-        explanation: The numbers of the steps. Of a long row only the keys with the largest weights are listed.
+        heading: A line above the steps.
+        steps: The steps.
 
     Returns:
         HTML.
     """
-    parts = [_paragraph(format_heading(explanation), strong=True)]
-    for step in explanation_steps(explanation):
+    parts = [_paragraph(heading, strong=True)]
+    for step in steps:
         rows = []
         for n, (name, *cells) in enumerate(step.rows):
             row = [_row_header(name), *map(_cell, cells)]

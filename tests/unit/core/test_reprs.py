@@ -11,7 +11,7 @@ import pytest
 
 import regard
 from regard import causal
-from regard.core.sampling import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
+from regard.core.matrix import ENTRIES, MULTIPLY_ADDS, SIDE, SMALL
 from regard.engines.numpy import NumpyEngine
 from regard.learn import cat
 from regard.render import notebook

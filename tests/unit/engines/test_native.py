@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard import attention, causal, dense, document, first, padding, sliding_window
-from regard.engines.accumulators import (
+from regard.accumulators import (
     BandSum,
     CellReduction,
     ColumnSum,

@@ -16,8 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
+from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK  # noqa: E402
 from regard.engines import triton_check, triton_pass  # noqa: E402
-from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK  # noqa: E402
 from regard.engines.triton_check import RESOURCES_FILE, check_kernels, list_variants  # noqa: E402
 from regard.engines.triton_compile import SHARED_LIMITS, TARGETS, measure_resources  # noqa: E402
 from regard.engines.triton_launch import (  # noqa: E402

@@ -26,8 +26,8 @@ from regard import (
     first,
     padding,
 )
+from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.core.block_loop import run_block_loop
-from regard.engines.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.measures import Sum, find_accumulator
 from tests.helpers.dense_accumulators import accumulate_dense
 

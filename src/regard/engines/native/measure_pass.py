@@ -12,11 +12,11 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from regard.engines.accumulators import (
+from regard.accumulators import (
     Accumulator,
     BandSum,
     CellReduction,
@@ -37,10 +37,8 @@ from regard.engines.native.library import (
     load_library,
 )
 from regard.masks.segments import SegmentRange, iterate_segments
+from regard.problem import Problem
 from regard.types import Array
-
-if TYPE_CHECKING:
-    from regard.core.problem import Problem
 
 # Jobs that a matrix is split into at least, if it has that many blocks of rows.
 MIN_JOBS = 32
