@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from regard.diagnosis.compare import compare as compare
     from regard.diagnosis.doctor import doctor as doctor
     from regard.interventions.intervene import intervene as intervene
-    from regard.lens.saved_recording import load_recording as load_recording
+    from regard.lens.recording import load_recording as load_recording
     from regard.lens.watch import watch as watch
 
     __version__: str
@@ -143,7 +143,7 @@ _LAZY_NAMES = {
     "compare": "regard.diagnosis.compare",
     "doctor": "regard.diagnosis.doctor",
     "intervene": "regard.interventions.intervene",
-    "load_recording": "regard.lens.saved_recording",
+    "load_recording": "regard.lens.recording",
     "watch": "regard.lens.watch",
 }
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from regard.lens.layer_spans import LayerSpans, mean_defined
-from regard.lens.span_mass import SpanMass
+from regard.lens.span_mass import LayerSpans, SpanMass, mean_defined
 from tests.helpers.pages import HOSTILE, faults
 
 pytestmark = pytest.mark.slow  # starts a browser

@@ -19,8 +19,7 @@ pytest.importorskip("transformers")
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
-from regard.lens import page_data  # noqa: E402
-from regard.pages import model_page  # noqa: E402
+from regard.lens import model_page  # noqa: E402
 from regard.render.text import escape_unprintable  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
@@ -172,7 +171,7 @@ def test_maps_are_maxima_and_means_of_blocks(monkeypatch):
     monkeypatch.setattr(model_page, "OVERVIEW_CELLS", 8)
     for long in (1024, 5):  # 11 tokens are short, then long
         monkeypatch.setattr(model_page, "LONG_TEXT", long)
-        (layer, *_) = page_data.build_page_layers(recording._layer_calls(), None, None, None, 0)
+        (layer, *_) = model_page.build_page_layers(recording._layer_calls(), None, None, None, 0)
         size = layer.means.shape[-1]
         assert size == (4 if long > 11 else 8)
         np.testing.assert_allclose(layer.means, blocks(A, size, np.mean), rtol=1e-5)

@@ -53,7 +53,7 @@ def _load_run(printer: Printer, options: ModelOptions) -> tuple[Any, Any, dict[s
     """Run a model, or read a recording: the recording, its token ids (None if unknown), and a record for --json."""
     path = Path(options.model)
     if path.suffix == ".safetensors" and path.is_file():
-        from regard.lens.saved_recording import load_recording
+        from regard.lens.recording import load_recording
 
         return load_recording(path), None, {"recording": str(path)}
     run = run_model(printer, options, "compare", values=True)

@@ -34,8 +34,7 @@ from regard.diagnosis.weight_use import (
 from regard.errors import ArgumentTypeError, NotCapturedError, RegardError, describe_argument
 from regard.findings import Check, CheckRun, Finding, Findings, Severity, run_check
 from regard.lens.diagnose import NOTHING_RECORDED
-from regard.lens.recording import Recording
-from regard.lens.recording_errors import EmptyRecordingWarning
+from regard.lens.recording import EmptyRecordingWarning, Recording
 from regard.lens.token_rows import TokenRows
 from regard.lens.watch import find_native_parts, watch
 

@@ -30,11 +30,9 @@ from regard._public import set_public_module
 from regard.capture.call import Call
 from regard.findings import CheckRun, Finding, Findings
 from regard.lens.alignment import Alignment
-from regard.lens.layer_spans import LayerSpans
-from regard.lens.recording import Recording
-from regard.lens.recording_errors import EmptyRecordingWarning
+from regard.lens.recording import EmptyRecordingWarning, Recording
 from regard.lens.sharded_recording import ShardedRecording
-from regard.lens.span_mass import SpanMass
+from regard.lens.span_mass import LayerSpans, SpanMass
 from regard.lens.spans import token_spans
 from regard.lens.table import Table
 from regard.lens.watch import Watch

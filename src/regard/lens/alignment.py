@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,213 @@ from regard.capture.call import Call, LayerCall
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
 from regard.lens.find import as_numpy, require_weights, select_batch_entry
 from regard.lens.table import Table
-from regard.lens.time_warping import filter_median, find_cheapest_path, standardise_columns
 from regard.lens.token_rows import TokenRows, as_token_lists
-from regard.lens.word_groups import group_words
 from regard.types import Array, IntArray
+
+
+def standardise_columns(weights: Array) -> Array:
+    """Subtract the mean of each column and divide by its standard deviation; a constant column becomes 0.
+
+    A frame that every token attends to, such as a sink, then says nothing about where a token is.
+
+    Args:
+        weights: (tokens, frames).
+
+    Returns:
+        (tokens, frames), float64.
+
+    >>> standardise_columns(np.array([[0.5, 0.25], [0.5, 0.75]])).tolist()
+    [[0.0, -1.0], [0.0, 1.0]]
+    """
+    if not len(weights):
+        return weights
+    deviations, spread = weights - weights.mean(0), weights.std(0)
+    return deviations / np.where(spread > 0, spread, 1.0)
+
+
+def filter_median(rows: Array, width: int) -> Array:
+    """Replace each number by the median of `width` numbers around it; rows are reflected at both ends.
+
+    Args:
+        rows: (…, n).
+        width: An odd number. Rows of at most `width // 2` numbers stay as they are.
+
+    Returns:
+        (…, n).
+
+    >>> filter_median(np.array([0.0, 9.0, 1.0, 2.0, 2.0]), 3).tolist()
+    [9.0, 1.0, 2.0, 2.0, 2.0]
+    """
+    reach, length = width // 2, rows.shape[-1]
+    if length <= reach:
+        return rows
+    padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(reach, reach)], mode="reflect")
+    shifted = [padded[..., i : i + length] for i in range(width)]
+    # Sorting whole arrays against each other is ten times faster than sorting each short window.
+    for last in range(width - 1, reach - 1, -1):
+        for i in range(last):
+            low, high = np.minimum(shifted[i], shifted[i + 1]), np.maximum(shifted[i], shifted[i + 1])
+            shifted[i], shifted[i + 1] = low, high
+    return shifted[reach]
+
+
+def find_cheapest_path(costs: Array) -> tuple[IntArray, IntArray]:
+    """Find the path from the first cell to the last whose costs have the smallest sum.
+
+    A step goes to the next row, to the next column, or to both. Of equal sums, the path stays in its row, then goes to
+    both.
+
+    Args:
+        costs: (rows, columns), finite, at least one of each.
+
+    Returns:
+        The rows and the columns of the cells on the path, in order.
+
+    >>> rows, columns = find_cheapest_path(np.array([[0, 0, 9], [9, 9, 0]]))
+    >>> rows.tolist(), columns.tolist()
+    ([0, 0, 1], [0, 1, 2])
+    """
+    num_rows, num_columns = costs.shape
+    flat = np.ascontiguousarray(costs, np.float64).reshape(-1)
+    choices = np.empty(flat.shape, np.int8)  # 0: from both, 1: from the row before, 2: from the column before
+    # Cells on one antidiagonal do not depend on each other. Sums are indexed by row + 1; index 0 is outside.
+    before_last, last, current = (np.full(num_rows + 1, np.inf) for _ in range(3))
+    before_last[0] = 0.0
+    for diagonal in range(num_rows + num_columns - 1):
+        top, bottom = max(0, diagonal - num_columns + 1), min(num_rows - 1, diagonal)
+        first, final = (row * (num_columns - 1) + diagonal for row in (top, bottom))
+        cells = slice(first, final + 1, max(1, num_columns - 1))
+        from_both, from_row = before_last[top : bottom + 1], last[top : bottom + 1]
+        from_column = last[top + 1 : bottom + 2]
+        cheaper = np.minimum(from_both, from_row)
+        stays = from_column <= cheaper
+        current[top + 1 : bottom + 2] = np.where(stays, from_column, cheaper) + flat[cells]
+        choices[cells] = np.where(stays, 2, from_row < from_both)
+        before_last[0] = np.inf
+        before_last, last, current = last, current, before_last
+    return _follow_back(choices.reshape(num_rows, num_columns))
+
+
+def _follow_back(choices: Array) -> tuple[IntArray, IntArray]:
+    """Follow the choices from the last cell to the first."""
+    row, column = choices.shape[0] - 1, choices.shape[1] - 1
+    cells = [(row, column)]
+    while row or column:
+        choice = choices[row, column]
+        row, column = row - (choice != 2), column - (choice != 1)
+        cells.append((row, column))
+    rows, columns = np.array(cells[::-1], np.int64).T
+    return rows, columns
+
+
+# Marks, or parts of these texts, that attach to the word after them, attach to the word before them, and start a word:
+# the rule of Whisper.
+OPENING = "\"'“¡¿([{-"
+CLOSING = "\"'.。,，!！?？:：”)]}、"
+PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+# Language tokens of Whisper for languages that are written without spaces.
+UNSPACED = frozenset(f"<|{code}|>" for code in ("zh", "ja", "th", "lo", "my", "yue"))
+TIMESTAMP = re.compile(r"<\|\d+\.\d+\|>")
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes part of a character to
+
+
+@dataclass
+class Word:
+    """A word and its tokens.
+
+    Args:
+        text: The text, with the space before it.
+        start: Position of its first token.
+        stop: Position after its last token.
+    """
+
+    text: str
+    start: int
+    stop: int
+
+
+def group_words(ids: Sequence[int], tokenizer: Any, spaces: bool | None = None) -> list[Word]:
+    """Group tokens into words; special tokens and timestamps belong to none.
+
+    A word starts at a token that adds a space and at a punctuation mark. Then opening marks are attached to the word
+    after them, and closing marks to the word before.
+
+    Args:
+        ids: The tokens of a transcript.
+        tokenizer: A tokenizer of transformers.
+        spaces: Whether the language is written with spaces; if not, every character is a word. By default it is, unless
+            `ids` has the language token of one that is not.
+
+    Returns:
+        The words in order.
+    """
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    special = set(tokenizer.all_special_ids)
+    if spaces is None:
+        spaces = not UNSPACED.intersection(names)
+    words: list[Word] = []
+    start = 0
+    is_text = [  # some vocabularies end before the timestamps
+        bool(name) and token not in special and not TIMESTAMP.fullmatch(name)
+        for token, name in zip(ids, names, strict=True)
+    ]
+    for stop in range(len(ids) + 1):
+        if stop == len(ids) or not is_text[stop]:  # the end of a run of text
+            pieces = _split_characters(ids[start:stop], tokenizer, start)
+            words += _attach_punctuation(_join_pieces(pieces) if spaces else pieces)
+            start = stop + 1
+    return words
+
+
+def _split_characters(ids: Sequence[int], tokenizer: Any, offset: int) -> list[Word]:
+    """Split tokens into the shortest runs that decode to whole characters."""
+    # The text up to each token, so that a tokenizer that strips the first space keeps the others.
+    texts = [""] + [
+        tokenizer.decode(list(ids[: i + 1]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for i in range(len(ids))
+    ]
+    pieces: list[Word] = []
+    start = 0
+    for stop in range(1, len(texts)):
+        text = texts[stop][len(texts[start]) :]
+        place = text.find(INCOMPLETE)
+        # If the whole text has the mark in this place, the bytes are no character, and no later token completes it.
+        is_whole = place < 0 or texts[-1][len(texts[start]) + place :].startswith(INCOMPLETE)
+        if is_whole or stop == len(ids):
+            pieces.append(Word(text, offset + start, offset + stop))
+            start = stop
+    return pieces
+
+
+def _join_pieces(pieces: Sequence[Word]) -> list[Word]:
+    """Join pieces into words, which start at a space and at a punctuation mark."""
+    words: list[Word] = []
+    for piece in pieces:
+        if not words or piece.text.startswith(" ") or piece.text.strip() in PUNCTUATION:
+            words.append(piece)
+        else:
+            words[-1].text += piece.text
+            words[-1].stop = piece.stop
+    return words
+
+
+def _attach_punctuation(words: Sequence[Word]) -> list[Word]:
+    """Attach opening marks to the word after them, then closing marks to the word before them."""
+    opened: list[Word] = []
+    for word in reversed(words):
+        if opened and word.text.startswith(" ") and word.text.strip() in OPENING:
+            opened[-1].text, opened[-1].start = word.text + opened[-1].text, word.start
+        else:
+            opened.append(word)
+    attached: list[Word] = []
+    for word in reversed(opened):
+        if attached and word.text in CLOSING and not attached[-1].text.endswith(" "):
+            attached[-1].text += word.text
+            attached[-1].stop = word.stop
+        else:
+            attached.append(word)
+    return attached
+
 
 OPERATION = "recording.align"
 

@@ -9,15 +9,76 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from regard.capture.call import Call, LayerCall
-from regard.capture.output_projections import OutputProjections
+from regard.capture.output_projections import OutputProjection, OutputProjections
 from regard.core.matrix import AttentionMatrix
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
-from regard.lens.contribution import compute_value_norms
 from regard.lens.table import Table
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
-from regard.types import IntArray
+from regard.types import Array, IntArray
+
+Tensor = Any  # the types of torch are not followed
+
+
+def compute_value_norms(call: Call, projections: OutputProjections, operation: str) -> Tensor:
+    """Compute ‖v_j W_O‖ of each key and head.
+
+    Args:
+        call: The call, recorded with its value.
+        projections: The output projections of the recording.
+        operation: Name of the calling function, for error messages.
+
+    Returns:
+        (…, heads, kv_len), float64.
+
+    Raises:
+        ArgumentError: If the value was not recorded, or the output projection is unknown.
+    """
+    fault = ""
+    if call.value is None:
+        fault = "its value was not recorded"
+    elif call.name not in projections:
+        fault = f"its output projection was not found: {projections.find_fault(call.name)}"
+    elif call.value.shape[-1] != projections[call.name].weight.shape[-2]:
+        fault = "its output projection has another width than its values"
+    if fault:
+        raise ArgumentError(
+            operation,
+            received=f"{call.name!r}: {fault}",
+            expected="layers with values and an output projection, which a contribution is computed from",
+            hint="Record them: regard.watch(model, values=True). A file of a recording does not have them.",
+        )
+    return _compute_norms(call.value, projections[call.name])
+
+
+def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor | None:
+    """Compute ‖o_i W_O‖, the length of what each head adds to the stream at each query.
+
+    Args:
+        call: The call.
+        projections: The output projections of the recording.
+
+    Returns:
+        (…, heads, q_len), float64 if the device has it; None if the output was not recorded, or the projection is
+        unknown.
+    """
+    if call.output is None or call.name not in projections:
+        return None
+    return _compute_norms(call.output, projections[call.name])
+
+
+def _compute_norms(vectors: Tensor, projection: OutputProjection) -> Tensor:
+    """Compute norms after the projection from the Gram matrix W_O W_Oᵀ of each head, which is as small as the head."""
+    weight = widen(projection.weight.to(vectors.device))  # (heads, value_dim, width)
+    gram = weight @ weight.mT
+    vectors = widen(vectors.detach())
+    if vectors.ndim > 2:
+        vectors = vectors.repeat_interleave(len(gram) // vectors.shape[-3], -3)
+    return ((vectors @ gram) * vectors).sum(-1).clamp(min=0.0).sqrt()
+
 
 # Marks that tokenizers put before a token that starts a word.
 _WORD_MARKS = ("Ġ", "▁", " ")
@@ -261,3 +322,69 @@ def stack_name(module: str) -> str:
 def as_numpy(array: Any) -> Any:
     """Convert a tensor to a float64 NumPy array."""
     return array.detach().cpu().double().numpy()
+
+
+ROLLOUT = "recording.rollout"
+
+
+def compute_rollout(
+    layer_calls: Sequence[LayerCall], token: Any, tokens: Any, batch: int, layers: str | Sequence[str] | None
+) -> Array:
+    """Compute the result of `Recording.rollout`.
+
+    Args:
+        layer_calls: The calls of a recording.
+        token: Position or text of the token.
+        tokens: Tokens of the sequence, or None.
+        batch: The batch entry.
+        layers: Names of modules or patterns; None for all.
+
+    Returns:
+        The share of each input token, (n,).
+    """
+    calls = _select_stack(layer_calls, layers)
+    length = calls[0].shape[-1]
+    texts = None
+    if tokens is not None:
+        token_lists = as_token_lists(tokens, ROLLOUT)
+        texts = entry_tokens(token_lists, math.prod(calls[0].shape[:-3]), length, batch)
+        if texts is None:
+            raise token_count_error(ROLLOUT, token_lists, {length})
+    positions = find_positions(token, texts, length, "token", ROLLOUT)
+    if len(positions) > 1:
+        raise ArgumentError(
+            ROLLOUT,
+            received=f"token={token!r}, which is at {', '.join(map(str, positions))}",
+            expected="one token",
+            hint=f"Pass its position: recording.rollout({positions[-1]}).",
+        )
+    share = np.zeros(length)
+    share[positions] = 1.0
+    for call in reversed(calls):
+        rows = np.flatnonzero(share)
+        # Rows with a share of 0 add nothing to the product; under a causal mask they are most of the rows.
+        part = select_batch_entry(call, batch, ROLLOUT).lazy[..., rows[0] : rows[-1] + 1, :]
+        vector = torch.as_tensor(share[rows[0] : rows[-1] + 1], dtype=part.dtype, device=call.key.device)
+        flow = as_numpy(part.mT @ vector)
+        share = 0.5 * share + 0.5 * flow.reshape(-1, length).mean(0)
+    return share
+
+
+def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None) -> list[Call]:
+    """Select the calls of one stack of self-attention, from the first layer to the last."""
+    selected = [entry.call for entry in select_layers(layer_calls, layers, ROLLOUT)]
+    calls = [call for call in selected if TokenRows.from_call(call).query_offset == 0]
+    stacks = {(stack_name(call.name), call.shape[-1]) for call in calls}
+    if len(stacks) == 1:
+        return calls
+    received = ", ".join(f"{stack or 'layers'} of {length} tokens" for stack, length in sorted(stacks))
+    if not received:
+        received = f"no self-attention among {len(layer_calls)} layers" + (
+            f" named {layers!r}" if layers else ""
+        )
+    raise ArgumentError(
+        ROLLOUT,
+        received=received,
+        expected="the layers of one stack, over one whole sequence",
+        hint='Select it: recording.rollout(token, layers="encoder.*"). list(recording) lists the names.',
+    )

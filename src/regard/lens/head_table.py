@@ -11,7 +11,7 @@ import numpy as np
 from regard.capture.call import Call, LayerCall
 from regard.capture.output_projections import OutputProjections
 from regard.errors import ArgumentError
-from regard.lens.contribution import compute_output_norms
+from regard.lens.find import compute_output_norms
 from regard.lens.table import Table
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.weight_measures import DistanceBands, ReceivedFrom, TokenCopies, WeightAt

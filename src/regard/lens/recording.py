@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -16,34 +17,110 @@ from regard.capture.module_trace import ModuleTrace
 from regard.capture.output_projections import OutputProjections
 from regard.capture.record import Uncaptured
 from regard.core.matrix import AttentionMatrix
+from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.findings import Findings
+from regard.images.patch_grid import PatchGrid
 from regard.lens.alignment import Alignment, compute_alignment
 from regard.lens.checked_layer import CheckedLayer
-from regard.lens.contribution import compute_value_norms
 from regard.lens.diagnose import list_layers, run_checks
-from regard.lens.find import find_heads
+from regard.lens.find import compute_rollout, compute_value_norms, find_heads
 from regard.lens.head_table import build_head_table
-from regard.lens.layer_images import find_layer_images
-from regard.lens.recording_errors import (
-    build_join_error,
-    build_not_captured_error,
-    build_speculative_error,
-    format_shapes,
-)
-from regard.lens.recording_summary import count_mask_bytes, render_layers
-from regard.lens.rollout import compute_rollout
-from regard.lens.serialization import write_calls
-from regard.lens.span_mass import SpanMass
-from regard.lens.span_rows import compute_span_mass, select_call
+from regard.lens.model_page import build_model_page
+from regard.lens.picture_page import build_image_page, find_layer_images
+from regard.lens.serialization import read_calls, write_calls
+from regard.lens.span_mass import SpanMass, compute_span_mass, select_call
 from regard.lens.spans import SpanRanges, Spans, require_spans
 from regard.lens.table import Table
+from regard.pages.html import Page
+from regard.render import notebook
 from regard.types import Array
 
-if TYPE_CHECKING:
-    from regard.images.patch_grid import PatchGrid
-    from regard.pages.html import Page
+__all__ = ["EmptyRecordingWarning", "Recording", "load_recording"]
 
-__all__ = ["Recording"]
+
+class EmptyRecordingWarning(UserWarning):
+    """Nothing was captured in the block of a `regard.watch`; the message says what did not run, and what to do.
+
+    >>> import regard, torch, warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     with regard.watch(torch.nn.Linear(2, 2)) as recording:
+    ...         pass
+    >>> recording, caught[0].category.__name__
+    (Recording(empty), 'EmptyRecordingWarning')
+    """
+
+
+def _build_join_error(
+    name: str, groups: Sequence[JoinedCalls], faults: Sequence[CacheFault]
+) -> ArgumentError:
+    """Build the error for a layer whose calls are not the steps of one cache."""
+    reason = "keys do not extend one another's"
+    if any(joined.last.measures is None and joined.last.compact_mask.nbytes for joined in groups):
+        reason = "masks are stored as arrays, which are not joined"
+    if faults:
+        reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
+    hint = (
+        f"Choose one: recording.calls({name!r})[-1].matrix is the latest. A cache that was cut back or shared by "
+        "several continuations has one call for each. If steps do not join (some caches change old keys, broken ones "
+        "lose some: see recording.diagnose()), run the model once on the generated sequence and watch that run."
+    )
+    if _grow_without_cache(groups):
+        hint = (
+            "Each call reads the whole sequence again (use_cache=False), so the last one has every token: "
+            f"recording.calls({name!r})[-1].matrix."
+        )
+    return ArgumentError(
+        f"recording[{name!r}]",
+        received=f"{len(groups)} calls whose {reason}: " + _format_shapes(groups),
+        expected="one call, or the steps of one cache",
+        hint=hint,
+    )
+
+
+def _build_speculative_error(name: str, joined: JoinedCalls) -> ArgumentError:
+    """Build the error for a layer whose rows include proposed tokens."""
+    return ArgumentError(
+        f"recording[{name!r}]",
+        received=f"{len(joined.steps)} calls of {joined.speculative_mode}, which discards proposed tokens",
+        expected="calls whose rows are the generated tokens",
+        hint="Run the model once on the generated sequence and watch that run; "
+        f"recording.calls({name!r}) contains the rows as they were proposed.",
+    )
+
+
+def _build_not_captured_error(
+    name: object, captured: Mapping[str, object], uncaptured: Mapping[str, Uncaptured]
+) -> NotCapturedError:
+    """Build the error for a name without a recorded call."""
+    if isinstance(name, str) and name in uncaptured:
+        failure = uncaptured[name]
+        return NotCapturedError(
+            f"recording[{name!r}]",
+            received=f"a layer that was not captured: {failure.reason}",
+            expected="a layer that the lens can capture",
+            hint=failure.hint,
+        )
+    near = difflib.get_close_matches(str(name), captured, n=1, cutoff=0.0)
+    return NotCapturedError(
+        f"recording[{name!r}]",
+        received="a name that no attention layer has" if captured else "an empty recording",
+        expected=f"one of {len(captured)}, such as {near[0]!r}" if near else "a layer that ran",
+        hint="list(recording) lists all names." if captured else "Run the model inside the with block.",
+    )
+
+
+def _format_shapes(groups: Sequence[JoinedCalls]) -> str:
+    """Format the shapes of the calls of a layer; of more than three, the first three and the number of others."""
+    shown = [format_named_shape(joined.shape, "q_len", "kv_len") for joined in groups[:3]]
+    return ", ".join(shown) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+
+
+def _grow_without_cache(groups: Sequence[JoinedCalls]) -> bool:
+    """Return whether each call has one query and one key more than the last: `generate(use_cache=False)`."""
+    lengths = [joined.shape[-2:] for joined in groups]
+    first = lengths[0][0]
+    return lengths == [(first + i, first + i) for i in range(len(lengths))]
 
 
 class Recording(Mapping[str, AttentionMatrix]):
@@ -166,10 +243,10 @@ class Recording(Mapping[str, AttentionMatrix]):
         if not groups:
             self._raise_not_captured(name)
         if len(groups) > 1:
-            raise build_join_error(name, groups, self._cache_faults.get(name, ()))
+            raise _build_join_error(name, groups, self._cache_faults.get(name, ()))
         joined = groups[0]
         if joined.speculative_mode:
-            raise build_speculative_error(name, joined)
+            raise _build_speculative_error(name, joined)
         return joined.call.matrix
 
     def calls(self, name: str) -> tuple[Call, ...]:
@@ -189,7 +266,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return tuple(joined.call for joined in self._joined_calls[name])
 
     def _raise_not_captured(self, name: object) -> NoReturn:
-        raise build_not_captured_error(name, self._joined_calls, self._uncaptured)
+        raise _build_not_captured_error(name, self._joined_calls, self._uncaptured)
 
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._joined_calls))
@@ -209,7 +286,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         )
 
     def __repr__(self) -> str:
-        layers = (f"  {name}: {format_shapes(groups)}" for name, groups in self._joined_calls.items())
+        layers = (f"  {name}: {_format_shapes(groups)}" for name, groups in self._joined_calls.items())
         return "\n".join([self._summary(), *layers])
 
     def _summary(self) -> str:
@@ -219,7 +296,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return f"Recording({layers}, {self.nbytes:,} bytes held)"
 
     def _repr_html_(self) -> str:
-        return render_layers(self._summary(), self._joined_calls, list(self._uncaptured))
+        return _render_layers(self._summary(), self._joined_calls, list(self._uncaptured))
 
     def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
         """Measure every head: a table with one row for each layer and head, from one pass for each layer.
@@ -606,9 +683,6 @@ class Recording(Mapping[str, AttentionMatrix]):
         >>> recording.page(["the", "cat", "it"])
         <page "All attention heads", ... kB: save(path) writes it>
         """
-        from regard.lens.page_data import build_page
-        from regard.lens.picture_data import build_image_page
-
         chosen: dict[str, Any] = {"batch": batch, "layers": layers, "heads": heads, "title": title}
         with torch.no_grad():
             if image is not None:
@@ -622,7 +696,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                     max_bytes=max_bytes,
                     **chosen,
                 )
-            return build_page(
+            return build_model_page(
                 self._layer_calls(),
                 self.diagnose(tokens) if findings is None else findings,
                 tokens=tokens,
@@ -655,3 +729,75 @@ class Recording(Mapping[str, AttentionMatrix]):
             hints.image_passes,
             self._trace.events,
         )
+
+
+def load_recording(path: str | Path) -> Recording:
+    """Read a recording that `Recording.save` wrote.
+
+    Args:
+        path: A safetensors file written by `recording.save(path)`.
+
+    Returns:
+        The recording: `recording[name]`, `recording.heads()` and the rest work as before it was saved.
+
+    Raises:
+        ArgumentError: If the file is not a saved recording.
+
+    >>> import regard, tempfile, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> with regard.watch(layer) as recording:
+    ...     _ = layer(torch.ones(1, 3, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     recording.save(f"{folder}/recording.safetensors")
+    ...     again = regard.load_recording(f"{folder}/recording.safetensors")
+    >>> again
+    Recording(1 layer, 216 bytes held)
+      self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
+    """
+    saved = read_calls(path)
+    recording = Recording()
+    recording._cache_faults = saved.cache_faults
+    recording._module_hints.causal = saved.causal
+    recording._module_hints.image_runs = saved.image_runs
+    recording._module_hints.image_passes = saved.image_passes
+    recording._trace.events = saved.events
+    for call in saved.calls:
+        # JoinedCalls derives it for a single call, which is wrong for joined ones.
+        query_offset = call.query_offset
+        recording._joined_calls.setdefault(call.name, []).append(JoinedCalls(call))
+        call.query_offset = query_offset
+    return recording
+
+
+def count_mask_bytes(joined_calls: Mapping[str, list[JoinedCalls]]) -> int:
+    """Count the bytes of masks and biases stored as arrays; those that layers share count once."""
+    sizes = {
+        array.data_ptr(): int(array.nbytes)
+        for calls in joined_calls.values()
+        for joined in calls
+        for array in joined.last.compact_mask.stored_arrays
+    }
+    return sum(sizes.values())
+
+
+def _render_layers(
+    summary: str, joined_calls: Mapping[str, list[JoinedCalls]], uncaptured: Sequence[str]
+) -> str:
+    """Render the layers as a table for a notebook, below a line of summary."""
+    shown = list(joined_calls.items())[: notebook.MAX_ROWS]
+    rows = [
+        [
+            str(number),
+            name,
+            _format_shapes(groups),
+            groups[-1].last.kernel,
+            f"{sum(joined.nbytes for joined in groups):,}",
+        ]
+        for number, (name, groups) in enumerate(shown)
+    ]
+    more = len(joined_calls) - len(shown)
+    closing = f"… and {more:,} more layers. " if more else ""
+    if uncaptured:
+        closing += f"Not captured: {', '.join(uncaptured[:8])}{' …' if len(uncaptured) > 8 else ''}."
+    columns = ["layer", "module", "shape", "kernel", "bytes"]
+    return notebook.render_table(summary, columns, rows, [False, True, True, True, False], closing)

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import groupby
 
 import numpy as np
 
+from regard.capture.call import Call, LayerCall
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.lens.layer_spans import LayerSpans, mean_defined
+from regard.lens.find import select_layers
+from regard.lens.spans import GENERATED, OTHER, Spans
 from regard.lens.table import Table
+from regard.lens.token_rows import TokenRows
+from regard.lens.weight_measures import GroupMass
+from regard.pages.encoding import encode_array
+from regard.pages.html import Page, build_page
+from regard.render.text import escape_unprintable
 from regard.types import Array, IntArray
 
-if TYPE_CHECKING:
-    from regard.pages.html import Page
+__all__ = ["LayerSpans", "SpanMass", "mean_defined"]
 
-__all__ = ["LayerSpans", "SpanMass"]
+
+@dataclass(frozen=True)
+class LayerSpans:
+    """The masses of one layer.
+
+    Args:
+        module: Name of the module.
+        layer: Number of the layer, from 0, in the order in which the layers ran.
+        mass: (batch, heads, tokens, names).
+        lookback: Lookback ratio, (batch, heads, tokens); NaN where nothing was generated yet.
+        plan: How the masses were computed, as `AttentionMatrix.plan` says it.
+    """
+
+    module: str
+    layer: int
+    mass: Array
+    lookback: Array
+    plan: str
+
+
+def mean_defined(values: Array, axis: int | tuple[int, ...]) -> Array:
+    """Compute the mean of the values that are not NaN; NaN if all are."""
+    defined = ~np.isnan(values)
+    count = defined.sum(axis)
+    return np.where(count > 0, np.where(defined, values, 0.0).sum(axis) / np.maximum(count, 1), np.nan)
 
 
 class SpanMass(Mapping[str, Array]):
@@ -122,8 +154,8 @@ class SpanMass(Mapping[str, Array]):
             IndexOutOfRangeError: If there is no such batch entry.
             ArgumentError: If there are fewer texts than tokens.
         """
-        self.check_batch(batch, "mass.tokens")
-        self.check_tokens(tokens, "mass.tokens")
+        self._check_batch(batch, "mass.tokens")
+        self._check_tokens(tokens, "mass.tokens")
         masses = np.concatenate([layer.mass[batch] for layer in self.layers]).mean(0)
         lookback = mean_defined(np.concatenate([layer.lookback[batch] for layer in self.layers]), 0)
         table = Table()
@@ -161,32 +193,12 @@ class SpanMass(Mapping[str, Array]):
             IndexOutOfRangeError: If there is no such batch entry.
             ArgumentError: If there are fewer texts than tokens.
         """
-        from regard.lens.answer_page import build_page
+        self._check_batch(batch, "mass.page")
+        self._check_tokens(tokens, "mass.page")
+        return _build_page(self, [str(token) for token in tokens], batch, title, max_bytes)
 
-        self.check_batch(batch, "mass.page")
-        self.check_tokens(tokens, "mass.page")
-        return build_page(
-            self.layers,
-            self.names,
-            self.positions,
-            self.prompt,
-            self.labels[batch if len(self.labels) > 1 else 0],
-            [str(token) for token in tokens],
-            batch=batch,
-            title=title,
-            max_bytes=max_bytes,
-        )
-
-    def check_batch(self, batch: int, operation: str) -> None:
-        """Refuse a batch entry that does not exist.
-
-        Args:
-            batch: Number of the batch entry.
-            operation: Name of the call, for the message.
-
-        Raises:
-            IndexOutOfRangeError: If there is no such batch entry.
-        """
+    def _check_batch(self, batch: int, operation: str) -> None:
+        """Refuse a batch entry that does not exist."""
         size = len(self.layers[0].mass)
         if not -size <= batch < size:
             raise IndexOutOfRangeError(
@@ -196,16 +208,8 @@ class SpanMass(Mapping[str, Array]):
                 hint="Batch entries are counted from 0.",
             )
 
-    def check_tokens(self, tokens: Sequence[str] | None, operation: str) -> None:
-        """Refuse texts that do not reach the last token.
-
-        Args:
-            tokens: Texts of the tokens.
-            operation: Name of the call, for the message.
-
-        Raises:
-            ArgumentError: If there are too few.
-        """
+    def _check_tokens(self, tokens: Sequence[str] | None, operation: str) -> None:
+        """Refuse texts that do not reach the last token."""
         needed = int(self.positions.max(initial=-1)) + 1
         if tokens is not None and len(tokens) < needed:
             raise ArgumentError(
@@ -219,3 +223,240 @@ class SpanMass(Mapping[str, Array]):
         layers = "1 layer" if len(self) == 1 else f"{len(self)} layers"
         what = "tokens" if self.prompt is None else "generated tokens"
         return f"SpanMass({', '.join(self.names)}; {len(self.positions)} {what}, {layers})"
+
+
+OPERATION = "recording.span_mass"
+
+
+def select_call(
+    recording: Mapping[str, object], layer_calls: Sequence[LayerCall], call: int | None
+) -> list[LayerCall]:
+    """Select one call of each layer of a recording.
+
+    Args:
+        recording: The recording, which refuses the name of a layer with several calls.
+        layer_calls: All its calls.
+        call: Which call of each layer; None if each has one.
+
+    Raises:
+        ArgumentError: If a layer has several calls, and none is chosen.
+        IndexOutOfRangeError: If there is no such call.
+    """
+    selected = []
+    for name in recording:
+        calls = [entry for entry in layer_calls if entry.module == name]
+        if call is None and len(calls) > 1:
+            recording[name]  # raises, and says why
+        if not -len(calls) <= (call or 0) < len(calls):
+            raise IndexOutOfRangeError(
+                OPERATION,
+                received=f"call={call}",
+                expected=f"one of {len(calls)} calls of {name!r}",
+                hint="Calls are counted from 0, -1 is the last; the calls of one cache are one.",
+            )
+        selected.append(calls[call or 0])
+    return selected
+
+
+def compute_span_mass(
+    layer_calls: Sequence[LayerCall],
+    spans: Spans,
+    prompt: int | None,
+    layers: str | Sequence[str] | None,
+) -> SpanMass:
+    """Compute the masses of every layer.
+
+    Args:
+        layer_calls: The calls of a recording, at most one for each layer.
+        spans: The spans.
+        prompt: Number of tokens of the prompt; None to find it out from the steps of the cache.
+        layers: Names of modules or patterns; None for all.
+
+    Returns:
+        The masses.
+
+    Raises:
+        ArgumentError: If the layers do not belong to one sequence, or the spans do not fit it.
+        IndexOutOfRangeError: If a span or the prompt exceeds the sequence.
+    """
+    calls = [entry for entry in select_layers(layer_calls, layers, OPERATION) if math.prod(entry.call.shape)]
+    if not calls:
+        raise ArgumentError(
+            OPERATION,
+            received="an empty recording" if layers is None else f"layers={layers!r}, which matches none",
+            expected="a layer that ran",
+            hint="list(recording) has the names; run the model inside the with block.",
+        )
+    rows = [TokenRows.from_call(entry.call) for entry in calls]
+    if any(own.query_offset is None for own in rows):
+        # An encoder-decoder model reads its prompt by cross-attention.
+        pairs = [pair for pair in zip(calls, rows, strict=True) if pair[1].query_offset is None]
+        calls, rows = [entry for entry, _ in pairs], [own for _, own in pairs]
+    sequences = {_find_sequence(entry.call, own, prompt) for entry, own in zip(calls, rows, strict=True)}
+    if len(sequences) > 1:
+        shapes = ", ".join(f"{entry.module} {entry.call.shape[-2:]}" for entry in (calls[0], calls[-1]))
+        raise ArgumentError(
+            OPERATION,
+            received=f"layers over different sequences: {shapes}",
+            expected="layers that read the same tokens",
+            hint="Choose some: recording.span_mass(layers='decoder.*').",
+        )
+    (sequence,) = sequences
+    names = (*spans.names, OTHER) if sequence.generated_from is None else (*spans.names, OTHER, GENERATED)
+    labels = _label_keys(spans, calls[0].call, sequence)
+    results = [
+        _measure_layer(entry, own, sequence, labels, len(names))
+        for entry, own in zip(calls, rows, strict=True)
+    ]
+    positions = np.arange(sequence.first_position, sequence.first_position + results[0].mass.shape[2])
+    is_token = rows[0].keys.reshape(-1, rows[0].keys.shape[-1])[:, : sequence.context]
+    own = np.where(is_token, labels[:, : sequence.context], -1)
+    return SpanMass(names, positions, sequence.prompt, results, own)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Which rows and keys of a layer are counted.
+
+    Args:
+        first_row: First row of the matrix that is counted.
+        first_position: Position of the token that it belongs to.
+        context: Number of keys that spans may lie in.
+        generated_from: First key that was generated; None if there is none.
+        prompt: Number of tokens of the prompt; None for one pass.
+    """
+
+    first_row: int
+    first_position: int
+    context: int
+    generated_from: int | None
+    prompt: int | None
+
+
+def _find_sequence(call: Call, rows: TokenRows, prompt: int | None) -> _Sequence:
+    q_len, kv_len = call.shape[-2:]
+    offset = rows.query_offset
+    if prompt is not None and not 1 <= prompt <= (offset or 0) + q_len:
+        raise IndexOutOfRangeError(
+            OPERATION,
+            received=f"prompt={prompt}",
+            expected=f"a number of tokens from 1 to {(offset or 0) + q_len}",
+            hint="It counts the tokens before the first generated one, padding included.",
+        )
+    if prompt is None and call.prompt_len:
+        prompt = (offset or 0) + call.prompt_len
+    first_row = 0 if prompt is None else max(0, prompt - 1 - (offset or 0))
+    # The row of a token of the prompt belongs to the token itself, that of a generated one to the token before it.
+    first_position = first_row + (offset or 0) + (prompt is not None)
+    if offset is None:
+        return _Sequence(first_row, first_position, kv_len, None, prompt)
+    return _Sequence(first_row, first_position, kv_len if prompt is None else prompt, prompt, prompt)
+
+
+def _label_keys(spans: Spans, call: Call, sequence: _Sequence) -> IntArray:
+    """Return the index of the name of each key, (batch or 1, kv_len)."""
+    *lead, _, kv_len = call.shape
+    what = "the sequence" if sequence.generated_from is None else "the prompt"
+    own = spans.label_keys(math.prod(lead[:-1]), sequence.context, what, OPERATION)
+    labels = np.full((len(own), kv_len), len(spans.names) + 1, np.int64)
+    labels[:, : sequence.context] = own
+    return labels
+
+
+def _measure_layer(
+    entry: LayerCall, rows: TokenRows, sequence: _Sequence, labels: IntArray, groups: int
+) -> LayerSpans:
+    call, matrix = entry.call, entry.call.matrix
+    *lead, _, kv_len = call.shape
+    if sequence.first_row:
+        matrix = matrix.lazy[..., sequence.first_row :, :]
+    # The axis of batch entries; a matrix without batch has none.
+    shaped = labels.reshape(
+        *(lead[:-1] if len(labels) > 1 else (1,) * len(lead[:-1])), *(1,) * bool(lead), -1
+    )
+    measure = GroupMass(shaped, groups)
+    plan = matrix.plan(spans=measure)
+    mass = matrix.measure(spans=measure).spans
+    dtype = np.float64 if "float64" in str(call.query.dtype) else np.float32
+    mass = mass.detach().cpu().numpy() if hasattr(mass, "detach") else np.asarray(mass)
+    mass = mass.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, -1, groups).astype(dtype)
+    lookback = np.full(mass.shape[:-1], np.nan, dtype)
+    if sequence.generated_from is not None:
+        keys = rows.keys.reshape(-1, kv_len)[:, : sequence.context].sum(-1)[:, None, None]
+        counts = np.arange(mass.shape[2]) + sequence.first_position - sequence.generated_from
+        context = mass[..., :-1].sum(-1, dtype=np.float64) / np.maximum(keys, 1)
+        generated = mass[..., -1] / np.maximum(counts, 1)
+        total = np.where((counts > 0) & (context + generated > 0), context + generated, np.nan)
+        lookback = (context / total).astype(dtype)
+    return LayerSpans(entry.module, entry.layer, mass, lookback, plan)
+
+
+# The page
+
+# Bytes of a number in the page: two, and a third more as text.
+NUMBER_BYTES = 8 / 3
+
+
+def _build_page(mass: SpanMass, tokens: Sequence[str], batch: int, title: str | None, max_bytes: int) -> Page:
+    """Build the page of an answer: its tokens, coloured by the part of the prompt that got most of their attention."""
+    per_row = len(mass.positions) * (len(mass.names) + 1) * NUMBER_BYTES
+    rows, masses, lookback, note = _reduce_rows(mass.layers, batch, max_bytes / max(per_row, 1))
+    first, last = int(mass.positions[0]), int(mass.positions[-1])
+    labels = mass.labels[batch if len(mass.labels) > 1 else 0]
+    title = escape_unprintable(title or "What the answer read")
+    record = {
+        "title": title,
+        "names": [escape_unprintable(name) for name in mass.names],
+        "spans": sum(name not in (OTHER, GENERATED) for name in mass.names),
+        "tokens": [escape_token(token) for token in tokens[first : last + 1]],
+        "first": first,
+        "prompt": mass.prompt,
+        "runs": [
+            {"name": int(label), "text": join_tokens([escape_token(tokens[i]) for i in run])}
+            for label, run in groupby(range(len(labels)), key=lambda i: labels[i])
+        ],
+        "rows": [{"layer": layer, "head": head} for layer, head in rows],
+        "masses": encode_array(masses.astype(np.float16), early=True),
+        "lookback": encode_array(lookback.astype(np.float16), early=True),
+        "note": note,
+    }
+    return build_page(title, "answerPage", record)
+
+
+def _reduce_rows(
+    layers: Sequence[LayerSpans], batch: int, max_rows: float
+) -> tuple[list[tuple[int | None, int | None]], Array, Array, str]:
+    """Return the masses of every head, of every layer if they are too many, or else their mean.
+
+    The first result names layer and head of each row of the masses, None for a mean over them.
+    """
+    heads = [(layer.layer, head) for layer in layers for head in range(layer.mass.shape[1])]
+    if len(heads) <= max_rows:
+        masses = np.concatenate([layer.mass[batch] for layer in layers])
+        return [*heads], masses, np.concatenate([layer.lookback[batch] for layer in layers]), ""
+    masses = np.stack([layer.mass[batch].mean(0) for layer in layers])
+    lookback = np.stack([mean_defined(layer.lookback[batch], 0) for layer in layers])
+    if len(layers) <= max_rows:
+        note = f"Means over the heads of each layer; {len(heads):,} heads would not fit."
+        return [(layer.layer, None) for layer in layers], masses, lookback, note
+    note = f"Means over {len(layers):,} layers of {len(heads):,} heads, which would not fit."
+    return [(None, None)], masses.mean(0)[None], mean_defined(lookback, 0)[None], note
+
+
+def escape_token(token: object) -> str:
+    """Return the text of a token on one line; one that is empty is shown as a dot."""
+    return escape_unprintable(str(token)) or "·"
+
+
+def join_tokens(tokens: Sequence[str]) -> str:
+    """Join tokens as running text; a mark of a word start, or its absence before ##, sets the spaces.
+
+    >>> join_tokens(["Ġthe", "Ġcat", "s"]), join_tokens(["the", "cat", "##s"])
+    (' the cats', 'the cats')
+    """
+    if any(token.startswith(("Ġ", "▁")) for token in tokens):
+        return "".join(f" {token[1:]}" if token[0] in "Ġ▁" else token for token in tokens)
+    if any(token.startswith(" ") for token in tokens):
+        return "".join(tokens)
+    words = (token[2:] if token.startswith("##") else f" {token}" for token in tokens)
+    return "".join(words).removeprefix(" ")

@@ -30,8 +30,7 @@ from regard.capture.patch_targets import find_patch_targets
 from regard.capture.patching import exclude_from_compile, patch, unpatch
 from regard.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
-from regard.lens.recording import Recording
-from regard.lens.recording_errors import EmptyRecordingWarning
+from regard.lens.recording import EmptyRecordingWarning, Recording
 from regard.lens.spans import SpanRanges, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure

@@ -14,7 +14,7 @@ import regard  # noqa: E402
 from regard import causal, document, first, padding, prefix, relative_bias, sliding_window  # noqa: E402
 from regard.capture import mask_recognition  # noqa: E402
 from regard.capture.mask_recognition import recognise_mask  # noqa: E402
-from regard.lens.recording_summary import count_mask_bytes  # noqa: E402
+from regard.lens.recording import count_mask_bytes  # noqa: E402
 
 
 @pytest.fixture(params=[1 << 22, 20], ids=["whole", "in chunks"], autouse=True)

@@ -16,7 +16,7 @@ hf = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 import regard  # noqa: E402
-from regard.lens.word_groups import group_words  # noqa: E402
+from regard.lens.alignment import group_words  # noqa: E402
 from tests.helpers.command_line import run_process  # noqa: E402
 from tests.helpers.model_folders import (  # noqa: E402
     build_byte_tokenizer,

@@ -13,7 +13,7 @@ hf = pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import AttentionMatrix  # noqa: E402
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
-from regard.lens.word_groups import group_words  # noqa: E402
+from regard.lens.alignment import group_words  # noqa: E402
 from tests.helpers.model_folders import build_speaking_whisper, build_whisper_tokenizer  # noqa: E402
 
 HEADS = [[0, 1], [1, 0], [1, 1]]

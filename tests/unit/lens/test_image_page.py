@@ -108,8 +108,7 @@ def test_stored_rows_are_the_weights():
     model, inputs, layer = build_vision_model("ViT")
     with torch.no_grad(), regard.watch(model) as recording:
         model(**inputs)
-    from regard.lens.picture_data import _build_layers, _find_recorded
-    from regard.pages.picture_page import ROUNDING, _encode_rows
+    from regard.lens.picture_page import ROUNDING, _build_layers, _encode_rows, _find_recorded
 
     calls = [entry for entry in recording._layer_calls() if entry.module == layer]
     [shown] = _build_layers(_find_recorded(calls, recording._module_hints.image_passes, 1, []), None, [2, 0])

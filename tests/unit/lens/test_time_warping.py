@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from regard.lens.time_warping import (
+from regard.lens.alignment import (
     filter_median,
     find_cheapest_path,
     standardise_columns,

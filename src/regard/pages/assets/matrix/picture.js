@@ -1,4 +1,4 @@
-// Decode a picture, as `regard.pages.picture_page` writes it: three planes, each the differences from the pixel to the left.
+// Decode a picture, as `regard.lens.picture_page` writes it: three planes, each the differences from the pixel to the left.
 
 const LUMINANCE = [0.2126, 0.7152, 0.0722]; // of red, green and blue
 
