@@ -6,11 +6,13 @@ from typing import Any
 
 # Packages and modules without public names: their objects are exported by other packages.
 _PRIVATE = (
+    "regard.accumulators",
     "regard.capture.",
     "regard.core.",
     "regard.findings",
     "regard.jobs.",
     "regard.pages.",
+    "regard.problem",
     "regard.render.",
 )
 
