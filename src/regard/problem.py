@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -537,7 +538,7 @@ class Problem:
         """The lse of each row if the weights were given, (pairs, rows); None if it is computed from the scores."""
         return None
 
-    @property
+    @cached_property
     def needs_exact_rows(self) -> bool:
         """Whether weights must be normalised by the sum of their own computation, not by a kernel's lse."""
         return self.engine.needs_exact_rows(self)
@@ -576,6 +577,10 @@ class Problem:
         if np.array_equal(which, np.arange(len(self.positions))):
             return self  # without a copy of the query
         return replace(self, query=self.query[:, which], positions=self.positions[which])
+
+    def take_part(self, pairs: IntArray, rows: IntArray) -> Problem:
+        """Return some pairs and rows as a matrix of its own, whose pairs are numbered from 0."""
+        return replace(self.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
 
     def scores(self, rows: IntArray, columns: IntArray, full: bool = False) -> Array:
         """Compute the scores of a tile: scale → score modifications in the order given → mask.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from regard import alibi, attention, bias, causal, document, first, padding, sliding_window, softcap
+from regard.core.matrix_page import build_payload
 from regard.errors import ArgumentError
 from regard.pages import html
-from regard.pages.payload import build_payload
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE, assert_policy_said, faults, find_color, pace
 
@@ -206,7 +206,7 @@ CASES = {"windows, cap, slope, sink, grouped": mixed, "documents, bias": documen
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 def test_cells_are_the_matrix_within_the_stated_error(show, make):
     A = make()
-    error = build_payload(A, "page").error
+    error = build_payload(A.problem, "page").error
     tab = show(A.page())
     assert error.relative <= stated(tab) <= 1.1 * error.relative
     weights, live = A.to_dense(), A.scores[...] != -np.inf
@@ -232,7 +232,7 @@ def test_cells_are_the_matrix_within_the_stated_error(show, make):
 def long_page():
     """4,096 tokens with an overview of blocks of 16 × 16, so that all kinds of views occur."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.pages.head_map.MAX_CELLS", 256)
+        patch.setattr("regard.core.matrix_page.MAX_CELLS", 256)
         return square(4096, mask=causal()).page(tokens(4096))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import regard
 from regard import attention, causal
-from regard.pages.payload import build_payload
+from regard.core.matrix_page import build_payload
 from regard.render.text import escape_unprintable
 from tests.helpers.pages import HOSTILE, darkest_pixel, faults
 
@@ -59,7 +59,7 @@ def check(found, expected, relative):
 @pytest.mark.slow
 def test_a_text_is_coloured_by_what_a_token_attends_to_and_by_what_attends_to_it(show):
     A = square(mask=causal())
-    relative = build_payload(A, "page").error.relative
+    relative = build_payload(A.problem, "page").error.relative
     tab = show(A.page(tokens(40)))
     choose(tab, "Text")
     tab.locator('.text-view[data-ready="0 39"]').wait_for()  # the last query, if none was selected
@@ -120,7 +120,7 @@ def test_a_text_is_read_with_the_keyboard(show):
 def test_two_texts_if_queries_and_keys_differ(show):
     A = attention(normal(5, 8), normal(7, 8, seed=1))
     names = [f"q{i}" for i in range(5)]
-    relative = build_payload(A, "page").error.relative
+    relative = build_payload(A.problem, "page").error.relative
     tab = show(A.page(tokens(7), query_tokens=names))
     choose(tab, "Text")
     click(tab, 2, "0 2", "Queries")

@@ -24,9 +24,11 @@ from regard import (
     softcap,
 )
 from regard.capture.interval_mask import IntervalMask, UniformRows
+from regard.core.block_loop import run_block_loop
+from regard.core.matrix_page import build_payload
+from regard.core.products import DenseWeights
 from regard.errors import ArgumentError, TooLargeError
 from regard.pages import encoding, html
-from regard.pages.payload import build_payload
 from regard.score_mods import ScoreMod
 from regard.tiling import use_tile_sizes
 from tests.helpers.interval_masks import KEYS, LOWER, MASKS, ROWS, drawn
@@ -97,7 +99,7 @@ def test_a_mask_of_too_many_pieces_is_refused():
     with pytest.raises(
         TooLargeError, match=r"page: received a mask with more than 100 intervals .* A.lazy\[..., rows, :\]"
     ):
-        build_payload(A, "page")
+        build_payload(A.problem, "page")
 
 
 # -- Weights ----------------------------------------------------------------------------------------------
@@ -178,23 +180,29 @@ def weights_in_node(*payloads) -> list[np.ndarray]:
         "matrix/weights",
     )
     return [
-        np.array(numbers, float).reshape(5, *payload.matrix.shape)
+        np.array(numbers, float).reshape(5, *payload.problem.shape)
         for numbers, payload in zip(json.loads(output), payloads, strict=True)
     ]
+
+
+def dense_weights(payload):
+    """The weights of the rounded query and key: (pairs, rows, keys)."""
+    (weights,), _ = run_block_loop(payload.problem, [DenseWeights()])
+    return weights
 
 
 @pytest.fixture(scope="module")
 def answers():
     """For each case the matrix, its payload and the weights in Node, from one run for all."""
     matrices = [make() for make in CASES.values()]
-    payloads = [build_payload(matrix, "page") for matrix in matrices]
+    payloads = [build_payload(matrix.problem, "page") for matrix in matrices]
     return dict(zip(CASES, zip(matrices, payloads, weights_in_node(*payloads), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_in_node_are_within_the_stated_error(answers, case):
-    matrix, (_, _, _, error), (cells, rows, tile, picture, masked) = answers[case]
-    wanted = matrix.to_dense()
+    matrix, payload, (cells, rows, tile, picture, masked) = answers[case]
+    error, wanted = payload.error, matrix.to_dense().reshape(cells.shape)
     assert np.isfinite(error.relative) and error.found_relative <= error.relative
     assert error.found_absolute <= error.absolute <= 1 and error.compared >= wanted.size / 64
     np.testing.assert_array_equal(np.isnan(cells), np.isnan(wanted))
@@ -202,7 +210,7 @@ def test_weights_in_node_are_within_the_stated_error(answers, case):
     apart = np.abs(cells - wanted)[good]
     assert (apart <= error.relative * wanted[good] + 1e-30).all()
     assert (apart <= error.absolute).all()
-    live = matrix.scores[...] != -np.inf
+    live = matrix.scores[...].reshape(cells.shape) != -np.inf
     if not matrix._problem.score_mods:  # a bias of −inf is a score, in the page
         np.testing.assert_array_equal(masked == 0, live)
     assert (cells[~live] == 0).all()
@@ -213,10 +221,10 @@ def test_weights_in_node_are_within_the_stated_error(answers, case):
 
 def test_the_bound_is_of_the_size_of_the_error():
     # A matrix that halves can represent has only the error of the arithmetic.
-    error = build_payload(one(), "page").error
+    error = build_payload(one().problem, "page").error
     assert not error.exact and error.found_relative > error.relative / 50 > 1e-5
     query = normal(ROWS, WIDTH).astype(np.float16)
-    exact = build_payload(attention(query, query), "page").error
+    exact = build_payload(attention(query, query).problem, "page").error
     assert exact.exact and exact.relative < 1e-4 and exact.found_relative <= exact.relative
 
 
@@ -231,7 +239,7 @@ def test_the_bound_holds(seed):
     query = (np.round(query * 8) / 8 if seed % 5 == 0 else query).astype(dtype)
     mask = dense(rng.random((rows, keys)) < 0.7) if seed % 4 else None
     error = build_payload(
-        attention(query, key.astype(dtype), mask=mask, sink=1.0 if seed % 3 else None), "page"
+        attention(query, key.astype(dtype), mask=mask, sink=1.0 if seed % 3 else None).problem, "page"
     ).error
     assert error.compared == rows * keys
     assert error.found_relative <= error.relative and error.found_absolute <= error.absolute
@@ -256,14 +264,14 @@ def test_the_error_in_words():
 
 
 def test_the_lse_is_that_of_the_rounded_query_and_key():
-    payload = build_payload(one(causal(**LOWER)), "page")
-    np.testing.assert_allclose(payload.matrix.sum(-1), 1, rtol=1e-12)
-    assert np.abs(payload.matrix.lse - one(causal(**LOWER)).lse).max() > 1e-5
+    payload = build_payload(one(causal(**LOWER)).problem, "page")
+    np.testing.assert_allclose(dense_weights(payload).sum(-1), 1, rtol=1e-12)
+    assert np.abs(payload.stats.lse(np) - one(causal(**LOWER)).lse).max() > 1e-5
 
 
 def test_a_picture_reads_small_cells_completely_and_samples_large_ones():
     matrix = one(causal(**LOWER))
-    payload = build_payload(matrix, "page")
+    payload = build_payload(matrix.problem, "page")
     arrays: list[encoding.EncodedArray] = []
     record = html.encode_record(payload.record, arrays)
     output = run_in_node(
@@ -278,7 +286,7 @@ def test_a_picture_reads_small_cells_completely_and_samples_large_ones():
     )
     whole, sample, maxima = np.array(json.loads(output)).reshape(3, 10, 11)
     dense = np.full((40, 44), np.nan)
-    dense[:ROWS, :KEYS] = payload.matrix.to_dense()
+    dense[:ROWS, :KEYS] = dense_weights(payload)
     blocks = dense.reshape(10, 4, 11, 4)
     means = np.nanmean(blocks, axis=(1, 3))
     np.testing.assert_allclose(np.where(whole == -1, 0, whole), means, rtol=1e-5)
@@ -316,7 +324,7 @@ def test_cells_of_a_picture_are_combined_and_none_is_left_out(size):
 
 def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
     arrays: list[encoding.EncodedArray] = []
-    record = html.encode_record(build_payload(one(causal(**LOWER)), "page").record, arrays)
+    record = html.encode_record(build_payload(one(causal(**LOWER)).problem, "page").record, arrays)
     output = run_in_node(
         f"""
         const texts = {json.dumps([array.text for array in arrays])}, removed = [], order = [];
@@ -349,11 +357,11 @@ def test_an_aborted_request_is_not_started_and_the_newest_comes_first():
 
 @pytest.mark.parametrize("edge", [5, 64])
 def test_overviews_are_maxima_and_means_of_blocks(edge):
-    payload = build_payload(grouped(), "page")
+    payload = build_payload(grouped().problem, "page")
     overviews = payload.overviews(edge)
     cells = min(edge, ROWS), min(edge, KEYS)
     assert len(overviews) == 8 and overviews[0]["size"] == cells
-    weights = payload.matrix.to_dense().reshape(8, ROWS, KEYS)
+    weights = dense_weights(payload).reshape(8, ROWS, KEYS)
     rows, columns = np.arange(ROWS) * cells[0] // ROWS, np.arange(KEYS) * cells[1] // KEYS
     for own, overview in zip(weights, overviews, strict=True):
         assert overview["max"]["levels"].early and (overview["mean"] is None) == (edge == 64)
@@ -387,7 +395,7 @@ def test_the_overview_reads_every_row():
     query, key = np.zeros((8192, 2), np.float32), np.zeros((8192, 2), np.float32)
     row, column = rng.integers(8192, size=2)
     query[row, 0] = key[column, 0] = 40
-    (overview,) = build_payload(attention(query, key), "page").overviews(16)
+    (overview,) = build_payload(attention(query, key).problem, "page").overviews(16)
     levels = np.frombuffer(inflate(overview["max"]["levels"]), np.uint8).reshape(16, 16)
     assert overview["max"]["top"] == 1 and (levels == 255).sum() == 1
     assert levels[row * 16 // 8192, column * 16 // 8192] == 255
@@ -408,16 +416,16 @@ def test_unsupported_matrices_are_refused(monkeypatch):
     with pytest.raises(
         ArgumentError, match=r"page: received the score modification wave\(\); .* softcap, alibi"
     ):
-        build_payload(one(score_mod=Wave()), "page")
+        build_payload(one(score_mod=Wave()).problem, "page")
     linear = regard.linear_attention(np.ones((3, 2)), np.ones((3, 2)))
     with pytest.raises(ArgumentError, match=r"received linear attention .* A.coarsen\(512\)"):
-        build_payload(linear, "page")
-    monkeypatch.setattr("regard.pages.payload.MAX_BIAS_SIZE", 100)
+        build_payload(linear.problem, "page")
+    monkeypatch.setattr("regard.core.matrix_page.MAX_BIAS_SIZE", 100)
     with pytest.raises(
         TooLargeError, match=r"bias\(<array of shape \(37, 41\)>\), 1,517 numbers; expected at most 100"
     ):
-        build_payload(one(score_mod=bias(normal(ROWS, KEYS))), "page")
-    build_payload(one(score_mod=bias(normal(1, KEYS))), "page")
+        build_payload(one(score_mod=bias(normal(ROWS, KEYS))).problem, "page")
+    build_payload(one(score_mod=bias(normal(1, KEYS))).problem, "page")
 
 
 # -- torch ------------------------------------------------------------------------------------------------
@@ -432,7 +440,7 @@ def test_tensors_have_the_same_payload(dtype):
     table = torch.nn.Parameter(torch.tensor(normal(8, 2), dtype=torch.float32))
     mods = [relative_bias(table, bidirectional=False, max_distance=20, align="lower_right"), softcap(4.0)]
     matrix = attention(query, key.requires_grad_(), mask=causal(**LOWER), score_mod=mods)
-    payload = build_payload(matrix, "page")
+    payload = build_payload(matrix.problem, "page")
     assert payload.error.exact == (dtype in ("bfloat16", "float16"))
     if dtype == "bfloat16":  # one run of Node is enough
         ((cells, *_),) = weights_in_node(payload)

@@ -27,13 +27,11 @@ from regard.core.arguments import (
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
 from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import (
-    Plan,
-    execute,
+    compute_measures,
     execute_measured_product,
-    make_plan,
     name_measured_product,
+    plan_measures,
     split_products,
-    upcast,
 )
 from regard.core.products import (
     BlockLoopScores,
@@ -76,11 +74,6 @@ class PartSource(NamedTuple):
     whole: AttentionMatrix
     pairs: IntArray
     rows: IntArray
-
-    def make_problem(self) -> Problem:
-        """Return the problem of the part."""
-        part = self.whole._problem.select_pairs(self.pairs).select_rows(self.rows)
-        return replace(part, pair_ids=np.arange(len(self.pairs)))
 
 
 class AttentionMatrix:
@@ -127,7 +120,6 @@ class AttentionMatrix:
         if changes != self._changes:
             if self._changes is not None:
                 self._stats, self._fused_lse, self._cached_problem = None, None, None
-                vars(self).pop("_needs_exact_rows", None)
             self._changes = changes
 
     def _keep_lse(self, lse: Array) -> None:
@@ -148,7 +140,9 @@ class AttentionMatrix:
 
     def _make_problem(self) -> Problem:
         """Convert the arrays to canonical form, which may copy them."""
-        return self._spec.to_problem() if self._source is None else self._source.make_problem()
+        if self._source is None:
+            return self._spec.to_problem()
+        return self._source.whole._problem.take_part(self._source.pairs, self._source.rows)
 
     @cached_property
     def _fast_product(self) -> Any:
@@ -436,7 +430,7 @@ class AttentionMatrix:
             lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
         elif rest or not lines:
             stats = self._get_stats()
-            lines.append(self._make_plan(rest, stats is not None).describe(problem, stats))
+            lines.append(plan_measures(problem, rest, stats is not None).describe(problem, stats))
         return "\n".join(lines)
 
     def entropy(self, *, include_sink: bool = False) -> Array:
@@ -646,10 +640,10 @@ class AttentionMatrix:
         >>> A.page(["the", "cat", "sat"])
         <page "Attention map", ... kB: save(path) writes it>
         """
-        from regard.pages.head_map import build_head_map
+        from regard.core.matrix_page import build_head_map
 
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
-        return build_head_map(self, tokens, query_tokens, title)
+        return build_head_map(self._problem, tokens, query_tokens, title)
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
@@ -700,7 +694,7 @@ class AttentionMatrix:
         source = PartSource(self, pairs, rows)
         stats = self._get_stats()
         if stats is not None:
-            stats = None if self._needs_exact_rows else stats.select((pairs[:, None], rows))
+            stats = None if self._problem.needs_exact_rows else stats.select((pairs[:, None], rows))
         part = AttentionMatrix(spec, None, stats, source)
         part._changes = self._changes
         return part
@@ -737,7 +731,9 @@ class AttentionMatrix:
             # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
             (block,), _ = run_block_loop(problem, [DenseWeights()])
             block = block if all_columns else block[..., columns]
-        elif weights and (self._needs_exact_rows or not part._require_stats().is_small(problem.engine.xp)):
+        elif weights and (
+            self._problem.needs_exact_rows or not part._require_stats().is_small(problem.engine.xp)
+        ):
             # One entry computed on its own is rounded differently from the sum of its row.
             (block,), _ = run_block_loop(problem, [SelectedWeights(columns)])
         elif (
@@ -768,12 +764,6 @@ class AttentionMatrix:
             (exact,), _ = run_block_loop(problem.select_rows(rows), [SelectedWeights(columns)])
             block[:, as_index(rows)] = exact
         return block
-
-    def _weights_from_lse(self, rows: IntArray, lse: Any) -> Array:
-        """Compute whole rows as exp(score − lse) for a given lse (pairs, rows): (pairs, rows, kv_len)."""
-        problem = self._problem.select_rows(rows)
-        stats = SoftmaxStats(problem.engine.xp.asarray(lse, dtype=problem.dtype), None)
-        return compute_entries(problem, np.arange(self.shape[-1]), stats)
 
     def _restore_leading_axes(self, result: Any) -> Any:
         """Split the axis of pairs into the leading axes (…, heads)."""
@@ -808,12 +798,6 @@ class AttentionMatrix:
         product = engine.cast(self._restore_leading_axes(product), array.dtype)
         return product[..., 0] if operand.is_vector else product
 
-    def _make_plan(self, chosen: dict[str, Measure], known: bool) -> Plan:
-        problem = self._problem
-        prefers_pass = problem.engine.prefers_compiled_pass(problem)
-        can_fuse = not prefers_pass and problem.can_fuse and not self._needs_exact_rows
-        return make_plan(problem if prefers_pass else upcast(problem), chosen, known, can_fuse)
-
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
         engine, problem = self._problem.engine, self._problem
@@ -827,11 +811,7 @@ class AttentionMatrix:
         if engine.requires_grad(problem):
             computed, _ = run_block_loop(problem, list(chosen.values()), stats)
             return results | dict(zip(chosen, map(self._restore_leading_axes, computed), strict=True))
-        plan = self._make_plan(chosen, stats is not None)
-        done = execute(plan, upcast(problem), stats, self._flatten_value) if plan.has_product else None
-        if done is None:
-            done = execute(Plan(False, {}, chosen), problem, stats, self._flatten_value)
-            assert done is not None
+        done = compute_measures(problem, chosen, stats, self._flatten_value)
         if done.lse is not None:
             self._fused_lse = done.lse
         outputs = {name: measure for name, measure in chosen.items() if isinstance(measure, Output)}
@@ -876,16 +856,12 @@ class AttentionMatrix:
         problem = self._problem
         if self._stats is None and (given := problem.given_lse) is not None:
             self._stats = SoftmaxStats(given, None)
-        if self._stats is None and self._fused_lse is not None and not self._needs_exact_rows:
+        if self._stats is None and self._fused_lse is not None and not self._problem.needs_exact_rows:
             with problem.engine.no_grad():
                 stats = SoftmaxStats(self._fused_lse.reshape(problem.shape[:2]), None)
                 if not problem.score_mods or stats.is_small(problem.engine.xp):
                     self._stats = stats
         return self._stats
-
-    @cached_property
-    def _needs_exact_rows(self) -> bool:
-        return self._problem.needs_exact_rows
 
 
 # Views that compute nothing by themselves

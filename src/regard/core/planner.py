@@ -28,6 +28,8 @@ from regard.types import Array, IntArray, Namespace
 # Extra value columns that cost a fused call less than a pass over the tiles.
 MAX_EXTRA_COLUMNS = 16
 
+FlattenValue = Callable[[Array], tuple[Array, IntArray]]
+
 TWO_PASSES = "two passes (lse, then weights)"
 
 
@@ -108,6 +110,14 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, ca
     return Plan(True, outputs, rest)
 
 
+def plan_measures(problem: Problem, measures: Mapping[str, Measure], known: bool) -> Plan:
+    """Choose how to compute measures; `known` says whether the lse is cached."""
+    if problem.engine.prefers_compiled_pass(problem):
+        return make_plan(problem, measures, known, can_fuse=False)
+    can_fuse = problem.can_fuse and not problem.needs_exact_rows
+    return make_plan(upcast(problem), measures, known, can_fuse)
+
+
 def split_products(
     problem: Problem, measures: Mapping[str, Measure]
 ) -> tuple[dict[str, Output], dict[str, Measure]]:
@@ -136,11 +146,35 @@ class PlanResult(NamedTuple):
     kernel: str
 
 
+def compute_measures(
+    problem: Problem,
+    measures: Mapping[str, Measure],
+    known: SoftmaxStats | None = None,
+    flatten_value: Any = None,
+) -> PlanResult:
+    """Plan and compute measures without gradients.
+
+    Args:
+        problem: The matrix.
+        measures: Measures by name; if empty, only the statistics are computed.
+        known: Cached softmax statistics of each row.
+        flatten_value: As in `execute`; needed for an `Output`.
+    """
+    if known is None and (given := problem.given_lse) is not None:
+        known = SoftmaxStats(given, None)
+    plan = plan_measures(problem, measures, known is not None)
+    done = execute(plan, upcast(problem), known, flatten_value) if plan.has_product else None
+    if done is None:
+        done = execute(Plan(False, {}, measures), problem, known, flatten_value)
+        assert done is not None
+    return done
+
+
 def execute(
     plan: Plan,
     problem: Problem,
     known: SoftmaxStats | None,
-    flatten_value: Callable[[Array], tuple[Array, IntArray]],
+    flatten_value: FlattenValue,
 ) -> PlanResult | None:
     """Run a plan.
 
@@ -192,7 +226,7 @@ def name_measured_product(
     problem: Problem,
     outputs: Mapping[str, Output],
     measures: Mapping[str, Measure],
-    flatten_value: Callable[[Array], tuple[Array, IntArray]],
+    flatten_value: FlattenValue,
 ) -> str:
     """Return the name of the kernel that computes one output and measures at once; empty if there is none."""
     engine = problem.engine
@@ -210,7 +244,7 @@ def execute_measured_product(
     problem: Problem,
     outputs: Mapping[str, Output],
     measures: Mapping[str, Measure],
-    flatten_value: Callable[[Array], tuple[Array, IntArray]],
+    flatten_value: FlattenValue,
 ) -> PlanResult | None:
     """Compute one output and measures at once; None if the engine has no kernel for them.
 

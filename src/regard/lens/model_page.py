@@ -12,6 +12,7 @@ import numpy as np
 
 from regard.capture.call import Call, LayerCall
 from regard.core.matrix import AttentionMatrix
+from regard.core.matrix_page import ErrorEstimate, FittedPayload, MatrixPayload, combine_errors, fit_payload
 from regard.errors import ArgumentError, IndexOutOfRangeError, RegardError
 from regard.findings import Finding, Findings
 from regard.lens.find import as_numpy, select_batch_entry, select_layers
@@ -19,9 +20,7 @@ from regard.lens.head_table import measure_heads
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.measures import Coarse
 from regard.pages.encoding import encode_overview, live_cells
-from regard.pages.fitted_payload import FittedPayload, combine_errors, fit_payload
 from regard.pages.html import Page, build_page
-from regard.pages.payload import ErrorEstimate, MatrixPayload
 from regard.render.text import escape_unprintable
 
 TokenLists = list[list[Any]] | None  # one list of tokens for each batch entry
@@ -76,7 +75,7 @@ class ShownCall:
     def fit_payload(self, room: int) -> FittedPayload | None:
         """Build the payload of as many heads as fit into `room` characters; None if none fits."""
         return fit_payload(
-            self.matrix,
+            self.matrix.problem,
             self.heads,
             groups=self.groups,
             head_dim=self.head_dim,

@@ -13,6 +13,12 @@ import numpy as np
 
 from regard.capture.call import LayerCall
 from regard.capture.image_passes import ImagePass, ImagePasses, find_passes
+from regard.core.matrix_page import (
+    FittedPayload,
+    combine_errors,
+    count_characters,
+    estimate_size,
+)
 from regard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,12 +41,6 @@ from regard.lens.model_page import (
 )
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens
 from regard.pages.encoding import LEVEL_DECADES, encode_array, encode_levels
-from regard.pages.fitted_payload import (
-    FittedPayload,
-    combine_errors,
-    count_characters,
-    estimate_size,
-)
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 from regard.types import Array

@@ -7,7 +7,7 @@ function roundUp(value) {
   return value >= 1e-4 ? String(Number(text)) : Number(text).toExponential().replace("-", "−");
 }
 
-// `error` is a `regard.pages.payload.ErrorEstimate`.
+// `error` is a `regard.core.matrix_page.ErrorEstimate`.
 export function describeError(error) {
   const bound = Number(error.relative), found = Number(error.found_relative);
   const source = error.exact

@@ -1,4 +1,4 @@
-"""Build the payload of a matrix: what a page needs to compute any weight of it, and the error of these weights.
+"""The page of a matrix: a payload from which a page computes any weight, and the zoomable map of one head.
 
 The payload holds query and key in half precision, the lse of each row, and the mask as intervals of keys. The lse
 belongs to the rounded query and key, so every weight that a page computes is exp(score − lse) of one matrix, whose rows
@@ -8,25 +8,37 @@ sum to 1. This module bounds and measures how far that matrix is from the origin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
+from regard.core.planner import compute_measures
+from regard.core.products import DenseWeights
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
 from regard.masks.intervals import KeyIntervals, find_intervals
 from regard.measures import Coarse
-from regard.pages.encoding import ScaledHalves, encode_array, encode_overview, live_cells, round_to_half
+from regard.pages.encoding import (
+    EncodedArray,
+    ScaledHalves,
+    encode_array,
+    encode_overview,
+    live_cells,
+    round_to_half,
+)
+from regard.pages.html import Page, build_page, encode_record
+from regard.problem import Problem
+from regard.render.text import escape_unprintable
 from regard.score_mods import BiasMod, ScoreMod
 from regard.types import Array, IntArray
 
-if TYPE_CHECKING:
-    from regard.core.matrix import AttentionMatrix
-    from regard.problem import Problem
-
+MAX_CELLS = 1024  # cells of the overview along an edge
 MAX_BIAS_SIZE = 1 << 22  # numbers of a bias that a payload holds
 COMPARED_WEIGHTS = 1 << 22  # weights that are compared with the original
+ELEMENT_OVERHEAD = 64  # characters around each array in the page
 
 
 class ErrorEstimate(NamedTuple):
@@ -54,13 +66,15 @@ class MatrixPayload(NamedTuple):
 
     Attributes:
         record: The data for the page.
-        matrix: The matrix of the rounded query and key.
+        problem: The matrix of the rounded query and key.
+        stats: Its softmax statistics.
         intervals: For each (batch, head) pair, the intervals of keys that are not masked.
         error: The error of the weights.
     """
 
     record: dict[str, Any]
-    matrix: AttentionMatrix
+    problem: Problem
+    stats: SoftmaxStats | None
     intervals: list[KeyIntervals]
     error: ErrorEstimate
 
@@ -75,11 +89,12 @@ class MatrixPayload(NamedTuple):
         Returns:
             Records of `encode_overview`.
         """
-        problem = self.matrix.problem
-        pairs, rows, keys = problem.shape
+        engine, (_, rows, keys) = self.problem.engine, self.problem.shape
         cells = min(max_cells, rows), min(max_cells, keys)
-        results = self.matrix.measure(mean=Coarse(cells), max=Coarse(cells, "max"))
-        means, maxima = (problem.engine.to_numpy(result).reshape(pairs, *cells) for result in results)
+        measures = {"mean": Coarse(cells), "max": Coarse(cells, "max")}
+        with engine.no_grad():
+            results = compute_measures(self.problem, measures, self.stats).results
+        means, maxima = (engine.to_numpy(results[name]) for name in measures)
         return [
             encode_overview(mean, maximum, live_cells(*intervals, (rows, keys), cells), (rows, keys))
             for mean, maximum, intervals in zip(means, maxima, self.intervals, strict=True)
@@ -92,17 +107,17 @@ def _sample_rows(rows: int, count: int) -> IntArray:
     return edges[:-1] + np.random.default_rng(0).integers(np.diff(edges))
 
 
-def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
+def build_payload(problem: Problem, operation: str) -> MatrixPayload:
     """Build the payload of a matrix.
 
     >>> import regard
     >>> A = regard.attention(np.eye(3), np.eye(3), mask=regard.causal())
-    >>> payload = build_payload(A, "page")
-    >>> payload.record["size"], payload.error.exact, payload.matrix[2].round(4).tolist()
-    ([3, 3], True, [0.2645, 0.2645, 0.4711])
+    >>> payload = build_payload(A.problem, "page")
+    >>> payload.record["size"], payload.error.exact
+    ([3, 3], True)
 
     Args:
-        matrix: The matrix. The page numbers its (batch, head) pairs from 0.
+        problem: The matrix. The page numbers its (batch, head) pairs from 0.
         operation: Name of the calling function, for error messages.
 
     Returns:
@@ -112,7 +127,6 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
         ArgumentError: If the weights are not a softmax, or a score modification cannot be computed in a page.
         TooLargeError: If the mask or a bias is too large for a page.
     """
-    problem = matrix.problem
     if not problem.is_softmax:
         raise ArgumentError(
             operation,
@@ -129,9 +143,11 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
         query = _round(problem, problem.query, problem.query_index, live_queries, centre=False)
         key = _round(problem, problem.key, problem.key_index, live_keys, centre=True)
         error = _bound_error(problem, query, key)
-        rounded = matrix if error.exact else _rounded_matrix(matrix, query, key)
-        lse = engine.to_numpy(rounded.lse).reshape(problem.shape[:2]).astype(np.float32)
-        error = _measure_error(matrix, rounded, lse, error)
+        rounded = problem if error.exact else _replace_vectors(problem, query, key)
+        stats = compute_measures(rounded, {}).stats
+        assert stats is not None
+        lse = engine.to_numpy(stats.lse(engine.xp)).astype(np.float32)
+        error = _measure_error(problem, rounded, lse, error)
         record = {
             "size": list(problem.shape[1:]),
             "head_dim": int(problem.query.shape[-1]),
@@ -151,7 +167,7 @@ def build_payload(matrix: AttentionMatrix, operation: str) -> MatrixPayload:
             "q_len": problem.frame.q_len,
             "error": error._asdict(),
         }
-    return MatrixPayload(record, rounded, intervals, error)
+    return MatrixPayload(record, rounded, stats, intervals, error)
 
 
 def _distinct_masks(problem: Problem, operation: str) -> tuple[list[KeyIntervals], list[int]]:
@@ -236,16 +252,15 @@ def _round(
     return RoundedVectors(arrays, index.tolist(), norms)
 
 
-def _rounded_matrix(matrix: AttentionMatrix, query: RoundedVectors, key: RoundedVectors) -> AttentionMatrix:
-    problem = matrix.problem
-    changed = replace(
+def _replace_vectors(problem: Problem, query: RoundedVectors, key: RoundedVectors) -> Problem:
+    """Return the problem of the rounded query and key."""
+    return replace(
         problem,
         query=query.to_array(problem),
         key=key.to_array(problem),
         query_index=np.array(query.array_index),
         key_index=np.array(key.array_index),
     )
-    return type(matrix)(replace(matrix._spec, query=None, q_len=problem.shape[1]), changed)
 
 
 def _bound_error(problem: Problem, query: RoundedVectors, key: RoundedVectors) -> ErrorEstimate:
@@ -276,16 +291,17 @@ def _norms(array: Array) -> Array:
     return np.sqrt(np.einsum("ij,ij->i", array, array, dtype=np.float64))
 
 
-def _measure_error(
-    matrix: AttentionMatrix, rounded: AttentionMatrix, lse: Array, error: ErrorEstimate
-) -> ErrorEstimate:
+def _measure_error(problem: Problem, rounded: Problem, lse: Array, error: ErrorEstimate) -> ErrorEstimate:
     """Compare whole rows of the original with what a page computes for them, and add what was found."""
-    problem = rounded.problem
-    pairs, q_len, keys = problem.shape
+    engine, (pairs, q_len, keys) = problem.engine, problem.shape
     count = min(q_len, max(1, min(64, COMPARED_WEIGHTS // (pairs * keys))))
     rows = _sample_rows(q_len, count)
-    expected = problem.engine.to_numpy(matrix.lazy[..., rows, :].to_dense()).reshape(pairs, count, keys)
-    found = problem.engine.to_numpy(rounded._weights_from_lse(rows, lse[:, rows]))
+    (weights,), _ = run_block_loop(problem.select_rows(rows), [DenseWeights()])
+    stats = SoftmaxStats(engine.xp.asarray(lse[:, rows], dtype=problem.dtype), None)
+    expected, found = (
+        engine.to_numpy(array)
+        for array in (weights, compute_entries(rounded.select_rows(rows), np.arange(keys), stats))
+    )
     with np.errstate(all="ignore"):
         difference = np.abs(found - expected)
         relative = np.where(expected > 1e-30, difference / expected, 0.0)  # below, float32 has fewer digits
@@ -327,3 +343,155 @@ def _score_mod_record(mod: ScoreMod, problem: Problem, operation: str) -> dict[s
             value = encode_array(array.astype(np.uint8) if array.dtype == bool else array)
         encoded[name] = value
     return encoded
+
+
+# As many heads as fit
+
+
+class FittedPayload(NamedTuple):
+    """The payload of some heads of a layer.
+
+    Attributes:
+        record: The data for the page, with the numbers of the heads as `heads`.
+        error: The error of its weights.
+        size: Its characters in the page.
+    """
+
+    record: dict[str, Any]
+    error: ErrorEstimate
+    size: int
+
+
+def fit_payload(
+    problem: Problem,
+    heads: Sequence[int],
+    *,
+    groups: int,
+    head_dim: int,
+    room: int,
+    operation: str,
+    add: Callable[[dict[str, Any], MatrixPayload], None] | None = None,
+) -> FittedPayload | None:
+    """Build the payload of as many heads as fit into `room` characters.
+
+    Args:
+        problem: Attention of one batch entry, with all heads.
+        heads: The heads to store; the last ones are omitted first.
+        groups: How many heads share a key.
+        head_dim: Width of a query.
+        room: Largest number of characters.
+        operation: Name of the calling function, for error messages.
+        add: Called with each record and its payload, to extend the record.
+
+    Returns:
+        The payload, or None if not even one head fits.
+
+    Raises:
+        ArgumentError: If the weights cannot be computed in a page.
+        TooLargeError: If the mask or a bias is too large for a page.
+    """
+    heads = list(heads)
+    _, q_len, kv_len = problem.shape
+    while heads:
+        if estimate_size(heads, q_len, kv_len, groups, head_dim) <= room:
+            payload = build_payload(problem.take_part(np.array(heads), np.arange(q_len)), operation)
+            record = {"heads": heads, **payload.record}
+            if add is not None:
+                add(record, payload)
+            size = count_characters(record)
+            if size <= room:
+                return FittedPayload(record, payload.error, size)
+        heads = heads[:-1]
+    return None
+
+
+def estimate_size(heads: Sequence[int], q_len: int, kv_len: int, groups: int, head_dim: int) -> float:
+    """Estimate the characters that heads take at least: halves of query and key, and each lse."""
+    kv_heads = len({head // groups for head in heads})
+    return (1.7 * head_dim * (len(heads) * q_len + kv_heads * kv_len) + 3 * len(heads) * q_len) * 4 / 3
+
+
+def count_characters(record: Any) -> int:
+    """Return the characters that a record takes in a page, with its arrays."""
+    arrays: list[EncodedArray] = []
+    text = encode_record(record, arrays)
+    return len(text) + sum(ELEMENT_OVERHEAD + len(array.text) for array in arrays)
+
+
+def combine_errors(errors: Sequence[ErrorEstimate]) -> dict[str, Any] | None:
+    """Return the largest error of all layers, and the number of all weights that were compared; None without errors."""
+    if not errors:
+        return None
+    worst = {name: max(getattr(error, name) for error in errors) for name in ErrorEstimate._fields}
+    return worst | {
+        "compared": sum(error.compared for error in errors),
+        "exact": all(error.exact for error in errors),
+    }
+
+
+# The map of one head
+
+
+def build_head_map(
+    problem: Problem, tokens: Sequence[str] | None, query_tokens: Sequence[str] | None, title: str
+) -> Page:
+    """Build the page of `AttentionMatrix.page`.
+
+    Args:
+        problem: A matrix with one head.
+        tokens: Names of the keys, and of the queries if both are the same sequence. Default: positions.
+        query_tokens: Names of the queries. Default: those of `tokens`, or positions.
+        title: Title of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the matrix is empty, or the number of tokens is wrong.
+    """
+    _, rows, keys = problem.shape
+    if not rows or not keys:
+        raise ArgumentError(
+            "page",
+            received=f"{rows} queries and {keys} keys",
+            expected="at least one of each",
+            hint="An empty matrix has nothing to show.",
+        )
+    key_names = _token_names(tokens, keys, "tokens", "key")
+    query_names = _token_names(query_tokens, rows, "query_tokens", "query")
+    if query_names is None and key_names is not None and problem.frame.q_len == keys:
+        query_names = [key_names[i] for i in problem.positions]
+    if query_names is None and (problem.positions != np.arange(rows)).any():
+        query_names = [f"query {i}" for i in problem.positions]  # row numbers would not be positions
+    shared = query_names is not None and query_names == key_names
+    payload = build_payload(problem, "page")
+    (overview,) = payload.overviews(MAX_CELLS)
+    details = [*problem.describe(), *([f"mask {problem.mask}"] if problem.mask is not None else [])]
+    details += ["sink"] if problem.sink is not None else []
+    record = {
+        "title": escape_unprintable(title),
+        "tokens": key_names,
+        "query_tokens": None if shared else query_names,
+        "shared_tokens": shared,
+        "description": (
+            f"{rows:,} × {keys:,} weights of one attention head, head_dim {problem.query.shape[-1]}; "
+            f"{', '.join(details)}. Made by regard."
+        ),
+        "overview": overview,
+        "matrix": payload.record,
+    }
+    return build_page(escape_unprintable(title), "headMap", record)
+
+
+def _token_names(tokens: Sequence[str] | None, count: int, argument: str, token_of: str) -> list[str] | None:
+    """Check the number of tokens, and escape them."""
+    if tokens is None:
+        return None
+    if len(tokens) != count:
+        raise ArgumentError(
+            "page",
+            received=f"{len(tokens)} {argument}",
+            expected=f"{count}, one for each {token_of}",
+            hint="tokens name the keys, and the queries too if both are the same sequence.",
+        )
+    return [escape_unprintable(str(token)) for token in tokens]
