@@ -15,8 +15,7 @@ import pytest
 import regard
 from regard import explore
 from regard.explore import tracer
-from regard.explore.snapshot import take_snapshot
-from regard.explore.tracer import trace_call
+from regard.explore.tracer import take_snapshot, trace_call
 from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE
@@ -250,7 +249,7 @@ def test_a_long_call_is_truncated_and_completes(monkeypatch):
     run = trace(long, 500)
     assert len(run.steps) == 20 and len(done) == 500
     monkeypatch.setattr(tracer, "MAX_STEPS", 2000)
-    monkeypatch.setattr(tracer, "MAX_CHARACTERS", 100)
+    monkeypatch.setattr(tracer, "MAX_TRACE_CHARACTERS", 100)
     assert len(trace(long, 500).steps) < 20
     assert "The trace ends here" in explore.code(long, 500).html
 

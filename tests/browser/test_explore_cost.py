@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.cost_explorer import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
+from regard.explore.explorers import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
 from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from tests.helpers.pages import HOSTILE, SCREENS, faults

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from regard import explore
-from regard.explore import annotated_listing, code_explorer
-from regard.explore.annotated_listing import AnnotatedListing, load_listing, read_listing
+from regard.explore import code_explorer
+from regard.explore.code_explorer import AnnotatedListing, load_listing, read_listing
 from regard.learn import ScaledDotProductAttention, cat, create_causal_mask
 from regard.render.text import format_number
 from tests.helpers.pages import LOADED, SCREENS, faults, pace
@@ -52,7 +52,7 @@ def test_a_note_belongs_to_the_next_line_of_code(monkeypatch, tmp_path):
     (tmp_path / "listings").mkdir()
     text = "#: First,\n#: in two lines.\nx = 1\n\n#: Second.\ny = 2\nz = 3\n"
     (tmp_path / "listings/own.txt").write_text(text)
-    monkeypatch.setattr(annotated_listing.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(code_explorer.resources, "files", lambda package: tmp_path)
     expected = AnnotatedListing("own", "x = 1\n\ny = 2\nz = 3\n", {1: "First, in two lines.", 3: "Second."})
     assert read_listing.__wrapped__("own") == expected
 
@@ -170,7 +170,7 @@ def test_the_copied_code_runs(show):
 
 @slow
 def test_without_torch_the_lines_still_have_notes(show, monkeypatch):
-    monkeypatch.setattr(code_explorer, "is_installed", lambda package: package == "numpy")
+    monkeypatch.setattr(code_explorer, "find_spec", lambda package: package == "numpy")
     tab = show(explore.code())
     assert tab.locator("#agreement").count() == 0
     tab.get_by_role("tab", name="PyTorch").click()

@@ -10,7 +10,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.pipeline_explorer import MAX_NUMBERS
+from regard.explore.explorers import MAX_NUMBERS
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from tests.helpers.pages import HOSTILE, LOADED, SCREENS, faults, pace, run_in_node

@@ -12,7 +12,7 @@ import pytest
 
 import regard
 from regard import explore
-from regard.explore.scaling_explorer import MAX_SCORES, SIGMAS, TEMPERATURES, row_payload, slider_stops
+from regard.explore.explorers import MAX_SCORES, SIGMAS, TEMPERATURES, row_payload, slider_stops
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from regard.errors import ArgumentError, NotCapturedError
 from regard.plot import heatmap, overlay
-from regard.plot.axes import LITERAL, SOFT
+from regard.plot.figures import LITERAL, SOFT
 from regard.types import Array
 
 if TYPE_CHECKING:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import linecache
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.explore.annotated_listing import AnnotatedListing, is_installed, read_listing, trace_listing
-from regard.explore.source import FunctionSource
-from regard.explore.tracer import Trace, trace_call
+from regard.explore.tracer import FunctionSource, Trace, trace_call
 from regard.learn.examples import cat
 from regard.learn.masks import create_causal_mask
 from regard.pages.html import Page, build_page
@@ -53,6 +56,60 @@ LISTING_TABS = (
         "output =",
     ),
 )
+
+
+NOTE = "#:"
+
+
+@dataclass(frozen=True)
+class AnnotatedListing:
+    """The code of a file in `listings/`, and the explanation of each line that has one, by line number from 1.
+
+    In the file, lines that start with `#:` explain the line after them.
+    """
+
+    name: str
+    code: str
+    notes: dict[int, str]
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the code."""
+        return self.code.splitlines()
+
+
+@cache
+def read_listing(name: str) -> AnnotatedListing:
+    """Read a listing and its notes.
+
+    >>> listing = read_listing("numpy")
+    >>> listing.lines[0], listing.notes[1]
+    ('import math', "Python's own mathematics. The only thing needed from it is the square root.")
+    """
+    file = resources.files("regard.explore").joinpath("listings", f"{name}.txt")
+    lines: list[str] = []
+    notes: dict[int, str] = {}
+    pending: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith(NOTE):
+            pending.append(line.strip().removeprefix(NOTE).strip())
+            continue
+        lines.append(line)
+        if pending:
+            notes[len(lines)] = " ".join(pending)
+            pending = []
+    return AnnotatedListing(name, "\n".join(lines) + "\n", notes)
+
+
+def load_listing(listing: AnnotatedListing) -> Any:
+    """Run the code of a listing, and return its function `attend(Q, K, V, mask=None)`: output and weights."""
+    filename = f"<{listing.name} listing>"
+    lines = listing.code.splitlines(keepends=True)
+    # The tracer reads the source there.
+    linecache.cache[filename] = (len(listing.code), None, lines, filename)
+    module: dict[str, Any] = {"__name__": f"{listing.name}_listing"}
+    exec(compile(listing.code, filename, "exec"), module)
+    return module["attend"]
 
 
 def code(
@@ -118,13 +175,16 @@ def _listings_page() -> Page:
     for tab in LISTING_TABS:
         listing = read_listing(tab.listing)
         about, runs = tab.about, []
-        for run_name, mask in masks.items() if is_installed(tab.package) else ():
+        for run_name, mask in masks.items() if find_spec(tab.package) else ():
             arrays = [array for array in (cat.Q, cat.K, cat.V, mask) if array is not None]
             if tab.package == "torch":
-                arrays = _as_tensors(arrays)
-            trace, result = trace_listing(listing, *arrays)
+                import torch
+
+                arrays = [torch.tensor(np.array(array)) for array in arrays]
+            attend = load_listing(listing)
+            trace = trace_call(OPERATION, attend, arrays, {})
             runs.append({"name": run_name, **_listing_payload(listing, trace)})
-            results.append([np.asarray(array) for array in result])
+            results.append([np.asarray(array) for array in attend(*arrays)])
         if not runs:
             about += f" {tab.package} is not installed here, so its lines have explanations but no numbers."
             runs = [{"name": "", **_listing_payload(listing, Trace(listing.name))}]
@@ -132,12 +192,6 @@ def _listings_page() -> Page:
         tabs.append({"name": tab.name, "about": about, "start": start, "runs": runs})
     record = {"tabs": tabs, "tokens": cat.tokens, "agreement": _describe_agreement(results)}
     return build_page("Attention, line by line", "code", record)
-
-
-def _as_tensors(arrays: list[Any]) -> list[Any]:
-    import torch
-
-    return [torch.tensor(np.array(array)) for array in arrays]
 
 
 def _describe_agreement(results: list[list[Any]]) -> str | None:

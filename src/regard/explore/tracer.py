@@ -1,24 +1,35 @@
-"""Trace a function call: every line as it runs, with the values it produces."""
+"""Trace a function call: every line as it runs, with the values it produces.
+
+First the tracer, then the source of the functions it follows, then the records of values it takes.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import inspect
+import io
 import json
+import linecache
+import numbers
 import sys
-from collections.abc import Callable, Iterator
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count, islice
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
+
+from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, describe_argument
-from regard.explore.snapshot import take_snapshot
-from regard.explore.source import FunctionSource, LoopLines, read_source
 from regard.render.text import escape_unprintable
 
 MAX_STEPS = 2000
-MAX_CHARACTERS = 1_500_000  # of distinct values
+MAX_TRACE_CHARACTERS = 1_500_000  # of distinct values
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ class LineTracer:
             call.exception = arg[1]
         elif event == "return":
             self._leave(frame, call, arg)
-        if len(self.trace.steps) >= MAX_STEPS or self._characters >= MAX_CHARACTERS:
+        if len(self.trace.steps) >= MAX_STEPS or self._characters >= MAX_TRACE_CHARACTERS:
             self.trace.truncated = (
                 f"The trace ends here, after {len(self.trace.steps)} steps; the call continued."
             )
@@ -261,11 +272,7 @@ def _format_exception(error: BaseException) -> str:
 
 
 def trace_call(operation: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
-    """Call a function and trace it; a generator is run to its end.
-
-    Raises:
-        ArgumentError: If the function has no Python source, or no line of it ran.
-    """
+    """Call a function and trace it; a generator is run to its end."""
     root, module = _find_code(operation, function)
     tracer = LineTracer(root, module)
     try:
@@ -329,3 +336,307 @@ def _find_code(operation: str, function: Any) -> tuple[CodeType, dict[str, Any]]
             hint="Put the function in a file and import it.",
         )
     return code, module
+
+
+TOOL_COMMENTS = ("noqa", "type:", "pragma", "fmt:", "mypy:", "ruff:")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+@dataclass(frozen=True)
+class LoopLines:
+    """A `for` or `while` loop: the line of its head, the first and last line of its body, and its target names."""
+
+    line: int
+    body: int
+    end: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """The source of a function by the line numbers of its file, without the docstring.
+
+    Attributes:
+        file: Path of the file.
+        name: Qualified name of the function.
+        line: Line of the `def`.
+        lines: Text by line number.
+        starts: First line of the statement that each line belongs to.
+        ends: Last line of the statement that starts at a line.
+        assigns: Names that the statement starting at a line assigns.
+        withs: Lines of the body of the `with` that starts at a line.
+        loops: Loops, outer before inner.
+        notes: Comments by line, and the docstring's first paragraph at the line of the `def`.
+    """
+
+    file: str
+    name: str
+    line: int
+    lines: dict[int, str]
+    starts: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    assigns: dict[int, list[str]] = field(default_factory=dict)
+    withs: dict[int, range] = field(default_factory=dict)
+    loops: tuple[LoopLines, ...] = ()
+    notes: dict[int, str] = field(default_factory=dict)
+
+
+def read_source(code: CodeType, module: dict[str, Any]) -> FunctionSource | None:
+    """Return the source of a code object, or None if it is not available."""
+    file_lines = tuple(linecache.getlines(code.co_filename, module))
+    first = code.co_firstlineno
+    if first > len(file_lines):
+        return None
+    node = _find_node(file_lines, code)
+    if node is None:
+        block = file_lines[first - 1 : max(line or first for *_, line in code.co_lines())]
+        lines = dict(enumerate(map(str.rstrip, block), first))
+        return FunctionSource(code.co_filename, code.co_qualname, first, lines)
+    last = node.end_lineno or first
+    lines = {i: file_lines[i - 1].rstrip() for i in range(first, last + 1)}
+    docstring = _find_docstring(node)
+    if docstring is not None:
+        for i in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
+            lines.pop(i, None)
+    loops = tuple(_find_loops(node))
+    source = FunctionSource(code.co_filename, code.co_qualname, node.lineno, lines, loops=loops)
+    comments = _find_comments(file_lines)
+    statements = [statement for statement in ast.walk(node) if isinstance(statement, ast.stmt)]
+    for statement in sorted(statements, key=lambda it: (it.lineno, -(it.end_lineno or 0))):
+        line, end = statement.lineno, _head_end(statement)
+        last_line = statement.end_lineno or end
+        source.ends[line] = end
+        source.starts.update(dict.fromkeys(range(line, end + 1), line))
+        source.assigns[line] = [
+            name.id
+            for head in _head_nodes(statement)
+            for name in ast.walk(head)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        ]
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            source.withs[line] = range(end + 1, last_line + 1)
+        comment = _comment_of(line, end, comments, file_lines)
+        if comment and statement is not node:  # the comment of a loop also applies to the lines in it
+            source.notes.update(dict.fromkeys(range(line, last_line + 1), comment))
+    text = ast.get_docstring(node) if docstring is not None and not isinstance(node, ast.Lambda) else None
+    source.notes.pop(node.lineno, None)
+    if text:
+        source.notes[node.lineno] = " ".join(text.split("\n\n")[0].split())
+    return source
+
+
+@lru_cache(maxsize=4)
+def _parse(file_lines: tuple[str, ...]) -> ast.Module:
+    try:
+        return ast.parse("".join(file_lines))
+    except (SyntaxError, ValueError):  # a notebook cell with a magic command
+        return ast.Module([], [])
+
+
+def _find_node(file_lines: tuple[str, ...], code: CodeType) -> FunctionNode | None:
+    """Return the node of the function that a code object was compiled from."""
+    for node in ast.walk(_parse(file_lines)):
+        if isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+            return node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    return None
+
+
+def _find_docstring(node: ast.AST) -> ast.stmt | None:
+    body = getattr(node, "body", None)
+    if isinstance(body, list) and len(body) > 1 and isinstance(body[0], ast.Expr):
+        return body[0] if isinstance(getattr(body[0].value, "value", None), str) else None
+    return None
+
+
+def _head_nodes(node: ast.stmt) -> list[ast.AST]:
+    """Return the parts of a statement without the statements in it."""
+    inner = ast.stmt | ast.excepthandler | ast.match_case
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, inner)]
+
+
+def _head_end(node: ast.stmt) -> int:
+    """Return the last line of a simple statement, or of the head of a compound one."""
+    if not hasattr(node, "body"):
+        return node.end_lineno or node.lineno
+    parts = (part for head in _head_nodes(node) for part in ast.walk(head))
+    return max([node.lineno, *(getattr(part, "end_lineno", 0) for part in parts)])
+
+
+def _find_loops(node: ast.AST) -> Iterator[LoopLines]:
+    """Yield the loops of a function, outer before inner, without those of nested functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.For | ast.AsyncFor | ast.While):
+            body, end = child.body[0].lineno, child.body[-1].end_lineno
+            target = () if isinstance(child, ast.While) else ast.walk(child.target)
+            names = tuple(name.id for name in target if isinstance(name, ast.Name))
+            if body > child.lineno:  # a loop on one line is one step
+                yield LoopLines(child.lineno, body, end or body, names)
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _find_loops(child)
+
+
+@lru_cache(maxsize=4)
+def _find_comments(file_lines: tuple[str, ...]) -> dict[int, str]:
+    comments = {}
+    try:
+        for token in tokenize.generate_tokens(io.StringIO("".join(file_lines)).readline):
+            text = token.string.lstrip("#").strip()
+            if token.type == tokenize.COMMENT and text and not text.startswith(TOOL_COMMENTS):
+                comments[token.start[0]] = text
+    except (tokenize.TokenError, SyntaxError):
+        pass
+    return comments
+
+
+def _comment_of(line: int, end: int, comments: dict[int, str], file_lines: tuple[str, ...]) -> str | None:
+    """Return the comment beside a statement, or else the comment lines directly above it."""
+    beside = [comments[i] for i in range(line, end + 1) if i in comments]
+    above: list[str] = []
+    while not beside and (line := line - 1) in comments and file_lines[line - 1].lstrip().startswith("#"):
+        above.insert(0, comments[line])
+    return " ".join(beside or above) or None
+
+
+MAX_ROWS, MAX_COLUMNS = 8, 8  # entries shown of an array; with more, an ellipsis replaces one
+MAX_PARTS = 16
+MAX_LIST_ENTRIES = 4096  # longer lists are not checked for being numeric
+MAX_CHARACTERS = 120
+MAX_DEPTH = 2  # a tuple of objects of arrays
+
+
+def take_snapshot(value: Any, depth: int = 0) -> dict[str, Any]:
+    """Return a record of a value: `type`, and its `text`, its `cells` (rows of entries, with a `shape`) or `parts`.
+
+    If the value cannot be inspected, only its type is recorded.
+
+    >>> take_snapshot(0.5)
+    {'type': 'float', 'text': 0.5}
+    >>> take_snapshot(np.eye(2))
+    {'type': 'float64', 'shape': [2, 2], 'cells': [[1.0, 0.0], [0.0, 1.0]]}
+    >>> take_snapshot(("a", [1, 2]))["parts"]
+    [['0', {'type': 'str', 'text': "'a'"}], ['1', {'type': 'list', 'shape': [2], 'cells': [[1, 2]]}]]
+    """
+    try:
+        return _snapshot_value(value, depth)
+    except Exception:  # inspecting an object can run any code
+        return {"type": _type_name(type(value)), "text": "cannot be shown"}
+
+
+def _snapshot_value(value: Any, depth: int) -> dict[str, Any]:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return {"type": _type_name(kind), "text": _format_scalar(value)}
+    if isinstance(value, np.ndarray | np.generic):
+        return _snapshot_array(np.asarray(value), str(value.dtype))
+    if kind.__module__.split(".")[0] == "torch" and hasattr(value, "detach"):
+        tensor = value.detach().cpu()
+        tensor = tensor.double() if tensor.is_floating_point() else tensor  # NumPy has no bfloat16
+        return _snapshot_array(tensor.numpy(), str(value.dtype))
+    if kind in (list, tuple) and (array := _as_numeric_array(value)) is not None:
+        return _snapshot_array(array, _type_name(kind))
+    if kind is AttentionMatrix:
+        return {"type": _type_name(kind), "text": _truncate(repr(value).split("\n")[0])}
+    contents = _contents(value)
+    if contents is None or depth >= MAX_DEPTH:
+        return {"type": _type_name(kind), "text": _format_briefly(value)}
+    size, items = contents
+    parts = [[name, take_snapshot(part, depth + 1)] for name, part in islice(items, MAX_PARTS)]
+    return {"type": _type_name(kind), "parts": parts, "left_out": max(0, size - MAX_PARTS)}
+
+
+def _snapshot_array(array: np.ndarray, kind: str) -> dict[str, Any]:
+    """Record the first matrix of an array, without the middle of its rows and columns if there are many."""
+    if array.ndim == 0:
+        return {"type": kind, "text": _format_scalar(array.item())}
+    if array.size == 0:
+        return {"type": kind, "shape": list(array.shape), "cells": []}
+    matrix = array
+    while matrix.ndim > 2:
+        matrix = matrix[0]
+    matrix = np.atleast_2d(matrix)
+    rows, columns = _kept_indices(matrix.shape[0], MAX_ROWS), _kept_indices(matrix.shape[1], MAX_COLUMNS)
+    scalar = bool | int | float | complex | str | bytes
+    cells = [
+        [_format_scalar(entry) if isinstance(entry, scalar) else _type_name(type(entry)) for entry in row]
+        for row in matrix[np.ix_(rows, columns)].tolist()
+    ]
+    if len(columns) < matrix.shape[1]:
+        cells = [[*row[:-1], "…", row[-1]] for row in cells]
+    if len(rows) < matrix.shape[0]:
+        cells.insert(-1, ["…"] * len(cells[0]))
+    return {"type": kind, "shape": list(array.shape), "cells": cells}
+
+
+def _kept_indices(size: int, limit: int) -> list[int]:
+    """Return all indices, or the first ones and the last, with space for an ellipsis between."""
+    return list(range(size)) if size <= limit else [*range(limit - 2), size - 1]
+
+
+def _format_scalar(value: Any) -> Any:
+    """Return a number that the page formats unchanged, and anything else as text."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**6):
+        return value
+    if (
+        isinstance(value, int) and value.bit_length() > 4 * MAX_CHARACTERS
+    ):  # Python limits int to str conversion
+        return f"an int of {value.bit_length()} bits"
+    return _truncate(repr(value[:MAX_CHARACTERS] if isinstance(value, str | bytes) else value))
+
+
+def _as_numeric_array(value: Any) -> np.ndarray | None:
+    """Return a list of numbers, or of equally long lists of numbers, as an array."""
+    rows = value if value and all(type(row) in (list, tuple) for row in value) else [value]
+    if sum(map(len, rows)) > MAX_LIST_ENTRIES:
+        return None
+    is_numeric = all(isinstance(entry, numbers.Real) for row in rows for entry in row)
+    if not is_numeric or not rows[0] or len({len(row) for row in rows}) > 1:
+        return None
+    array = np.empty((len(rows), len(rows[0])), dtype=object)
+    array[:] = rows
+    return array if rows is value else array[0]
+
+
+def _contents(value: Any) -> tuple[int, Iterable[tuple[str, Any]]] | None:
+    """Return the size and the named parts of a container or an object, or None if it has none to show.
+
+    Attributes that start with an underscore are not shown.
+    """
+    if isinstance(value, type) or hasattr(value, "__code__"):
+        return None
+    if isinstance(value, dict):
+        return len(value), ((_format_briefly(name), part) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return len(value), zip(getattr(value, "_fields", map(str, count())), value, strict=False)
+    if isinstance(value, set | frozenset):
+        return len(value), (("", part) for part in value)
+    if type(value).__module__ == "builtins" or type(value).__name__ == "module":
+        return None
+    fields = {name: part for name, part in getattr(value, "__dict__", {}).items() if name[:1] != "_"}
+    return (len(fields), ((_truncate(name), part) for name, part in fields.items())) if fields else None
+
+
+def _format_briefly(value: Any) -> str:
+    """Format a value in a word or two, without calling its methods."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return str(_format_scalar(value))
+    if kind in (range, slice):
+        return _truncate(repr(value))
+    name = getattr(value, "__name__", None)
+    return _truncate(name) if isinstance(name, str) else "…"
+
+
+def _type_name(kind: type) -> str:
+    return _truncate(kind.__name__)
+
+
+def _truncate(text: str) -> str:
+    text = escape_unprintable(text[: MAX_CHARACTERS + 1])
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

@@ -147,9 +147,10 @@ class CostTable:
 
     rows: tuple[Cost, ...]
 
-    def __str__(self) -> str:
+    def format_rows(self) -> list[list[str]]:
+        """Format the cells of the table: length, entries, growth, memory and multiply-adds of each row."""
         before = [None, *(cost.entries for cost in self.rows[:-1])]
-        table = [
+        return [
             [
                 f"{cost.q_len:,}",
                 f"{cost.entries:,}",
@@ -159,7 +160,9 @@ class CostTable:
             ]
             for cost, last in zip(self.rows, before, strict=True)
         ]
-        return format_table(table, ["length", "entries", "growth", "memory", "multiply-adds"])
+
+    def __str__(self) -> str:
+        return format_table(self.format_rows(), ["length", "entries", "growth", "memory", "multiply-adds"])
 
 
 def cost_table(

@@ -26,9 +26,8 @@ except ImportError as error:
     raise ImportError("regard.nn: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
-from regard.nn.attention import MultiheadAttention
+from regard.nn.attention import MultiheadAttention, torch_masks
 from regard.nn.cache import KVCache
-from regard.nn.convert_torch import torch_masks
 from regard.nn.convert_transformers import from_transformers
 from regard.nn.rope import Rope
 

@@ -15,10 +15,9 @@ from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument, format_shape
 from regard.masks import Mask, dense
 from regard.nn.cache import KVCache
-from regard.nn.convert_torch import build_layer, build_torch_module
 from regard.nn.positional_masks import TokenPositions
 from regard.nn.rope import Rope
-from regard.score_mods import ScoreMod
+from regard.score_mods import ScoreMod, bias
 
 Tensor = Any  # mypy does not follow torch's types
 
@@ -278,7 +277,32 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         >>> torch.allclose(MultiheadAttention.from_torch(theirs)(x), theirs(x, x, x)[0], atol=1e-6)
         True
         """
-        return build_layer(cls, module)
+        if not isinstance(module, nn.MultiheadAttention):
+            raise ArgumentTypeError(
+                "from_torch",
+                received=describe_argument(module),
+                expected="a torch.nn.MultiheadAttention",
+                hint="To convert another module, copy its weights into q_proj, k_proj, v_proj and out_proj of a new "
+                "layer.",
+            )
+        like = module.out_proj.weight
+        layer = cls(
+            module.embed_dim,
+            module.num_heads,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            dropout=module.dropout,
+            sink=0.0 if module.add_zero_attn else None,  # a key of zeros scores 0, its value adds nothing
+            bias_kv=module.bias_k is not None,
+            device=like.device,
+            dtype=like.dtype,
+        )
+        with torch.no_grad():
+            for ours, theirs in layer._pair_parameters(module):
+                ours.copy_(theirs.reshape(ours.shape))
+        layer.train(module.training)
+        return layer
 
     def to_torch(self, *, batch_first: bool = True) -> Any:
         """Return a `torch.nn.MultiheadAttention` with the weights of the layer, copied.
@@ -289,7 +313,55 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         Raises:
             ArgumentError: If the layer has parts that the module does not support, such as grouped heads or `rope`.
         """
-        return build_torch_module(self, batch_first=batch_first)
+        has_zero_sink = isinstance(self.sink, int | float) and self.sink == 0
+        biases = {x.bias is not None for x in (self.q_proj, self.k_proj, self.v_proj, self.out_proj)}
+        unsupported = {
+            "grouped heads": self.grouped,
+            "a head_dim that is not embed_dim / num_heads": self.head_dim * self.num_heads != self.embed_dim,
+            "rope": self.rope is not None,
+            "norms of queries and keys": self.q_norm is not None,
+            "a custom scale": self.scale not in (None, self.head_dim**-0.5),
+            "a sink that is not fixed at 0": self.sink is not None and not has_zero_sink,
+            "a bias for some projections only": len(biases) > 1,
+        }
+        if any(unsupported.values()):
+            raise ArgumentError(
+                "to_torch",
+                received="a layer with "
+                + ", ".join(name for name, present in unsupported.items() if present),
+                expected="only what torch.nn.MultiheadAttention supports: equal heads, the default scale, no positions",
+                hint="Keep the layer, or build it without these features.",
+            )
+        module = nn.MultiheadAttention(
+            self.embed_dim,
+            self.num_heads,
+            dropout=self.dropout,
+            bias=biases == {True},
+            add_bias_kv=self.bias_k is not None,
+            add_zero_attn=has_zero_sink,
+            kdim=self.k_proj.in_features,
+            vdim=self.v_proj.in_features,
+            batch_first=batch_first,
+            device=self.out_proj.weight.device,
+            dtype=self.out_proj.weight.dtype,
+        )
+        with torch.no_grad():
+            for ours, theirs in self._pair_parameters(module):
+                theirs.copy_(ours.reshape(theirs.shape))
+        return module.train(self.training)
+
+    def _pair_parameters(self, module: Any) -> list[tuple[Tensor, Tensor]]:
+        """Pair the parameters of the layer with those of a torch module; parts of a packed one are views."""
+        if module.in_proj_weight is not None:
+            weights = module.in_proj_weight.chunk(3)
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        projections = (self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+        ours = [x.weight for x in projections] + [x.bias for x in projections] + [self.bias_k, self.bias_v]
+        out = module.out_proj
+        theirs = [*weights, out.weight, *biases, out.bias, module.bias_k, module.bias_v]
+        return [pair for pair in zip(ours, theirs, strict=True) if pair[0] is not None]
 
     @property
     def grouped(self) -> bool:
@@ -412,3 +484,39 @@ def _check_sizes(
     else:
         return
     raise ArgumentError("MultiheadAttention", received=received, expected=expected, hint=hint)
+
+
+def torch_masks(
+    num_heads: int, *, attn_mask: Tensor = None, key_padding_mask: Tensor = None
+) -> dict[str, Mask | list[ScoreMod] | None]:
+    """Convert the masks of `torch.nn.MultiheadAttention`: `layer(x, **torch_masks(8, attn_mask=…))`.
+
+    In torch, True means ignore, and numbers are added to the scores.
+
+    Args:
+        num_heads: The number of heads of the layer.
+        attn_mask: Booleans or numbers, (q_len, kv_len) or (batch · num_heads, q_len, kv_len).
+        key_padding_mask: Booleans or numbers, (batch, kv_len) or (kv_len,).
+
+    Returns:
+        The arguments `mask` and `score_mod` of a call of the layer.
+
+    >>> import torch
+    >>> torch_masks(2, attn_mask=torch.tensor([[False, True], [False, False]]))["mask"]
+    ~dense([[False, True], [False, False]])
+    """
+    mask: Mask | None = None
+    score_mods: list[ScoreMod] = []
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, (-1, num_heads))  # (batch, heads, q_len, kv_len)
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask[..., None, None, :]  # (batch, heads 1, q_len 1, kv_len)
+    for torch_mask in (attn_mask, key_padding_mask):
+        if torch_mask is None:
+            continue
+        if torch_mask.dtype == torch.bool:
+            converted = dense(torch_mask, true_means="ignore")
+            mask = converted if mask is None else mask & converted
+        else:
+            score_mods.append(bias(torch_mask))
+    return {"mask": mask, "score_mod": score_mods}

@@ -19,10 +19,7 @@ except ImportError as error:
     raise ImportError("regard.plot: matplotlib is not installed. pip install 'regard[plot]'") from error
 
 from regard._public import set_public_module
-from regard.plot.bars import row
-from regard.plot.growth import cost
-from regard.plot.maps import effects, heads, heatmap
-from regard.plot.overlays import overlay
+from regard.plot.figures import cost, effects, heads, heatmap, overlay, row
 
 __all__ = ["cost", "effects", "heads", "heatmap", "overlay", "row"]
 

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from regard import plot
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.images import PatchGrid
-from regard.plot.axes import ORANGE
+from regard.plot.figures import ORANGE
 from tests.helpers.images import draw_image
 
 GRID = PatchGrid(4, 6, before=5, names=("class", "register 1"))

@@ -28,7 +28,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from regard import plot  # noqa: E402
-from regard.plot.axes import format_label  # noqa: E402
+from regard.plot.figures import format_label  # noqa: E402
 
 close = np.testing.assert_allclose
 equal = np.testing.assert_array_equal
