@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 # Of our own: pages writes the reference from the docstrings, course the contents, notebooks what is downloaded.
 extensions = ["myst_nb", "sphinx_copybutton", "pages", "course", "notebooks"]
 # Address of the repository on GitHub, for links that open the notebooks in hosted services. They are read from the
-# branch on which the built site is published: scripts/docs docs/_build -D repository=https://github.com/owner/name
+# branch on which the built site is published: scripts/docs site docs/_build -D repository=https://github.com/owner/name
 repository = ""
 notebook_branch = "gh-pages"
 exclude_patterns = ["_build", "jupyter_execute", "_ext"]

@@ -34,13 +34,10 @@ def site(tmp_path_factory, request) -> Path:
     left = [] if request.config.getoption("--nightly") else [path for path in NOTEBOOKS if path not in SAMPLE]
     environ = {
         **os.environ,
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT / "src"),
         "DOCS_NOT_EXECUTED": " ".join(f"{path.parent.name}/{path.stem}*" for path in left),
     }
-    built = subprocess.run(
-        [ROOT / "scripts/docs", out], env=environ, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, ROOT / "scripts/docs", "site", out]
+    built = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return out / "html"
 

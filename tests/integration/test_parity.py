@@ -47,7 +47,7 @@ def test_the_page_lists_every_comparison():
     assert len({s.model for s in models.SUBJECTS}) >= 8
     page = (ROOT / "docs" / "parity.md").read_text()
     listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d", page, re.MULTILINE)
-    assert listed == [(c.module, c.situation) for c in ALL], "run scripts/parity --write"
+    assert listed == [(c.module, c.situation) for c in ALL], "run scripts/docs parity --write"
 
 
 def test_the_definition_is_float64_throughout():

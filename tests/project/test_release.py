@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -350,10 +351,8 @@ def test_security_names_the_ranges_that_are_declared():
 
 
 def check_licences(allowed: Path) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run(
-        [ROOT / "scripts/licences", allowed], env=environ, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, ROOT / "scripts/release", "--licences", allowed]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_licences_of_what_users_install_are_allowed():
@@ -415,7 +414,7 @@ def test_workflows_name_what_is_there():
     commands = [step["run"] for _, job in jobs() for step in job.get("steps", []) if "run" in step]
     assert not any("${{" in command for command in commands)  # values come in by the environment
     named = re.findall(r"(?:scripts|requirements|\.ci)/[\w./-]+", " ".join(commands))
-    scripts = {f"scripts/{name}" for name in ("compat", "nightly", "release", "sbom", "setup")}
+    scripts = {f"scripts/{name}" for name in ("compat", "nightly", "release", "setup")}
     assert {".ci/run", "requirements/release.txt", "requirements/wheels.txt"} | scripts == set(named)
     assert all((ROOT / name).is_file() for name in named)
 
@@ -450,6 +449,19 @@ def test_issue_templates_are_forms():
 
 def test_every_script_is_executable_and_documented():
     scripts = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
+    assert len(scripts) <= 14
     documented = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
     assert [path.name for path in scripts if not os.access(path, os.X_OK)] == []
     assert [path.name for path in scripts if f"scripts/{path.name}" not in documented] == []
+
+
+def test_every_measured_page_has_a_command():
+    for name in ("transformers", "triton"):
+        pytest.importorskip(name)
+    listed = re.findall(r"^    scripts/docs ([a-z-]+) ", (ROOT / "scripts/docs").read_text(), re.MULTILINE)
+    modules = [importlib.import_module(f"scripts.pages.{name.replace('-', '_')}") for name in listed]
+    assert all(module.__doc__ and module.add_arguments and module.run for module in modules)
+    shared = {"page", "base-models"}
+    assert {path.stem.replace("_", "-") for path in (ROOT / "scripts/pages").glob("*.py")} == {*listed} | shared
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert {*re.findall(r"`scripts/docs ([a-z-]+)", pages)} <= {*listed}

@@ -76,7 +76,7 @@ def test_the_page_lists_every_fault_and_what_names_it():
     rows = re.findall(r"^\| (?:also: )?([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {name: (doctor, compare) for name, doctor, compare in rows if name not in ("fault", "---")}
     assert list(listed) == [name for name, bug in BUGS.items() if not bug.harmless], (
-        "run scripts/planted-faults --write"
+        "run scripts/docs planted-faults --write"
     )
     for name in PORT_BUGS.keys() & listed.keys():
         if BUGS[name].requires:

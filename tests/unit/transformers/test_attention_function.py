@@ -81,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "side"), CASES)
 def test_outputs_and_weights(name, side):
-    """The whole product of models, padding and generation is in scripts/implementation-coverage."""
+    """The whole product of models, padding and generation is in scripts/docs implementation-coverage."""
     tiny, inputs = TINY[name], TINY[name].inputs(side)
     double = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     model = tiny.build("regard")

@@ -1,15 +1,11 @@
-#!/usr/bin/env python
-"""Compile every Triton kernel for every target, and write registers, spills and matrix instructions to a file.
-
-    scripts/kernel-resources            all targets
-    scripts/kernel-resources sm90       print those of some targets, write nothing
-    scripts/kernel-resources --check    compare with the recorded ones of the same Triton, write nothing
+"""Compile every Triton kernel for every target, and print registers, spills and matrix instructions.
 
 Needs Triton, and no GPU. Exits 1 if a kernel spills, has no matrix instruction, or needs too much memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 
@@ -20,13 +16,20 @@ from regard.engines.triton_check import RESOURCES_FILE, list_variants
 from regard.engines.triton_compile import SHARED_LIMITS, TARGETS, measure_resources
 
 
-def main() -> None:
-    checks = "--check" in sys.argv
-    chosen = [name for name in sys.argv[1:] if name != "--check"]
-    recorded = json.loads(RESOURCES_FILE.read_text("utf-8")) if checks else {}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: {' '.join(TARGETS)}")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="compare with the file, if its Triton is the same")
+    mode.add_argument("--write", action="store_true", help=f"write {RESOURCES_FILE.name} from all targets")
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.write and options.targets:
+        sys.exit("scripts/docs kernel-resources: --write needs all targets")
+    recorded = json.loads(RESOURCES_FILE.read_text("utf-8")) if options.check else {}
     kernels: dict[str, dict[str, dict[str, int]]] = {}
     wrong = 0
-    for target in chosen or TARGETS:
+    for target in options.targets or TARGETS:
         kernels[target] = {}
         for head_dim in (64, 128):
             for variant in list_variants(torch.bfloat16, head_dim):
@@ -36,12 +39,8 @@ def main() -> None:
                     is_wrong = is_wrong or found != recorded["kernels"][target][variant.name]
                 wrong += bool(is_wrong)
                 print(f"{target} {variant.name}: {found}{'  WRONG' if is_wrong else ''}", flush=True)
-    if not (chosen or checks):
+    if options.write:
         written = {"triton": triton.__version__, "kernels": kernels}
         RESOURCES_FILE.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
     if wrong:
         sys.exit(f"{wrong} kernels to change")
-
-
-if __name__ == "__main__":
-    main()

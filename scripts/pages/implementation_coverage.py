@@ -1,9 +1,4 @@
-#!/usr/bin/env python
 """Compare `attn_implementation="regard"` with `sdpa` and `eager` over the base models of the installed transformers.
-
-    scripts/implementation-coverage                 all base models; takes long
-    scripts/implementation-coverage gpt2 llama      these model types
-    scripts/implementation-coverage --page          write docs/implementation-coverage.md
 
 Every base model that can be built tiny from its configuration runs with `sdpa`, with `regard`, and with `regard` and
 `output_attentions=True`. If a class of its type generates text, that generates 8 tokens with each implementation:
@@ -20,16 +15,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers as hf
@@ -42,13 +31,18 @@ from regard import RegardError
 from regard.testing import assert_matches
 from regard.transformers import AttentionWeights
 from regard.transformers.attention_function import attention_forward
+from tests.helpers.base_models import build_model, flatten_tensors
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from .base_models import (
+    Result,
+    Row,
+    add_model_options,
+    check_models,
+    describe_error,
+    format_rows,
+)
+from .page import write_page
 
-from tests.helpers.base_models import VARIANTS, build_model, flatten_tensors, list_models  # noqa: E402
-
-PAGE = ROOT / "docs" / "implementation-coverage.md"
 WINDOW = 5
 ATTENTIONS = ("encoder_attentions", "decoder_attentions", "cross_attentions", "attentions")
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -60,6 +54,18 @@ MODES: dict[str, dict[str, Any]] = {
 REMARKS = {"bit-equal": 2, "equal to eager": 1, "refused": 0, "failed": 0, "outside": 3}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, "implementation-coverage")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the models and print the results; return 1 if any failed."""
+    rows, counts = check_models(options.only, check_variant)
+    if options.write:
+        write_page("implementation-coverage", format_page(rows, counts))
+    return int(counts["failed"] > 0)
+
+
 class OutsideError(Exception):
     """The layers of a model do not call the function of the implementation."""
 
@@ -68,7 +74,7 @@ class DifferenceError(Exception):
     """Outputs or weights differ."""
 
 
-def run(model: Any, implementation: str, inputs: dict[str, Any], **options: Any) -> Any:
+def run_model(model: Any, implementation: str, inputs: dict[str, Any], **options: Any) -> Any:
     """Run a model with an implementation."""
     model.set_attn_implementation(implementation)
     torch.manual_seed(1)
@@ -80,27 +86,27 @@ def count_calls(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
     with mock.patch.dict(hf.AttentionInterface._global_mapping) as functions:
         counter = mock.Mock(side_effect=attention_forward)
         functions["regard"] = counter
-        return run(model, "regard", inputs), counter.call_count
+        return run_model(model, "regard", inputs), counter.call_count
 
 
 def check_forward(model: Any, inputs: dict[str, Any]) -> tuple[str, str]:
     """Compare the outputs and the weights of one model."""
     try:
-        reference, result = run(model, "sdpa", inputs), "bit-equal"
+        reference, result = run_model(model, "sdpa", inputs), "bit-equal"
         if not model._supports_sdpa:
             raise ValueError
     except ValueError:
-        reference, result = run(model, "eager", inputs), "equal to eager"
+        reference, result = run_model(model, "eager", inputs), "equal to eager"
     try:
         output, calls = count_calls(model, inputs)
     except RegardError:
         raise
     except Exception as error:
-        raise OutsideError(f"{type(error).__name__}: {str(error)[:80]}") from error
+        raise OutsideError(describe_error(error, 80)) from error
     if not calls:
         raise OutsideError("its layers do not call the function of the implementation")
     compare_outputs(model, inputs, reference, output, result)
-    recorded = run(model, "regard", inputs, output_attentions=True)
+    recorded = run_model(model, "regard", inputs, output_attentions=True)
     compare_outputs(model, inputs, reference, recorded, result)
     return result, f"{calls} calls; {compare_weights(model, inputs, reference)}"
 
@@ -143,7 +149,7 @@ def run_double(model: Any, inputs: dict[str, Any]) -> Any:
     with mock.patch.object(
         torch.nn.functional, "softmax", lambda x, dim=None, dtype=None, **_: softmax(x, dim)
     ):
-        return run(wide, "eager", inputs)
+        return run_model(wide, "eager", inputs)
 
 
 def list_weights(output: Any) -> Iterator[Any]:
@@ -156,14 +162,14 @@ def list_weights(output: Any) -> Iterator[Any]:
 def compare_weights(model: Any, inputs: dict[str, Any], reference: Any) -> str:
     """Check that the weights are those of eager attention; return how many were compared."""
     try:
-        eager = run(model, "eager", inputs, output_attentions=True)
+        eager = run_model(model, "eager", inputs, output_attentions=True)
     except Exception as error:
         return f"eager attention does not return weights ({type(error).__name__})"
-    ours = list(list_weights(run(model, "regard", inputs, output_attentions=True)))
+    ours = list(list_weights(run_model(model, "regard", inputs, output_attentions=True)))
     try:
         return compare_lists(ours, [weights for weights in list_weights(eager) if weights is not None])
     except DifferenceError:
-        pairs = zip(list_outputs(reference), list_outputs(run(model, "eager", inputs)), strict=True)
+        pairs = zip(list_outputs(reference), list_outputs(run_model(model, "eager", inputs)), strict=True)
         if all(torch.allclose(a, b, rtol=1e-2, atol=1e-2, equal_nan=True) for a, b in pairs):
             raise
         return "weights differ from eager attention, whose outputs differ from those of sdpa"
@@ -260,76 +266,41 @@ def generates_equally(model: Any, options: dict[str, Any]) -> bool:
     return True
 
 
-def check_model(model_class: type, config_class: Any) -> tuple[str, str]:
-    """Check one model in the first variant that runs."""
-    remark = ""
-    for variant in VARIANTS:
-        try:
-            model, _, inputs, _ = build_model(model_class, config_class, variant)
-        except Exception as error:
-            remark = (
-                remark or f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
-            )
-            if isinstance(error, ImportError | NotImplementedError) or "required positional" in remark:
-                break
-            continue
-        if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-            return "without attention", ""
-        try:
-            result, remark = check_forward(model, inputs)
-            return result, remark + check_generate(config_class, variant)
-        except OutsideError as error:
-            return "outside", str(error)
-        except RegardError as error:
-            return "refused", str(error.received)
-        except Exception as error:
-            message = str(error).splitlines()[0][:160] if str(error) else ""
-            return "failed", message if isinstance(
-                error, DifferenceError
-            ) else f"{type(error).__name__}: {message}"
-    return "not built", remark
+def check_variant(variant: str, built: tuple[Any, ...]) -> tuple[Result, bool]:
+    """Check one model; the first variant that can be built is the last."""
+    model, _, inputs, _ = built
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        return ("without attention", ""), True
+    try:
+        result, remark = check_forward(model, inputs)
+        remark += check_generate(type(model.config), variant)
+    except OutsideError as error:
+        result, remark = "outside", str(error)
+    except RegardError as error:
+        result, remark = "refused", str(error.received)
+    except DifferenceError as error:
+        result, remark = "failed", str(error).splitlines()[0][:160]
+    except Exception as error:
+        result, remark = "failed", describe_error(error, 160)
+    return (result, remark), True
 
 
-def main() -> int:
-    """Check the models and print the results; return 1 if any failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("only", nargs="*", help="model types; default: all")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    hf.logging.set_verbosity_error()
-    torch.set_grad_enabled(False)
-    rows: dict[str, tuple[str, str]] = {}
-    for model_type, model_class, config_class in list_models():
-        if (options.only and model_type not in options.only) or model_class.__name__ in rows:
-            continue
-        rows[model_class.__name__] = result, remark = check_model(model_class, config_class)
-        print(f"{result:14} {model_class.__name__:40} {remark}", flush=True)
-    counts = Counter(result for result, _ in rows.values())
-    print(dict(counts))
-    if options.page:
-        PAGE.write_text(format_page(rows, counts))
-    return int(counts["failed"] > 0)
-
-
-def format_page(rows: dict[str, tuple[str, str]], counts: Counter[str]) -> str:
+def format_page(rows: list[Row], counts: Counter[str]) -> str:
     """Format docs/implementation-coverage.md."""
     ran = sum(counts[result] for result in REMARKS)
     inside = ran - counts["outside"]
-    generating = {mode: sum(mode in remark for _, remark in rows.values()) for mode in MODES}
+    generating = {mode: sum(mode in remark for *_, remark in rows) for mode in MODES}
     lines = [
         '# Models with `attn_implementation="regard"`',
         "",
-        "`scripts/implementation-coverage` builds a tiny version of every transformers base model from its",
+        "`scripts/docs implementation-coverage` builds a tiny version of every transformers base model from its",
         "configuration and runs it with the implementations `sdpa`, `eager` and `regard`, with and without",
         f"`output_attentions=True`. Of {ran} that ran with transformers {hf.__version__}, {inside} call the function",
         f"of the implementation. The outputs of {counts['bit-equal']} equal those of `sdpa` in every bit.",
         f"{counts['equal to eager']} do not support `sdpa`, and theirs equal those of `eager` under the error rule.",
         f"{counts['refused']} are refused with a hint, and {counts['failed']} failed.",
         "",
-        f"The weights of {sum('matrices equal' in remark for _, remark in rows.values())} models equal those that",
+        f"The weights of {sum('matrices equal' in remark for *_, remark in rows)} models equal those that",
         "`eager` returns, in number, shape and value. The others return none, or their `eager` and `sdpa` differ in",
         "the outputs already; the remark says which. The weights of a layer with a sink include it, whatever its",
         "`eager` returns.",
@@ -341,16 +312,6 @@ def format_page(rows: dict[str, tuple[str, str]], counts: Counter[str]) -> str:
         "Models outside choose their attention by other means. Load them with their own implementation, and record",
         "them with `regard.watch`, which reads [nearly all of them](lens-coverage.md).",
         "",
-        "| model | result | remark |",
-        "| --- | --- | --- |",
+        format_rows(sorted((row for row in rows if row[1] in REMARKS), key=lambda row: REMARKS[row[1]])),
     ]
-    shown = [(name, *row) for name, row in rows.items() if row[0] in REMARKS]
-    lines += [
-        f"| {name} | {result} | {remark.replace('|', ' ')} |"
-        for name, result, remark in sorted(shown, key=lambda row: REMARKS[row[1]])
-    ]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(lines)

@@ -1,11 +1,4 @@
-#!/usr/bin/env python
 """Count the model classes of the installed transformers that `regard.watch` captures.
-
-    scripts/lens-coverage                 all base models; takes long
-    scripts/lens-coverage gpt2 llama      these model types
-    scripts/lens-coverage --page          write docs/lens-coverage.md
-    scripts/lens-coverage --edits         edit every model with regard.intervene instead; with --page, write
-                                          docs/edit-coverage.md
 
 Every base model that can be built tiny from its configuration runs twice, plain and watched. Sizes and inputs are tried
 in several variants until one runs. A model is *captured* if the outputs are bit-identical, every layer gave a matrix,
@@ -21,14 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
-import sys
-import warnings
 from collections import Counter
-from pathlib import Path
+from functools import partial
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers as hf
@@ -36,47 +24,39 @@ import transformers as hf
 import regard
 from regard import NotCapturedError, RegardError
 from regard.interventions import ablate, knockout
+from tests.helpers.base_models import flatten_tensors, list_attentions
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.helpers.base_models import (  # noqa: E402
-    VARIANTS,
-    build_model,
-    flatten_tensors,
-    list_attentions,
-    list_models,
-)
-
-PAGE = ROOT / "docs" / "lens-coverage.md"
-EDITS_PAGE = PAGE.with_name("edit-coverage.md")
+from .base_models import Result, Row, add_model_options, check_models, format_rows
+from .page import write_page
 
 
-def check_model(model_class: type, config_class: Any, edits: bool = False) -> tuple[str, str]:
-    """Check one model in the first variant that runs; if that has no attention, in those after it."""
-    result, remark = "", ""
-    for variant in VARIANTS:
-        try:
-            model, config, inputs, plain = build_model(model_class, config_class, variant)
-        except Exception as error:
-            message = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
-            result, remark = result or "not built", remark or message
-            if isinstance(error, ImportError | NotImplementedError) or "required positional" in message:
-                break
-            continue
-        result, remark = (
-            run_edited(model, inputs, plain)
-            if edits
-            else run_watched(model, model_class, config, inputs, plain)
-        )
-        if "called no watched attention function" not in remark:
-            break
-    return result, remark
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, "lens-coverage")
+    parser.add_argument(
+        "--edits",
+        action="store_true",
+        help="check regard.intervene instead of regard.watch; --write then writes docs/edit-coverage.md",
+    )
 
 
-def run_watched(
-    model: Any, model_class: type, config: Any, inputs: dict[str, Any], plain: Any
-) -> tuple[str, str]:
+def run(options: argparse.Namespace) -> int:
+    """Check the models and print the results; return 1 if any failed."""
+    rows, counts = check_models(options.only, partial(check_variant, edits=options.edits))
+    if options.write and options.edits:
+        write_page("edit-coverage", format_edits_page(rows, counts))
+    elif options.write:
+        write_page("lens-coverage", format_page(rows, counts))
+    return int(counts["failed"] > 0)
+
+
+def check_variant(variant: str, built: tuple[Any, ...], edits: bool) -> tuple[Result, bool]:
+    """Check one variant of a model; one that calls no attention is not the last to try."""
+    model, config, inputs, plain = built
+    result = run_edited(model, inputs, plain) if edits else run_watched(model, config, inputs, plain)
+    return result, "called no watched attention function" not in result[1]
+
+
+def run_watched(model: Any, config: Any, inputs: dict[str, Any], plain: Any) -> Result:
     """Run a model that runs plain; return the result and a remark."""
     try:
         with regard.watch(model) as recording:
@@ -94,10 +74,10 @@ def run_watched(
     pairs = list(zip(flatten_tensors(plain), flatten_tensors(watched), strict=True))
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
         return "failed", "outputs changed"
-    return compare_with_eager(model, model_class, config, inputs, recording)
+    return compare_with_eager(model, config, inputs, recording)
 
 
-def run_edited(model: Any, inputs: dict[str, Any], plain: Any) -> tuple[str, str]:
+def run_edited(model: Any, inputs: dict[str, Any], plain: Any) -> Result:
     """Edit the last attention layer of a model that runs plain; return the result and a remark."""
 
     def run(*edits: Any, record: bool = False) -> tuple[Any, Any]:
@@ -145,15 +125,13 @@ def run_edited(model: Any, inputs: dict[str, Any], plain: Any) -> tuple[str, str
     return "edited", f"{name}: {knocked.applied[0]['path']}"
 
 
-def compare_with_eager(
-    model: Any, model_class: type, config: Any, inputs: dict[str, Any], recording: Any
-) -> tuple[str, str]:
+def compare_with_eager(model: Any, config: Any, inputs: dict[str, Any], recording: Any) -> Result:
     """Check that the weights of eager attention are among the captured ones."""
     calls = [call for layer in recording for call in recording.calls(layer)]
     remark = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
     try:
         torch.manual_seed(0)
-        eager = model_class._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+        eager = type(model)._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
         eager.load_state_dict(model.state_dict())
         torch.manual_seed(1)
         output = eager(**inputs, output_attentions=True)
@@ -190,42 +168,14 @@ def compare_with_eager(
     return "captured", remark
 
 
-def main() -> int:
-    """Check the models and print the results; return 1 if any failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    parser.add_argument("--edits", action="store_true", help="check regard.intervene instead of regard.watch")
-    parser.add_argument("only", nargs="*", help="model types; default: all")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    hf.logging.set_verbosity_error()
-    torch.set_grad_enabled(False)
-    rows = []
-    for model_type, model_class, config_class in list_models():
-        if options.only and model_type not in options.only:
-            continue
-        result, remark = check_model(model_class, config_class, options.edits)
-        rows.append((model_class.__name__, result, remark))
-        print(f"{result:10} {model_class.__name__:40} {remark}", flush=True)
-    counts = Counter(result for _, result, _ in rows)
-    print(dict(counts))
-    if options.page and options.edits:
-        EDITS_PAGE.write_text(format_edits_page(rows, counts))
-    elif options.page:
-        PAGE.write_text(format_page(rows, counts))
-    return int(counts["failed"] > 0)
-
-
-def format_page(rows: list[tuple[str, str, str]], counts: Counter[str]) -> str:
+def format_page(rows: list[Row], counts: Counter[str]) -> str:
     """Format docs/lens-coverage.md."""
     ran = counts["captured"] + counts["rejected"] + counts["failed"]
     lines = [
         "# Models that the lens captures",
         "",
-        "`scripts/lens-coverage` builds a tiny version of every transformers base model from its configuration and",
-        f"runs it plain and watched. Of {ran} that ran with transformers {hf.__version__},",
+        "`scripts/docs lens-coverage` builds a tiny version of every transformers base model from its configuration",
+        f"and runs it plain and watched. Of {ran} that ran with transformers {hf.__version__},",
         f"{counts['captured']} are captured, {counts['rejected']} are rejected with a hint, "
         f"and {counts['failed']} failed.",
         f"{counts['without attention']} more have no attention, and {counts['not built']} could not be built tiny "
@@ -249,42 +199,29 @@ def format_page(rows: list[tuple[str, str, str]], counts: Counter[str]) -> str:
         "Attention computes its weights without calling a watched function",
         "```",
         "",
-        "| model | result | remark |",
-        "| --- | --- | --- |",
+        format_rows(row for row in rows if row[1] not in ("not built", "without attention")),
     ]
-    lines += [
-        f"| {name} | {result} | {remark.replace('|', ' ')} |"
-        for name, result, remark in rows
-        if result not in ("not built", "without attention")
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def format_edits_page(rows: list[tuple[str, str, str]], counts: Counter[str]) -> str:
+def format_edits_page(rows: list[Row], counts: Counter[str]) -> str:
     """Format docs/edit-coverage.md."""
     ran = counts["edited"] + counts["refused"] + counts["failed"]
     lines = [
         "# Models that can be edited",
         "",
-        "`scripts/lens-coverage --edits` builds a tiny version of every transformers base model from its configuration",
-        "and edits its last attention layer with `regard.intervene`: a knockout, and the ablation of a head. It checks",
-        "the recorded weights and outputs, that an edit without heads changes no bit, and that nothing stays changed.",
+        "`scripts/docs lens-coverage --edits` builds a tiny version of every transformers base model from its",
+        "configuration and edits its last attention layer with `regard.intervene`: a knockout, and the ablation of a",
+        "head. It checks the recorded weights and outputs, that an edit without heads leaves outputs bit-identical,",
+        "and that nothing stays changed.",
         f"Of {ran} that ran with transformers {hf.__version__}, {counts['edited']} accept edits,",
         f"{counts['refused']} are refused with a reason, and {counts['failed']} failed.",
         "",
         "The last column says how the knockout of all edges to the first key was computed.",
         "",
-        "| model | result | layer and path, or reason |",
-        "| --- | --- | --- |",
+        format_rows(
+            (row for word in ("refused", "failed", "edited") for row in rows if row[1] == word),
+            "layer and path, or reason",
+        ),
     ]
-    order = {"refused": 0, "failed": 1, "edited": 2}
-    shown = [row for row in rows if row[1] in order]
-    lines += [
-        f"| {name} | {result} | {remark.replace('|', ' ')} |"
-        for name, result, remark in sorted(shown, key=lambda row: order[row[1]])
-    ]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(lines)
