@@ -462,6 +462,8 @@ def test_every_measured_page_has_a_command():
     modules = [importlib.import_module(f"scripts.pages.{name.replace('-', '_')}") for name in listed]
     assert all(module.__doc__ and module.add_arguments and module.run for module in modules)
     shared = {"page", "base-models"}
-    assert {path.stem.replace("_", "-") for path in (ROOT / "scripts/pages").glob("*.py")} == {*listed} | shared
+    assert {path.stem.replace("_", "-") for path in (ROOT / "scripts/pages").glob("*.py")} == {
+        *listed
+    } | shared
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     assert {*re.findall(r"`scripts/docs ([a-z-]+)", pages)} <= {*listed}

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-import json
+import builtins
+import inspect
+import re
+from importlib import import_module
+from typing import Any
 
+import numpy as np
 import pytest
 
 import regard
-from regard import ArgumentTypeError, RegardError, attention
-from tests.helpers.wrong_calls import BUILTIN, MESSAGES_FILE, WRONG, key
+from regard import ArgumentError, ArgumentTypeError, AttentionMatrix, RegardError, attention
+from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, key
 
-MESSAGES = json.loads(MESSAGES_FILE.read_text("utf-8"))
+CLASSES = {name: kind for kind, names in OTHER_ERRORS.items() for name in names}
+FUNCTIONS = [getattr(regard, name) for name in regard.__all__] + [*vars(AttentionMatrix).values()]
+KEYWORDS = {name for it in FUNCTIONS if inspect.isfunction(it) for name in inspect.signature(it).parameters}
+
+
+def exists(module: Any, path: str) -> bool:
+    """Return whether a dotted path leads to something, through modules that are imported on first access."""
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module is not None
+
+
+def find_unknown_names(hint: str) -> list[str]:
+    """List the functions, methods and keywords that a hint names and that do not exist."""
+    dotted = re.findall(r"\b(regard|numpy)\.([\w.]*\w)", hint)
+    functions = re.findall(r"(?<![\w.])(\w+)\(", hint)
+    methods = re.findall(r"(?:\bA|\])\.(\w+)", hint)
+    keywords = re.findall(r"\b(\w+)=(?!=)", hint) if ".measure(" not in hint else []  # which takes any name
+    return [
+        *(f"{module}.{path}" for module, path in dotted if not exists(import_module(module), path)),
+        *(name for name in functions if not any(hasattr(place, name) for place in (regard, builtins, np))),
+        *(f"A.{name}" for name in methods if not hasattr(AttentionMatrix, name)),
+        *(f"{name}=" for name in keywords if name not in KEYWORDS),
+    ]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -18,12 +46,29 @@ def test_a_wrong_call_raises_an_error_with_four_parts(name):
     with pytest.raises(RegardError) as caught:
         WRONG[name]()
     error = caught.value
-    assert isinstance(error, BUILTIN[type(error)])
-    assert f"{type(error).__name__}: {error}" == MESSAGES[name]
-    assert all((error.operation, error.received, error.expected, error.hint))
-    assert (
-        str(error) == f"{error.operation}: received {error.received}; expected {error.expected}. {error.hint}"
-    )
+    assert type(error) is CLASSES.get(name, ArgumentError) and isinstance(error, BUILTIN[type(error)])
+    parts = (error.operation, error.received, error.expected, error.hint)
+    assert all(part.strip() == part and part for part in parts)
+    assert all(part in str(error) for part in parts)
+    assert find_unknown_names(error.hint) == []
+
+
+def test_every_listed_class_belongs_to_a_wrong_call():
+    assert CLASSES.keys() <= WRONG.keys() and len(CLASSES) == sum(map(len, OTHER_ERRORS.values()))
+
+
+@pytest.mark.parametrize(
+    ("hint", "unknown"),
+    [
+        ("Call regard.engines.register(MyEngine), or numpy.asarray(array).", []),
+        ("Use regard.engines.registered(it).", ["regard.engines.registered"]),
+        ("Wrap it: densify(array).", ["densify"]),
+        ("Take A[0, 0].explain(3), A.coarsen(512) or A[rows].topmost(2).", ["A.topmost"]),
+        ("For fewer key heads set gqa=True, and align=...", ["gqa="]),
+    ],
+)
+def test_names_that_do_not_exist_are_found_in_a_hint(hint, unknown):
+    assert find_unknown_names(hint) == unknown
 
 
 def test_an_unknown_array_type_is_named_in_the_error():

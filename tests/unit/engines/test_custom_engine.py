@@ -201,10 +201,8 @@ def test_integers_become_floats_and_booleans_are_refused():
     assert regard.attention(one, [[1, 2]]).dtype == np.float64
     with pytest.raises(ArgumentTypeError) as caught:
         regard.attention(Far(np.ones((2, 2), bool)), one)
-    assert str(caught.value) == (
-        "attention: received query as an array of bool with shape (2, 2); expected real numbers. "
-        "Convert it to a floating-point dtype first."
-    )
+    assert "bool" in caught.value.received and "(2, 2)" in caught.value.received
+    assert "floating-point" in caught.value.hint
 
 
 def test_a_registered_name_is_replaced():
@@ -230,32 +228,28 @@ class Nameless(FarEngine):
 @pytest.mark.parametrize(
     ("engine", "received"),
     [
-        (FarEngine, "the class FarEngine"),
-        (SimpleNamespace(name="mine", owns=len), "a SimpleNamespace without xp, is_asynchronous, to_numpy …"),
-        (Nameless(), "a Nameless named ''"),
+        (FarEngine, "class FarEngine"),
+        (SimpleNamespace(name="mine", owns=len), "SimpleNamespace without xp, is_asynchronous, to_numpy"),
+        (Nameless(), "Nameless named ''"),
     ],
 )
 def test_an_object_that_is_no_engine_is_refused(engine, received):
     with pytest.raises(ArgumentTypeError) as caught:
         register(engine)
-    assert str(caught.value) == (
-        f"register: received {received}; expected an engine instance with its own name. "
-        "Subclass regard.engines.ArrayEngine and pass an instance: register(MyEngine())."
-    )
+    assert caught.value.operation == "register" and received in caught.value.received
+    assert "regard.engines.ArrayEngine" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [((), "a registered engine; none is registered"), (("far", "near"), "one of 'far', 'near'")],
+    [((), "none is registered"), (("far", "near"), "'far', 'near'")],
 )
 def test_an_unknown_engine_is_refused(names, expected, monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict.fromkeys(names, FarEngine()))
     with pytest.raises(ArgumentTypeError) as caught:
         registry.get_engine("mine")
-    assert str(caught.value) == (
-        f"engines.get_engine: received the name 'mine'; expected {expected}. "
-        "Register it first: regard.engines.register(MyEngine())."
-    )
+    assert "'mine'" in caught.value.received and expected in caught.value.expected
+    assert "regard.engines.register(" in caught.value.hint
 
 
 @pytest.mark.parametrize("method", ["owns", "to_numpy"])

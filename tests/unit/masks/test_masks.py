@@ -242,10 +242,7 @@ def test_a_mask_copies_its_parameters() -> None:
 def test_a_mask_has_no_truth_value(wrong: Any) -> None:
     with pytest.raises(regard.ArgumentTypeError) as caught:
         wrong()
-    assert str(caught.value) == (
-        "a mask as a truth value: received causal(); expected masks combined by & | ~. Write mask & other, not "
-        "`mask and other`."
-    )
+    assert "causal()" in caught.value.received and "mask & other" in caught.value.hint
 
 
 @pytest.mark.parametrize("other", [True, np.ones((2, 2), bool), None])
