@@ -6,6 +6,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +17,12 @@ from regard.validation import check_align
 # If |query| · |key| · scale is above this, a weight must not be recomputed from the lse of another computation: a score
 # then has an error of eps times this, and its weight the same relative error.
 EXACT_ROWS_LIMIT = 64
+
+
+class Resolvable(Protocol):
+    """A mask or a score modification that resolves some of its numbers for a frame."""
+
+    def resolve(self, frame: Frame) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,21 @@ class Frame:
             which: Positions in `selected`.
         """
         return Frame(self.leading_shape, self.q_len, self.kv_len, self.selected[which])
+
+    @cached_property
+    def _resolved(self) -> dict[int, tuple[Resolvable, Any]]:
+        return {}
+
+    def resolve(self, part: Resolvable) -> Any:
+        """Return what a mask or a score modification needs in every block of this frame, computed once.
+
+        Args:
+            part: A value that is never changed, with a method `resolve(frame)`.
+        """
+        known = self._resolved.get(id(part))
+        if known is None or known[0] is not part:  # a copy of the frame holds copies of its parts
+            known = self._resolved[id(part)] = part, part.resolve(self)
+        return known[1]
 
     def offset(self, align: Align | None, operation: str) -> int:
         """Return the number to add to `q_idx` to get the position of the query among the keys.

@@ -79,7 +79,7 @@ def run_fused_product(
             return None  # a live NaN or inf, which the kernel spreads farther than guaranteed
         outputs.append(output[0, ..., : value.shape[-1]])
         lses.append(lse[0])
-        num_calls += sum(len(band.blocks) for band in bands)
+        num_calls += sum([len(band.blocks) for band in bands])
     used = " and ".join(sorted(names)) or kernel.name
     name = f"torch: {used}, {lowering.describe_bands(bands, num_calls)}"
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

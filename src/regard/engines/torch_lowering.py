@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.frame import Frame, is_contiguous
+from regard.frame import Frame
 from regard.masks import Mask
 from regard.masks.window import BandMask
 from regard.problem import Problem
 from regard.tiling import TileSizes, tile_sizes
-from regard.types import Array, IntArray
+from regard.types import IntArray
 
 Tensor = Any  # torch's types are not checked
 TileBuilder = Callable[[range, range], Tensor]
@@ -65,16 +65,15 @@ def lower_mask(
         inside = (splits.columns > kv_range.start) & (splits.columns < kv_range.stop)
         column_splits = np.append(column_splits, splits.columns[inside])
     bands: list[LoweredBand] = []
-    starts = [q_range.start, *(int(row) for row in row_splits if q_range.start < row < q_range.stop)]
+    inner_rows = row_splits[(row_splits > q_range.start) & (row_splits < q_range.stop)]
+    starts = [q_range.start, *inner_rows.tolist()]
     diagonals = set() if mask is None else mask.diagonals(frame)
     for start, stop in zip(starts, [*starts[1:], q_range.stop], strict=True):
         # If rows begin in the middle, columns split at the same corner leave a full and a causal block.
-        corners = [
-            corner
-            for diagonal in diagonals
-            for corner in (start + diagonal, stop + diagonal)
-            if kv_range.start < corner < kv_range.stop
-        ]
+        corners = []
+        for diagonal in diagonals:
+            ends = (start + diagonal, stop + diagonal)
+            corners += [corner for corner in ends if kv_range.start < corner < kv_range.stop]
         columns = np.union1d(column_splits, corners) if corners else column_splits
         band = _lower_band(frame, mask, range(start, stop), columns, kv_range.stop, has_bias, sizes)
         if len(band.rows) > sizes.mask_tile_rows and any(block.has_tile for block in band.blocks):
@@ -98,9 +97,11 @@ def _lower_band(
     if mask is not None:
         nonempty, full = mask.classify_blocks(frame, rows.start, rows.stop, starts, stops)
     live = np.flatnonzero(nonempty)
-    if _should_join(live, full, starts, stops, len(rows), sizes):
+    adjoining = len(live) > 1 and live[-1] - live[0] == len(live) - 1
+    if adjoining and len(rows) <= sizes.mask_tile_rows and not full[live].all():
         columns = range(int(starts[live[0]]), int(stops[live[-1]]))
-        return LoweredBand(rows, (KernelBlock(columns, False, True),))
+        if len(columns) <= sizes.joined_columns:  # one more call would cost more than a larger tile
+            return LoweredBand(rows, (KernelBlock(columns, False, True),))
     blocks: list[KernelBlock] = []
     for i in live:
         columns = range(int(starts[i]), int(stops[i]))
@@ -123,21 +124,12 @@ def _lower_band(
     return LoweredBand(rows, tuple(blocks))
 
 
-def _should_join(
-    live: IntArray, full: Array, starts: IntArray, stops: IntArray, num_rows: int, sizes: TileSizes
-) -> bool:
-    """Return whether small adjoining blocks become one with a tile: a call costs more than the tile it saves."""
-    if len(live) < 2 or num_rows > sizes.mask_tile_rows or full[live].all() or not is_contiguous(live):
-        return False
-    return bool(stops[live[-1]] - starts[live[0]] <= sizes.joined_columns)
-
-
 def describe_bands(bands: list[LoweredBand], num_calls: int) -> str:
     """Describe lowered bands in a few words, for `A.kernel`."""
     if num_calls == 1 and len(bands) == 1 and bands[0].blocks:
         block = bands[0].blocks[0]
         return "causal" if block.is_causal else "masked" if block.has_tile else "no mask"
-    num_tiles = sum(block.has_tile for band in bands for block in band.blocks)
+    num_tiles = sum([block.has_tile for band in bands for block in band.blocks])
     return f"{num_calls} blocks" + (f", {num_tiles} with a mask tile" if num_tiles else "")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -110,6 +112,14 @@ class Mask:
             frame: The (batch, head) pairs and the lengths.
         """
         return SplitPoints(np.arange(0, frame.q_len, tile_sizes().mask_rows), np.array([0]))
+
+    def intersect(self, other: Mask) -> Mask | None:
+        """Return one mask that is equal to `self & other` and cheaper to evaluate; None if there is none.
+
+        Args:
+            other: Another mask.
+        """
+        return None
 
     def diagonal(self, frame: Frame) -> int | None:
         """Return the highest allowed kv_idx − q_idx if that is the only limit, and equal for all heads; else None.
@@ -239,12 +249,17 @@ def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, oper
 class _CombinedMask(Mask):
     parts: tuple[Mask, ...]
 
+    @property
+    def _evaluated(self) -> Sequence[Mask]:
+        """The masks to evaluate in place of the parts."""
+        return self.parts
+
     def check(self, frame: Frame) -> None:
         for part in self.parts:
             part.check(frame)
 
     def split_points(self, frame: Frame) -> SplitPoints:
-        splits = [part.split_points(frame) for part in self.parts]
+        splits = [part.split_points(frame) for part in self._evaluated]
         rows, columns = (np.unique(np.concatenate(positions)) for positions in zip(*splits, strict=True))
         for diagonal in self.diagonals(frame):
             # Corners on the diagonal make causal blocks.
@@ -254,11 +269,11 @@ class _CombinedMask(Mask):
         )
 
     def diagonals(self, frame: Frame) -> set[int]:
-        return {diagonal for part in self.parts for diagonal in part.diagonals(frame)}
+        return {diagonal for part in self._evaluated for diagonal in part.diagonals(frame)}
 
     @property
     def is_relative(self) -> bool:
-        return all(part.is_relative for part in self.parts)
+        return all(part.is_relative for part in self._evaluated)
 
     @property
     def is_key_only(self) -> bool:
@@ -271,7 +286,7 @@ class _CombinedMask(Mask):
     def _restrict_parts(self, frame: Frame, rows: range, columns: range, decisive: bool) -> Mask | bool:
         """Restrict each part; a part that is `decisive` on the block decides the whole."""
         rest: list[Mask] = []
-        for part in self.parts:
+        for part in self._evaluated:
             restricted = part.restrict(frame, rows, columns)
             if restricted is decisive:
                 return decisive
@@ -293,19 +308,32 @@ class _CombinedMask(Mask):
 class AndMask(_CombinedMask):
     """Mask of the entries that every part allows."""
 
+    @cached_property
+    def _evaluated(self) -> Sequence[Mask]:
+        masks: list[Mask] = []
+        for part in self.parts:
+            for i, mask in enumerate(masks):
+                if (both := mask.intersect(part)) is not None:
+                    masks[i] = both
+                    break
+            else:
+                masks.append(part)
+        return masks
+
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
-        for part in self.parts[1:]:
+        allowed = self._evaluated[0].allows(frame, q_idx, kv_idx, xp)
+        for part in self._evaluated[1:]:
             allowed = allowed & part.allows(frame, q_idx, kv_idx, xp)
         return allowed
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        kinds = [part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
-        return BlockKinds(
-            np.all([kind.nonempty for kind in kinds], 0), np.all([kind.full for kind in kinds], 0)
-        )
+        nonempty, full = self._evaluated[0].classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+        for part in self._evaluated[1:]:
+            own_nonempty, own_full = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+            nonempty, full = nonempty & own_nonempty, full & own_full
+        return BlockKinds(nonempty, full)
 
     def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
         return self._restrict_parts(frame, rows, columns, decisive=False)
@@ -326,10 +354,11 @@ class OrMask(_CombinedMask):
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        kinds = [part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi) for part in self.parts]
-        return BlockKinds(
-            np.any([kind.nonempty for kind in kinds], 0), np.any([kind.full for kind in kinds], 0)
-        )
+        nonempty, full = self.parts[0].classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+        for part in self.parts[1:]:
+            own_nonempty, own_full = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+            nonempty, full = nonempty | own_nonempty, full | own_full
+        return BlockKinds(nonempty, full)
 
     def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
         return self._restrict_parts(frame, rows, columns, decisive=True)

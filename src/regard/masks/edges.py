@@ -57,7 +57,6 @@ class PositionSet:
     def __init__(self, positions: Positions, parameter: str) -> None:
         self.parameter = parameter
         self.chosen: slice | IntArray = slice(None) if positions is None else _check(positions, parameter)
-        self._counts: tuple[int, IntArray] | None = None
 
     @property
     def is_all(self) -> bool:
@@ -72,9 +71,7 @@ class PositionSet:
 
     def count_before(self, length: int) -> IntArray:
         """Return how many positions are chosen before each one: (length + 1,)."""
-        if self._counts is None or self._counts[0] != length:
-            self._counts = length, np.concatenate([[0], np.cumsum(self.select(length))])
-        return self._counts[1]
+        return np.concatenate([[0], np.cumsum(self.select(length))])
 
     def find_edges(self, length: int) -> IntArray:
         """Return the positions at which a run of chosen positions begins or ends."""
@@ -137,20 +134,19 @@ class EdgeMask(Mask):
     queries: PositionSet
     keys: PositionSet
 
+    def resolve(self, frame: Frame) -> tuple[IntArray, IntArray]:
+        """Return how many queries and keys are chosen before each position: (q_len + 1,) and (kv_len + 1,)."""
+        return self.queries.count_before(frame.q_len), self.keys.count_before(frame.kv_len)
+
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        rows, columns = (
-            np.diff(chosen.count_before(length))[positions] > 0
-            for chosen, length, positions in (
-                (self.queries, frame.q_len, q_idx),
-                (self.keys, frame.kv_len, kv_idx),
-            )
-        )
+        queries, keys = frame.resolve(self)
+        rows, columns = queries[q_idx + 1] > queries[q_idx], keys[kv_idx + 1] > keys[kv_idx]
         return xp.asarray(rows)[None, :, None] & xp.asarray(columns)[None, None, :]
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        rows, columns = self.queries.count_before(frame.q_len), self.keys.count_before(frame.kv_len)
+        rows, columns = frame.resolve(self)
         num_rows, num_columns = rows[q_hi] - rows[q_lo], columns[kv_hi] - columns[kv_lo]
         return BlockKinds(
             (num_columns > 0) & (num_rows > 0), (num_columns == kv_hi - kv_lo) & (num_rows == q_hi - q_lo)

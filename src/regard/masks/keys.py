@@ -107,15 +107,15 @@ class KeyRangeMask(Mask):
     side: Literal["left", "right"]
     constructor: str = field(compare=False)
 
-    def _range(self, frame: Frame) -> tuple[IntArray, IntArray]:
-        """Return the first allowed key and the one after the last, (pairs or 1, 1, 1) each."""
-        count = frame.per_batch(self.count.array, 0, self.constructor)[:, None, None]
+    def resolve(self, frame: Frame) -> tuple[IntArray, IntArray]:
+        """Return the first allowed key and the one after the last, (pairs or 1, 1) each."""
+        count = frame.per_batch(self.count.array, 0, self.constructor)[:, None]
         if self.side == "right":
             return np.zeros_like(count), count
         return frame.kv_len - count, np.full_like(count, frame.kv_len)
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        start, stop = self._range(frame)
+        start, stop = (limit[..., None] for limit in frame.resolve(self))
         keys = xp.asarray(kv_idx)[None, None, :]
         allowed = keys < as_limit(stop, xp) if self.side == "right" else keys >= as_limit(start, xp)
         return xp.broadcast_to(allowed, (allowed.shape[0], len(q_idx), len(kv_idx)))
@@ -123,12 +123,12 @@ class KeyRangeMask(Mask):
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        start, stop = (limit[:, 0] for limit in self._range(frame))
+        start, stop = frame.resolve(self)
         nonempty = (np.maximum(kv_lo, start) < np.minimum(kv_hi, stop)).any(0)
         return BlockKinds(nonempty, ((kv_lo >= start) & (kv_hi <= stop)).all(0))
 
     def split_points(self, frame: Frame) -> SplitPoints:
-        limits = np.concatenate([limit.ravel() for limit in self._range(frame)])
+        limits = np.concatenate([limit.ravel() for limit in frame.resolve(self)])
         return SplitPoints(np.array([0]), sort_splits(limits, frame.kv_len))
 
     @property

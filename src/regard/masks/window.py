@@ -98,30 +98,31 @@ class BandMask(Mask):
     right: IntParameter | None
     align: Align | None
 
-    def _limits(self, frame: Frame) -> tuple[Array, Array]:
-        """Return the lowest and the highest allowed kv_idx − q_idx, (pairs or 1, 1, 1) each."""
+    def resolve(self, frame: Frame) -> tuple[Array, Array]:
+        """Return the lowest and the highest allowed kv_idx − q_idx, (pairs or 1, 1) each."""
         offset = frame.offset(self.align, self._name)
-        low, high = -np.inf, np.inf
         largest = frame.q_len + frame.kv_len  # no window is wider, and sums stay in range
-        if self.left is not None:
-            low = offset - np.minimum(frame.per_head(self.left.array, self._name), largest)[:, None, None]
-        if self.right is not None:
-            high = offset + np.minimum(frame.per_head(self.right.array, self._name), largest)[:, None, None]
-        return low, high
+        left, right = (
+            np.full((1, 1), largest)
+            if side is None
+            else np.minimum(frame.per_head(side.array, self._name), largest)[:, None]
+            for side in (self.left, self.right)
+        )
+        return offset - left, offset + right
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        low, high = self._limits(frame)
+        low, high = (as_limit(limit[..., None], xp) for limit in frame.resolve(self))
         ahead = xp.asarray(kv_idx)[None, None, :] - xp.asarray(q_idx)[None, :, None]
         if self.left is None:
-            return ahead <= as_limit(high, xp)
+            return ahead <= high
         if self.right is None:
-            return ahead >= as_limit(low, xp)
-        return (ahead >= as_limit(low, xp)) & (ahead <= as_limit(high, xp))
+            return ahead >= low
+        return (ahead >= low) & (ahead <= high)
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        low, high = (np.reshape(limit, (-1, 1)) for limit in self._limits(frame))
+        low, high = frame.resolve(self)
         lowest, highest = kv_lo - (q_hi - 1), (kv_hi - 1) - q_lo
         nonempty = (np.maximum(lowest, low) <= np.minimum(highest, high)).any(0)
         return BlockKinds(nonempty, ((lowest >= low) & (highest <= high)).all(0))
@@ -135,14 +136,14 @@ class BandMask(Mask):
 
     def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
         rest = super().restrict(frame, rows, columns)
-        low, _ = self._limits(frame)
+        low, _ = frame.resolve(self)
         if rest is self and columns.start - (rows.stop - 1) >= np.max(low):
             # The left limit is outside this block.
             return BandMask(None, self.right, self.align) if self.right is not None else True
         return rest
 
     def split_points(self, frame: Frame) -> SplitPoints:
-        _, high = self._limits(frame)
+        _, high = frame.resolve(self)
         if np.size(high) > 1 or (self.right is None):
             return super().split_points(frame)
         diagonal = int(np.min(high))  # the last column of row r is r + diagonal
@@ -153,6 +154,15 @@ class BandMask(Mask):
         )
         columns = rows + diagonal
         return SplitPoints(sort_splits(rows, frame.q_len), sort_splits(columns, frame.kv_len))
+
+    def intersect(self, other: Mask) -> Mask | None:
+        if not isinstance(other, BandMask) or other.align != self.align:
+            return None
+        left, right = (
+            own or given if own is None or given is None else IntParameter(np.minimum(own.array, given.array))
+            for own, given in ((self.left, other.left), (self.right, other.right))
+        )
+        return BandMask(left, right, self.align)
 
     def diagonal(self, frame: Frame) -> int | None:
         if self.left is not None or self.right is None or self.right.array.ndim:
