@@ -86,12 +86,12 @@ def pytest_configure(config: pytest.Config) -> None:
 # -- Masks ------------------------------------------------------------------------------------------------
 
 
-@fault("mask-polarity-flipped", "row 8", "regard.masks.dense_mask:DenseMask.allows")
+@fault("mask-polarity-flipped", "row 8", "regard.masks.kinds:DenseMask.allows")
 def _(allows: Function) -> Function:
     return lambda self, *args: ~allows(self, *args)
 
 
-@fault("ignore-means-attend", "row 8", "regard.masks.dense_mask:dense")
+@fault("ignore-means-attend", "row 8", "regard.masks.kinds:dense")
 def _(dense: Function) -> Function:
     return lambda array, true_means="attend": dense(array)
 
@@ -108,31 +108,31 @@ def _(allows: Function) -> Function:
     return lambda self, *args: OrMask.allows(self, *args)
 
 
-@fault("causal-sees-one-ahead", "row 10", "regard.masks.window:causal")
+@fault("causal-sees-one-ahead", "row 10", "regard.masks.kinds:causal")
 def _(causal: Function) -> Function:
     from regard.masks import sliding_window
 
     return lambda align=None: sliding_window(left=None, right=1, align=align)
 
 
-@fault("causal-misses-itself", "row 10", "regard.masks.window:BandMask.allows")
+@fault("causal-misses-itself", "row 10", "regard.masks.kinds:BandMask.allows")
 def _(allows: Function) -> Function:
     return lambda self, frame, q_idx, kv_idx, xp: allows(self, frame, q_idx - 1, kv_idx, xp)
 
 
-@fault("window-one-too-wide", "row 18", "regard.masks.window:sliding_window")
+@fault("window-one-too-wide", "row 18", "regard.masks.kinds:sliding_window")
 def _(sliding_window: Function) -> Function:
     return lambda size=None, **options: sliding_window(
         None if size is None else np.asarray(size) + 1, **options
     )
 
 
-@fault("padding-side-swapped", "guarantee 9", "regard.masks.keys:padding")
+@fault("padding-side-swapped", "guarantee 9", "regard.masks.kinds:padding")
 def _(padding: Function) -> Function:
     return lambda lengths, side="right": padding(lengths, {"left": "right", "right": "left"}.get(side, side))
 
 
-@fault("document-attends-to-earlier-ones", "guarantee 9", "regard.masks.documents:DocumentMask.allows")
+@fault("document-attends-to-earlier-ones", "guarantee 9", "regard.masks.kinds:DocumentMask.allows")
 def _(allows: Function) -> Function:
     def earlier(self: Any, frame: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
         return allows(self, frame, q_idx, kv_idx, xp) | xp.asarray(kv_idx[None, :] < q_idx[:, None])[None]
@@ -140,7 +140,7 @@ def _(allows: Function) -> Function:
     return earlier
 
 
-@fault("partial-block-taken-for-full", "guarantee 9", "regard.masks.window:BandMask.classify_blocks")
+@fault("partial-block-taken-for-full", "guarantee 9", "regard.masks.kinds:BandMask.classify_blocks")
 def _(classify: Function) -> Function:
     def full(self: Any, *args: Any) -> Any:
         may, _ = classify(self, *args)

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 import regard
 from regard import reference
 from regard.engines.native import use_instruction_set
-from regard.masks.dense_mask import DenseMask
-from regard.masks.documents import DocumentMask
-from regard.masks.keys import KeyRangeMask
-from regard.masks.window import BandMask
+from regard.masks.kinds import BandMask, DenseMask, DocumentMask, KeyRangeMask
 from regard.measures import MaxWeight, Sum
 from regard.testing import FACTORS, Case, build_inputs, epsilon
 from regard.testing.cases.factors import MASK_ATOMS

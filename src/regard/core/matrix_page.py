@@ -19,7 +19,7 @@ from regard.core.planner import compute_measures
 from regard.core.products import DenseWeights
 from regard.errors import ArgumentError, TooLargeError
 from regard.masks import Mask
-from regard.masks.intervals import KeyIntervals, find_intervals
+from regard.masks.segments import KeyIntervals, find_intervals
 from regard.measures import Coarse
 from regard.pages.encoding import (
     EncodedArray,

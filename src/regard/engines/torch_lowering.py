@@ -15,7 +15,7 @@ import torch
 
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.window import BandMask
+from regard.masks.kinds import BandMask
 from regard.problem import Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import IntArray

@@ -11,8 +11,7 @@ import numpy as np
 from regard.errors import ArgumentError, IndexOutOfRangeError
 from regard.frame import Frame
 from regard.lens.find import find_positions
-from regard.masks.base import BlockKinds, Mask, SplitPoints
-from regard.masks.parameters import sort_splits
+from regard.masks.base import BlockKinds, Mask, SplitPoints, sort_splits
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 

@@ -14,11 +14,7 @@ from __future__ import annotations
 
 from regard._public import set_public_module
 from regard.masks.base import Mask
-from regard.masks.dense_mask import dense
-from regard.masks.documents import document
-from regard.masks.edges import between
-from regard.masks.keys import first, padding, prefix
-from regard.masks.window import causal, sliding_window
+from regard.masks.kinds import between, causal, dense, document, first, padding, prefix, sliding_window
 
 __all__ = [
     "Mask",

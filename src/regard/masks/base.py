@@ -412,3 +412,9 @@ class NotMask(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.mask})" if isinstance(self.mask, _CombinedMask) else f"~{self.mask}"
+
+
+def sort_splits(positions: IntArray, length: int) -> IntArray:
+    """Return the positions inside an axis in ascending order, with 0 first."""
+    inside = positions[(positions > 0) & (positions < length)]
+    return np.unique(np.concatenate([[0], inside])).astype(np.int64)

@@ -12,11 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from regard.errors import TooLargeError
 from regard.frame import Frame, is_contiguous
 from regard.masks.base import Mask
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 FULL = -1  # the tile of a segment that the mask allows as a whole
+MAX_TILE_BYTES = 1 << 23  # of tiles that are converted to intervals at a time
 EMPTY = -2  # the tile of a block without allowed entries, which has no segment
 
 
@@ -270,3 +273,81 @@ def _join_runs(blocks: IntArray, tiles: IntArray, kv_lo: IntArray, kv_hi: IntArr
     first = np.flatnonzero(np.concatenate([[True], ~joins]))
     last = np.append(first[1:], len(blocks)) - 1
     return np.stack([kv_lo[blocks[first]], kv_hi[blocks[last]], tiles[first]], axis=1).astype(np.int64)
+
+
+# Intervals of single rows
+
+
+class KeyIntervals(NamedTuple):
+    """Intervals of keys of some rows.
+
+    Attributes:
+        offsets: The intervals of row i are `edges[offsets[i] : offsets[i + 1]]`: (rows + 1,).
+        edges: First key of each interval, and the key after its last: (intervals, 2).
+    """
+
+    offsets: IntArray
+    edges: IntArray
+
+
+def find_intervals(
+    mask: Mask | None,
+    frame: Frame,
+    q_idx: IntArray,
+    operation: str,
+    xp: Namespace = np,
+    to_numpy: Callable[[Array], Any] = np.asarray,
+) -> KeyIntervals:
+    """Find the intervals of keys that the rows of one (batch, head) pair may attend to.
+
+    Args:
+        mask: The mask; None allows every key.
+        frame: Frame of one pair.
+        q_idx: Positions of the rows: (rows,).
+        operation: Operation that an error message names.
+        xp: Array API namespace to evaluate the mask with.
+        to_numpy: Conversion of its arrays to NumPy.
+
+    Raises:
+        TooLargeError: If there are more intervals than `tile_sizes().intervals`.
+
+    >>> from regard import causal, first, sliding_window
+    >>> mask = causal() & (sliding_window(2) | first(1))
+    >>> intervals = find_intervals(mask, Frame((), 4, 4), np.arange(4), "page")
+    >>> intervals.offsets.tolist(), intervals.edges.tolist()
+    ([0, 1, 2, 3, 5], [[0, 1], [0, 2], [0, 3], [0, 1], [2, 4]])
+    """
+    sizes = tile_sizes()
+    rows, columns = (-(-size // 8) * 8 for size in (sizes.rows, sizes.columns))
+    counts, edges, total = [np.zeros(1, np.int64)], [np.zeros((0, 2), np.int64)], 0
+    for part in iterate_segments(
+        mask, frame, q_idx, rows, columns, max_tile_bytes=MAX_TILE_BYTES, xp=xp, to_numpy=to_numpy
+    ):
+        offsets, segments, tiles = part.segments
+        for block in range(part.last_block - part.first_block):
+            num_rows = min(rows, len(q_idx) - (part.first_block + block) * rows)
+            changes = [np.zeros(0, np.int64)]
+            for start, stop, tile in segments[offsets[block] : offsets[block + 1]]:
+                allowed, ends = np.ones((num_rows, 1), np.int8), np.array([start, stop])
+                if tile != FULL:
+                    bits = np.unpackbits(tiles[tile], axis=1, bitorder="little")
+                    allowed, ends = (
+                        bits[:num_rows, : stop - start].astype(np.int8),
+                        np.arange(start, stop + 1),
+                    )
+                row, column = np.nonzero(np.diff(allowed, axis=1, prepend=0, append=0))
+                changes.append(row * (frame.kv_len + 1) + ends[column])
+            # Where one segment ends and the next begins, an interval goes on.
+            found, times = np.unique(np.concatenate(changes), return_counts=True)
+            row, key = np.divmod(found[times == 1], frame.kv_len + 1)
+            edges.append(key.reshape(-1, 2))
+            counts.append(np.bincount(row, minlength=num_rows) // 2)
+            total += len(edges[-1])
+            if total > sizes.intervals:
+                raise TooLargeError(
+                    operation,
+                    received=f"a mask with more than {sizes.intervals:,} intervals of keys, {mask}",
+                    expected="rows that attend to a few intervals of keys each",
+                    hint="Select fewer rows with A.lazy[..., rows, :], or use a mask with larger blocks.",
+                )
+    return KeyIntervals(np.cumsum(np.concatenate(counts)), np.concatenate(edges))

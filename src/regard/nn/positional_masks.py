@@ -16,8 +16,7 @@ import numpy as np
 from regard.frame import Frame
 from regard.masks import Mask
 from regard.masks.base import AndMask, NotMask, OrMask
-from regard.masks.keys import KeyRangeMask
-from regard.masks.window import BandMask
+from regard.masks.kinds import BandMask, KeyRangeMask
 from regard.score_mods import AlibiMod, RelativeBiasMod, ScoreMod, SoftcapMod
 from regard.types import Array, IntArray, Namespace
 

@@ -7,7 +7,7 @@ import pytest
 
 from regard import TooLargeError, dense, first, padding
 from regard.frame import Frame
-from regard.masks.intervals import find_intervals
+from regard.masks.segments import find_intervals
 from regard.tiling import use_tile_sizes
 from tests.helpers.interval_masks import KEYS, MASKS, ROWS, drawn
 
@@ -36,9 +36,9 @@ def test_a_mask_of_too_many_intervals_is_refused():
     assert all(part in caught.value.received for part in ("100 intervals", "dense(", "(40, 40)"))
 
 
-@use_tile_sizes(rows=4, columns=4)
+@use_tile_sizes(rows=8, columns=8)
 @pytest.mark.parametrize(
-    ("mask", "expected"), [(first(8), [0, 8]), (padding(12, side="left"), [4, 16]), (~first(16), [])]
+    ("mask", "expected"), [(first(8), [0, 8]), (padding(8, side="left"), [8, 16]), (~first(16), [])]
 )
 def test_blocks_that_are_full_or_empty_are_not_evaluated(mask, expected):
     def refuse(array):
