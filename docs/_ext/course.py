@@ -96,8 +96,7 @@ CITATION = re.compile(r"\[(?:arXiv|doi):([^\]]+)\]")
 # Sources that chapters print.
 PRINTED = {
     "src/regard/learn/family/catalog.py": "11-family.md",
-    "src/regard/learn/family/named_variants.py": "11-family.md",
-    "src/regard/learn/published_sizes.py": "10-cost.md",
+    "src/regard/learn/cost.py": "10-cost.md",
 }
 
 

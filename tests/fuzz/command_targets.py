@@ -220,8 +220,7 @@ def build_sound(folder: Path) -> RunInput:
 def build_progress(folder: Path) -> RunInput:
     from regard.cli.exercise_command import _list_exercises
     from regard.cli.output import Printer
-    from regard.learn.exercises.progress import FORMAT, load_progress
-    from regard.learn.exercises.submission import SubmissionResult
+    from regard.learn.exercises.submission import FORMAT, SubmissionResult, load_progress
 
     entry = {"attempts": 2, "right_parts": ["scores"], "solved": "2030-01-01T00:00:00+00:00", "hint": "Look."}
     stored = {"format": FORMAT, "exercises": {"1": entry, "3": {**entry, "solved": ""}}}
@@ -244,7 +243,7 @@ def build_answers(folder: Path) -> RunInput:
     """Answers of any type to the exercises, and notebooks that were changed."""
     from regard.learn import exercises
     from regard.learn.exercises.catalog import EXERCISES
-    from regard.learn.exercises.submission_process import check_here
+    from regard.learn.exercises.submission import check_here
 
     path = folder / "n.ipynb"
     cell = {"cell_type": "code", "source": ["x = 1\n", "%pip install x"], "metadata": {}, "outputs": []}

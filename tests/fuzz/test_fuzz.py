@@ -28,7 +28,7 @@ from regard.cli.files import read_matrices
 from regard.errors import ArgumentError
 from regard.jobs.corpus import Corpus
 from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_manifest
-from regard.learn.exercises.progress import load_progress
+from regard.learn.exercises.submission import load_progress
 from regard.models.audio import read_wav
 from regard.pages.html import build_page
 from regard.policy.file_format import read_policy, write_policy

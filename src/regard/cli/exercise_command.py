@@ -12,7 +12,7 @@ from regard.cli.output import Printer, style_text
 from regard.errors import ArgumentError
 from regard.learn import exercises
 from regard.learn.exercises.catalog import EXERCISES
-from regard.learn.exercises.progress import PROGRESS_FILE, ExerciseProgress, load_progress
+from regard.learn.exercises.submission import PROGRESS_FILE, ExerciseProgress, load_progress
 
 # Hints that the table of a class lists.
 MAX_HINTS = 8

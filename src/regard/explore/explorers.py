@@ -14,14 +14,11 @@ from regard.core.attention import attention
 from regard.core.explanation import Explanation
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, describe_argument
-from regard.learn.cost import cost_table
+from regard.learn.cost import OperationCounts, attention_by_loops, cost_table, iter_multiplications
 from regard.learn.examples import Example, cat, pronoun, three_by_three
-from regard.learn.loops import OperationCounts, attention_by_loops
-from regard.learn.multiply_adds import iter_multiplications
-from regard.learn.softmax_alternatives import softmax, softmax_jacobian
+from regard.learn.softmax_alternatives import Sharpness, sharpness, softmax, softmax_jacobian, variance_row
 from regard.learn.tiny_gpt import TinyGPT
 from regard.learn.validation import Bools, Floats
-from regard.learn.variance import Sharpness, sharpness, variance_row
 from regard.masks import Mask, causal
 from regard.pages.encoding import encode_array
 from regard.pages.html import Page, build_page, encode_float32
@@ -47,12 +44,16 @@ class ExplorerInputs:
         return 0 if self.value is None else int(np.shape(self.value)[1])
 
     @property
-    def names(self) -> dict[str, Any]:
-        """The part of the payload that the pages share: tokens, queries, and sizes such as "1 query, 5 keys, …"."""
+    def shape(self) -> str:
+        """The sizes as text, such as "5 queries, 5 keys, 4 entries each"."""
         q_len, kv_len = self.matrix.shape
         queries, keys = "query" if q_len == 1 else "queries", "key" if kv_len == 1 else "keys"
-        shape = f"{q_len} {queries}, {kv_len} {keys}, {self.head_dim} entries each"
-        return {"tokens": self.key_names, "queries": self.query_names, "shape": shape}
+        return f"{q_len} {queries}, {kv_len} {keys}, {self.head_dim} entries each"
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """The part of the payload that the pages share."""
+        return {"tokens": self.key_names, "queries": self.query_names}
 
     def explain_rows(self) -> list[Explanation]:
         """Compute the four steps of every query."""
@@ -188,6 +189,7 @@ def pipeline(
         "pipeline",
         {
             **inputs.names,
+            "shape": inputs.shape,
             "scale": first.scale,
             "masks": [escape_unprintable(mask) for mask in first.masks],
             "key": first.key,
@@ -256,6 +258,7 @@ def heatmap(
         {
             **inputs.names,
             "named": inputs.has_tokens,
+            "shape": inputs.shape,
             "size": inputs.matrix.shape,
             "head_dim": inputs.head_dim,
             "value_dim": value_dim,
@@ -337,6 +340,7 @@ def geometry(
         "geometry",
         {
             **inputs.names,
+            "shape": inputs.shape,
             "scale": rows[0].scale,
             "key": key,
             "lengths": np.hypot(*key.T),
@@ -402,15 +406,12 @@ def scaling(
             )
         tokens = [f"key {j}" for j in range(RANDOM_KEYS)] if tokens is None else tokens
         keys = [escape_unprintable(str(token)) for token in tokens]
-        names: dict[str, Any] = {
-            "tokens": keys,
-            "queries": [f"query {i}" for i in range(RANDOM_QUERIES)],
-            "shape": None,
-        }
-        stops, initial_dim = slider_stops(RANDOM_DIM), INITIAL_DIM
+        names = {"tokens": keys, "queries": [f"query {i}" for i in range(RANDOM_QUERIES)]}
+        stops, initial_dim, shape = slider_stops(RANDOM_DIM), INITIAL_DIM, None
     else:
         inputs = prepare_inputs("explore.scaling", query, key, None, tokens, None)
-        names, stops, initial_dim = inputs.names, slider_stops(inputs.head_dim), inputs.head_dim
+        names, shape = inputs.names, inputs.shape
+        stops, initial_dim = slider_stops(inputs.head_dim), inputs.head_dim
     count, hint = len(names["queries"]) * len(names["tokens"]) * len(stops), "query[:32], key[:32]."
     check_size("explore.scaling", count, MAX_SCORES, "scores to show", f"Take some queries and keys: {hint}")
     if is_random:
@@ -441,6 +442,7 @@ def scaling(
         "scaling",
         {
             "drawn": is_random,
+            "shape": shape,
             **names,
             "named": names["queries"] is names["tokens"],
             "sizes": stops,
@@ -545,6 +547,7 @@ def cost(
         "cost",
         {
             **inputs.names,
+            "shape": inputs.shape,
             "query": Q,
             "key": K,
             "value": V,

@@ -6,20 +6,35 @@ Start with `ScaledDotProductAttention`, the four steps as a class, and the examp
 """
 
 from regard.learn import examples, exercises, family, figures
-from regard.learn.additive import AdditiveAttention, AdditiveCounts, CountedScores
 from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
-from regard.learn.batches import pad_batch
-from regard.learn.block import FeedForward, LayerNorm, TransformerBlock, dropout, gelu, relu
+from regard.learn.block import (
+    FeedForward,
+    LayerNorm,
+    MultiHeadAttention,
+    TransformerBlock,
+    dropout,
+    gelu,
+    relu,
+)
 from regard.learn.cost import (
     Cost,
     CostTable,
+    CountedAttention,
     FourStepTable,
+    ModelTable,
+    Multiplication,
+    OperationCounts,
     Profile,
     ProfileRow,
+    PublishedModel,
     StepCost,
+    attention_by_loops,
     cost_table,
     fit_exponent,
+    iter_multiplications,
+    model_table,
     profile,
+    published_models,
 )
 from regard.learn.examples import (
     Example,
@@ -33,35 +48,36 @@ from regard.learn.examples import (
     three_tokens,
     tiny_head,
 )
-from regard.learn.heads import MultiHeadAttention
-from regard.learn.kernel import exponential_kernel, gaussian_kernel, kernel_attention
-from regard.learn.loops import CountedAttention, OperationCounts, attention_by_loops
-from regard.learn.masks import create_causal_mask, create_padding_mask
-from regard.learn.multiply_adds import Multiplication, iter_multiplications
-from regard.learn.published_sizes import ModelTable, PublishedModel, model_table, published_models
-from regard.learn.recurrent import RecurrentNetwork
+from regard.learn.masks import create_causal_mask, create_padding_mask, pad_batch
+from regard.learn.predecessors import (
+    AdditiveAttention,
+    AdditiveCounts,
+    CountedScores,
+    RecurrentNetwork,
+    exponential_kernel,
+    gaussian_kernel,
+    kernel_attention,
+)
 from regard.learn.softmax_alternatives import (
     AlternativeRow,
     AlternativeTable,
+    Sharpness,
+    VarianceExperiment,
+    VarianceRow,
     compare_softmax_alternatives,
     divide_by_maximum,
     divide_by_sum,
     hardmax,
     normalised_relu,
     normalised_sigmoid,
+    sharpness,
     softmax,
     softmax_jacobian,
     sparsemax,
-)
-from regard.learn.tiny_gpt import TinyGPT, TinyGPTRun
-from regard.learn.variance import (
-    Sharpness,
-    VarianceExperiment,
-    VarianceRow,
-    sharpness,
     unit_vectors,
     variance_experiment,
 )
+from regard.learn.tiny_gpt import TinyGPT, TinyGPTRun
 
 __all__ = [
     "AdditiveAttention",

@@ -11,16 +11,17 @@ All computation is in float64. `regard.attention` is the same mathematics for re
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.script_output import print_in_script
 from regard.learn.validation import (
     Floats,
+    MaskLike,
     TrueMeans,
     as_count,
     as_floats,
@@ -63,12 +64,7 @@ class ScaledDotProductAttention:
         return 1 / math.sqrt(self.d_k)
 
     def forward(
-        self,
-        Q: npt.ArrayLike,
-        K: npt.ArrayLike,
-        V: npt.ArrayLike,
-        mask: npt.ArrayLike | None = None,
-        true_means: TrueMeans | None = None,
+        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
     ) -> tuple[Floats, Floats]:
         """Run all four steps.
 
@@ -104,7 +100,7 @@ class ScaledDotProductAttention:
 
     __call__ = forward
 
-    def compute_scores(self, Q: npt.ArrayLike, K: npt.ArrayLike) -> Floats:
+    def compute_scores(self, Q: ArrayLike, K: ArrayLike) -> Floats:
         """Step 1, compare: compute the dot product of every query with every key.
 
         Args:
@@ -124,7 +120,7 @@ class ScaledDotProductAttention:
         with np.errstate(invalid="ignore", over="ignore"):
             return Q @ K.swapaxes(-1, -2)
 
-    def scale_scores(self, scores: npt.ArrayLike) -> Floats:
+    def scale_scores(self, scores: ArrayLike) -> Floats:
         """Step 2, scale: divide the scores by √d_k, so that their spread does not grow with d_k.
 
         Args:
@@ -138,7 +134,7 @@ class ScaledDotProductAttention:
         """
         return as_floats("scale_scores", "scores", scores, "q_len", "kv_len") / math.sqrt(self.d_k)
 
-    def compute_weights(self, scaled: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+    def compute_weights(self, scaled: ArrayLike, mask: MaskLike = None) -> Floats:
         """Step 3, normalise: compute the softmax of each row. A fully masked row becomes zeros.
 
         Args:
@@ -167,7 +163,7 @@ class ScaledDotProductAttention:
         )  # a fully masked row stays zeros, not 0 / 0
         return np.where(scaled == -np.inf, 0.0, weights)  # also in a row whose total is NaN
 
-    def _softmax(self, scores: npt.ArrayLike) -> Floats:
+    def _softmax(self, scores: ArrayLike) -> Floats:
         """Compute the softmax of each row; step 3 without a mask.
 
         >>> ScaledDotProductAttention(d_k=1)._softmax([[0, 0]])
@@ -175,9 +171,7 @@ class ScaledDotProductAttention:
         """
         return self.compute_weights(scores)
 
-    def compute_output(
-        self, weights: npt.ArrayLike, V: npt.ArrayLike, mask: npt.ArrayLike | None = None
-    ) -> Floats:
+    def compute_output(self, weights: ArrayLike, V: ArrayLike, mask: MaskLike = None) -> Floats:
         """Step 4, aggregate: mix the values by each row of weights.
 
         If masked values may be NaN or infinite, pass the mask too: a weight of 0 is not enough, since 0 · NaN is NaN.
@@ -215,9 +209,9 @@ class ScaledDotProductAttention:
 
     def explain(
         self,
-        Q: npt.ArrayLike,
-        K: npt.ArrayLike,
-        V: npt.ArrayLike,
+        Q: ArrayLike,
+        K: ArrayLike,
+        V: ArrayLike,
         tokens: Sequence[str] | None = None,
         query_idx: int = 0,
     ) -> Explanation:
@@ -248,7 +242,7 @@ class ScaledDotProductAttention:
         V = as_floats("explain", "V", V, "kv_len", "d_v")
         return print_in_script(attention(Q, K).explain(query_idx, value=V, tokens=tokens))
 
-    def _check_vectors(self, name: str, array: npt.ArrayLike, length: str) -> Floats:
+    def _check_vectors(self, name: str, array: ArrayLike, length: str) -> Floats:
         vectors = as_floats("ScaledDotProductAttention", name, array, length, "d_k")
         if vectors.shape[-1] != self.d_k:
             raise ArgumentError(
@@ -261,11 +255,7 @@ class ScaledDotProductAttention:
 
 
 def scaled_dot_product_attention(
-    Q: npt.ArrayLike,
-    K: npt.ArrayLike,
-    V: npt.ArrayLike,
-    mask: npt.ArrayLike | None = None,
-    true_means: TrueMeans | None = None,
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
 ) -> tuple[Floats, Floats]:
     """Compute scaled dot-product attention; d_k is the last axis of Q.
 
@@ -289,3 +279,28 @@ def scaled_dot_product_attention(
     Q = as_floats("scaled_dot_product_attention", "Q", Q, "q_len", "d_k")
     mask = read_mask("scaled_dot_product_attention", mask, true_means)
     return ScaledDotProductAttention(d_k=Q.shape[-1]).forward(Q, K, V, mask)
+
+
+Result = TypeVar("Result")
+
+
+def print_in_script(result: Result) -> Result:
+    """Print a result, unless the Python prompt or the notebook shows it in full by itself.
+
+    >>> print_in_script("a result")
+    a result
+    'a result'
+
+    Args:
+        result: The result.
+
+    Returns:
+        The result.
+    """
+    is_prompt = hasattr(sys, "ps1")  # only an interactive interpreter has one, and notebooks are interactive
+    shows_itself = repr(result) == str(result) or (
+        "ipykernel" in sys.modules and hasattr(result, "_repr_html_")
+    )
+    if not (is_prompt and shows_itself):
+        print(result)
+    return result

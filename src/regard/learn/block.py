@@ -1,27 +1,175 @@
-"""A transformer block: attention and a feed-forward network, each with a residual connection and a normalisation.
-
-    pre-norm     x = x + attention(norm(x))       then  x = x + feed_forward(norm(x))
-    post-norm    x = norm(x + attention(x))       then  x = norm(x + feed_forward(x))
-
-Attention moves information between tokens; the feed-forward network works on each token separately. The residual
-connection (the `x +`) is a direct path through the block, and the normalisation keeps the numbers at the same scale.
-The transformer was first published with post-norm (Vaswani et al., 1706.03762); pre-norm came later and makes the
-training of deep stacks more stable.
-"""
+"""Multi-head attention: project, split into heads, attend in each head, merge, project."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.heads import MultiHeadAttention
-from regard.learn.validation import Floats, TrueMeans, as_choice, as_count, as_floats, as_number, read_mask
+from regard.learn.attention import scaled_dot_product_attention
+from regard.learn.validation import (
+    Floats,
+    MaskLike,
+    TrueMeans,
+    as_choice,
+    as_count,
+    as_floats,
+    as_number,
+    as_shaped,
+    read_mask,
+)
 
 
-def relu(x: npt.ArrayLike) -> Floats:
+class MultiHeadAttention:
+    """Attention with `num_heads` heads, each on its own `embed_dim / num_heads` columns.
+
+    The projections `W_Q`, `W_K`, `W_V` and `W_O` are arrays (embed_dim, embed_dim) that multiply from the right. A
+    model learns them; here they are random, and you can assign others.
+
+    Args:
+        embed_dim: Number of entries in each token.
+        num_heads: Number of heads; divides `embed_dim`.
+        seed: Seed of the random projections.
+
+    >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+    >>> heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
+    >>> output, weights = heads(np.eye(4)[:3])
+    >>> output.shape, weights.shape
+    ((3, 4), (2, 3, 3))
+    >>> weights[1].round(2)  # the second head has columns 2 and 3, where only the third token is not 0
+    array([[0.33, 0.33, 0.33],
+           [0.33, 0.33, 0.33],
+           [0.25, 0.25, 0.5 ]])
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, seed: int = 0) -> None:
+        self.embed_dim = as_count("MultiHeadAttention", "embed_dim", embed_dim, minimum=1)
+        self.num_heads = as_count("MultiHeadAttention", "num_heads", num_heads, minimum=1)
+        if self.embed_dim % self.num_heads:
+            divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
+            wider = embed_dim + num_heads - embed_dim % num_heads
+            raise ArgumentError(
+                "MultiHeadAttention",
+                received=f"embed_dim {embed_dim} and num_heads {num_heads}",
+                expected="an embed_dim that divides into num_heads equal parts",
+                hint=f"Choose num_heads from {divisors}, or embed_dim {wider}.",
+            )
+        self.head_dim = self.embed_dim // self.num_heads
+
+        # A variance of 1 / embed_dim keeps the entries of x @ W about as large as those of x.
+        rng = np.random.default_rng(seed)
+        shape, spread = (self.embed_dim, self.embed_dim), self.embed_dim**-0.5
+        self.W_Q: Floats = rng.normal(scale=spread, size=shape)
+        self.W_K: Floats = rng.normal(scale=spread, size=shape)
+        self.W_V: Floats = rng.normal(scale=spread, size=shape)
+        self.W_O: Floats = rng.normal(scale=spread, size=shape)
+
+    def forward(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | None = None,
+        value: ArrayLike | None = None,
+        mask: MaskLike = None,
+        true_means: TrueMeans = None,
+    ) -> tuple[Floats, Floats]:
+        """Attend with all heads: self-attention without `key`, cross-attention with it.
+
+        Args:
+            query: Tokens (…, q_len, embed_dim).
+            key: Tokens (…, kv_len, embed_dim); `query` by default.
+            value: Tokens (…, kv_len, embed_dim); `key` by default.
+            mask: Boolean, True = attend; broadcasts to the shape of the weights. Or of 0 and 1, with `true_means`.
+            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+                True means attend.
+
+        Returns:
+            The output (…, q_len, embed_dim) and the weights of every head (…, num_heads, q_len, kv_len).
+
+        >>> heads = MultiHeadAttention(embed_dim=6, num_heads=3)
+        >>> output, weights = heads.forward(np.ones((2, 5, 6)), key=np.ones((2, 7, 6)))
+        >>> output.shape, weights.shape
+        ((2, 5, 6), (2, 3, 5, 7))
+        """
+        if key is None and value is not None:
+            raise ArgumentError(
+                "MultiHeadAttention",
+                received="a value without a key",
+                expected="a key for every value",
+                hint="Pass key= too. If keys and values come from one sequence, key= alone is enough.",
+            )
+        mask = read_mask("MultiHeadAttention", mask, true_means)
+        key = query if key is None else key
+        value = key if value is None else value
+
+        Q = self.split_heads(self._project("query", query, "W_Q"))  # (…, num_heads, q_len, head_dim)
+        K = self.split_heads(self._project("key", key, "W_K"))  # (…, num_heads, kv_len, head_dim)
+        V = self.split_heads(self._project("value", value, "W_V"))
+        mixed, weights = scaled_dot_product_attention(Q, K, V, mask)
+        return self._project("mixed", self.merge_heads(mixed), "W_O"), weights
+
+    __call__ = forward
+
+    def split_heads(self, x: ArrayLike) -> Floats:
+        """Split the columns into heads.
+
+        Args:
+            x: An array (…, n, embed_dim).
+
+        Returns:
+            The heads (…, num_heads, n, head_dim).
+
+        >>> MultiHeadAttention(embed_dim=4, num_heads=2).split_heads([[0, 1, 2, 3], [4, 5, 6, 7]])
+        array([[[0., 1.],
+                [4., 5.]],
+        <BLANKLINE>
+               [[2., 3.],
+                [6., 7.]]])
+        """
+        x = as_shaped("MultiHeadAttention", "split_heads(x)", x, self._sizes, "n", "embed_dim", leading=True)
+        return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim).swapaxes(-3, -2)
+
+    def merge_heads(self, x: ArrayLike) -> Floats:
+        """Concatenate the heads: the inverse of `split_heads`.
+
+        Args:
+            x: Heads (…, num_heads, n, head_dim).
+
+        Returns:
+            The heads side by side (…, n, embed_dim).
+
+        >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+        >>> heads.merge_heads([[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
+        array([[0., 1., 2., 3.],
+               [4., 5., 6., 7.]])
+        """
+        axes = ("num_heads", "n", "head_dim")
+        x = as_shaped("MultiHeadAttention", "merge_heads(x)", x, self._sizes, *axes, leading=True)
+        *lead, _, n, _ = x.shape
+        return x.swapaxes(-3, -2).reshape(*lead, n, self.embed_dim)
+
+    def parameters(self) -> dict[str, Floats]:
+        """Return the arrays that a model would learn, by name.
+
+        >>> {name: array.shape for name, array in MultiHeadAttention(embed_dim=4, num_heads=2).parameters().items()}
+        {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
+        """
+        return {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"embed_dim": self.embed_dim, "num_heads": self.num_heads, "head_dim": self.head_dim}
+
+    def _project(self, name: str, x: ArrayLike, by: str) -> Floats:
+        owner = "MultiHeadAttention"
+        x = as_shaped(owner, name, x, self._sizes, "n", "embed_dim", leading=True)
+        W = as_shaped(owner, by, getattr(self, by), self._sizes, "embed_dim", "embed_dim")
+        with np.errstate(invalid="ignore", over="ignore"):  # a masked row may be infinite
+            return x @ W
+
+
+def relu(x: ArrayLike) -> Floats:
     """Compute max(x, 0).
 
     Args:
@@ -36,7 +184,7 @@ def relu(x: npt.ArrayLike) -> Floats:
     return np.maximum(as_floats("relu", "x", x), 0.0)
 
 
-def gelu(x: npt.ArrayLike) -> Floats:
+def gelu(x: ArrayLike) -> Floats:
     """Compute x times the probability that a standard normal number is below x: a smooth ReLU.
 
     Args:
@@ -73,7 +221,7 @@ class LayerNorm:
         self.gain: Floats = np.ones(self.embed_dim)
         self.bias: Floats = np.zeros(self.embed_dim)
 
-    def forward(self, x: npt.ArrayLike) -> Floats:
+    def forward(self, x: ArrayLike) -> Floats:
         """Normalise each token.
 
         Args:
@@ -82,9 +230,10 @@ class LayerNorm:
         Returns:
             The normalised tokens (…, embed_dim).
         """
-        x = _check_tokens("LayerNorm", x, self.embed_dim)
-        gain = _check_parameter("LayerNorm", "gain", self.gain, self.embed_dim)
-        bias = _check_parameter("LayerNorm", "bias", self.bias, self.embed_dim)
+        sizes = {"embed_dim": self.embed_dim}
+        x = as_shaped("LayerNorm", "x", x, sizes, "embed_dim", leading=True)
+        gain = as_shaped("LayerNorm", "gain", self.gain, sizes, "embed_dim")
+        bias = as_shaped("LayerNorm", "bias", self.bias, sizes, "embed_dim")
         mean = x.mean(axis=-1, keepdims=True)
         variance = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
         normalised: Floats = (x - mean) / np.sqrt(variance + self.eps)
@@ -126,7 +275,7 @@ class FeedForward:
         self.W_2: Floats = rng.normal(scale=wide**-0.5, size=(wide, narrow))
         self.b_2: Floats = np.zeros(narrow)
 
-    def forward(self, x: npt.ArrayLike) -> Floats:
+    def forward(self, x: ArrayLike) -> Floats:
         """Apply the network to each token.
 
         Args:
@@ -135,11 +284,12 @@ class FeedForward:
         Returns:
             The output (…, embed_dim).
         """
-        x = _check_tokens("FeedForward", x, self.embed_dim)
-        W_1 = _check_parameter("FeedForward", "W_1", self.W_1, self.embed_dim, self.hidden_dim)
-        b_1 = _check_parameter("FeedForward", "b_1", self.b_1, self.hidden_dim)
-        W_2 = _check_parameter("FeedForward", "W_2", self.W_2, self.hidden_dim, self.embed_dim)
-        b_2 = _check_parameter("FeedForward", "b_2", self.b_2, self.embed_dim)
+        sizes = {"embed_dim": self.embed_dim, "hidden_dim": self.hidden_dim}
+        x = as_shaped("FeedForward", "x", x, sizes, "embed_dim", leading=True)
+        W_1 = as_shaped("FeedForward", "W_1", self.W_1, sizes, "embed_dim", "hidden_dim")
+        b_1 = as_shaped("FeedForward", "b_1", self.b_1, sizes, "hidden_dim")
+        W_2 = as_shaped("FeedForward", "W_2", self.W_2, sizes, "hidden_dim", "embed_dim")
+        b_2 = as_shaped("FeedForward", "b_2", self.b_2, sizes, "embed_dim")
         hidden = ACTIVATIONS[self.activation](x @ W_1 + b_1)  # (…, hidden_dim)
         return hidden @ W_2 + b_2
 
@@ -190,7 +340,7 @@ class TransformerBlock:
         self.feed_forward_norm = LayerNorm(embed_dim)
 
     def forward(
-        self, x: npt.ArrayLike, mask: npt.ArrayLike | None = None, true_means: TrueMeans | None = None
+        self, x: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
     ) -> tuple[Floats, Floats]:
         """Run the block.
 
@@ -243,7 +393,7 @@ class TransformerBlock:
         return sum(array.size for array in self.parameters().values())
 
 
-def dropout(weights: npt.ArrayLike, rate: float, *, seed: int = 0) -> Floats:
+def dropout(weights: ArrayLike, rate: float, *, seed: int = 0) -> Floats:
     """Set each weight to 0 with probability `rate`, and divide the others by 1 − rate.
 
     A row then sums to 1 only on average. Models do this in training, so that no output depends on a single key, and not
@@ -270,27 +420,3 @@ def dropout(weights: npt.ArrayLike, rate: float, *, seed: int = 0) -> Floats:
         raise ArgumentError("dropout", received=f"rate {rate:g}", expected="rate below 1", hint=hint)
     kept = np.random.default_rng(seed).random(weights.shape) >= rate
     return np.where(kept, weights / (1 - rate), 0.0)
-
-
-def _check_tokens(operation: str, x: npt.ArrayLike, embed_dim: int) -> Floats:
-    x = as_floats(operation, "x", x, "embed_dim")
-    if x.shape[-1] != embed_dim:
-        raise ArgumentError(
-            operation,
-            received=f"x of shape {x.shape}",
-            expected=f"x of shape (…, {embed_dim}), since embed_dim is {embed_dim}",
-            hint=f"Build it with embed_dim={x.shape[-1]}, or pass tokens of {embed_dim} numbers.",
-        )
-    return x
-
-
-def _check_parameter(operation: str, name: str, array: npt.ArrayLike, *shape: int) -> Floats:
-    floats = as_floats(operation, name, array)
-    if floats.shape != shape:
-        raise ArgumentError(
-            f"{operation}, {name}",
-            received=f"an array of shape {floats.shape}",
-            expected=f"shape {shape}, as when the {operation} was built",
-            hint=f"Assign an array of that shape to {name}, or build a {operation} of another size.",
-        )
-    return floats

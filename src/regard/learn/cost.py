@@ -13,16 +13,27 @@ from __future__ import annotations
 import math
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.learn.attention import scaled_dot_product_attention
-from regard.learn.validation import Floats, as_count, as_counts
+from regard.learn.validation import (
+    Bools,
+    Floats,
+    MaskLike,
+    TrueMeans,
+    as_count,
+    as_counts,
+    as_floats,
+    as_mask,
+    read_mask,
+)
 from regard.render.table import format_bytes, format_seconds, format_table
 
 
@@ -359,3 +370,358 @@ def _measure_peak_bytes(call: Callable[[], object]) -> int:
         if not was_tracing:  # leave tracing that the caller started
             tracemalloc.stop()
     return peak - before
+
+
+FLOAT_BYTES = np.dtype(np.float64).itemsize
+
+
+@dataclass
+class OperationCounts:
+    """The number of operations of each kind, and the bytes of the tables written.
+
+    >>> print(attention_by_loops([[1, 0]], [[1, 0], [0, 1]], [[5], [6]]).counts)
+    score_multiply_adds            4
+    value_multiply_adds            2
+    additions                      4
+    comparisons                    1
+    exponentials                   2
+    divisions                      4
+    bytes_scores                  16
+    bytes_exponentials            16
+    bytes_weights                 16
+    bytes_output                   8
+    multiply_adds                  6
+    bytes_written                 56
+    """
+
+    score_multiply_adds: int = 0
+    value_multiply_adds: int = 0
+    additions: int = 0
+    comparisons: int = 0
+    exponentials: int = 0
+    divisions: int = 0
+    bytes_scores: int = 0
+    bytes_exponentials: int = 0
+    bytes_weights: int = 0
+    bytes_output: int = 0
+
+    @property
+    def multiply_adds(self) -> int:
+        """The multiply-adds of the scores and of the output together."""
+        return self.score_multiply_adds + self.value_multiply_adds
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes of all four tables together."""
+        return self.bytes_scores + self.bytes_exponentials + self.bytes_weights + self.bytes_output
+
+    def __str__(self) -> str:
+        names = [field.name for field in fields(self)] + ["multiply_adds", "bytes_written"]
+        return format_table([[name, getattr(self, name)] for name in names], align=["left", "right"])
+
+
+@dataclass(frozen=True, eq=False)
+class CountedAttention:
+    """The result of `attention_by_loops`: `output`, `weights`, scaled `scores`, and the `counts` of operations.
+
+    >>> from regard.learn import attention_by_loops, cat
+    >>> result = attention_by_loops(cat.Q, cat.K, cat.V)
+    >>> result.weights[2].round(4), result.counts.exponentials
+    (array([0.1519, 0.2505, 0.2505, 0.1519, 0.1951]), 25)
+    """
+
+    output: Floats
+    weights: Floats
+    scores: Floats
+    counts: OperationCounts
+
+    def __str__(self) -> str:
+        (q_len, kv_len), d_v = self.weights.shape, self.output.shape[-1]
+        return f"attention by loops: q_len {q_len}, kv_len {kv_len}, d_v {d_v}\n{self.counts}"
+
+
+def attention_by_loops(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
+) -> CountedAttention:
+    """Compute attention with explicit loops, and count every operation.
+
+    A masked pair costs no arithmetic, but its cell is still written.
+
+    Args:
+        Q: Queries (q_len, d_k).
+        K: Keys (kv_len, d_k).
+        V: Values (kv_len, d_v).
+        mask: Boolean, True = attend; broadcasts to (q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
+
+    Returns:
+        The output (q_len, d_v), the weights and scaled scores (q_len, kv_len), and the counts.
+
+    Raises:
+        ArgumentError: If the arrays are not one head of one sequence, or their shapes do not fit together.
+
+    >>> result = attention_by_loops([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
+    >>> result.output, result.weights
+    (array([[20.]]), array([[0.5, 0.5]]))
+    >>> result.counts.multiply_adds == 1 * 2 * (2 + 1)
+    True
+    """
+    Q, K, V = _check_head("attention_by_loops", Q, K, V)
+    (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
+    attend = np.ones((n_q, n_k), dtype=bool)
+    mask = read_mask("attention_by_loops", mask, true_means)
+    if mask is not None:
+        attend &= as_mask("attention_by_loops", mask, (n_q, n_k))
+
+    counts = OperationCounts()
+    scores, weights, output = np.zeros((n_q, n_k)), np.zeros((n_q, n_k)), np.zeros((n_q, d_v))
+    q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python floats
+    root = math.sqrt(d_k)
+
+    for i in range(n_q):
+        visible = [j for j in range(n_k) if attend[i, j]]
+
+        # 1. compare and 2. scale: one dot product for each key this query attends to.
+        for j in range(n_k):
+            scores[i, j] = -math.inf
+            if attend[i, j]:
+                dot = 0.0
+                for c in range(d_k):
+                    dot += q[i][c] * k[j][c]
+                    counts.score_multiply_adds += 1
+                scores[i, j] = dot / root
+                counts.divisions += 1
+            counts.bytes_scores += FLOAT_BYTES
+
+        # 3. normalise: the highest score, the exponentials of the differences, their sum, the shares.
+        row = scores[i].tolist()
+        highest = row[visible[0]] if visible else -math.inf
+        for j in visible[1:]:
+            highest = row[j] if row[j] > highest else highest
+            counts.comparisons += 1
+        shift = 0.0 if highest == -math.inf else highest
+
+        exponentials, total = [0.0] * n_k, 0.0
+        for j in visible:
+            exponentials[j] = math.exp(row[j] - shift)
+            counts.additions += 1
+            counts.exponentials += 1
+            counts.bytes_exponentials += FLOAT_BYTES
+            total += exponentials[j]
+            counts.additions += 1
+
+        for j in range(n_k):
+            weights[i, j] = 0.0
+            if attend[i, j] and total != 0.0:
+                weights[i, j] = exponentials[j] / total
+                counts.divisions += 1
+            counts.bytes_weights += FLOAT_BYTES
+
+        # 4. aggregate: the sum of share · value.
+        share = weights[i].tolist()
+        for c in range(d_v):
+            mixed = 0.0
+            for j in visible:
+                mixed += share[j] * v[j][c]
+                counts.value_multiply_adds += 1
+            output[i, c] = mixed
+            counts.bytes_output += FLOAT_BYTES
+
+    return CountedAttention(output, weights, scores, counts)
+
+
+def _check_head(operation: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
+    Q = as_floats(operation, "Q", Q, "q_len", "d_k")
+    K = as_floats(operation, "K", K, "kv_len", "d_k")
+    V = as_floats(operation, "V", V, "kv_len", "d_v")
+    if {Q.ndim, K.ndim, V.ndim} != {2} or K.shape != (len(V), Q.shape[1]) or not Q.shape[1]:
+        raise ArgumentError(
+            operation,
+            received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
+            expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v) of one head, with d_k at least 1",
+            hint="Select one head of one sequence, e.g. Q[0, 3]. Project queries and keys to the same d_k, and "
+            "compute K and V from the same sequence.",
+        )
+    return Q, K, V
+
+
+@dataclass(frozen=True)
+class Multiplication:
+    """One multiply-add: `left` · `right` is added to an entry of `table`, which then holds `total`.
+
+    `table` is "scores" or "output", and the entry is [`row`, `column`]. `term` is the index of this product in its sum:
+    the coordinate for a score, the key for an output. `number` counts from 1 over both tables.
+
+    >>> from regard.learn import cat
+    >>> next(iter_multiplications(cat.Q, cat.K, cat.V))
+    Multiplication(number=1, table='scores', row=0, column=0, term=0, left=1.0, right=0.0, total=0.0)
+    """
+
+    number: int
+    table: str
+    row: int
+    column: int
+    term: int
+    left: float
+    right: float
+    total: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.number:>4}  {self.table}[{self.row}, {self.column}]"
+            f" += {self.left:.4g} · {self.right:.4g}  →  {self.total:.4g}"
+        )
+
+
+def iter_multiplications(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
+) -> Iterator[Multiplication]:
+    """Iterate over the multiply-adds: first those of the scores before scaling, then those of the output.
+
+    Scaling and softmax happen in between and are not included. Masked pairs are skipped, as in `attention_by_loops`.
+
+    Args:
+        Q: Queries (q_len, d_k).
+        K: Keys (kv_len, d_k).
+        V: Values (kv_len, d_v).
+        mask: Boolean, True = attend; broadcasts to (q_len, kv_len). Or of 0 and 1, with `true_means`.
+        true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
+            True means attend.
+
+    Returns:
+        An iterator over the multiply-adds in order.
+
+    Raises:
+        ArgumentError: If the arrays are not one head of one sequence.
+
+    >>> for step in iter_multiplications(Q=[[1, 2]], K=[[3, 4], [3, 4]], V=[[6], [8]]):
+    ...     print(step)
+       1  scores[0, 0] += 1 · 3  →  3
+       2  scores[0, 0] += 2 · 4  →  11
+       3  scores[0, 1] += 1 · 3  →  3
+       4  scores[0, 1] += 2 · 4  →  11
+       5  output[0, 0] += 0.5 · 6  →  3
+       6  output[0, 0] += 0.5 · 8  →  7
+    """
+    Q, K, V = _check_head("iter_multiplications", Q, K, V)
+    mask = read_mask("iter_multiplications", mask, true_means)
+    _, weights = scaled_dot_product_attention(Q, K, V, mask)
+    visible = np.ones(weights.shape, bool)
+    if mask is not None:
+        visible = as_mask("iter_multiplications", mask, weights.shape)
+    return _iter_products(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist(), visible)
+
+
+Matrix = list[list[float]]
+
+
+def _iter_products(
+    queries: Matrix, keys: Matrix, columns: Matrix, weights: Matrix, visible: Bools
+) -> Iterator[Multiplication]:
+    number = 0
+    # Both tables are dot products of rows: queries with keys, then weights with the columns of V.
+    for table, lefts, rights in (("scores", queries, keys), ("output", weights, columns)):
+        for row, left in enumerate(lefts):
+            for column, right in enumerate(rights):
+                total = 0.0
+                for term, (a, b) in enumerate(zip(left, right, strict=True)):
+                    if visible[row, column if table == "scores" else term]:
+                        total += a * b
+                        number += 1
+                        yield Multiplication(number, table, row, column, term, a, b, total)
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """The published size of a model's attention.
+
+    Args:
+        layers: Number of layers.
+        heads: Number of heads per layer.
+        length: Number of tokens.
+        d_k: Number of entries in each query, key and value of a head.
+        source: The publication.
+
+    >>> published_models["GPT-3"].entries
+    38654705664
+    >>> published_models["GPT-3"].source
+    'Brown et al. 2020, arXiv:2005.14165'
+    """
+
+    layers: int
+    heads: int
+    length: int
+    d_k: int
+    source: str = ""
+
+    @property
+    def entries(self) -> int:
+        """Number of attention weights of all layers and heads for one sequence."""
+        return self.layers * self.heads * self.length**2
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of all scores and outputs: d_k for each score, and d_k to apply its weight to a value."""
+        return 2 * self.d_k * self.entries
+
+
+# Sizes of well-known models by name, each with its source.
+published_models = {
+    "GPT-3": PublishedModel(96, 96, 2048, 128, "Brown et al. 2020, arXiv:2005.14165"),
+    "LLaMA-2-70B": PublishedModel(
+        80, 64, 4096, 128, "Touvron et al. 2023, arXiv:2307.09288, and its configuration"
+    ),
+    "ViT-Large": PublishedModel(24, 16, 197, 64, "Dosovitskiy et al. 2020, arXiv:2010.11929"),
+    "AlphaFold2": PublishedModel(
+        48, 8, 500, 32, "Jumper et al. 2021, doi:10.1038/s41586-021-03819-2; for 500 residues"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """The attention weights of several models; `itemsize` is the bytes per weight; prints as a table.
+
+    >>> model_table().models["GPT-3"].heads, model_table().itemsize
+    (96, 4)
+    """
+
+    models: dict[str, PublishedModel]
+    itemsize: int
+
+    def __str__(self) -> str:
+        table = [
+            [
+                name,
+                *(f"{x:,}" for x in (m.layers, m.heads, m.d_k, m.length, m.entries)),
+                f"{m.multiply_adds:.2e}" if m.multiply_adds >= 1e6 else f"{m.multiply_adds}",
+                format_bytes(m.entries * self.itemsize),
+            ]
+            for name, m in self.models.items()
+        ]
+        names = ["model", "layers", "heads", "d_k", "length", "weights", "multiply-adds", "memory"]
+        return format_table(table, names)
+
+
+def model_table(
+    models: dict[str, PublishedModel] = published_models, *, dtype: npt.DTypeLike = np.float32
+) -> ModelTable:
+    """Tabulate the attention weights of each model for one sequence, the multiply-adds, and their size if stored.
+
+    Args:
+        models: Models by name.
+        dtype: The NumPy dtype whose size the bytes are computed with.
+
+    Returns:
+        The table; `print` it to read it.
+
+    >>> print(model_table({"this book": PublishedModel(1, 1, 5, 4), **published_models}))
+          model  layers  heads  d_k  length         weights  multiply-adds   memory
+      this book       1      1    4       5              25            200    100 B
+          GPT-3      96     96  128   2,048  38,654,705,664       9.90e+12   155 GB
+    LLaMA-2-70B      80     64  128   4,096  85,899,345,920       2.20e+13   344 GB
+      ViT-Large      24     16   64     197      14,902,656       1.91e+09  59.6 MB
+     AlphaFold2      48      8   32     500      96,000,000       6.14e+09   384 MB
+    """
+    return ModelTable(dict(models), np.dtype(dtype).itemsize)

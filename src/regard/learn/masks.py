@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.learn.validation import Bools, as_count
+from regard.learn.validation import Bools, Floats, as_count, as_floats
 
 
 def create_causal_mask(seq_len: int) -> Bools:
@@ -27,7 +30,7 @@ def create_causal_mask(seq_len: int) -> Bools:
     return positions[None, :] <= positions[:, None]
 
 
-def create_padding_mask(lengths: npt.ArrayLike, max_length: int) -> Bools:
+def create_padding_mask(lengths: ArrayLike, max_length: int) -> Bools:
     """Create a mask of the real tokens in a padded batch: kv_idx < length.
 
     The two axes of length one broadcast over heads and queries, so the mask fits scores of shape
@@ -66,3 +69,52 @@ def create_padding_mask(lengths: npt.ArrayLike, max_length: int) -> Bools:
         )
     real: Bools = np.arange(max_length)[None, :] < lengths[:, None]  # (batch, max_length)
     return real[:, None, None, :]
+
+
+def pad_batch(sequences: Iterable[ArrayLike], *, fill: float = 0.0) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Pad sequences at the end to the length of the longest, and return their lengths.
+
+    Pass the lengths to `create_padding_mask`, which masks the padding.
+
+    Args:
+        sequences: Arrays (n, d), where n may differ.
+        fill: Value of the padding.
+
+    Returns:
+        The batch (batch, max_length, d) and the lengths (batch,).
+
+    Raises:
+        ArgumentTypeError: If `sequences` is not iterable.
+        ArgumentError: If there is no sequence, or the sequences differ in d.
+
+    >>> padded, lengths = pad_batch([[[1, 2]], [[3, 4], [5, 6]]])
+    >>> padded
+    array([[[1., 2.],
+            [0., 0.]],
+    <BLANKLINE>
+           [[3., 4.],
+            [5., 6.]]])
+    >>> lengths
+    array([1, 2])
+    """
+    if not isinstance(sequences, Iterable):
+        raise ArgumentTypeError(
+            "pad_batch",
+            received=f"sequences, {describe_argument(sequences)}",
+            expected="a list of sequences of shape (n, d)",
+            hint="A single sequence is a batch of one: pad_batch([x]).",
+        )
+    arrays = [as_floats("pad_batch", f"sequences[{i}]", x, "n", "d") for i, x in enumerate(sequences)]
+    shapes = [array.shape for array in arrays]
+    if not arrays or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ArgumentError(
+            "pad_batch",
+            received=f"sequences of shapes {shapes}",
+            expected="at least one sequence, each of shape (n, d) with the same d",
+            hint="Use the same d for every token of every sequence.",
+        )
+    lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+    padded = np.full((len(arrays), lengths.max(), shapes[0][1]), fill, dtype=np.float64)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = array
+    return padded, lengths

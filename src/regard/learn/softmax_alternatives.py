@@ -16,18 +16,28 @@ row is zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.validation import Bools, Floats, as_floats, as_mask, as_number
+from regard.learn.validation import (
+    Bools,
+    Floats,
+    MaskLike,
+    as_count,
+    as_counts,
+    as_floats,
+    as_mask,
+    as_number,
+)
 from regard.render.table import format_table
 
 
-def softmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None, temperature: float = 1.0) -> Floats:
+def softmax(scores: ArrayLike, mask: MaskLike = None, temperature: float = 1.0) -> Floats:
     """Compute exp(score / temperature), divided by the sum of the row.
 
     A low temperature sharpens: at 0 it is `hardmax`. A high one flattens: at infinity all shares are equal.
@@ -58,7 +68,7 @@ def softmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None, temperatur
     return _normalise(np.exp(np.where(visible, differences, -np.inf)), visible)
 
 
-def hardmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def hardmax(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Give everything to the largest score of each row, in equal parts if several are largest.
 
     Args:
@@ -76,7 +86,7 @@ def hardmax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
     return _normalise(np.where(scores == _find_largest(scores, visible), 1.0, 0.0), visible)
 
 
-def sparsemax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def sparsemax(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Compute the distribution nearest to each row of scores, in Euclidean distance.
 
     It is max(score − threshold, 0), with the threshold chosen so that the shares sum to 1. Scores below it get exactly
@@ -107,7 +117,7 @@ def sparsemax(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Float
     return np.maximum(differences - threshold, 0.0)
 
 
-def normalised_sigmoid(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def normalised_sigmoid(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Compute the sigmoid of each score, divided by the sum of the row.
 
     Args:
@@ -124,7 +134,7 @@ def normalised_sigmoid(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None)
     return _normalise((1 + np.tanh(scores / 2)) / 2, visible)  # the sigmoid, in a form that cannot overflow
 
 
-def normalised_relu(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def normalised_relu(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Compute max(score, 0), divided by the sum of the row; a row without a positive score is zeros.
 
     Args:
@@ -142,7 +152,7 @@ def normalised_relu(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) ->
     return _normalise(np.maximum(scores, 0.0), visible)
 
 
-def divide_by_sum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def divide_by_sum(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Divide each score by the sum of its row; not a distribution if a score is negative.
 
     Args:
@@ -160,7 +170,7 @@ def divide_by_sum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> F
     return _divide(scores, scores.sum(axis=-1, keepdims=True), visible)
 
 
-def divide_by_maximum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) -> Floats:
+def divide_by_maximum(scores: ArrayLike, mask: MaskLike = None) -> Floats:
     """Divide each score by the largest of its row: the best gets 1, and the sum can be any number.
 
     Args:
@@ -177,7 +187,7 @@ def divide_by_maximum(scores: npt.ArrayLike, mask: npt.ArrayLike | None = None) 
     return _divide(scores, _find_largest(scores, visible), visible)
 
 
-def softmax_jacobian(weights: npt.ArrayLike) -> Floats:
+def softmax_jacobian(weights: ArrayLike) -> Floats:
     """Compute the Jacobian of softmax from its result: diag(weights) − weights weightsᵀ.
 
     Entry [i, j] is the derivative of weight i with respect to score j. It vanishes as one weight approaches 1: a
@@ -259,7 +269,7 @@ class AlternativeTable:
         return format_table(cells, ["score", *keys, "sum", "change at +1", "change at ×2"])
 
 
-def compare_softmax_alternatives(scores: npt.ArrayLike) -> AlternativeTable:
+def compare_softmax_alternatives(scores: ArrayLike) -> AlternativeTable:
     """Compare the weights that softmax and its alternatives give to one row of scores.
 
     Args:
@@ -297,9 +307,7 @@ def compare_softmax_alternatives(scores: npt.ArrayLike) -> AlternativeTable:
     return AlternativeTable(scores, rows)
 
 
-def _prepare_scores(
-    operation: str, scores: npt.ArrayLike, mask: npt.ArrayLike | None
-) -> tuple[Floats, Bools]:
+def _prepare_scores(operation: str, scores: ArrayLike, mask: MaskLike) -> tuple[Floats, Bools]:
     """Set masked scores to 0, so that they cannot matter, and return them with the visible entries."""
     scores = as_floats(operation, "scores", scores, "kv_len")
     visible = np.ones(scores.shape, dtype=bool) if mask is None else as_mask(operation, mask, scores.shape)
@@ -325,3 +333,184 @@ def _divide(parts: Floats, divisor: Floats, visible: Bools) -> Floats:
     """Divide without guarding against 0, so that quotients may be infinite; masked entries are zeros."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(visible, parts / divisor, 0.0)
+
+
+def unit_vectors(vectors: ArrayLike) -> Floats:
+    """Divide vectors by their lengths; a vector of zeros stays zero.
+
+    Args:
+        vectors: Vectors (…, d).
+
+    Returns:
+        Unit vectors (…, d).
+
+    >>> unit_vectors([[3, 4], [0, 0]])
+    array([[0.6, 0.8],
+           [0. , 0. ]])
+    """
+    vectors = as_floats("unit_vectors", "vectors", vectors, "d")
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths == 0.0, 1.0, lengths)
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """Three measures of how sharp rows of weights are, each averaged over the rows.
+
+    `largest_weight` is 1 for a one-hot row. `entropy` is in nats: 0 for a one-hot row, log(kv_len) for a uniform one.
+    `gradient` is the Frobenius norm of the Jacobian of softmax: 0 where softmax is saturated.
+
+    >>> sharpness([[1.0, 0.0, 0.0]])
+    Sharpness(largest_weight=1.0, entropy=0.0, gradient=0.0)
+    """
+
+    largest_weight: float
+    entropy: float
+    gradient: float
+
+
+def sharpness(weights: ArrayLike) -> Sharpness:
+    """Measure how sharp rows of weights are: largest weight, entropy and size of the gradient.
+
+    Args:
+        weights: Softmax weights (…, kv_len).
+
+    Returns:
+        The three measures, averaged over the rows.
+
+    >>> sharpness([0.5, 0.5])
+    Sharpness(largest_weight=0.5, entropy=0.693..., gradient=0.5)
+    >>> sharpness([1.0, 0.0])
+    Sharpness(largest_weight=1.0, entropy=0.0, gradient=0.0)
+    """
+    weights = as_floats("sharpness", "weights", weights, "kv_len")
+    logs = np.log(np.where(weights > 0, weights, 1.0))  # 0 · log 0 is 0, the limit
+    jacobian = softmax_jacobian(weights)
+    return Sharpness(
+        largest_weight=float(weights.max(axis=-1).mean()),
+        entropy=float(np.abs((weights * logs).sum(axis=-1)).mean()),
+        gradient=float(np.sqrt((jacobian**2).sum(axis=(-1, -2))).mean()),
+    )
+
+
+@dataclass(frozen=True)
+class VarianceRow:
+    """The results for one `d_k`: the `predicted` and the measured variance, and both again for scaled scores.
+
+    `unscaled` and `scaled` tell how sharp the weights are without and with the division by √d_k.
+
+    >>> row = variance_experiment(16).rows[0]
+    >>> row.predicted, 14 < row.variance < 18
+    (16.0, True)
+    """
+
+    d_k: int
+    predicted: float
+    variance: float
+    scaled_variance: float
+    unscaled: Sharpness
+    scaled: Sharpness
+
+
+def variance_row(scores: Floats, d_k: int, predicted: float) -> VarianceRow:
+    """Summarise the dot products of vectors of `d_k` numbers.
+
+    Args:
+        scores: Dot products (samples, keys).
+        d_k: Number of entries in each vector.
+        predicted: The predicted variance.
+
+    Returns:
+        The variances, and how sharp the weights are without and with scaling.
+    """
+    scaled = scores / math.sqrt(d_k)
+    return VarianceRow(
+        d_k=d_k,
+        predicted=predicted,
+        variance=float(scores.var()),
+        scaled_variance=float(scaled.var()),
+        unscaled=sharpness(softmax(scores)),
+        scaled=sharpness(softmax(scaled)),
+    )
+
+
+@dataclass(frozen=True)
+class VarianceExperiment:
+    """The results of `variance_experiment`: one of `rows` for each d_k, and its settings; prints as a table.
+
+    >>> [row.d_k for row in variance_experiment([4, 16]).rows]
+    [4, 16]
+    """
+
+    rows: tuple[VarianceRow, ...]
+    keys: int
+    samples: int
+    sigma: float
+    unit: bool
+
+    def __str__(self) -> str:
+        entries = "unit vectors" if self.unit else f"entries of variance {self.sigma**2:g}"
+        headings = ["d_k", "predicted", "variance", "/ √d_k", "largest", "/ √d_k", "entropy", "/ √d_k"]
+        table = [
+            [
+                f"{row.d_k}",
+                *(f"{x:.4g}" for x in (row.predicted, row.variance, row.scaled_variance)),
+                f"{row.unscaled.largest_weight:.3f}",
+                f"{row.scaled.largest_weight:.3f}",
+                f"{row.unscaled.entropy:.3f}",
+                f"{row.scaled.entropy:.3f}",
+                f"{row.unscaled.gradient:.3f}",
+                f"{row.scaled.gradient:.3f}",
+            ]
+            for row in self.rows
+        ]
+        title = f"{self.samples} queries against {self.keys} keys each, {entries}"
+        return f"{title}\n{format_table(table, [*headings, 'gradient', '/ √d_k'])}"
+
+
+def variance_experiment(
+    d_k: Iterable[int] | int = (1, 4, 16, 64, 256),
+    *,
+    keys: int = 8,
+    samples: int = 400,
+    sigma: float = 1.0,
+    unit: bool = False,
+    seed: int = 0,
+) -> VarianceExperiment:
+    """Measure the variance of dot products for each d_k, and how sharp softmax is, with and without scaling.
+
+    Args:
+        d_k: Numbers of entries to try, in rising order, or a single one.
+        keys: Number of keys drawn for each query.
+        samples: Number of queries drawn for each d_k.
+        sigma: Standard deviation of the entries, which are independent and normal.
+        unit: Divide every vector by its length.
+        seed: Seed of the random numbers.
+
+    Returns:
+        The results, one row for each d_k; `print` it to read it.
+
+    >>> experiment = variance_experiment(d_k=[4, 256])
+    >>> [round(row.variance / row.d_k, 1) for row in experiment.rows]
+    [1.0, 1.0]
+    >>> [round(row.scaled_variance, 1) for row in experiment.rows]
+    [1.0, 1.0]
+    >>> experiment.rows[1].unscaled.largest_weight > 0.9 > 0.5 > experiment.rows[1].scaled.largest_weight
+    True
+    """
+    sizes = as_counts("variance_experiment", "d_k", d_k, minimum=1)
+    keys = as_count("variance_experiment", "keys", keys, minimum=1)
+    samples = as_count("variance_experiment", "samples", samples, minimum=1)
+    hint = "It is the standard deviation of the entries, usually 1."
+    sigma = as_number("variance_experiment", "sigma", sigma, hint, positive=True)
+
+    rng = np.random.default_rng(seed)
+    rows = []
+    for size in sizes:
+        query = rng.normal(scale=sigma, size=(samples, 1, size))
+        key = rng.normal(scale=sigma, size=(samples, keys, size))
+        if unit:
+            query, key = unit_vectors(query), unit_vectors(key)
+        scores = (query * key).sum(axis=-1)  # (samples, keys)
+        rows.append(variance_row(scores, size, predicted=1 / size if unit else size * sigma**4))
+    return VarianceExperiment(tuple(rows), keys, samples, sigma, unit)

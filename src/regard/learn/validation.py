@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
 from regard.validation import as_array
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-TrueMeans = Literal["attend", "ignore"]
+MaskLike = ArrayLike | None
+TrueMeans = Literal["attend", "ignore"] | None
 
 MAX_MASK_ENTRIES = 36  # of a mask that an error repeats
 
 
-def as_floats(operation: str, name: str, array: npt.ArrayLike, *last_axes: str) -> Floats:
-    """Convert an array to float64, and require at least the axes that `last_axes` names.
-
-    Args:
-        operation: The function or class to name in an error.
-        name: The argument to name in an error.
-        array: The array.
-        last_axes: Names of the last axes, for the error message.
-
-    Returns:
-        The array in float64.
-
-    Raises:
-        ArgumentTypeError: If the array does not hold real numbers.
-        ArgumentError: If it has too few axes.
-    """
+def as_floats(operation: str, name: str, array: ArrayLike, *last_axes: str) -> Floats:
+    """Convert an array to float64, and require at least the axes that `last_axes` names."""
     converted = as_array(array, operation, name)
     if converted.dtype.kind not in "iuf":
         raise ArgumentTypeError(
@@ -55,22 +43,28 @@ def as_floats(operation: str, name: str, array: npt.ArrayLike, *last_axes: str) 
     return floats
 
 
-def as_count(operation: str, name: str, number: int, minimum: int) -> int:
-    """Convert a whole number to an int, and require at least `minimum`.
+def as_shaped(
+    owner: str, name: str, array: ArrayLike, sizes: Mapping[str, int], *axes: str, leading: bool = False
+) -> Floats:
+    """Convert an array to float64, and require the axes `axes`, of the sizes that are given by name.
 
-    Args:
-        operation: The function or class to name in an error.
-        name: The argument to name in an error.
-        number: The number.
-        minimum: The smallest accepted value.
-
-    Returns:
-        The number as an int.
-
-    Raises:
-        ArgumentTypeError: If it is not a whole number.
-        ArgumentError: If it is too small.
+    Other axes may be of any size. With `leading`, more axes may come first.
     """
+    floats = as_floats(owner, name, array, *axes)
+    fits = all(sizes.get(axis, n) == n for axis, n in zip(axes, floats.shape[-len(axes) :], strict=True))
+    if not fits or (floats.ndim > len(axes) and not leading):
+        known = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ArgumentError(
+            f"{owner}, {name}",
+            received=f"an array of shape {floats.shape}",
+            expected=f"shape ({'…, ' if leading else ''}{', '.join(axes)}) with {known}",
+            hint=f"Pass an array of that shape, or build a {owner} that fits the array.",
+        )
+    return floats
+
+
+def as_count(operation: str, name: str, number: int, minimum: int) -> int:
+    """Convert a whole number to an int, and require at least `minimum`."""
     expected = f"{name} as a whole number of at least {minimum}"
     try:
         count = operator.index(number)
@@ -88,22 +82,7 @@ def as_count(operation: str, name: str, number: int, minimum: int) -> int:
 
 
 def as_number(operation: str, name: str, number: float, hint: str, *, positive: bool = False) -> float:
-    """Convert a number to a float, and require at least 0.
-
-    Args:
-        operation: The function or class to name in an error.
-        name: The argument to name in an error.
-        number: The number.
-        hint: How to fix the value, for the error message.
-        positive: Also refuse 0.
-
-    Returns:
-        The number as a float.
-
-    Raises:
-        ArgumentTypeError: If it is not a number.
-        ArgumentError: If it is negative or NaN, or 0 with `positive`.
-    """
+    """Convert a number to a float, and require at least 0; with `positive`, above 0."""
     expected = f"{name} as a number {'above' if positive else 'of at least'} 0"
     if isinstance(number, bool | str) or not isinstance(number, SupportsFloat):
         raise ArgumentTypeError(
@@ -116,20 +95,7 @@ def as_number(operation: str, name: str, number: float, hint: str, *, positive: 
 
 
 def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) -> str:
-    """Return a choice, and require that it is one of `choices`.
-
-    Args:
-        operation: The function or class to name in an error.
-        name: The argument to name in an error.
-        choice: The choice.
-        choices: The accepted values; the first one is named in the hint.
-
-    Returns:
-        The choice.
-
-    Raises:
-        ArgumentError: If it is not one of the choices.
-    """
+    """Return a choice, and require that it is one of `choices`; a hint names the first of them."""
     accepted = list(choices)
     if choice not in accepted:
         raise ArgumentError(
@@ -142,21 +108,7 @@ def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) ->
 
 
 def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: int) -> tuple[int, ...]:
-    """Convert one or more whole numbers to ints, and require them in rising order.
-
-    Args:
-        operation: The function or class to name in an error.
-        name: The argument to name in an error.
-        numbers: The numbers, or a single one.
-        minimum: The smallest accepted value.
-
-    Returns:
-        The numbers as ints.
-
-    Raises:
-        ArgumentTypeError: If one is not a whole number.
-        ArgumentError: If one is too small, or they are not in rising order, or there are none.
-    """
+    """Convert one or more whole numbers to ints, and require them in rising order."""
     listed = list(numbers) if isinstance(numbers, Iterable) else [numbers]
     counts = tuple(as_count(operation, name, number, minimum) for number in listed)
     if not counts or any(a >= b for a, b in pairwise(counts)):
@@ -169,26 +121,13 @@ def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: 
     return counts
 
 
-def read_mask(
-    operation: str, mask: npt.ArrayLike | None, true_means: TrueMeans | None
-) -> npt.ArrayLike | None:
+def read_mask(operation: str, mask: MaskLike, true_means: TrueMeans) -> MaskLike:
     """Convert a mask of booleans, or of 0 and 1, to booleans with True = attend.
+
+    Without `true_means`, True means attend, and numbers are refused.
 
     >>> read_mask("forward", [[1, 0]], "ignore")
     array([[False,  True]])
-
-    Args:
-        operation: The function or class to name in an error.
-        mask: The mask, or None.
-        true_means: What True and 1 stand for: "attend" or "ignore". Without it, True means attend, and numbers are
-            refused.
-
-    Returns:
-        The mask in booleans, or None.
-
-    Raises:
-        ArgumentError: If `true_means` is not one of the two, or numbers other than 0 and 1 are passed with it.
-        ArgumentTypeError: If the mask has numbers and `true_means` is missing.
     """
     if mask is None:
         return None
@@ -213,33 +152,21 @@ def read_mask(
     return ~marked if true_means == "ignore" else marked
 
 
-def as_mask(operation: str, mask: npt.ArrayLike, shape: tuple[int, ...]) -> Bools:
-    """Broadcast a boolean mask to the shape of the scores.
-
-    Args:
-        operation: The function or class to name in an error.
-        mask: The mask, True = attend.
-        shape: The shape of the scores.
-
-    Returns:
-        The mask in that shape.
-
-    Raises:
-        ArgumentTypeError: If the mask is not boolean.
-        ArgumentError: If it does not broadcast to the shape.
-    """
+def as_mask(operation: str, mask: ArrayLike, shape: tuple[int, ...]) -> Bools:
+    """Broadcast a boolean mask, True = attend, to the shape of the scores."""
     converted = as_array(mask, operation, "mask")
     if converted.dtype != np.bool_:
         raise _mask_error(operation, converted, takes_true_means=False)
-    if not broadcasts_to(converted.shape, shape):
+    try:
+        return np.broadcast_to(converted, shape)
+    except ValueError:
         raise ArgumentError(
             operation,
             received=f"mask of shape {converted.shape} for scores "
             + format_named_shape(shape, "q_len", "kv_len"),
             expected="a mask that broadcasts to the shape of the scores",
             hint="Add axes of one to broadcast over: (batch, 1, 1, kv_len) fits (batch, heads, q_len, kv_len).",
-        )
-    return np.broadcast_to(converted, shape)
+        ) from None
 
 
 def _is_zero_or_one(mask: npt.NDArray[Any]) -> bool:
@@ -280,15 +207,7 @@ def _describe_first_row(visible: Bools) -> str:
 
 
 def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> None:
-    """Raise ArgumentError if the axes of two arrays before the last two do not broadcast.
-
-    Args:
-        operation: The function or class to name in an error.
-        a: Name of the first array.
-        A: The first array.
-        b: Name of the second array.
-        B: The second array.
-    """
+    """Raise an error if the axes of two arrays before the last two do not broadcast."""
     try:
         np.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     except ValueError:
@@ -298,16 +217,3 @@ def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> 
             expected=f"equal axes, or axes of one, before the last two of {a} and {b}",
             hint=f"Compute {a} and {b} from the same batch and the same heads.",
         ) from None
-
-
-def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return whether an array of `shape` broadcasts to `target`.
-
-    Args:
-        shape: The shape of the array.
-        target: The shape to broadcast to.
-    """
-    try:
-        return np.broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False

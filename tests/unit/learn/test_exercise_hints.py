@@ -262,7 +262,7 @@ def test_a_wrong_answer_gets_the_fitting_hint(n, answer, words):
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_each_known_mistake_gets_its_own_hint(n):
-    mistakes, whole = EXERCISES[n - 1].list_mistakes(), right(n)
+    mistakes, whole = list(EXERCISES[n - 1].list_mistakes()), right(n)
     assert len(mistakes) >= 10
     for mistake in mistakes:
         result = check(n, {**whole, **mistake.answer})

@@ -9,7 +9,7 @@ import pytest
 
 from regard import ArgumentError
 from regard.learn import cat, exercises
-from regard.learn.exercises import check, keys, show, solution
+from regard.learn.exercises import catalog, check, show, solution
 from regard.learn.exercises.catalog import EXERCISES
 
 NUMBERS = range(1, 9)
@@ -209,13 +209,14 @@ def test_a_solution_is_text_and_code(n):
 
 def test_a_solution_is_computed_when_called(monkeypatch):
     assert "3.2522" in solution(4).text
-    monkeypatch.setattr(keys, "KEYS", keys.KEYS * 3)
+    monkeypatch.setattr(catalog, "KEYS", catalog.KEYS * 3)
     assert "its scores are [0, 36, 0]" in solution(4).text
 
 
 def test_only_vectors_of_one_length_attend_most_to_themselves():
     holds = {
-        letter: (compute().argmax(axis=-1) == range(3)).all() for letter, (_, compute) in keys.CHANGES.items()
+        letter: (compute().argmax(axis=-1) == range(3)).all()
+        for letter, (_, compute) in catalog.CHANGES.items()
     }
     assert [letter for letter, true in holds.items() if true] == [right(3)["change"]]
 

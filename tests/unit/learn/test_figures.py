@@ -12,7 +12,7 @@ import pytest
 
 import regard
 from regard.learn import cat, figures, projection, tiny_head, variance_experiment
-from regard.learn.figures.canvas import MAX_OPACITY, SMALLEST_TEXT
+from regard.learn.canvas import MAX_OPACITY, SMALLEST_TEXT
 
 ROOT = Path(__file__).parents[3]
 CHAPTERS = "\n".join(path.read_text() for path in sorted((ROOT / "docs/book").glob("[01]*.md")))

@@ -66,7 +66,7 @@ class CountingFloat(float):
 
 
 def test_counts_match_the_products_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.learn import loops
+    from regard.learn import cost
 
     class Table:
         def __init__(self, rows: Any) -> None:
@@ -76,7 +76,7 @@ def test_counts_match_the_products_computed(monkeypatch: pytest.MonkeyPatch) -> 
             return [[CountingFloat(x) for x in row] for row in self.rows]
 
     Q, K, V = draw_qkv(5, 7, 3, 2)
-    monkeypatch.setattr(loops, "_check_table", lambda _name, array, *_axes: Table(array))
+    monkeypatch.setattr(cost, "_check_head", lambda _operation, *arrays: tuple(map(Table, arrays)))
     CountingFloat.products = 0
     counts = attention_by_loops(Q, K, V, create_causal_mask(7)[:5]).counts
     assert CountingFloat.products == counts.score_multiply_adds == 15 * 3

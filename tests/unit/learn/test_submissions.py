@@ -13,9 +13,7 @@ import regard
 from regard.learn import exercises
 from regard.learn.exercises import SubmissionResult
 from regard.learn.exercises.catalog import EXERCISES
-from regard.learn.exercises.class_report import NUMBER
-from regard.learn.exercises.progress import CourseProgress, load_progress
-from regard.learn.exercises.submission_process import check_here
+from regard.learn.exercises.submission import NUMBER, CourseProgress, check_here, load_progress
 
 NUMBERS = range(1, len(EXERCISES) + 1)
 

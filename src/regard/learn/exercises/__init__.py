@@ -13,21 +13,29 @@ scale: That is the scale for entries of variance 1; with σ² the scores spread 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 from regard.learn.exercises.catalog import get_exercise
-from regard.learn.exercises.checker import check_answer
-from regard.learn.exercises.class_report import (
+from regard.learn.exercises.exercise import (
+    AttentionFunctionAnswer,
+    CheckResult,
+    ExerciseTask,
+    Solution,
+    check_answer,
+    wrap,
+)
+from regard.learn.exercises.submission import (
     CheckedSubmission,
     ClassReport,
     Submission,
+    SubmissionResult,
     check_class,
+    check_file,
     find_submissions,
 )
-from regard.learn.exercises.exercise import CheckResult, ExerciseTask, Solution, wrap
-from regard.learn.exercises.starter_file import starter
-from regard.learn.exercises.submission import SubmissionResult, check_file
 
 __all__ = [
     "CheckResult",
@@ -110,3 +118,52 @@ def solution(n: int) -> Solution:
     """
     exercise = get_exercise("solution", n)
     return Solution(exercise.title, "\n".join(wrap(exercise.explain())), exercise.code)
+
+
+def starter(n: int) -> str:
+    """Return a Python file for the answer to an exercise: the task, the given arrays, and dots to replace.
+
+    Args:
+        n: The number of the exercise, from 1 to 8.
+
+    Returns:
+        The text of the file. `check_file` accepts it before and after it is filled in.
+
+    Raises:
+        ArgumentError: If there is no such exercise.
+
+    >>> text = starter(5)
+    >>> print(text.splitlines()[0])
+    # Exercise 5. The scale for variance σ²
+    >>> '"variance": ...,' in text
+    True
+    """
+    exercise = get_exercise("starter", n)
+    lines = [f"# {line}".rstrip() for line in wrap(f"{exercise.title}\n\n{exercise.task}")]
+    lines += [
+        "#",
+        f"# Replace the dots, and check the file with: regard exercise {n}",
+        "",
+        "import numpy as np",
+        "",
+    ]
+    if exercise.given:
+        given = f"given = exercises.show({n}).given  # {', '.join(exercise.given)}"
+        lines += ["from regard.learn import exercises", "", given, ""]
+    functions = {
+        part.name for part in exercise.parts if isinstance(part.answer_type, AttentionFunctionAnswer)
+    }
+    for name in (part.name for part in exercise.parts if part.name in functions):
+        lines += ["", _format_stub(name, exercise.solve()[name]), ""]
+    lines += [*([""] if functions else []), "answer = {"]
+    for part in exercise.parts:
+        lines += [f"    # {line}" for line in wrap(f"{part.question} [{part.format}]")]
+        lines.append(f'    "{part.name}": {part.name if part.name in functions else "..."},')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _format_stub(name: str, function: Callable[..., Any]) -> str:
+    """Return a function without a body, and without types."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return f"def {name}({', '.join(map(str, plain))}):\n    ..."

@@ -1,20 +1,285 @@
-"""An exercise as data: the task, its parts, the correct answer, and the mistakes that learners make."""
+"""Types of answers: how each is parsed and compared, and what to say about one that is wrong."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from regard.errors import describe_argument
-from regard.learn.exercises.answer_types import AnswerType, InvalidAnswerError
 from regard.render.text import format_number
+
+
+class InvalidAnswerError(Exception):
+    """An answer of the wrong type or format; the message is for the learner."""
+
+
+class AnswerType(Protocol):
+    """The interface that the checker uses."""
+
+    @property
+    def format(self) -> str:
+        """The accepted format, in words."""
+
+    def parse(self, value: Any) -> Any:
+        """Convert an answer to a canonical form; raise InvalidAnswerError if that is not possible."""
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        """Return whether a parsed answer is the expected one."""
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        """Yield mistakes that are common with this type: a hint, and the answer the mistake leads to."""
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        """Describe a wrong answer that no known mistake explains."""
+
+
+def parse_array(value: Any) -> Any:
+    """Convert lists, arrays or tensors of numbers or booleans to a NumPy array."""
+    if callable(value):
+        raise InvalidAnswerError("Expected values, got a function: pass what it returns.")
+    try:
+        if hasattr(value, "detach"):  # a tensor that may require grad or be on another device
+            value = value.detach().cpu()
+        array = np.asarray(value)
+    except ValueError:
+        raise InvalidAnswerError("Its rows have different lengths.") from None
+    except Exception:  # a foreign array type may raise anything
+        raise InvalidAnswerError(f"Expected numbers, got {describe_argument(value)}.") from None
+    if array.dtype.kind not in "biuf":
+        raise InvalidAnswerError(f"Expected numbers, got {describe_argument(value)}.")
+    return array
+
+
+@dataclass(frozen=True)
+class NumericAnswer:
+    """A number or an array of numbers, correct to about three digits; axes of length one are ignored."""
+
+    shape: str = ""
+    atol: float = 6e-4
+    rtol: float = 6e-4
+
+    @property
+    def format(self) -> str:
+        return f"numbers of shape {self.shape}" if self.shape else "a number"
+
+    def parse(self, value: Any) -> Any:
+        array = parse_array(value)
+        if array.dtype == bool:
+            raise InvalidAnswerError("Expected numbers, got True or False.")
+        return array.astype(np.float64)
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        answer, expected = np.squeeze(answer), np.squeeze(np.asarray(expected, dtype=np.float64))
+        if answer.shape != expected.shape:
+            return False
+        return bool(np.allclose(answer, expected, atol=self.atol, rtol=self.rtol, equal_nan=True))
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        expected = np.asarray(expected, dtype=np.float64)
+        for rounded in (expected.round(digits) for digits in (2, 1, 0)):
+            if rounded.any():  # all zeros would match many other mistakes
+                yield "That is right, but rounded too coarsely: keep three digits or more.", rounded
+        yield "These are percentages: give shares of 1, so divide by 100.", 100 * expected
+        yield "The sign is wrong.", -expected
+        if expected.ndim >= 2:
+            yield "That is transposed: rows and columns are swapped.", expected.swapaxes(-1, -2)
+        elif expected.ndim == 1:
+            yield "The numbers are right, but in reverse order.", expected[::-1]
+        if not (expected == 0).any():
+            yield "That is the reciprocal: one divided by the right answer.", 1 / expected
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        expected = np.asarray(expected, dtype=np.float64)
+        if np.squeeze(answer).shape != np.squeeze(expected).shape:
+            return f"Expected shape {expected.shape}, got {answer.shape}."
+        if expected.size == 1:
+            return f"{format_number(answer.item())} is too {'large' if answer.item() > expected.item() else 'small'}."
+        answer = answer.reshape(expected.shape)
+        wrong = np.argwhere(~np.isclose(answer, expected, atol=self.atol, rtol=self.rtol))
+        position = tuple(int(i) for i in wrong[0])
+        index = ", ".join(map(str, position))
+        count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {expected.size} entries are"
+        return f"{count} wrong, the first at [{index}], where you have {format_number(answer[position])}."
+
+
+@dataclass(frozen=True)
+class MaskAnswer:
+    """A boolean mask, True = attend, of exactly this shape: its axes of length one show what it broadcasts over."""
+
+    shape: str
+
+    @property
+    def format(self) -> str:
+        return f"a boolean mask of shape {self.shape}"
+
+    def parse(self, value: Any) -> Any:
+        return parse_array(value)
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        expected = np.asarray(expected)
+        return bool(answer.dtype.kind == expected.dtype.kind and np.array_equal(answer, expected))
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield "The polarity is inverted: here True means attend, False means masked.", ~expected
+        for numbers in (expected.astype(int), expected.astype(float)):
+            yield "The ones are in the right places; make it boolean with .astype(bool).", numbers
+        for low in (-np.inf, -1e9):
+            additive = np.where(expected, 0.0, low)
+            yield "That is the mask to add to the scores; give the boolean one, True = attend.", additive
+        yield (
+            "Inverted, and not boolean: write the condition under which a query attends to a key.",
+            1 - expected,
+        )
+        yield "That is transposed: rows are queries, columns are keys.", expected.swapaxes(-1, -2)
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        if answer.shape != expected.shape:
+            return f"Expected shape {expected.shape}, got {answer.shape}."
+        if answer.dtype != bool:
+            return (
+                "Expected a boolean mask, True = attend. Build it from a comparison, such as kv_idx <= q_idx."
+            )
+        position = tuple(int(i) for i in np.argwhere(answer != expected)[0])
+        index = ", ".join(map(str, position))
+        return f"The first wrong entry is [{index}]: may this query attend to that key?"
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """One of a few words; True and False stand for yes and no."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def format(self) -> str:
+        words = " or ".join(f'"{choice}"' for choice in self.choices)
+        return words + (", or True or False" if "yes" in self.choices else "")
+
+    def parse(self, value: Any) -> Any:
+        if isinstance(value, bool | np.bool_):
+            value = "yes" if value else "no"
+        choice = value.strip().lower() if isinstance(value, str) else None
+        if choice not in self.choices:
+            raise InvalidAnswerError(f"Got {describe_argument(value)}.")
+        return choice
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return bool(answer == expected)
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        return f'It is not "{answer}".'
+
+
+@dataclass(frozen=True)
+class TokenAnswer:
+    """A token for each row, by name or by index from 0."""
+
+    tokens: tuple[str, ...]
+
+    @property
+    def format(self) -> str:
+        return f"{len(self.tokens)} tokens, by name or by index from 0"
+
+    def parse(self, value: Any) -> Any:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            value = [self.tokens.index(x) if x in self.tokens else x for x in value]
+        array = parse_array(value)
+        if array.dtype.kind == "b" or not np.isfinite(array).all() or (array != np.round(array)).any():
+            raise InvalidAnswerError("Expected names of tokens or whole numbers.")
+        return array.astype(int)
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return np.array_equal(answer, expected)
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield "You count from 1; the first token is 0.", np.asarray(expected) + 1
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        if answer.shape != np.shape(expected):
+            return f"Expected one token for each of the {len(expected)} rows, got {answer.size}."
+        row = int(np.argmax(answer != expected))
+        return f'Look at row "{self.tokens[row]}" again: which of its weights is the largest?'
+
+
+@dataclass(frozen=True)
+class AttentionFunctionAnswer:
+    """An attention function, tested by the conformance kit."""
+
+    layout: str
+    heads: bool
+
+    @property
+    def format(self) -> str:
+        return "a function (query, key, value, " + ("num_heads, " if self.heads else "") + "mask=None)"
+
+    def parse(self, value: Any) -> Any:
+        from regard.testing import check_conformance
+
+        if not callable(value):
+            raise InvalidAnswerError(
+                f"Got {describe_argument(value)}: pass the function itself, without calling it."
+            )
+        try:
+            names = list(inspect.signature(value).parameters)
+        except (TypeError, ValueError):  # some built-ins have no signature
+            names = []
+        if self.heads != ("num_heads" in names) or "mask" not in names:
+            raise InvalidAnswerError(f"Its arguments are ({', '.join(names)}).")
+        if _returns_nothing(value, self.heads):
+            raise InvalidAnswerError("It returns nothing yet: end the function with return.")
+        # Loops naturally return lists. Sizes of zero and half precision are not part of the exercise.
+        return check_conformance(
+            _convert_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),
+            heads_argument="num_heads" if self.heads else None, unsupported=("no query, key or batch",),
+        )  # fmt: skip
+
+    def matches(self, answer: Any, expected: Any) -> bool:
+        return bool(answer.ok)
+
+    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
+        yield from ()
+
+    def describe_difference(self, answer: Any, expected: Any) -> str:
+        first, *others = answer.findings
+        known = [finding.message for finding in others if finding.kind != "unknown"]
+        more = f"\nAlso: {' '.join(known)}" if known else ""
+        # A learner has no convention to describe to the kit.
+        evidence = {name: value for name, value in first.evidence.items() if name != "if intended"}
+        return f"{replace(first, evidence=evidence)}{more}"
+
+
+def _returns_nothing(fn: Callable[..., Any], heads: bool) -> bool:
+    one = np.ones((1, 1))
+    try:
+        returned = fn(one, one, one, **({"num_heads": 1} if heads else {}))
+    except Exception:  # the kit reports it with more detail
+        return False
+    return returned is None or returned is ...
+
+
+def _convert_lists(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that nested lists it returns become arrays."""
+
+    @functools.wraps(fn)
+    def attention(*args: Any, **options: Any) -> Any:
+        returned = fn(*args, **options)
+        if isinstance(returned, tuple):
+            return tuple(np.array(x) if isinstance(x, list) else x for x in returned)
+        return np.array(returned) if isinstance(returned, list) else returned
+
+    return attention
+
 
 Answer = Mapping[str, Any]
 WIDTH = 88
@@ -75,6 +340,13 @@ class Mistake:
     answer: Answer
 
 
+def make_mistakes(in_one_part: Mapping[str, Mapping[str, Any]]) -> list[Mistake]:
+    """Make the mistakes that change one part only, from the wrong answer of each hint, by part."""
+    return [
+        Mistake(hint, {part: answer}) for part, wrong in in_one_part.items() for hint, answer in wrong.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Exercise:
     """Everything about one exercise; the checker needs nothing else.
@@ -98,7 +370,7 @@ class Exercise:
     given: Mapping[str, Any]
     parts: tuple[ExercisePart, ...]
     solve: Callable[[], dict[str, Any]]
-    list_mistakes: Callable[[], Sequence[Mistake]]
+    list_mistakes: Callable[[], Iterable[Mistake]]
     explain: Callable[[], str]
     imports: str = "import numpy as np"
     helpers: tuple[Callable[..., Any], ...] = ()
@@ -234,3 +506,135 @@ def _format_input(name: str, value: Any, indent: str = "  ") -> list[str]:
     pad = " " * len(f"{name} = [")
     body = (",\n" + indent + pad).join(rows)
     return f"{indent}{name} = [{body}]".split("\n")
+
+
+ParsedAnswer = dict[str, list[Any]]  # by part: one value for each call
+
+
+def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
+    """Check an answer, and choose the hint that fits the first wrong part."""
+    expected = exercise.solve()
+    try:
+        parsed = _parse_answer(exercise, answer, expected)
+    except InvalidAnswerError as error:
+        return _report_problem(exercise, str(error), [])
+    parts = [part for part in exercise.parts if part.name in parsed]
+    correct = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
+    wrong = [part for part in parts if part not in correct]
+    if wrong:
+        first = wrong[0]
+        hint = _find_hint(exercise, first, parsed, expected)
+        hint = hint or _describe_difference(first, parsed[first.name], expected[first.name])
+        return _report_problem(exercise, f"{first.name}: {hint}", correct)
+    missing = [part for part in exercise.parts if part.name not in parsed]
+    if missing:
+        part = missing[0]
+        hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
+        return _report_problem(exercise, hint, correct)
+    number = exercise.title.partition(".")[0].split()[-1]
+    solution = f"exercises.solution({number}), or regard exercise {number} --solution"
+    message = f"{exercise.title}: right. One way to solve it: {solution}"
+    return CheckResult(True, "", message, tuple(part.name for part in exercise.parts))
+
+
+def _parse_answer(exercise: Exercise, answer: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
+    """Parse the parts of an answer.
+
+    A dict names its parts, a tuple has all parts in order, and any other value is one part. A part that is `...` is
+    skipped.
+    """
+    parts = {part.name: part for part in exercise.parts}
+    if isinstance(answer, tuple) and len(answer) == len(parts) > 1:
+        answer = dict(zip(parts, answer, strict=True))
+    if not isinstance(answer, Mapping):
+        return _parse_unnamed_value(exercise, answer, expected)
+    unknown = [name for name in answer if name not in parts]
+    if unknown or not answer:
+        problem = f"There is no part {unknown[0]!r}" if unknown else "The dict is empty"
+        raise InvalidAnswerError(f"{problem}. The parts are {', '.join(parts)}.")
+    parsed: ParsedAnswer = {}
+    for name, part in parts.items():
+        if answer.get(name, ...) is not ...:
+            try:
+                parsed[name] = part.parse(answer[name])
+            except InvalidAnswerError as error:
+                raise InvalidAnswerError(f"{name}: {error} [{part.format}]") from None
+    return parsed
+
+
+def _parse_unnamed_value(exercise: Exercise, value: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
+    """Parse a value as the part it is correct for, else as a part with a mistake that explains it, else the first."""
+    parsed: ParsedAnswer = {}
+    problems: list[str] = []
+    for part in exercise.parts:
+        try:
+            parsed[part.name] = part.parse(value)
+        except InvalidAnswerError as error:
+            problems.append(f"As {part.name}: {error} [{part.format}]")
+    if not parsed:
+        names = ", ".join(part.name for part in exercise.parts)
+        raise InvalidAnswerError(
+            f"Expected a dict with {names}, got {describe_argument(value)}. {problems[0]}"
+        )
+    parts = [part for part in exercise.parts if part.name in parsed]
+    candidates = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
+    candidates += [
+        part for part in parts if _find_hint(exercise, part, {part.name: parsed[part.name]}, expected)
+    ]
+    name = (candidates or parts)[0].name
+    return {name: parsed[name]}
+
+
+def _find_hint(
+    exercise: Exercise, first_wrong: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
+) -> str:
+    """Find the hint of the mistake that explains the first wrong part, and most of the other parts; "" if none does."""
+
+    def score(mistake: Mistake) -> int:
+        """Count the parts that the mistake explains, minus those it predicts wrongly."""
+        parts = [part for part in exercise.parts if part.name in parsed and part.name in mistake.answer]
+        return sum(1 if _explains(mistake, part, parsed) else -1 for part in parts)
+
+    candidates = [m for m in exercise.list_mistakes() if _explains(m, first_wrong, parsed)]
+    if not candidates:
+        common = _iter_common_mistakes(first_wrong, parsed, expected)
+        candidates = [m for m in common if _explains(m, first_wrong, parsed)]
+    # max returns the first of equals, so an exercise lists its more likely mistakes first.
+    best = max(candidates, key=score, default=None)
+    return best.hint if best else ""
+
+
+def _explains(mistake: Mistake, part: ExercisePart, parsed: ParsedAnswer) -> bool:
+    return part.name in mistake.answer and part.matches(parsed[part.name], mistake.answer[part.name])
+
+
+def _iter_common_mistakes(
+    part: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
+) -> Iterator[Mistake]:
+    """Yield the common mistakes of the answer type at the first call, or none if the first call is correct."""
+    first_expected = part.evaluate(expected[part.name])[0]
+    if not part.answer_type.matches(parsed[part.name][0], first_expected):
+        for hint, value in part.answer_type.iter_common_mistakes(first_expected):
+            yield Mistake(hint, {part.name: value})
+
+
+def _describe_difference(part: ExercisePart, parsed: list[Any], expected: Any) -> str:
+    """Describe a wrong answer that no known mistake explains."""
+    expected_values = part.evaluate(expected)
+    wrong = next(
+        i
+        for i, pair in enumerate(zip(parsed, expected_values, strict=False))
+        if not part.answer_type.matches(*pair)
+    )
+    difference = part.answer_type.describe_difference(parsed[wrong], expected_values[wrong])
+    if wrong == 0:
+        return difference
+    first, other = (format_arguments(part.calls[i]) for i in (0, wrong))
+    return f"Right for ({first}), not for ({other}): is a size hard-coded in the function? {difference}"
+
+
+def _report_problem(exercise: Exercise, hint: str, correct: list[ExercisePart]) -> CheckResult:
+    so_far = f"Right so far: {', '.join(part.name for part in correct)}." if correct else ""
+    lines = [f"{exercise.title}: not yet.", so_far, *wrap(hint)]
+    message = "\n".join(line for line in lines if line)
+    return CheckResult(False, hint, message, tuple(part.name for part in correct))

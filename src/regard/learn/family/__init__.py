@@ -19,28 +19,43 @@ array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
 from __future__ import annotations
 
 from regard.learn.family import worked_variants as _worked_variants  # noqa: F401 - registers the steps by hand
-from regard.learn.family.catalog import MECHANISMS
-from regard.learn.family.heads import GroupedQuery, MultiHead, MultiQuery, mean_pool_heads
-from regard.learn.family.masking import BlockSparse, Causal, Cross, Masked, SlidingWindow
-from regard.learn.family.mechanism import FamilyTable, Mechanism, MechanismPage, PublishedUse
-from regard.learn.family.mechanism_gallery import Gallery, gallery
-from regard.learn.family.named_variants import (
+from regard.learn.family.catalog import (
+    MECHANISMS,
     NAMED_VARIANTS,
     NamedTable,
     NamedVariant,
     tabulate_named_variants,
 )
-from regard.learn.family.scores import (
+from regard.learn.family.mechanism import (
+    FamilyTable,
+    Gallery,
+    Mechanism,
+    MechanismPage,
+    PublishedUse,
+)
+from regard.learn.family.variants import (
     ALiBi,
+    AttentionVariant,
     Biased,
+    BlockSparse,
+    Cached,
+    Causal,
+    Cross,
+    Flash,
+    GroupedQuery,
+    Linear,
+    Masked,
+    MultiHead,
+    MultiQuery,
     RelativeBias,
     Rotary,
     Sink,
     SinkAndSoftcap,
+    SlidingWindow,
     Softcap,
+    TileState,
+    mean_pool_heads,
 )
-from regard.learn.family.streaming import Cached, Flash, Linear, TileState
-from regard.learn.family.variant import AttentionVariant
 from regard.learn.family.worked_row import WorkedRow, WorkedStep
 from regard.learn.validation import as_choice
 from regard.validation import check_count
@@ -130,3 +145,17 @@ def table() -> FamilyTable:
         output, weights = mechanism.run()
         rows.append((number, mechanism, weights.shape, output[0]))
     return FamilyTable(tuple(rows))
+
+
+def gallery() -> Gallery:
+    """Run all fifteen mechanisms on the example, and show their weights as heatmaps side by side.
+
+    Returns:
+        The heatmaps; a notebook shows them.
+
+    >>> len(gallery().tiles)
+    15
+    """
+    return Gallery(
+        tuple((n, mechanism, mechanism.run()[1]) for n, mechanism in enumerate(MECHANISMS, start=1))
+    )

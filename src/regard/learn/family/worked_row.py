@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
@@ -87,9 +87,9 @@ class RowInputs:
 
 def explain(
     attention: ScaledDotProductAttention,
-    Q: npt.ArrayLike,
-    K: npt.ArrayLike,
-    V: npt.ArrayLike,
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
     tokens: Sequence[str],
     query_idx: int,
 ) -> WorkedRow:

@@ -7,10 +7,21 @@ import math
 import numpy as np
 
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.family.heads import MultiHead
-from regard.learn.family.masking import Causal, Masked
-from regard.learn.family.scores import ALiBi, Biased, RelativeBias, Rotary, Sink, Softcap
-from regard.learn.family.streaming import Cached, Flash, Linear, TileState
+from regard.learn.family.variants import (
+    ALiBi,
+    Biased,
+    Cached,
+    Causal,
+    Flash,
+    Linear,
+    Masked,
+    MultiHead,
+    RelativeBias,
+    Rotary,
+    Sink,
+    Softcap,
+    TileState,
+)
 from regard.learn.family.worked_row import (
     RowInputs,
     StepsOutputWeights,
