@@ -23,7 +23,7 @@ from regard import (
     sliding_window,
     softcap,
 )
-from regard.capture.interval_mask import IntervalMask, UniformRows
+from regard.capture.compact_mask import IntervalMask, UniformRows
 from regard.core.block_loop import run_block_loop
 from regard.core.matrix_page import build_payload
 from regard.core.products import DenseWeights

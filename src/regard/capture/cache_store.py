@@ -1,18 +1,30 @@
-"""Decide which calls of a layer share a key-value cache, and store the keys of such calls once.
+"""Decide which calls of a layer share a key-value cache, store their keys once, and join their rows into one matrix.
 
 Each step of `generate()` passes the keys of all tokens so far: in a new tensor, in a buffer that the next step writes
 to, in a window from which older keys were evicted, or in another order of the batch, as beam search does. A call
-continues a cache if all its older keys are the same numbers, bit by bit. So the decision depends on no class of cache,
-and it is the same for recordings, interventions and `outputs.attentions`.
+continues a cache if all its older keys are the same numbers, bit by bit (`match_cache`). So the decision depends on no
+class of cache, and it is the same for recordings (`JoinedCalls`), interventions and `outputs.attentions` (`KeyStore`).
+
+A recording holds the newest keys, and those that a rolling cache evicted; each call adds its rows. A step of one
+unmasked row over the keys of the last call and one more has a fast path, `RowSteps`: it differs from the last step in
+query, key, value and lse only, and building its record in full would take most of the time that `watch` adds to it.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
+from dataclasses import replace
+from itertools import product
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
+from regard.capture.call import Call, CapturedArgs
+from regard.capture.compact_mask import CompactMask, recognise_mask
 from regard.errors import ArgumentError
 from regard.types import IntArray
 
@@ -21,7 +33,18 @@ Tensor = Any  # the types of torch are not followed
 # Numbers that are compared at once.
 CHUNK = 1 << 18
 
+# Dtypes that NumPy also has: its comparisons take a fraction of the time.
+_NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# A call that extends no cache is compared with this many of the latest ones to find out why.
+MAX_FAULTY_CACHES = 8
+
+CACHE_FAULTS = {
+    "keys do not grow": "The keys of a cached step do not grow: they replace keys of earlier tokens, or omit its own.",
+    "keys skipped": "A cached step adds more keys than it has tokens.",
+    "values missing": "The values of a cached step were not appended.",
+}
 
 
 class CacheMatch(NamedTuple):
@@ -242,3 +265,703 @@ def _grow(keys: Tensor, count: int, length: int) -> Tensor:
         grown = torch.zeros((*keys.shape[:-2], length, keys.shape[-1]), dtype=keys.dtype, device=keys.device)
         grown[..., :count, :] = keys[..., :count, :]
         return grown
+
+
+class CacheFault(NamedTuple):
+    """A call whose keys or values do not extend the cache as its tokens should.
+
+    Args:
+        call: Number of the call among those of its layer, from 0.
+        kind: What is wrong, a key of `CACHE_FAULTS`.
+        tokens: Number of tokens of the call.
+        added: Number of keys or values that it added to the cache.
+    """
+
+    call: int
+    kind: str
+    tokens: int
+    added: int
+
+
+class CallRows(NamedTuple):
+    """The rows that one call added."""
+
+    query: Tensor
+    lse: Tensor | None
+    output: Tensor | None
+    compact_mask: CompactMask
+    is_causal: bool
+    weights: Tensor | None
+    key_offset: int  # position of the first column of `weights` among all keys
+    entries: IntArray | None = None  # batch entry of the rows before that each entry continues; None: its own
+
+    def first(self, count: int) -> CallRows:
+        """Return the first rows."""
+        output, weights = (
+            None if rows is None else rows[..., :count, :] for rows in (self.output, self.weights)
+        )
+        return self._replace(
+            query=self.query[..., :count, :],
+            lse=None if self.lse is None else self.lse[..., :count],
+            output=output,
+            compact_mask=self.compact_mask.map_edges(lambda edge: edge[..., :count]),
+            weights=weights,
+        )
+
+    def select(self, entries: IntArray) -> CallRows:
+        """Return the rows of some batch entries, without their place among the rows before."""
+        index = torch.as_tensor(entries, device=self.query.device)
+        tensors = (self.query, self.lse, self.output, self.weights)
+        query, lse, output, weights = (None if tensor is None else tensor[index] for tensor in tensors)
+        mask = self.compact_mask.map_edges(lambda edge: _select(edge, entries))
+        return CallRows(query, lse, output, mask, self.is_causal, weights, self.key_offset)
+
+
+class Extension(NamedTuple):
+    """How a call extends the calls before it.
+
+    Args:
+        rows_before: Number of rows that precede its own; rows from there on are replaced.
+        candidates: For each batch entry, the entries of the rows before that it may continue, the likeliest first;
+            None: its own.
+        key: Its keys in use, or values if the layer computed its own softmax; None for cross-attention.
+        evicted: How many of the oldest keys the cache no longer has.
+    """
+
+    rows_before: int
+    candidates: list[list[int]] | None = None
+    key: Tensor | None = None
+    evicted: int = 0
+
+    @property
+    def entries(self) -> IntArray | None:
+        """The batch entry of the rows before that each batch entry continues; None: its own."""
+        return None if self.candidates is None else find_entries(self.candidates)
+
+
+class RowSteps:
+    """The steps of one cache that are waiting to be joined.
+
+    Args:
+        call: The last call, one row.
+        args: What the layer was called with; dropout, `is_causal`, scale and `enable_gqa` are those of all steps.
+    """
+
+    def __init__(self, call: Call, args: CapturedArgs) -> None:
+        self.queries: list[Tensor] = []
+        self.lses: list[Tensor] = []
+        self.key = call.key
+        self.options = args[4:8]
+        self.lock = Lock()
+        self._query_shape, self._dtype = call.query.shape, call.query.dtype
+        self._key_shape, self._value_shape = list(call.key.shape), list(args.value.shape)
+        self._numbers = self._next_numbers = call.key.numpy()
+        self._given: tuple[Any, Any] | None = None  # other arguments of the last step, as they were passed
+
+    @staticmethod
+    def accept(args: CapturedArgs) -> bool:
+        """Return whether a call is one unmasked row of a kernel whose lse is known, on the CPU."""
+        return (
+            args.lse is not None
+            and args.edits is None
+            and args.attn_mask is None
+            and not args.is_causal
+            and args.query.shape[-2] == 1
+            and args.key.is_cpu
+            and args.key.dtype in _NUMPY_DTYPES
+        )
+
+    def matches(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call of `F.scaled_dot_product_attention` without a mask is the next step.
+
+        If not, the call is recorded in full, which finds out why.
+        """
+        if len(args) < 3 or module.training:
+            return False
+        query, key, value = args[:3]
+        if not type(query) is type(key) is type(value) is torch.Tensor:
+            return False
+        length = self._key_shape[-2] + 1
+        if (
+            key.shape != (*self._key_shape[:-2], length, self._key_shape[-1])
+            or value.shape != (*self._value_shape[:-2], length, self._value_shape[-1])
+            or query.shape != self._query_shape
+            or not query.dtype is key.dtype is self._dtype
+        ):
+            return False
+        if self._given != (args[3:], kwargs):
+            if CapturedArgs(*args, **kwargs)[4:8] != self.options:
+                return False
+            self._given = args[3:], dict(kwargs)
+        # Tensors that may be overwritten are copied, and those with a graph detached.
+        if key.is_inference() or key._version or query._version:
+            return False
+        if key.requires_grad or query.requires_grad or value.requires_grad:
+            return False
+        if not value.numpy()[(-1,) * value.ndim]:
+            return False  # it may not have been written
+        numbers = key.numpy()
+        if not have_same_numbers(numbers[..., :-1, :], self._numbers):
+            return False
+        self._next_numbers = numbers
+        return True
+
+    def append(self, query: Tensor, key: Tensor, lse: Tensor) -> None:
+        """Add a step for which `matches` returned True."""
+        with self.lock:
+            self.queries.append(query)
+            self.lses.append(lse)
+            self.key, self._numbers = key, self._next_numbers
+            self._key_shape[-2] += 1
+
+
+class JoinedCalls:
+    """The calls of one layer that share a cache: the rows of all, and the keys of the last.
+
+    Args:
+        call: The first call.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._last = call
+        self._steps: list[CallRows] = []
+        self._rows: RowSteps | None = None  # what collects rows on the fast path
+        self.num_rows = 0
+        self._num_calls = 0  # without rows that wait to be joined
+        self.evicted_keys: list[Tensor] = []  # by a rolling cache
+        self.key_offset = 0  # position of the newest call's first key among all keys
+        self.is_cross_attention = False  # every call attends to the same keys
+        self._candidates: list[list[int]] | None = None  # which entries those of the newest call may continue
+        self._joined: Call | None = None
+        self.before: JoinedCalls | None = None  # calls of the layer that ran before in the same pass
+        self._copied_from: JoinedCalls | None = None  # whose first rows these share
+        if call.measures is None:
+            call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
+            self._add_rows(call)
+        self._query_offset = call.query_offset
+        self._first_edits = call.edits
+
+    def _add_rows(self, call: Call, entries: IntArray | None = None) -> None:
+        self._last, self._joined = call, None
+        mask, weights = call.compact_mask, call.weights
+        rows = CallRows(
+            call.query, call.lse, call.output, mask, call.is_causal, weights, self.key_offset, entries
+        )
+        self._steps.append(rows)
+        self._num_calls += 1
+        self.num_rows += call.query.shape[-2]
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls, those included whose rows were discarded."""
+        self._join_rows()
+        return max(1, self._num_calls)
+
+    @property
+    def _has_grown(self) -> bool:
+        """Whether later calls added keys, so that the keys are not an encoder's."""
+        return len(self.steps) > 1 and not self.is_cross_attention
+
+    @property
+    def _continues_unknown_rows(self) -> bool:
+        """Whether these begin in the middle of a sequence, as each step of a ring buffer does."""
+        return len(self._steps) == 1 and self._last.query_offset > 0
+
+    @property
+    def speculative_mode(self) -> str:
+        """How `generate()` proposed tokens that it may have discarded; "" if it did not."""
+        return self.last.speculative_mode if len(self.steps) > 1 else ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the joined matrix, (…, heads, q_len, kv_len)."""
+        if self.last.measures is not None:
+            return self.last.shape
+        *lead, _, kv_len = self.last.shape  # joins the rows first
+        return (*lead, self.num_rows, self.key_offset + kv_len)
+
+    def has_cache_of(self, call: Call) -> bool:
+        """Return whether the model was given the same cache object for the last call as for another one."""
+        return call.source_cache is not None and call.source_cache is self._last.source_cache
+
+    def follows(self, before: JoinedCalls | None) -> bool:
+        """Return whether these are the calls after some of the layer before, or after those that they were copied from.
+
+        Args:
+            before: The calls of the layer before; None if they are not known.
+        """
+        return before is not None and self.before is not None and self.before in (before, before._copied_from)
+
+    def _has_another_cache(self, call: Call) -> bool:
+        """Return whether the model was given another cache object for a call, such as a copy of a shared prefix."""
+        other = self._last.source_cache
+        return call.source_cache is not None and other is not None and call.source_cache is not other
+
+    def find_newest_rows(self, call: Call) -> Extension | None:
+        """Return where the newest rows are if they are those of the pass in which another layer was called."""
+        last = self._last
+        if self.is_cross_attention or last.measures is not None or self._continues_unknown_rows:
+            return None
+        if last.query.shape[-2] != call.query.shape[-2] or len(last.query) != len(call.query):
+            return None
+        waiting = 0 if self._rows is None else len(self._rows.queries)
+        return Extension(last.query_offset + waiting, None if waiting else self._candidates)
+
+    def match(self, call: Call, place: Extension | None = None) -> Extension | None:
+        """Find out whether the keys of a call extend those of the last call.
+
+        Args:
+            call: The next call of the layer.
+            place: Where its rows belong by the self-attention of the same pass, which decides for cross-attention; None
+                if it is not known.
+
+        Returns:
+            How the call extends these; None if it is of another cache, or of none.
+        """
+        last = self.last
+        if not _have_same_settings(last, call):
+            return None
+        old_keys, new_keys = _get_cached(last), _get_cached(call)
+        is_same = self._has_key_of(call)
+        if is_same or place is not None or (call.weights is not None and _share_memory(old_keys, new_keys)):
+            extension = self._match_cross_attention(call, old_keys, new_keys, place)
+            if extension is not None or is_same:
+                return extension
+        if self.is_cross_attention or old_keys is None or new_keys is None:
+            return None
+        # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
+        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
+        ends = (new_keys, new) if _ends_with_own_keys(call) else (new,)
+        pairs = {(a.shape[-2], b.shape[-2]): (a, b) for a, b in product((old_keys, old), ends)}
+        for keys in pairs.values():
+            if (extension := self._match_grown(call, *keys)) is not None:
+                return extension
+        return None
+
+    def _match_cross_attention(
+        self, call: Call, old: Tensor | None, new: Tensor | None, place: Extension | None
+    ) -> Extension | None:
+        """Match a call with other queries over the same keys, as a decoder has over those of its encoder."""
+        if place is None:
+            if call.speculative_mode:
+                return None  # beams share keys, and rows may have been discarded
+            place = Extension(self.num_rows)
+        last = self.last
+        if self._has_grown or not 0 < place.rows_before <= self.num_rows:
+            return None
+        is_same = self._has_key_of(call)
+        if is_same and call.query.data_ptr() == last.query.data_ptr():
+            return None  # the same attention over another value
+        if place.entries is not None or not (is_same or _share_memory(old, new)):
+            # Beams of one text have equal keys. The rows before tell them apart as far as they differ.
+            candidates = None if old is None or new is None else match_entries(old, new, place.candidates)
+            if candidates is None:
+                return None
+            place = place._replace(candidates=candidates)
+        if place.entries is not None and call.edits is not None:
+            return None  # an edit may select batch entries
+        return place if _attend_to_same_keys(last, call, place.entries) else None
+
+    def _has_key_of(self, call: Call) -> bool:
+        """Return whether the last call was passed the same key tensor as another one, unchanged in between."""
+        a, b = call.source_key, self.last.source_key
+        if a is None or b is None or a[0]() is None or a[0]() is not b[0]() or a[1] != b[1]:
+            return False
+        # In inference mode, a tensor has no version; both calls have a copy of it.
+        return a[1] is not None or _have_same_keys(self.last.key, call.key)
+
+    def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> Extension | None:
+        """Match a call whose keys `new` extend the keys `old` of the last call."""
+        q_len = call.query.shape[-2]
+        past = new.shape[-2] - q_len  # keys from before this call
+        match = match_cache(old, new, past)
+        if match is None or (match.entries is not None and call.edits is not None):
+            return None  # an edit may select batch entries
+        evicted, entries = match.evicted, match.entries
+        discarded = min(old.shape[-2] - evicted, new.shape[-2]) - past
+        # Discarded keys are replaced by others. If the same keys follow, the sequence did not grow.
+        if discarded and _have_same_keys(
+            old[..., evicted + past :, :][..., :discarded, :], new[..., past:, :][..., :discarded, :], entries
+        ):
+            return None
+        kept_rows = self.key_offset + evicted + past - self._query_offset
+        is_cut_on_purpose = call.speculative_mode or self._has_another_cache(call)
+        if kept_rows <= 0 or (kept_rows + q_len <= self.num_rows and not is_cut_on_purpose):
+            return None  # the sequence did not grow
+        old_keys, new_keys = self.last.compact_mask.visible_keys, call.compact_mask.visible_keys
+        has_holes = old_keys is not None or new_keys is not None
+        if has_holes and (evicted or not _agree(old_keys, new_keys, past, entries)):
+            return None
+        extension = Extension(kept_rows, match.candidates, new, evicted)
+        may_be_reordered = entries is not None or call.speculative_mode
+        return None if may_be_reordered and self._has_equal_windows(extension) else extension
+
+    def _has_equal_windows(self, extension: Extension) -> bool:
+        """Return whether batch entries differ in evicted keys alone, so that their order cannot be known."""
+        history, window = self._get_history(extension)
+        if history is None or len(window) == 1:
+            return False
+        return any(
+            have_same_bits(window[i], window[j]) and not have_same_bits(history[i], history[j])
+            for i in range(len(window))
+            for j in range(i)
+        )
+
+    def _get_history(self, extension: Extension) -> tuple[Tensor | None, Tensor]:
+        """Return the keys that a cache will have evicted, None if there are none, and the keys that it has left."""
+        old = _get_cached(self.last)
+        assert old is not None
+        evicted = [*self.evicted_keys, *([old[..., : extension.evicted, :]] if extension.evicted else [])]
+        history = torch.cat(evicted, -2).detach() if evicted else None
+        return history, old[..., extension.evicted :, :].detach()
+
+    def has_history_of(self, other: JoinedCalls, extensions: tuple[Extension, Extension]) -> bool:
+        """Return whether two caches that a call extends have evicted the same keys."""
+        (ours, _), (theirs, _) = self._get_history(extensions[0]), other._get_history(extensions[1])
+        if ours is None or theirs is None:
+            return ours is theirs
+        return ours.shape == theirs.shape and have_same_bits(ours, theirs)
+
+    def extend(self, call: Call, extension: Extension) -> JoinedCalls:
+        """Append a call that extends these; its key, mask and offset are adjusted.
+
+        Args:
+            call: The call.
+            extension: What `match` returned for it.
+
+        Returns:
+            These calls with the new one. If the call continues from an earlier position, or drops batch entries, they
+            are a copy, and these stay as they are; unless `generate()` discarded the tokens.
+        """
+        num_rows, entries = extension.rows_before, extension.entries
+        extended = self
+        drops_entries = entries is not None and len(np.unique(entries)) < len(self.last.query)
+        if not call.speculative_mode and (num_rows < self.num_rows or drops_entries):
+            extended = copy.copy(self)
+            extended._steps, extended.evicted_keys = list(self.steps), list(self.evicted_keys)
+            extended._rows, extended._num_calls, extended._copied_from = None, 0, self
+        if extension.key is None:
+            extended.is_cross_attention = True
+        else:
+            extended._advance(call, extension.key, extension.evicted, entries)
+        extended._add_rows(call, extended._truncate(num_rows, entries))
+        extended._candidates = extension.candidates
+        return extended
+
+    def _advance(self, call: Call, new: Tensor, evicted: int, entries: IntArray | None) -> None:
+        """Take over the keys of a call, and keep those that the cache evicted."""
+        if evicted:
+            old = _get_cached(self.last)
+            assert old is not None
+            self.evicted_keys.append(old[..., :evicted, :].clone())
+        if entries is not None:
+            self.evicted_keys = [keys[torch.as_tensor(entries)] for keys in self.evicted_keys]
+        length, mask = new.shape[-2], call.compact_mask
+        if mask.visible_keys is not None:
+            mask = replace(mask, visible_keys=mask.visible_keys[..., :length])
+        self.key_offset += evicted
+        if self.key_offset:
+            mask = replace(mask, start=mask.start + self.key_offset, stop=mask.stop + self.key_offset)
+        call.compact_mask = mask
+        call.query_offset = self.key_offset + length - call.query.shape[-2]
+        if call.weights is None:
+            call.key = new
+        else:
+            call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
+
+    def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
+        """Prepare for steps on the fast path, after a call was appended.
+
+        Args:
+            args: What the layer was called with.
+
+        Returns:
+            What collects the steps; None if the next ones must be recorded in full.
+        """
+        last = self.last
+        is_plain = (
+            len(self.steps) > 1  # the first call may have been returned to the user, so it is not changed
+            and not self.is_cross_attention
+            and self.key_offset == 0
+            and last.query_offset + 1 == self.num_rows
+            and len(last.versions) == 2  # neither query nor key was copied
+            and last.compact_mask.visible_keys is None
+            and RowSteps.accept(args)
+            and last.key.shape[:-2] == args.key.shape[:-2]  # no repeated heads were dropped
+        )
+        self._rows = RowSteps(last, args) if is_plain else None
+        return self._rows
+
+    def _join_rows(self) -> None:
+        """Add the rows that were collected on the fast path; the result is that of `extend`."""
+        rows = self._rows
+        if rows is None or not rows.queries:
+            return
+        with rows.lock:
+            queries, lses, key = rows.queries, rows.lses, rows.key
+            rows.queries, rows.lses = [], []
+        last, length = self._last, key.shape[-2] - len(queries)
+        for query, lse in zip(queries, lses, strict=True):
+            length += 1
+            mask = recognise_mask(None, is_causal=False, q_len=1, kv_len=length)
+            self._steps.append(CallRows(query, lse.detach(), None, mask, False, None, self.key_offset))
+        self.num_rows, self._num_calls = self.num_rows + len(queries), self._num_calls + len(queries)
+        last.query, last.key, last.compact_mask, last.query_offset = query, key, mask, length - 1
+        last.versions, last.source_key = ((query, 0), (key, 0)), (weakref.ref(key), 0)
+        last.lse, self._joined = lse.detach(), None
+
+    @property
+    def last(self) -> Call:
+        """The last call."""
+        self._join_rows()
+        return self._last
+
+    @property
+    def steps(self) -> list[CallRows]:
+        """The rows of each call."""
+        self._join_rows()
+        return self._steps
+
+    def find_fault(self, call: Call) -> tuple[str, int] | None:
+        """Find out why a call does not extend this cache although it holds the keys of its first tokens.
+
+        Args:
+            call: A call that extends none of these.
+
+        Returns:
+            What is wrong, a key of `CACHE_FAULTS`, and how many keys were added; None if the call is of another
+            cache, or of none.
+        """
+        last = self.last
+        if call.speculative_mode or self.is_cross_attention or self._has_another_cache(call):
+            return None
+        if self._continues_unknown_rows:
+            return None  # a ring buffer replaces its last key in every round
+        if not _have_same_settings(last, call):
+            return None
+        old_keys, new_keys = _get_cached(last), _get_cached(call)
+        if old_keys is None or new_keys is None:
+            return None
+        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
+        held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
+        shared = min(held, past)
+        if shared <= 0 or not _have_same_keys(old[..., :shared, :], new[..., :shared, :]):
+            return None
+        added = new.shape[-2] - held
+        if past > held:
+            return "keys skipped", added
+        if added > 0:
+            return None
+        repeats = _have_same_keys(old[..., : new.shape[-2], :], new)
+        if repeats and not self._has_grown and _attend_to_same_keys(last, last):
+            return None  # cross-attention whose keys are computed again
+        return "keys do not grow", added
+
+    def _truncate(self, num_rows: int, entries: IntArray | None) -> IntArray | None:
+        """Remove the rows from `num_rows` on; return the batch entries of the rest for those of the last call."""
+        while self.num_rows > num_rows:
+            step = self.steps.pop()
+            self.num_rows -= step.query.shape[-2]
+            if self.num_rows < num_rows:
+                self.steps.append(step.first(num_rows - self.num_rows))
+                self.num_rows = num_rows
+            elif step.entries is not None:
+                entries = step.entries if entries is None else step.entries[entries]
+        return entries
+
+    @property
+    def call(self) -> Call:
+        """All calls as one."""
+        if len(self.steps) <= 1 and not self.evicted_keys:
+            return self.last
+        if self._joined is None:
+            self._joined = self._join()
+        return self._joined
+
+    def _join(self) -> Call:
+        last, steps = self.last, self._select_entries()
+        lses, outputs = [step.lse for step in steps], [step.output for step in steps]
+        key = last.key
+        if self.evicted_keys:
+            evicted = [
+                rows[..., : key.shape[-1]] for rows in self.evicted_keys
+            ]  # none of the columns without a key
+            key = torch.cat([*evicted, key], -2)
+        return replace(
+            last,
+            query=torch.cat([step.query for step in steps], -2),
+            key=key,
+            weights=None if last.weights is None else self._join_weights(steps),
+            value=last.value if not self.evicted_keys else None,
+            output=None if any(output is None for output in outputs) else torch.cat(outputs, -2),
+            lse=None if any(lse is None for lse in lses) else torch.cat(lses, -1),
+            compact_mask=_join_masks([step.compact_mask for step in steps]),
+            is_causal=any(step.is_causal for step in steps),
+            steps=len(steps),
+            prompt_len=_count_prompt_rows(steps),
+            query_offset=self._query_offset,
+            edits=None if last.edits is None else last.edits.join(self._first_edits, self.shape),
+        )
+
+    def _select_entries(self) -> list[CallRows]:
+        """Return the rows of each call in the order of the last call's batch entries."""
+        entries, steps = None, []
+        for step in reversed(self.steps):
+            steps.append(step if entries is None else step.select(entries))
+            if step.entries is not None:
+                entries = step.entries if entries is None else step.entries[entries]
+        return steps[::-1]
+
+    def _join_weights(self, steps: list[CallRows]) -> Tensor:
+        """Join the weights of all calls; keys that a call did not have get a weight of 0."""
+        kv_len = self.shape[-1]
+        rows = [
+            torch.nn.functional.pad(
+                step.weights, (step.key_offset, kv_len - step.key_offset - step.weights.shape[-1])
+            )
+            for step in steps
+            if step.weights is not None
+        ]
+        return torch.cat(rows, -2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held, without masks of q_len × kv_len."""
+        held_value = self.last.cached if self.last.value is None else self.last.value
+        tensors = [self.last.key, held_value, *self.evicted_keys]
+        tensors += [
+            tensor for step in self.steps for tensor in (step.query, step.lse, step.output, step.weights)
+        ]
+        return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+
+
+def find_cache_fault(groups: list[JoinedCalls], call: Call, number: int) -> CacheFault | None:
+    """Find out which of the latest caches a call does not extend although it holds its keys.
+
+    Args:
+        groups: The calls of the layer; those of one cache are joined.
+        call: A call that extends none of them.
+        number: Its number among the calls of its layer.
+
+    Returns:
+        The fault; None if the call is of another cache, or of none.
+    """
+    for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
+        found = joined.find_fault(call)
+        if found is not None:
+            return CacheFault(number, found[0], int(call.query.shape[-2]), found[1])
+    return None
+
+
+def _count_prompt_rows(steps: list[CallRows]) -> int:
+    """Return the number of rows before the last steps of one row each; a prompt may be read in several pieces."""
+    sizes = [int(step.query.shape[-2]) for step in steps]
+    last = max((i for i, size in enumerate(sizes) if size > 1), default=0)
+    return sum(sizes[: last + 1])
+
+
+def _have_same_settings(a: Call, b: Call) -> bool:
+    """Return whether two calls agree in everything except the lengths, and neither holds a mask as an array."""
+    # Batches may differ: a cache can be expanded to several beams, or reduced to some of its entries.
+    first = 1 if a.query.ndim == b.query.ndim == 4 else 0
+    if (
+        a.query.shape[first:-2] != b.query.shape[first:-2]
+        or a.key.shape[first:-2] != b.key.shape[first:-2]
+        or (a.edits is not None and len(a.query) != len(b.query))  # an edit may select batch entries
+    ):
+        return False
+    if (
+        a.scale != b.scale
+        or a.softcap != b.softcap
+        or a.compact_mask.bias != b.compact_mask.bias
+        or a.query.dtype != b.query.dtype
+    ):
+        return False
+    if any(mask.nbytes or mask.tiled_mask is not None for mask in (a.compact_mask, b.compact_mask)):
+        return False
+    if (a.weights is None) != (b.weights is None) or (a.edits is None) != (b.edits is None):
+        return False
+    if a.edits is not None and not a.edits.extends(b.edits):
+        return False
+    same_sink = a.sink is b.sink or (
+        a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
+    )
+    return bool(same_sink)
+
+
+def _get_cached(call: Call) -> Tensor | None:
+    """Return the tensor of a call that a cache extends: the key, or the value if the layer computed its own softmax."""
+    return call.key if call.weights is None else call.cached
+
+
+def _ends_with_own_keys(call: Call) -> bool:
+    """Return whether the last keys are those of the rows, padding included: then some row ends at its own key."""
+    q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+    # With the flag, rows end where the kernel aligned them, which may be wrong.
+    return call.is_causal or bool((call.compact_mask.stop == np.arange(kv_len - q_len, kv_len) + 1).any())
+
+
+def _have_same_keys(old: Tensor, new: Tensor, entries: IntArray | None = None) -> bool:
+    """Return whether batch entries of a call have the same keys as those that they continue."""
+    old = old.detach() if entries is None else old.detach()[torch.as_tensor(entries)]
+    return old.shape == new.shape and old.dtype == new.dtype and have_same_bits(old, new.detach())
+
+
+def _share_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors are the same memory."""
+    return a is not None and b is not None and a.shape == b.shape and bool(a.data_ptr() == b.data_ptr())
+
+
+def _attend_to_same_keys(a: Call, b: Call, entries: IntArray | None = None) -> bool:
+    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's.
+
+    Args:
+        a: A call.
+        b: Another call over as many keys.
+        entries: The batch entry of the first call that each entry of the other one continues; None: its own.
+    """
+    first, other = a.compact_mask, b.compact_mask
+    starts, stops = (_select(edge, entries)[..., :1] for edge in (first.start, first.stop))
+    same_interval = (first.start == first.start[..., :1]).all() and (first.stop == first.stop[..., :1]).all()
+    same_interval = same_interval and (other.start == starts).all() and (other.stop == stops).all()
+    return bool(same_interval) and _agree(first.visible_keys, other.visible_keys, b.key.shape[-2], entries)
+
+
+def _count_used_keys(call: Call) -> int:
+    """Return the number of keys up to the last one that any row attends to; all keys if none is."""
+    return call.compact_mask.last_key or int(call.key.shape[-2])
+
+
+def _select(edges: Any, entries: IntArray | None) -> Any:
+    """Select batch entries of an array that broadcasts to (batch, heads, n)."""
+    is_shared = entries is None or edges is None or edges.ndim < 3 or len(edges) == 1
+    return edges if is_shared else edges[entries]
+
+
+def _agree(a: Any, b: Any, past: int, entries: IntArray | None = None) -> bool:
+    """Return whether two calls mask the same of the first `past` keys in every row."""
+    if a is None and b is None:
+        return True
+    a, b = (np.ones((1, past), bool) if keys is None else keys[..., :past] for keys in (a, b))
+    return bool((_select(a, entries) == b).all())
+
+
+def _join_masks(masks: list[CompactMask]) -> CompactMask:
+    start, stop = (_concatenate([getattr(mask, edge) for mask in masks]) for edge in ("start", "stop"))
+    uniform_keys = None
+    if any(mask.uniform_keys is not None for mask in masks):
+        none = [np.zeros(mask.start.shape[-1], np.int64) for mask in masks]
+        uniform_keys = _concatenate(
+            [
+                zeros if mask.uniform_keys is None else mask.uniform_keys
+                for mask, zeros in zip(masks, none, strict=True)
+            ]
+        )
+    last = masks[-1]
+    return CompactMask(start, stop, last.visible_keys, uniform_keys, bias=last.bias)
+
+
+def _concatenate(edges: list[IntArray]) -> IntArray:
+    """Concatenate rows after broadcasting their leading axes."""
+    lead = np.broadcast_shapes(*(edge.shape[:-1] for edge in edges))
+    return np.concatenate([np.broadcast_to(edge, (*lead, edge.shape[-1])) for edge in edges], -1)

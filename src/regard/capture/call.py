@@ -1,7 +1,8 @@
-"""`Call`: the record of one call of an attention layer, from which the lens computes everything else."""
+"""One attention call: the arguments that the wrappers captured, and `Call`, from which the lens computes everything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,57 @@ from regard.masks import Mask
 from regard.score_mods import ScoreMod
 
 Tensor = Any  # the types of torch are not followed
+
+
+class DenseAttention(NamedTuple):
+    """The weights of a layer that computed its own softmax, and the other parts of its product.
+
+    Args:
+        weights: (…, heads, q_len, kv_len), without dropout.
+        value: (…, kv_heads, kv_len, value_dim); None if its axes are not known.
+        output: (…, heads, q_len, value_dim); None if its axes are not known.
+        dropout_p: Probability of the dropout that the product includes.
+        score_rows: (…, heads, q_len, 3): lse, first key and end of each row before the softmax, NaN where they are not
+            known; None if nothing is known.
+    """
+
+    weights: Tensor
+    value: Tensor | None
+    output: Tensor | None
+    dropout_p: float
+    score_rows: Tensor | None = None
+
+
+class CapturedArgs(NamedTuple):
+    """The arguments of one attention call, in the order and with the names of `F.scaled_dot_product_attention`.
+
+    A layer that computes its own softmax has no query and key (None), and its weights in `dense`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    # Arguments and results of other attention functions.
+    softcap: float | None = None
+    sink: Tensor | None = None
+    position_bias: Tensor | None = None
+    score_mod: Callable[..., Tensor] | None = None
+    lse: Tensor | None = None
+    output: Tensor | None = None
+    weights: Tensor | None = None  # as the function returned them, to verify the recorded matrix
+    kernel: str = ""
+    # Read from the function's own softmax, in case its arguments do not explain it.
+    dense: DenseAttention | None = None
+    has_run: bool = True  # False if the function was left out, because an edit computes the output without it
+    # What an intervention changed; `output` and `weights` stay those of the function.
+    edits: CallEdits | None = None
+    edited_output: Tensor | None = None
+    edited_weights: Tensor | None = None
 
 
 class CallEdits(Protocol):

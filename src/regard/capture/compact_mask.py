@@ -1,27 +1,39 @@
-"""A mask and bias of q_len × kv_len in O(q_len) memory, and its name in terms of `regard.masks`.
+"""The mask and bias of a captured call in O(q_len) memory: how they are stored, recognised and named.
 
 Nearly every mask in use lets each query attend to one interval of keys: causal, padded on either side, sliding window,
 packed, chunked. So a mask is stored as the intervals of its rows. Rows of several calls concatenate by their intervals,
-and the name is derived from the intervals alone.
+and the name is derived from the intervals alone. A mask is recognised from the tensor that a model passes, from the
+`BlockMask` of torch's `flex_attention`, or from the weights of a layer that computes its own softmax.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
-from regard.capture.interval_mask import IntervalMask, UniformRows
+from regard.engines.torch import TorchNamespace
+from regard.errors import ArgumentError, format_shape
+from regard.frame import Frame
 from regard.masks import Mask, causal, dense, padding, sliding_window
-from regard.score_mods import ScoreMod
-from regard.types import Align, IntArray
+from regard.masks.base import BlockKinds
+from regard.score_mods import ScoreMod, bias
+from regard.types import Align, Array, IntArray, Namespace
 
 Tensor = Any  # the types of torch are not followed
 BoolArray = Any
+
+# Entries of a mask that are processed together.
+CHUNK = 1 << 22
+
+_EMPTY, _PARTIAL, _FULL = 0, 1, 2  # kinds of blocks of a `BlockMask`
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,11 @@ class CompactMask:
         """The arrays of q_len × kv_len: the dense mask and the array of the bias, as far as there are any."""
         arrays = (self.dense_mask, getattr(self.bias, "array", None))
         return [array for array in arrays if array is not None]
+
+    def map_edges(self, function: Callable[[IntArray], IntArray]) -> CompactMask:
+        """Apply a function to the arrays that have an entry for each row."""
+        uniform_keys = None if self.uniform_keys is None else function(self.uniform_keys)
+        return replace(self, start=function(self.start), stop=function(self.stop), uniform_keys=uniform_keys)
 
     def mask(self, q_len: int, kv_len: int) -> Mask | None:
         """Return the mask by its name, or None if nothing is masked."""
@@ -166,3 +183,432 @@ def _name_banded_mask(start: IntArray, stop: IntArray, q_len: int, kv_len: int, 
 
 def _as_lengths(lengths: IntArray, batch: tuple[int, ...]) -> Any:
     return int(lengths.item()) if lengths.size == 1 else lengths.reshape(batch)
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask(Mask):
+    """Let each query attend to its own interval of keys, start ≤ kv_idx < stop.
+
+    Args:
+        start: First key of each row; broadcasts to (…, heads, q_len).
+        stop: End of each row's interval, exclusive; broadcasts to (…, heads, q_len).
+        label: What `repr` calls it.
+
+    >>> IntervalMask(np.array([0, 0, 1]), np.array([1, 3, 2])).to_dense(3, 3).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 1],
+           [0, 1, 0]])
+    """
+
+    start: IntArray
+    stop: IntArray
+    label: str = "one interval of keys per row"
+
+    def _intervals(self, frame: Frame, rows: IntArray | slice) -> tuple[IntArray, IntArray]:
+        start, stop = (
+            frame.take_pairs(edge[..., rows], 1, "interval mask") for edge in (self.start, self.stop)
+        )
+        return start, stop
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        start, stop = (xp.asarray(edge)[:, :, None] for edge in self._intervals(frame, q_idx))
+        keys = xp.asarray(kv_idx)[None, None, :]
+        return (keys >= start) & (keys < stop)
+
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        start, stop = (edge.reshape(-1, 1) for edge in self._intervals(frame, slice(q_lo, q_hi)))
+        may = (np.maximum(kv_lo, start) < np.minimum(kv_hi, stop)).any(0)
+        return BlockKinds(may, ((kv_lo >= start) & (kv_hi <= stop)).all(0))
+
+    @property
+    def varies_by_batch(self) -> bool:
+        return bool(self.start.size > self.start.shape[-1])
+
+    def __repr__(self) -> str:
+        return f"<{self.label}: {int((self.start < self.stop).sum())}>"
+
+
+@dataclass(frozen=True, eq=False)
+class UniformRows(ScoreMod):
+    """Set the scores of some rows to 0, so that their keys get equal weights.
+
+    Models that mask by adding `torch.finfo(dtype).min` do this to a fully masked row: the sum absorbs every score.
+
+    Args:
+        rows: Booleans that broadcast to (…, heads, q_len), True for the rows to set to 0.
+    """
+
+    rows: Array
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        rows = xp.asarray(frame.take_pairs(self.rows[..., q_idx], 1, "uniform rows"))
+        return xp.where(rows[:, :, None], xp.zeros((), dtype=scores.dtype), scores)
+
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        return {"kind": "flat", "rows": frame.take_pairs(self.rows[..., q_idx], 1, "uniform rows")}
+
+    def __repr__(self) -> str:
+        return f"<{int(self.rows.sum())} fully masked rows with equal weights>"
+
+
+def recognise_mask(
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    q_len: int,
+    kv_len: int,
+    lead: tuple[int, ...] = (),
+    biases: Sequence[ScoreMod] = (),
+    sinks: bool = False,
+) -> CompactMask:
+    """Recognise the mask of one call: intervals wherever it consists of them, else the mask or bias itself.
+
+    Args:
+        mask: Boolean, True = attend, or added to the scores; broadcasts to (*lead, q_len, kv_len).
+        is_causal: The flag of `F.scaled_dot_product_attention`, used if there is no mask.
+        q_len: Number of queries.
+        kv_len: Number of keys.
+        lead: Leading axes of the matrix, (…, heads).
+        biases: Position biases of the model, which may explain an additive mask.
+        sinks: The layer has a sink, which takes all the weight of a fully masked row.
+    """
+    if mask is None:
+        return _recognise_flag(is_causal, q_len, kv_len)
+    mask = mask.detach()
+    while mask.ndim < 2:
+        mask = mask[None]
+    found = _find_intervals(lambda rows: _as_boolean(mask[..., rows, :]), mask.shape, q_len, kv_len)
+    compact = found if found.visible_counts is None else None
+    whole = _recognise_flag(False, q_len, kv_len)
+    if mask.dtype == torch.bool:
+        return replace(whole, dense_mask=mask) if compact is None else compact
+    lowest = torch.finfo(mask.dtype).min
+    if compact is not None and not sinks:
+        compact = _mark_masked_rows(compact, mask, lowest, q_len, kv_len)
+    if compact is not None:
+        for known in (None, *biases):
+            if _equals_bias(mask, known, lowest, lead, q_len, kv_len):
+                return replace(compact, bias=known)
+    return replace(whole, bias=bias(mask))
+
+
+def count_used_keys(mask: Tensor) -> int:
+    """Return the number of keys up to the last one that any row attends to."""
+    used = _as_boolean(mask).flatten(0, -2).any(0).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
+
+
+@lru_cache(maxsize=8)
+def _recognise_flag(is_causal: bool, q_len: int, kv_len: int) -> CompactMask:
+    stop = np.minimum(np.arange(1, q_len + 1), kv_len) if is_causal else np.full(q_len, kv_len)
+    return CompactMask(np.zeros(q_len, np.int64), stop)
+
+
+def _mark_masked_rows(
+    compact: CompactMask, mask: Tensor, lowest: float, q_len: int, kv_len: int
+) -> CompactMask | None:
+    """Mark the rows in which every entry is the lowest number; None if intervals cannot express it."""
+    empty = compact.empty_rows
+    if empty is None:
+        return compact
+    least, most = (
+        torch.broadcast_to(reduce(mask, -1), (*mask.shape[:-2], q_len)) for reduce in (torch.amin, torch.amax)
+    )
+    uniform = (most == lowest).cpu().numpy() & empty
+    if not uniform.any():
+        return compact
+    mixed = ((least != lowest).cpu().numpy() & uniform).any()
+    # The lowest float16 is not low enough to absorb a score that is added to it.
+    if mixed or compact.visible_keys is not None or mask.dtype == torch.float16:
+        return None
+    return replace(compact, uniform_keys=_merge_equal_axes(np.where(uniform, kv_len, 0)))
+
+
+def _equals_bias(
+    mask: Tensor, known: ScoreMod | None, lowest: float, lead: tuple[int, ...], q_len: int, kv_len: int
+) -> bool:
+    """Return whether a mask equals a bias at every entry that is not masked; None stands for a bias of zero."""
+    if known is not None and (mask.ndim < 3 or mask.shape[-3:-1] != (lead[-1], q_len)):
+        return False
+    expected: Any = 0.0
+    for rows in _split_rows(mask.shape):
+        entries = mask[..., rows, :]
+        if known is not None:
+            frame, q_idx = Frame(lead[-1:], q_len, kv_len), np.arange(q_len)[rows]
+            expected = known.additive_bias(
+                frame, q_idx, np.arange(kv_len), TorchNamespace(mask.device), mask.dtype
+            )
+        if not bool(((entries == expected) | (entries <= lowest)).all()):
+            return False
+    return True
+
+
+def _as_boolean(mask: Tensor) -> Tensor:
+    """Return True at the entries that are not masked, of a boolean or additive mask."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+
+
+def _find_intervals(
+    read_rows: Callable[[slice], Tensor], shape: Sequence[int], q_len: int, kv_len: int
+) -> CompactMask:
+    """Find each row's interval of keys, from its first to its last.
+
+    If the rows are not intervals, even without the keys that are masked for all, `visible_counts` has the number of
+    keys of each row.
+
+    Args:
+        read_rows: Returns some rows of a mask, (…, rows, kv_len), True = attend.
+        shape: Shape of the mask, which broadcasts to (…, q_len, kv_len).
+        q_len: Number of queries.
+        kv_len: Number of keys.
+    """
+    if kv_len == 0 or q_len == 0:
+        return _recognise_flag(False, q_len, kv_len)
+    edges, counts, keys = [], [], None
+    for rows in _split_rows(shape):
+        visible = read_rows(rows)
+        visible = visible.expand(*visible.shape[:-1], kv_len)
+        edges.append(find_edges(visible))
+        counts.append(visible.sum(-1))
+        keys = visible.any(-2) if keys is None else keys | visible.any(-2)
+    starts, stops = zip(*edges, strict=True)
+    start, stop, count = (torch.cat(parts, -1).cpu().numpy() for parts in (starts, stops, counts))
+    keys = keys.cpu().numpy()  # type: ignore[union-attr]
+    compact = CompactMask(_merge_equal_axes(start), _merge_equal_axes(stop))
+    compact = compact.map_edges(lambda edge: np.broadcast_to(edge, (*edge.shape[:-1], q_len)))
+    if (count == stop - start).all():
+        return compact
+    before = np.concatenate([np.zeros((*keys.shape[:-1], 1), np.int64), np.cumsum(keys, -1)], -1)
+    inside = np.take_along_axis(before, stop, -1) - np.take_along_axis(before, start, -1)
+    if (count == inside).all():
+        return replace(compact, visible_keys=_merge_equal_axes(keys))
+    return replace(compact, visible_counts=_merge_equal_axes(count))
+
+
+def find_edges(visible: Tensor, axis: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the first True entry along an axis, and the end of the last one; 0 and 0 if there is none."""
+    flags, live = visible.to(torch.uint8), visible.any(axis, keepdim=keepdim)
+    from_end = flags.flip(axis).argmax(axis, keepdim=keepdim)
+    stop = torch.where(live, visible.shape[axis] - from_end, 0)
+    return torch.where(live, flags.argmax(axis, keepdim=keepdim), 0), stop
+
+
+def _split_rows(shape: Sequence[int]) -> list[slice]:
+    """Split the rows of a mask into slices of about CHUNK entries."""
+    rows = shape[-2]
+    step = max(1, CHUNK * rows // max(1, math.prod(shape)))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _merge_equal_axes(array: Any) -> Any:
+    """Reduce each leading axis along which all entries are equal to length 1."""
+    for axis in range(array.ndim - 1):
+        first = array.take([0], axis)
+        if array.shape[axis] > 1 and (array == first).all():
+            array = first
+    return array
+
+
+def find_mask(weights: Tensor, intervals: Tensor | None = None) -> CompactMask:
+    """Find the keys that each row attends to in any head: an interval that contains every weight above 0.
+
+    Masks that add the lowest number give equal weights to all keys of a row that is masked altogether. Such rows are
+    marked if the scores tell, or if they attend to later tokens and the other rows do not.
+
+    Args:
+        weights: (…, heads, q_len, kv_len).
+        intervals: (…, heads, q_len, 2): first key and end of each row that the scores leave unmasked, both 0 if the
+            row is masked altogether. They include keys whose weight is too small for a number. NaN if not known.
+
+    Returns:
+        The intervals, (…, 1, q_len).
+    """
+    q_len, kv_len = weights.shape[-2:]
+    if 0 in weights.shape:
+        return _recognise_flag(False, q_len, kv_len)
+    if intervals is not None and not bool(intervals.isnan().any()):
+        start, stop = intervals.unbind(-1)
+        start = torch.where(start < stop, start, kv_len).amin(-2, keepdim=True)
+        stop = stop.amax(-2, keepdim=True)
+        largest = weights.amax(-1).amax(-2, keepdim=True)  # NaN where a weight is
+        # Rows that are masked altogether have weights in spite of that.
+        uniform = (stop == 0) & (largest > 0)
+        start = torch.where((stop == 0) | largest.isnan(), 0, start)
+        stop = torch.where(largest.isnan(), kv_len, stop)
+        start, stop, uniform = (edge.long().cpu().numpy() for edge in (start, stop, uniform))
+    else:
+        visible = (weights != 0).any(-3, keepdim=True)
+        start, stop = (edge.cpu().numpy() for edge in find_edges(visible))
+        ahead = stop > np.arange(q_len) + (kv_len - q_len) + 1
+        uniform = np.zeros_like(ahead)
+        if ahead.any() and kv_len >= q_len:
+            is_uniform = (weights.amax(-1) == weights.amin(-1)).all(-2, keepdim=True).cpu().numpy() & ahead
+            is_causal = not (ahead & ~is_uniform).any() and not ahead[..., :-1].all()
+            uniform = is_uniform if is_causal else uniform
+    if not uniform.any():
+        return CompactMask(start, stop)
+    start, stop = np.where(uniform, 0, start), np.where(uniform, 0, stop)
+    return CompactMask(start, stop, uniform_keys=np.where(uniform, kv_len, 0))
+
+
+def recognise_block_mask(
+    block_mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int
+) -> CompactMask:
+    """Recognise a `BlockMask`: its function is evaluated in the blocks that are neither empty nor full.
+
+    Args:
+        block_mask: The mask.
+        batch: Number of batch entries to evaluate it for; 1 if all are equal.
+        heads: Number of heads to evaluate it for; 1 if all are equal.
+        q_len: Number of queries.
+        kv_len: Number of keys.
+
+    Returns:
+        Intervals if the rows consist of them, else the mask as a function that is evaluated in tiles.
+    """
+    mask = FlexMask(block_mask, batch, heads, q_len, kv_len)
+    batch_idx, head_idx = (axis.ravel() for axis in np.mgrid[:batch, :heads])
+
+    def read_rows(rows: slice) -> Tensor:
+        visible = mask.evaluate(batch_idx, head_idx, np.arange(q_len)[rows], np.arange(kv_len))
+        return visible.unflatten(0, (batch, heads))
+
+    compact = _find_intervals(read_rows, (batch, heads, q_len, kv_len), q_len, kv_len)
+    return compact if compact.visible_counts is None else replace(compact, tiled_mask=mask)
+
+
+@dataclass(frozen=True, eq=False)
+class FlexMask(Mask):
+    """A `BlockMask`, evaluated one tile at a time.
+
+    Empty blocks are masked, full ones are not, and in the others its `mask_mod` decides, as in the kernel.
+
+    Args:
+        block_mask: The mask of torch.
+        batch: Number of batch entries to evaluate it for; 1 if all are equal.
+        heads: Number of heads to evaluate it for; 1 if all are equal.
+        q_len: Number of queries.
+        kv_len: Number of keys.
+    """
+
+    block_mask: BlockMask
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+    @cached_property
+    def kinds(self) -> IntArray:
+        """Which blocks are empty, partial and full: (batch, heads, rows of blocks, columns of blocks)."""
+        mask = self.block_mask
+        kinds = _mark_blocks(mask.kv_num_blocks, mask.kv_indices) * _PARTIAL
+        if mask.full_kv_num_blocks is not None:
+            kinds = np.maximum(kinds, _mark_blocks(mask.full_kv_num_blocks, mask.full_kv_indices) * _FULL)
+        return np.broadcast_to(kinds, (self.batch, self.heads, *kinds.shape[2:]))
+
+    def evaluate(self, batch_idx: IntArray, head_idx: IntArray, q_idx: IntArray, kv_idx: IntArray) -> Tensor:
+        """Evaluate the mask: (pairs, r, c), for pairs of batch entry and head and for rows and columns."""
+        device, (block_rows, block_columns) = self.block_mask.kv_indices.device, self.block_mask.BLOCK_SIZE
+        kinds = self.kinds[batch_idx, head_idx][:, q_idx // block_rows][:, :, kv_idx // block_columns]
+        visible = torch.from_numpy(kinds == _FULL).to(device)
+        columns = (kinds == _PARTIAL).any((0, 1)).nonzero()[0]
+        if len(columns):
+            partial = torch.from_numpy(kinds[..., columns] == _PARTIAL).to(device)
+            indices = (
+                torch.as_tensor(index, device=device)
+                for index in (batch_idx, head_idx, q_idx, kv_idx[columns])
+            )
+            with torch.no_grad():
+                tile = _map_over_entries(self.block_mask.mask_mod, 0)(*indices)
+            visible[..., torch.from_numpy(columns).to(device)] |= partial & tile
+        return visible
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        batch_idx, head_idx = _split_pairs(frame)
+        if self.batch == self.heads == 1:
+            batch_idx = head_idx = np.zeros(1, np.int64)
+        visible = self.evaluate(
+            batch_idx if self.batch > 1 else np.zeros_like(batch_idx),
+            head_idx if self.heads > 1 else np.zeros_like(head_idx),
+            np.asarray(q_idx),
+            np.asarray(kv_idx),
+        )
+        return xp.asarray(visible.cpu().numpy())
+
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        block_rows, block_columns = self.block_mask.BLOCK_SIZE
+        kinds = self.kinds[:, :, q_lo // block_rows : -(-q_hi // block_rows)]
+        first, end = kv_lo // block_columns, -(-kv_hi // block_columns)
+        nonempty, partial = (
+            np.concatenate([[0], np.cumsum(flags.any((0, 1, 2)))])
+            for flags in (kinds > _EMPTY, kinds < _FULL)
+        )
+        return BlockKinds(nonempty[end] > nonempty[first], partial[end] == partial[first])
+
+    def check(self, frame: Frame) -> None:
+        if (frame.q_len, frame.kv_len) != (self.q_len, self.kv_len):
+            raise ArgumentError(
+                "flex mask",
+                received=f"a matrix of {format_shape(q_len=frame.q_len, kv_len=frame.kv_len)}",
+                expected=format_shape(q_len=self.q_len, kv_len=self.kv_len),
+                hint="A mask that was read from a BlockMask fits the matrix of its call only.",
+            )
+
+    @property
+    def varies_by_batch(self) -> bool:
+        return self.batch > 1
+
+    def __repr__(self) -> str:
+        return f"<BlockMask of {_name_function(self.block_mask.mask_mod)}>"
+
+
+@dataclass(frozen=True, eq=False)
+class FlexScoreMod(ScoreMod):
+    """A `score_mod` of `flex_attention`, mapped over the entries of each tile.
+
+    Args:
+        function: Function of score, batch entry, head, q_idx and kv_idx.
+    """
+
+    function: Callable[..., Tensor]
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        indices = (
+            torch.as_tensor(index, device=scores.device) for index in (*_split_pairs(frame), q_idx, kv_idx)
+        )
+        return _map_over_entries(self.function, 1)(scores, *indices).to(scores.dtype)
+
+    def __repr__(self) -> str:
+        return f"<score_mod {_name_function(self.function)}>"
+
+
+def _mark_blocks(num_blocks: Tensor, indices: Tensor) -> IntArray:
+    """Return 1 for the blocks that are listed, else 0: (batch, heads, rows of blocks, columns of blocks)."""
+    count = indices.shape[-1]
+    is_listed = torch.arange(count, device=indices.device) < num_blocks[..., None]
+    marks = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.uint8, device=indices.device)
+    marks.scatter_(-1, torch.where(is_listed, indices, count).long(), 1)
+    marked: IntArray = marks[..., :count].cpu().numpy()
+    return marked
+
+
+def _map_over_entries(function: Callable[..., Tensor], num_scores: int) -> Callable[..., Tensor]:
+    """Map a function of scores, batch entry, head, q_idx and kv_idx over pairs, rows and columns."""
+    scores = (0,) * num_scores
+    for axes in ((None, None, None, 0), (None, None, 0, None), (0, 0, None, None)):
+        function = torch.vmap(function, in_dims=scores + axes)
+    return function
+
+
+def _split_pairs(frame: Frame) -> tuple[IntArray, IntArray]:
+    """Return batch entry and head of each selected pair."""
+    heads = frame.leading_shape[-1] if frame.leading_shape else 1
+    return frame.selected // heads, frame.selected % heads
+
+
+def _name_function(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from regard.capture.patching import exclude_from_compile
-from regard.capture.wrappers import find_obstacle
+from regard.capture.watchers import find_obstacle
 from regard.engines.torch_precision import widen
 
 Tensor = Any  # the types of torch are not followed

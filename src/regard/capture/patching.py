@@ -1,4 +1,4 @@
-"""Patch names of other modules while a model is watched, and restore them afterwards.
+"""Patch names of other modules while a model is watched, restore them afterwards, and find where functions are held.
 
 A name is patched once, however many watches use it, and restored when the last of them exits, in any order.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
+
+from torch import nn
 
 Function = Callable[..., Any]
 PatchKey = tuple[int, str]
+# Namespace, name, and what makes a wrapper of the function there: the arguments of `patch`.
+Target = tuple[MutableMapping[str, Any], str, Callable[[Function], Function]]
 # Makes a hook that runs only where it should, from a hook and its number of arguments.
 Guard = Callable[[Function, int], Function]
 
@@ -33,17 +39,12 @@ _patches: dict[PatchKey, _Patch] = {}
 
 
 class ClassNamespace(MutableMapping[str, Any]):
-    """The methods of a class as a namespace for `patch`; restoring one leaves the class exactly as it was.
-
-    Args:
-        owner: The class.
-    """
+    """The methods of a class as a namespace for `patch`; restoring one leaves the class exactly as it was."""
 
     def __init__(self, owner: type) -> None:
         self._owner = owner
-        self._saved: dict[
-            str, tuple[Function, Any]
-        ] = {}  # by name: the function, and the entry of the class or None
+        # By name: the function, and the entry of the class or None.
+        self._saved: dict[str, tuple[Function, Any]] = {}
 
     def __getitem__(self, name: str) -> Function:
         entry = inspect.getattr_static(self._owner, name)
@@ -115,16 +116,7 @@ def exclude_from_compile(function: Function) -> Function:
 def patch(
     namespace: MutableMapping[str, Any], name: str, make_wrapper: Callable[[Function], Function]
 ) -> PatchKey:
-    """Replace `namespace[name]` by `make_wrapper(namespace[name])`, unless it is already patched.
-
-    Args:
-        namespace: The `vars()` of a module, or a registry.
-        name: The key to replace.
-        make_wrapper: Called with the original function.
-
-    Returns:
-        What `unpatch` needs to undo it.
-    """
+    """Replace `namespace[name]` by its wrapper, unless it is already patched; return what `unpatch` needs."""
     with _lock:
         key = (id(namespace), name)
         if key not in _patches:
@@ -151,17 +143,176 @@ def unpatch(key: PatchKey) -> None:
 
 
 def unwrap_original(function: Any) -> Any:
-    """Return the function that a patch replaced, or the function itself if it is not a wrapper."""
-    return getattr(function, "_regard_original", function) if callable(function) else function
-
-
-def list_wrappers() -> list[tuple[Function, Function]]:
-    """List the wrappers that are in place now, each with the function that it replaced."""
-    with _lock:
-        return [(held.wrapper, held.original) for held in _patches.values()]
+    """Return the function that a patch replaced, or the value itself; attributes of other objects are not read."""
+    return (
+        vars(function).get("_regard_original", function) if type(function) is types.FunctionType else function
+    )
 
 
 def list_patches() -> list[tuple[MutableMapping[str, Any], str]]:
     """List the names that are patched now, each with its namespace."""
     with _lock:
         return [(held.namespace, held.name) for held in _patches.values()]
+
+
+# Modules of torch and regard call functions by attribute, or must keep the originals. The standard library imports
+# nothing from torch.
+_SKIPPED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "regard"}
+# It compiles the function at its first call, and would keep a compiled wrapper. Its caller is wrapped.
+_SKIPPED_MODULE = "transformers.integrations.flex_attention"
+
+# Installed files in which nothing was found, by name: id of their globals, number of names, and what was sought.
+# Reading all takes milliseconds, and installed files rarely rebind a name after import, so they are read once.
+_Clean = dict[str, tuple[int, int, frozenset[int]]]
+_clean_names: _Clean = {}
+_clean_functions: _Clean = {}
+
+
+def find_imported(function_ids: frozenset[int], compiled: Any) -> Iterator[MutableMapping[str, Any]]:
+    """Yield the globals of the modules that imported a function by name: `from torch.nn.functional import softmax`.
+
+    Args:
+        function_ids: The `id` of each function; wrappers of it that are in place count as well.
+        compiled: A function whose compiled form counts as well.
+    """
+    with _lock:
+        in_place = {id(held.wrapper) for held in _patches.values() if id(held.original) in function_ids}
+    sought = function_ids | in_place
+    for name, module in tuple(sys.modules.items()):
+        is_skipped = name.partition(".")[0] in _SKIPPED or name == _SKIPPED_MODULE
+        if is_skipped or not isinstance(module, types.ModuleType):
+            continue
+        namespace = vars(module)
+        state = id(namespace), len(namespace), function_ids
+        if _clean_names.get(name) == state:
+            continue
+        values = tuple(namespace.values())
+        if not sought.isdisjoint(map(id, values)) or holds_compiled(values, compiled):
+            yield namespace
+        elif "-packages" in str(namespace.get("__file__")):
+            _clean_names[name] = state
+
+
+def holds_compiled(values: Iterable[Any], function: Any) -> bool:
+    """Return whether a value is what `torch.compile` made of a function."""
+    compiled = [
+        vars(value)["_torchdynamo_orig_callable"]
+        for value in values
+        if type(value) is types.FunctionType and "_torchdynamo_orig_callable" in vars(value)
+    ]
+    return any(unwrap_original(original) is function for original in compiled)
+
+
+# Attributes that every module has.
+_FIELDS = frozenset(vars(nn.Module()))
+
+# How many functions deep a held function is looked for.
+MAX_DEPTH = 3
+
+
+class HeldFunctions(MutableMapping[str, Any]):
+    """The functions that a function or `functools.partial` holds, as a namespace for `patch`."""
+
+    def __init__(self, owner: Any) -> None:
+        self._get_owner: Any = weakref.ref(owner)
+
+    def __getitem__(self, name: str) -> Any:
+        return _list_held(self._get_owner())[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        owner = self._get_owner()
+        kind, _, place = name.partition(" ")
+        if kind == "func":
+            owner.__setstate__((value, owner.args, owner.keywords, owner.__dict__))
+        elif kind == "closure":
+            owner.__closure__[int(place)].cell_contents = value
+        elif kind == "keyword":
+            owner.__kwdefaults__[place] = value
+        else:
+            defaults = list(owner.__defaults__)
+            defaults[int(place)] = value
+            owner.__defaults__ = tuple(defaults)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("held functions can only be replaced")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_list_held(self._get_owner()))
+
+    def __len__(self) -> int:
+        return len(_list_held(self._get_owner()))
+
+
+# One namespace for each owner: a name is patched once, however many watches use it.
+_namespaces: weakref.WeakKeyDictionary[Any, HeldFunctions] = weakref.WeakKeyDictionary()
+
+
+def find_held_functions(
+    model: nn.Module,
+    classes: Iterable[type],
+    files: Iterable[MutableMapping[str, Any]],
+    function_ids: frozenset[int],
+) -> Iterator[tuple[MutableMapping[str, Any], str, Any]]:
+    """Yield namespace, name and original of functions that closures, defaults, partials and dictionaries hold.
+
+    Args:
+        model: The model, whose attributes are searched.
+        classes: The classes of its modules, whose methods are searched.
+        files: The globals of the files that define them.
+        function_ids: The `id` of each function to find.
+    """
+    for file in files:
+        name = str(file.get("__name__"))
+        state = id(file), len(file), function_ids
+        if _clean_functions.get(name) == state or name.startswith("regard."):
+            continue
+        methods = [item for base in classes if base.__module__ == name for item in vars(base).values()]
+        found = list(_search([*file.values(), *methods], function_ids))
+        yield from found
+        if not found and "-packages" in str(file.get("__file__")):
+            _clean_functions[name] = state
+    attributes = [
+        item for part in model.modules() for name, item in vars(part).items() if name not in _FIELDS
+    ]
+    yield from _search(attributes, function_ids)
+
+
+def _search(
+    roots: Iterable[Any], function_ids: frozenset[int]
+) -> Iterator[tuple[MutableMapping[str, Any], str, Any]]:
+    """Yield namespace, name and original of some functions that functions, partials and dictionaries hold."""
+    pending = [(root, 0) for root in roots]
+    seen: set[int] = set()
+    while pending:
+        owner, depth = pending.pop()
+        owner = owner.__func__ if isinstance(owner, types.MethodType | staticmethod | classmethod) else owner
+        if id(owner) in seen or not isinstance(owner, types.FunctionType | partial | dict):
+            continue
+        seen.add(id(owner))
+        # The wrappers of torch and regard hold the originals.
+        file = owner.__globals__.get("__name__") if isinstance(owner, types.FunctionType) else ""
+        if str(file).startswith(("torch.", "regard.")):
+            continue
+        namespace = owner if isinstance(owner, dict) else _namespaces.setdefault(owner, HeldFunctions(owner))
+        held = owner if isinstance(owner, dict) else _list_held(owner)
+        for name, value in tuple(held.items()):
+            original = unwrap_original(value)
+            if id(original) in function_ids:
+                yield namespace, name, original
+            elif depth < MAX_DEPTH and callable(value):
+                pending.append((value, depth + 1))
+
+
+def _list_held(owner: Any) -> dict[str, Any]:
+    """Return the callables that a function or partial holds, by their place."""
+    if isinstance(owner, partial):
+        held = {"func": owner.func}
+    else:
+        held = {f"default {i}": value for i, value in enumerate(owner.__defaults__ or ())}
+        held |= {f"keyword {name}": value for name, value in (owner.__kwdefaults__ or {}).items()}
+        for i, cell in enumerate(owner.__closure__ or ()):
+            try:
+                held[f"closure {i}"] = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+    return {place: value for place, value in held.items() if callable(value)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +12,18 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs, read_number
-from regard.capture.compact_mask import CompactMask
-from regard.capture.dense_record import build_dense_call
-from regard.capture.flex import FlexScoreMod, recognise_block_mask
-from regard.capture.mask_recognition import count_used_keys, recognise_mask
-from regard.errors import RegardError
+from regard.capture.call import Call, CapturedArgs
+from regard.capture.compact_mask import (
+    CompactMask,
+    FlexScoreMod,
+    count_used_keys,
+    find_mask,
+    recognise_block_mask,
+    recognise_mask,
+)
+from regard.errors import ArgumentError, RegardError
 from regard.measures import Measure
-from regard.score_mods import ScoreMod, bias, softcap
+from regard.score_mods import ScoreMod, bias, relative_bias, softcap
 
 Tensor = Any  # the types of torch are not followed
 
@@ -29,6 +32,9 @@ TOLERANCE = 64
 
 # Default limit of the weights that `watch` records of layers that compute their own softmax.
 MAX_DENSE_BYTES = 1 << 30
+
+# Layers share their masks: those of self-attention with and without a window, and of cross-attention.
+MAX_RECENT_MASKS = 4
 
 _LOAD_HINT = "Load the model with attn_implementation='sdpa', or 'eager' if it has no other."
 
@@ -41,36 +47,113 @@ class CaptureOptions:
         device: Move the tensors to this device; None leaves them.
         dtype: Convert the tensors to this dtype; None leaves them.
         copy: Copy the tensors.
-        values: Record value and output, too.
+        values: Also record value and output.
         measures: Record the results of these measures, or of this function, instead of query and key.
         max_dense_bytes: Record at most this many bytes of weights of layers that compute their own softmax.
         grad: Record the tensors with their graph.
     """
 
-    device: Any
-    dtype: Any
-    copy: bool
-    values: bool
-    measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None
+    device: Any = None
+    dtype: Any = None
+    copy: bool = False
+    values: bool = False
+    measures: Mapping[str, Measure] | Callable[[Call], dict[str, Any]] | None = None
     max_dense_bytes: int = MAX_DENSE_BYTES
     grad: bool = False
+
+    def __post_init__(self) -> None:
+        self._masks = RecentMasks()
+        self._dense_bytes = 0  # of weights recorded so far
 
     @property
     def is_default(self) -> bool:
         """Whether query and key are recorded as they are, and nothing else."""
-        return (
-            not (self.copy or self.values or self.grad) and self.device is self.dtype is self.measures is None
-        )
+        return self.keeps_tensors and not (self.copy or self.values or self.grad) and self.measures is None
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether device and dtype stay those of the model."""
+        return self.device is None and self.dtype is None
 
     def detach(self, tensor: Tensor) -> Tensor:
         """Return a tensor without its graph, unless the graph is recorded."""
         return tensor if self.grad else tensor.detach()
 
-    def __post_init__(self) -> None:
-        # Layers share their mask, so the last one is recognised once: weak reference, version and sizes, result.
-        self._last_mask: tuple[Any, Any, CompactMask] | None = None
-        self._mask_copy: Tensor | None = None  # if the mask has no version
-        self._dense_bytes = 0  # of weights recorded so far
+
+class RecentMasks:
+    """Masks and biases that were recognised lately: the layers of a model share theirs, so each is recognised once."""
+
+    def __init__(self) -> None:
+        # Weak references to the arrays, their versions and sizes, copies of those without a version, and the result.
+        self._recent: list[tuple[list[Any], Any, list[Any], CompactMask]] = []
+
+    def recognise(self, args: CapturedArgs, kv_len: int, biases: Iterable[ScoreMod]) -> CompactMask:
+        """Recognise mask and bias of a call; `biases` of the model may explain an additive mask."""
+        arrays = [array for array in (args.attn_mask, args.position_bias) if array is not None]
+        if not arrays:
+            return recognise_call_mask(args, kv_len)
+        sizes = (args.query.shape[:-1], kv_len, args.is_causal, args.sink is None)
+        settings = (sizes, [_version(array) for array in arrays])
+        for references, known, copies, compact in self._recent:
+            if known == settings and all(map(_is_unchanged, arrays, references, copies)):
+                return compact
+        compact = recognise_call_mask(args, kv_len, tuple(biases))
+        alive = [entry for entry in self._recent if all(reference() is not None for reference in entry[0])]
+        copies = [array.clone() if _version(array) is None else None for array in arrays]
+        references = [weakref.ref(array) for array in arrays]
+        self._recent = [*alive[1 - MAX_RECENT_MASKS :], (references, settings, copies, compact)]
+        return compact
+
+
+def recognise_call_mask(args: CapturedArgs, kv_len: int, biases: Sequence[ScoreMod] = ()) -> CompactMask:
+    """Recognise mask and bias of a call, in O(n) memory as far as they consist of intervals."""
+    q_len, mask = args.query.shape[-2], args.attn_mask
+    if isinstance(mask, BlockMask):
+        batch, heads = mask.kv_num_blocks.shape[:2]
+        compact = recognise_block_mask(mask, batch, heads, q_len, kv_len)
+        if args.position_bias is not None:
+            compact = replace(compact, bias=bias(args.position_bias.detach()[..., :kv_len]))
+        return compact
+    if args.is_causal and args.position_bias is not None:
+        causal = torch.ones((q_len, kv_len), dtype=torch.bool, device=args.position_bias.device).tril()
+        args = args._replace(attn_mask=causal, is_causal=False)
+    return recognise_mask(
+        combine_mask_and_bias(args, kv_len),
+        is_causal=args.is_causal,
+        q_len=q_len,
+        kv_len=kv_len,
+        lead=tuple(args.query.shape[:-2]),
+        biases=biases,
+        sinks=args.sink is not None,
+    )
+
+
+def _is_unchanged(array: Any, reference: Any, copy: Tensor | None) -> bool:
+    """Return whether a mask is one that was recognised; in inference mode it has no version, so it is compared."""
+    return reference() is array and (copy is None or bool(torch.equal(array, copy)))
+
+
+def _version(array: Any) -> int | None:
+    """Return how often a tensor was written to in place; None if that is not known, in inference mode."""
+    if not isinstance(array, torch.Tensor):
+        return 0  # a BlockMask
+    return None if array.is_inference() else int(array._version)
+
+
+def find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
+    """Yield the relative position biases that a model such as T5 adds to its scores."""
+    for module in model.modules():
+        table = getattr(module, "relative_attention_bias", None)
+        if isinstance(table, nn.Embedding):
+            try:
+                yield relative_bias(
+                    table.weight.detach(),
+                    bidirectional=not getattr(module, "is_decoder", False),
+                    max_distance=getattr(module, "relative_attention_max_distance", 128),
+                    align="lower_right",
+                )
+            except ArgumentError:  # not a table of this kind; the bias is recorded as an array
+                continue
 
 
 @dataclass(frozen=True)
@@ -100,7 +183,7 @@ def build_call(
     if args.query is None:
         if options.grad:
             return Uncaptured("it computes its own softmax, which is recorded without gradients", _LOAD_HINT)
-        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
+        return _finish(_build_dense(module, name, args), args, options)
     query, key = options.detach(args.query), options.detach(args.key)
     if query.is_nested or key.is_nested:
         return Uncaptured(
@@ -110,64 +193,66 @@ def build_call(
     if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor | BlockMask):
         mask_class = type(args.attn_mask).__name__
         return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
-    key = drop_repeated_heads(key, query)
-    verified: Call | None = None
+    call: Call | None = None
     try:
-        verified = _recognise(module, name, args, query, key, options, biases)
+        call = _recognise(module, name, args, query, drop_repeated_heads(key, query), options, biases)
         reason = (
             f"{args.kernel} returned other weights than softmax(scale · query keyᵀ + mask) of its arguments"
         )
     except RegardError as error:
         reason = f"no matrix can be computed for {args.kernel} ({error})"
     has_result = args.kernel.startswith(("transformers", "torch: flex")) or args.weights is not None
-    if verified is not None and has_result:
+    if call is not None and has_result:
         with torch.no_grad():
-            verified = _verify(verified, args, module)
-    if verified is not None:
-        return _finish(_attach_edits(verified, args), args, options)
-    if args.dense is not None and not options.grad:
-        return _finish(_attach_edits(_build_dense(module, name, args), args), args, options)
-    return Uncaptured(reason, _LOAD_HINT)
+            # Copies, since `matrix` is cached before the tensors are stored.
+            readings = _list_readings(call, args, module)
+            call = next((read for read in readings if _reproduces(replace(read), args, module)), None)
+    if call is None and args.dense is not None and not options.grad:
+        call = _build_dense(module, name, args)
+    return Uncaptured(reason, _LOAD_HINT) if call is None else _finish(call, args, options)
 
 
 def _build_dense(module: nn.Module, name: str, args: CapturedArgs) -> Call:
+    """Build the record of a call whose weights are given; its query and key have a head_dim of 0."""
     assert args.dense is not None
-    weights, value = args.dense.weights.detach(), args.dense.value
+    weights, value, score_rows = args.dense.weights.detach(), args.dense.value, args.dense.score_rows
+    *batch, heads, q_len, kv_len = weights.shape
     if value is not None:
-        value = value.detach()
-        value = drop_repeated_heads(value, weights)
-    return build_dense_call(module, name, args.dense._replace(weights=weights, value=value), args.kernel)
-
-
-def _attach_edits(call: Call, args: CapturedArgs) -> Call:
-    """Return the record of a call after the edits of an intervention."""
-    if args.edits is None:
-        return call
-    lse = (
-        call.lse if args.edited_output is None else None
-    )  # the kernel's is that of the rows before the edits
-    with torch.no_grad():
-        return args.edits.edit_call(replace(call, edits=args.edits, lse=lse))
+        value = drop_repeated_heads(value.detach(), weights)
+        if value.ndim != weights.ndim or heads % value.shape[-3]:
+            value = None
+    kv_heads = heads if value is None else value.shape[-3]
+    return Call(
+        name=name,
+        layer_class=type(module).__name__,
+        query=weights.new_empty((*batch, heads, q_len, 0)),
+        key=weights.new_empty((*batch, kv_heads, kv_len, 0)),
+        compact_mask=find_mask(weights, None if score_rows is None else score_rows[..., 1:]),
+        scale=1.0,
+        kernel=args.kernel,
+        lse=None if score_rows is None else score_rows[..., 0],
+        weights=weights,
+        cached=value,
+        dropout_p=args.dense.dropout_p,
+        training=module.training,
+    )
 
 
 def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | Uncaptured:
-    """Compute the measures of a call, or store its tensors."""
+    """Apply the edits of an intervention to a call, and compute its measures or store its tensors."""
+    if args.edits is not None:
+        # The kernel's lse is that of the rows before the edits.
+        lse = call.lse if args.edited_output is None else None
+        with torch.no_grad():
+            call = args.edits.edit_call(replace(call, edits=args.edits, lse=lse))
     if options.measures is not None:
         with torch.no_grad():
             if callable(options.measures):
                 results = options.measures(call)
             else:
                 results = call.matrix.measure(**options.measures)._asdict()
-        return replace(
-            call,
-            query=None,
-            key=None,
-            lse=None,
-            weights=None,
-            cached=None,
-            measures=results,
-            stored_shape=call.shape,
-        )
+        dropped: dict[str, Any] = dict.fromkeys(("query", "key", "lse", "weights", "cached"))
+        return replace(call, **dropped, measures=results, stored_shape=call.shape)
     if call.weights is not None:
         size = math.prod(call.shape) * (options.dtype or call.weights.dtype).itemsize
         if options._dense_bytes + size > options.max_dense_bytes:
@@ -215,25 +300,24 @@ def _recognise(
     options: CaptureOptions,
     biases: Sequence[ScoreMod],
 ) -> Call:
-    q_len, kv_len, lead = query.shape[-2], key.shape[-2], tuple(query.shape[:-2])
-    mask = None if isinstance(args.attn_mask, BlockMask) else combine_mask_and_bias(args, kv_len)
-    if mask is None and isinstance(args.attn_mask, BlockMask):
-        compact = _recognise_flex_cached(args.attn_mask, q_len, kv_len, options)
-        if args.position_bias is not None:
-            compact = replace(compact, bias=bias(options.detach(args.position_bias)[..., :kv_len]))
-    else:
-        compact = _recognise_cached(mask, args, q_len, kv_len, lead, options, biases)
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    compact = options._masks.recognise(args, kv_len, biases)
     if args.score_mod is not None:
         compact = replace(compact, bias=FlexScoreMod(args.score_mod))
-    if options.grad and mask is not None and mask.requires_grad:
-        compact = recognise_mask(None, is_causal=False, q_len=q_len, kv_len=kv_len, lead=lead)
-        compact = replace(compact, bias=bias(mask))  # learnt, so its numbers are not recognised
-    if biases and compact.nbytes and mask is not None and mask.shape[-1] == kv_len > q_len:
+    mask, is_tiled = None, isinstance(args.attn_mask, BlockMask)
+    if options.grad or compact.nbytes:
+        mask = combine_mask_and_bias(args._replace(attn_mask=None) if is_tiled else args, kv_len)
+        if options.grad and mask is not None and mask.requires_grad:
+            if not is_tiled:
+                compact = recognise_mask(None, is_causal=False, q_len=q_len, kv_len=kv_len)
+            compact = replace(compact, bias=bias(mask))  # learnt, so its numbers are not recognised
+    if mask is not None and not is_tiled and biases and compact.nbytes and mask.shape[-1] == kv_len > q_len:
         # A static cache: the bias is recognised from the keys in use.
         used = count_used_keys(mask)
-        shorter = _recognise_cached(mask[..., :used], args, q_len, used, lead, options, biases)
-        if not shorter.nbytes:
-            key, compact = key[..., :used, :], shorter
+        shorter = args._replace(attn_mask=mask[..., :used], position_bias=None)
+        recognised = recognise_call_mask(shorter, used, biases)
+        if not recognised.nbytes:
+            key, compact = key[..., :used, :], recognised
     return Call(
         name=name,
         layer_class=type(module).__name__,
@@ -265,8 +349,6 @@ def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: 
     if value.shape[-2] < kv_len:
         return min(q_len, kv_len - int(value.shape[-2]))
     used = compact.last_key or kv_len
-    if value.numel() and read_number(value, used - 1):
-        return 0
     own = value.detach()[..., max(0, used - q_len) : used, :]
     return 0 if bool(own.any()) else q_len
 
@@ -296,64 +378,13 @@ def combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
     return bias + mask
 
 
-def _recognise_cached(
-    mask: Tensor | None,
-    args: CapturedArgs,
-    q_len: int,
-    kv_len: int,
-    lead: tuple[int, ...],
-    options: CaptureOptions,
-    biases: Sequence[ScoreMod],
-) -> CompactMask:
-    """Recognise a mask, or return the result of the last call if it had the same mask."""
-    if mask is None:
-        return recognise_mask(None, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead)
-    sinks = args.sink is not None
-    settings = (_version(mask), q_len, kv_len, lead, sinks)
-    last = options._last_mask
-    if last is not None and last[0]() is mask and last[1] == settings and _is_unchanged(mask, options):
-        return last[2]
-    compact = recognise_mask(
-        mask, is_causal=args.is_causal, q_len=q_len, kv_len=kv_len, lead=lead, biases=biases, sinks=sinks
-    )
-    options._last_mask = (weakref.ref(mask), settings, compact)
-    options._mask_copy = mask.clone() if mask.is_inference() else None
-    return compact
-
-
-def _is_unchanged(mask: Tensor, options: CaptureOptions) -> bool:
-    """Return whether the mask of the last call is as it was; in inference mode it has no version, so it is compared."""
-    return options._mask_copy is None or bool(torch.equal(mask, options._mask_copy))
-
-
-def _recognise_flex_cached(
-    block_mask: BlockMask, q_len: int, kv_len: int, options: CaptureOptions
-) -> CompactMask:
-    """Recognise a `BlockMask`, or return the result of the last call if it had the same mask."""
-    settings, last = (q_len, kv_len), options._last_mask
-    if last is not None and last[0]() is block_mask and last[1] == settings:
-        return last[2]
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    compact = recognise_block_mask(block_mask, batch, heads, q_len, kv_len)
-    options._last_mask = (weakref.ref(block_mask), settings, compact)
-    return compact
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else int(tensor._version)
-
-
-def _may_be_overwritten(tensor: Tensor) -> bool:
-    """Return whether a tensor has been written to in place, as a static cache is, and may be again."""
-    return _version(tensor) != 0  # in inference mode that is not known
-
-
 def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
     """Copy, move or reference the tensors of a call, as the options ask."""
 
     def store(tensor: Tensor, copy: bool = options.copy) -> Tensor:
-        if options.device is None and options.dtype is None:
-            return tensor.clone() if copy or _may_be_overwritten(tensor) else tensor
+        if options.keeps_tensors:
+            # A tensor that was written to in place, as a static cache is, may be again; in inference mode all may be.
+            return tensor.clone() if copy or _version(tensor) != 0 else tensor
         device, dtype = options.device or tensor.device, options.dtype or tensor.dtype
         return tensor.to(device=device, dtype=dtype, copy=True)
 
@@ -366,7 +397,7 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         pairs = [(call.weights, weights)]
     references = [stored for stored, old in pairs if stored is old]
     call.versions = tuple([(tensor, tensor._version) for tensor in references if not tensor.is_inference()])
-    if options.dtype is not None or options.device is not None:
+    if not options.keeps_tensors:
         converted = call.query.dtype != query.dtype
         call.lse = None if converted or call.lse is None else call.lse.to(call.query.device)
         call.sink = None if call.sink is None else call.sink.to(call.query.device)
@@ -380,18 +411,9 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         output = args.output if args.edited_output is None else args.edited_output
         if output is not None:
             # A copy of the output would not be a part of the graph, so its gradient would be None.
-            is_kept = options.grad and not options.copy and options.device is None and options.dtype is None
+            is_kept = options.grad and not options.copy and options.keeps_tensors
             call.output = output if is_kept else store(options.detach(output), copy=True)
     return call
-
-
-def _verify(call: Call, args: CapturedArgs, module: nn.Module) -> Call | None:
-    """Return the call if it reproduces what the function returned, if need be with a causal mask; else None."""
-    for reading in _list_readings(call, args, module):
-        # A copy, since `matrix` is cached before the tensors are stored.
-        if _reproduces(replace(reading), args, module):
-            return reading
-    return None
 
 
 def _list_readings(call: Call, args: CapturedArgs, module: nn.Module) -> Iterator[Call]:
@@ -399,7 +421,7 @@ def _list_readings(call: Call, args: CapturedArgs, module: nn.Module) -> Iterato
     yield call
     if args.attn_mask is None and not args.is_causal and getattr(module, "is_causal", False):
         lengths = {"q_len": call.query.shape[-2], "kv_len": call.key.shape[-2]}
-        causal = recognise_mask(None, is_causal=True, lead=(), **lengths)
+        causal = recognise_mask(None, is_causal=True, **lengths)
         yield replace(call, compact_mask=causal, is_causal=True)
     if isinstance(args.attn_mask, BlockMask):
         # Its function may depend on batch entry and head even if the blocks do not.

@@ -1,261 +1,62 @@
-"""Wrap the attention functions that models call: each runs the original, and notifies the watchers of the arguments.
+"""Wrap the attention functions that models call, and find where they are called from: the functions to patch.
 
-The running module is read from the Python stack: the nearest caller whose first argument is a module of a watched
-model (`iter_running_modules`). Hooks would disable the fast paths of `nn.TransformerEncoderLayer`, and so change its
-output.
+Each wrapper runs the original, and notifies the watchers of the running module of the arguments.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
-from regard.capture.cache_joining import RowSteps
-from regard.capture.captured_args import CapturedArgs
-from regard.capture.dense_attention import hold_products
-from regard.capture.followed_tensor import SoftmaxTrace
-from regard.capture.patching import unwrap_original
+from regard.capture.call import CapturedArgs
+from regard.capture.own_softmax import hold_products, wrap_exp, wrap_softmax
+from regard.capture.patching import (
+    Function,
+    Target,
+    class_namespace,
+    find_held_functions,
+    find_imported,
+    holds_compiled,
+    unwrap_original,
+)
+from regard.capture.watchers import (
+    find_obstacle,
+    find_running_module,
+    list_watchers,
+    notify,
+    notify_matrix,
+    report_uncaptured,
+    row_steps,
+    thread_state,
+)
+from regard.core.attention import attention, layer_attention
 from regard.core.matrix import AttentionMatrix
 from regard.engines import torch_kernels as kernels
+from regard.masks import causal
+from regard.score_mods import SoftcapMod
 
 Tensor = Any  # the types of torch are not followed
 
-
-class Watcher(Protocol):
-    """What is notified of the calls of a module."""
-
-    @property
-    def applies_here(self) -> bool:
-        """Whether it is notified of the calls of the running thread or task."""
-
-    @property
-    def keeps_grad(self) -> bool:
-        """Whether calls are recorded with their graph."""
-
-    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
-        """Record a call."""
-
-    def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
-        """Report a call that cannot be recorded."""
-
-    def notice_softmax(self, name: str, module: nn.Module, trace: SoftmaxTrace) -> None:
-        """Notice a softmax that may be attention."""
-
-    def drop_channels(self, name: str) -> None:
-        """Drop the calls of a layer whose rows are channels and not tokens."""
-
-    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
-        """Return whether `edit` computes the output of a call without the function that the model called."""
-
-    def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
-        """Return the arguments of a call with what this watcher changes about it."""
+_ATTENTION_PARAMETERS = ("module", "query", "key", "value")  # the first ones, in transformers
 
 
-# For the id of each module of a watched model: its watchers, and its name there, None if it is not selected.
-watchers: dict[int, list[tuple[Watcher, str | None]]] = {}
-watchers_lock = threading.RLock()  # held by those who change it
-# For the id of a module with one watcher: what collects steps of `generate()` on the fast path.
-row_steps: dict[int, RowSteps] = {}
-_thread = threading.local()
-
-# Functions of transformers that propose tokens and may discard them.
-_SPECULATIVE = {"_beam_search": "beam search", "_assisted_decoding": "speculative decoding"}
-
-
-def count_captures() -> int:
-    """Return how many calls this thread has captured, so that an outer wrapper knows whether an inner one did."""
-    return getattr(_thread, "captures", 0)
-
-
-def speculative_mode() -> str:
-    """Return how the caller proposes tokens that it may discard, such as "beam search"; "" if it does not."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in _SPECULATIVE:
-            return _SPECULATIVE[frame.f_code.co_name]
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
-def is_recomputing() -> bool:
-    """Return whether this thread is inside `backward()`, where activation checkpointing runs layers again."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def find_running_module() -> nn.Module | None:
-    """Return the module of a watched model that is nearest on the stack, if it is selected."""
-    module = next(iter_running_modules(), None)
-    return module if module is not None and is_selected(module) else None
-
-
-def iter_running_modules() -> Iterator[nn.Module]:
-    """Yield the modules of watched models that are running, the innermost first.
-
-    What another module computes belongs to the watched module in whose forward pass it runs. If a method of a watched
-    model calls it outside of a forward pass, as `generate()` calls an assistant model, it belongs to none.
-    """
-    frame, in_other = sys._getframe(1), False
-    while frame is not None:
-        module = _get_first_argument(frame)
-        if issubclass(type(module), nn.Module):
-            if not is_watched(module):
-                in_other = True
-            elif in_other and not _is_in_forward(module, frame):
-                return
-            else:
-                in_other = False
-                yield module
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _get_first_argument(frame: types.FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-
-
-def _is_in_forward(module: nn.Module, frame: types.FrameType | None) -> bool:
-    """Return whether a frame of a module, or one that called it, is the module's forward pass."""
-    while frame is not None:
-        if frame.f_code.co_name in ("forward", "_call_impl") and _get_first_argument(frame) is module:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def follow_rows(module: nn.Module, rows: RowSteps | None) -> None:
-    """Record the next steps of a module on the fast path, if no other watch needs them in full."""
-    if rows is not None and len(watchers.get(id(module), ())) == 1:
-        row_steps[id(module)] = rows
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Return whether any watch of the running thread has a module in its model."""
-    return any(watcher.applies_here for watcher, _ in watchers.get(id(module), ()))
-
-
-def is_selected(module: nn.Module) -> bool:
-    """Return whether any watch of the running thread selects a module."""
-    return bool(list_watchers(module))
-
-
-def list_watchers(module: nn.Module) -> list[tuple[Watcher, str]]:
-    """List the watchers that select a module in the running thread, each with the name of the module."""
-    entries = watchers.get(id(module), ())
-    return [(watcher, name) for watcher, name in entries if name is not None and watcher.applies_here]
-
-
-def _has_numbers() -> bool:
-    """Return whether a call runs outside of traces, transforms of torch.func and probes."""
-    return not (
-        torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or getattr(_thread, "probing", False)
-    )
-
-
-def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
-    """Find out why a call has no numbers that could be recorded.
-
-    Args:
-        *tensors: Arguments of the call.
-
-    Returns:
-        Reason and hint, or None if the call can be recorded.
-    """
-    if torch.jit.is_tracing():
-        return "it ran inside torch.jit.trace", "Trace the model outside the watch."
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        hint = "Run the model without torch.func inside the watch, on a batch or in a loop over samples."
-        return "it ran inside a transform of torch.func, such as vmap or grad", hint
-    for tensor in tensors:
-        if tensor is None or (type(tensor) is torch.Tensor and not tensor.is_meta):
-            continue
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.is_meta
-            or isinstance(tensor, FakeTensor | FunctionalTensor)
-            or torch._is_functional_tensor(tensor)
-        ):
-            hint = "Watch the model with its weights loaded, and export it outside the watch."
-            return "it ran on meta or fake tensors, which have no numbers", hint
-        if hasattr(tensor, "device_mesh"):
-            hint = "Let the projections return local tensors: ColwiseParallel(use_local_output=True), the default."
-            return "its tensors are distributed (DTensor)", hint
-    return None
-
-
-def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
-    """Pass a call to the watchers of a module.
-
-    Args:
-        module: The module that ran.
-        args: What it was called with.
-        submodule: Name of the module inside it whose call was fused into this one.
-
-    Returns:
-        The arguments, with `edited_output` if an intervention changes the output.
-    """
-    obstacle = find_obstacle(*args[:4])
-    if obstacle is not None:
-        report_uncaptured(module, *obstacle, submodule)
-        return args
-    return _record(module, args, submodule)
-
-
-def _record(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
-    _thread.captures = count_captures() + 1
-    entries = [(watcher, _join_names(name, submodule)) for watcher, name in list_watchers(module)]
-    for watcher, name in entries:
-        args = watcher.edit(module, name, args)
-    for watcher, name in entries:
-        watcher.record(module, name, args)
-    return args
-
-
-def notify_matrix(module: nn.Module, matrix: AttentionMatrix) -> None:
-    """Pass the matrix of a layer whose tokens are on several ranks to the watchers that record such matrices."""
-    _thread.captures = count_captures() + 1
-    for watcher, name in list_watchers(module):
-        record_matrix = getattr(watcher, "record_matrix", None)
-        if record_matrix is not None:
-            record_matrix(name, matrix)
-
-
-def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:
-    """Report a call that cannot be recorded to the watchers of a module."""
-    _thread.captures = count_captures() + 1
-    for watcher, name in list_watchers(module):
-        watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
-
-
-def report_channels(module: nn.Module) -> None:
-    """Tell the watchers of a module that the rows of its last call are channels and not tokens."""
-    for watcher, name in list_watchers(module):
-        watcher.drop_channels(name)
-
-
-def _join_names(name: str, submodule: str) -> str:
-    return f"{name}.{submodule}" if name and submodule else name or submodule
-
-
-def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def wrap_sdpa(original: Function) -> Function:
     """Wrap `F.scaled_dot_product_attention`; if the CPU's flash kernel would run, call it directly for its lse."""
 
     @wraps(original)
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         bias: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        if _is_causal_bias(bias):
+        if isinstance(bias, CausalBias):  # torch's `causal_lower_right(…)`, a tensor without data
             # It looks up this function by its present name, and calls it again with ordinary arguments.
             return type(bias).__torch_function__(F.scaled_dot_product_attention, (), args, kwargs)
         module = find_running_module()
@@ -266,42 +67,39 @@ def wrap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             rows is not None
             and bias is None
             and original is kernels.SDPA
-            and _has_numbers()
+            and not torch.jit.is_tracing()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not thread_state.is_probing
             and rows.matches(module, args, kwargs)
         ):
             query, key, value = args[:3]
             step = kernels.run_flash_with_lse(query, key, value, None, *rows.options)
             if step is not None and step[1] is not None:
                 rows.append(query, key, step[1])
-                _thread.captures = count_captures() + 1
+                thread_state.captures += 1
                 return step[0]
         obstacle = find_obstacle(*args[:4], *kwargs.values())
         if obstacle is not None:
             report_uncaptured(module, *obstacle)
             return original(*args, **kwargs)
         captured = CapturedArgs(*args, **kwargs)
-        if getattr(_thread, "probing", False):
-            _thread.probe = captured
+        if thread_state.is_probing:
+            thread_state.probe = captured
             return captured.query.new_zeros((*captured.query.shape[:-1], captured.value.shape[-1]))
-        if original is kernels.SDPA and _is_replaced(module, captured):
-            return _record(module, captured._replace(has_run=False)).edited_output
-        # If the user replaced torch's function, theirs has to run.
-        result = kernels.run_flash_with_lse(*captured.sdpa_args) if original is kernels.SDPA else None
+        is_kernel = original is kernels.SDPA  # if the user replaced torch's function, theirs has to run
+        entries = list_watchers(module)
+        if is_kernel and len(entries) == 1 and entries[0][0].replaces_output(entries[0][1], captured):
+            return notify(module, captured._replace(has_run=False)).edited_output
+        result = kernels.run_flash_with_lse(*captured[:8]) if is_kernel else None
         if result is None:
             output, lse = original(*args, **kwargs), None
-            kernel = f"torch: {kernels.find_sdpa_backend(*captured.sdpa_args)}"
+            kernel = f"torch: {kernels.find_sdpa_backend(*captured[:8])}"
         else:
             (output, lse), kernel = result, "torch: flash on CPU"
-        captured = _record(module, captured._replace(lse=lse, output=output, kernel=kernel))
+        captured = notify(module, captured._replace(lse=lse, output=output, kernel=kernel))
         return output if captured.edited_output is None else captured.edited_output
 
     return sdpa
-
-
-def _is_replaced(module: nn.Module, args: CapturedArgs) -> bool:
-    """Return whether the only watcher of a module computes the output itself."""
-    entries = list_watchers(module)
-    return len(entries) == 1 and entries[0][0].replaces_output(entries[0][1], args)
 
 
 def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,17 +117,40 @@ def wrap_causal_bias(original: Callable[..., Any]) -> Callable[..., Any]:
     return torch_function
 
 
-def _is_causal_bias(mask: Any) -> bool:
-    """Return whether a mask is torch's `causal_lower_right(…)` or `causal_upper_left(…)`, a tensor without data."""
-    return isinstance(mask, CausalBias)
-
-
 @cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Function) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run(
+    module: nn.Module,
+    original: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    read: Callable[[Any], CapturedArgs | None],
+) -> tuple[Any, CapturedArgs | None]:
+    """Run a function, and notify the watchers of a module unless the function called one that was captured.
+
+    Args:
+        module: The running module.
+        original: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        read: Reads the captured arguments, given its result; None if there are none.
+
+    Returns:
+        The result, and the arguments after all interventions; None if nothing was captured here.
+    """
+    before = thread_state.captures
+    with hold_products() as held:
+        result = original(*args, **kwargs)
+    captured = read(result) if thread_state.captures == before else None
+    if captured is None:
+        return result, None
+    return result, notify(module, captured._replace(dense=held[-1] if held else None))
+
+
+def wrap_attention_function(original: Function) -> Function:
     """Wrap an attention function of transformers: `(module, query, key, value, attention_mask, …)`.
 
     If it calls `F.scaled_dot_product_attention`, the call has been captured there. Otherwise the arguments are
@@ -338,12 +159,10 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def attention_function(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not is_selected(module):
+        if not list_watchers(module):
             return original(module, *args, **kwargs)
-        before = count_captures()
-        with hold_products() as held:
-            result = original(module, *args, **kwargs)
-        if count_captures() == before:
+
+        def read(result: Any) -> CapturedArgs:
             bound = _signature(original).bind(module, *args, **kwargs)
             bound.apply_defaults()
             arguments = dict(bound.arguments)
@@ -351,12 +170,13 @@ def wrap_attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 if parameter.kind is parameter.VAR_KEYWORD:
                     arguments |= arguments.pop(parameter.name, {})
             name = getattr(original, "__name__", "a function")
-            captured = _convert_arguments(module, arguments, result, name)
-            captured = notify(module, captured._replace(dense=held[-1] if held else None))
-            if captured.edited_output is not None:
-                return _replace_result(result, captured)
-            if captured.output is not None and _keeps_grad(module):
-                return _return_through(captured.output, result)
+            return _convert_arguments(module, arguments, result, name)
+
+        result, captured = _run(module, original, (module, *args), kwargs, read)
+        if captured is not None and captured.edited_output is not None:
+            return _replace_result(result, captured)
+        if captured is not None and captured.output is not None and _keeps_grad(module):
+            return _return_through(captured.output, result)
         return result
 
     return attention_function
@@ -421,7 +241,7 @@ def _replace_result(result: Any, captured: CapturedArgs) -> Any:
     return (output, *((captured.edited_weights, *rest[1:]) if captured.edited_weights is not None else rest))
 
 
-def project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply the output projection to (batch, heads, q_len, head_dim): (batch, q_len, width)."""
     return F.linear(attended.transpose(1, 2).flatten(2).to(weight.dtype), weight, bias)
 
@@ -445,20 +265,19 @@ def _keeps_grad(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(watcher.keeps_grad for watcher, _ in list_watchers(module))
 
 
-def probe(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> CapturedArgs | None:
+def _probe(module: nn.Module, function: Function, *args: Any, **kwargs: Any) -> CapturedArgs | None:
     """Call a function and return what it passes to `F.scaled_dot_product_attention`, which does not run."""
-    _thread.probing, _thread.probe = True, None
+    thread_state.is_probing, thread_state.probe = True, None
     try:
         with torch.set_grad_enabled(_keeps_grad(module)):
             function(*args, **kwargs)
     finally:
-        _thread.probing = False
-    captured: CapturedArgs | None = _thread.probe
-    _thread.probe = None
+        thread_state.is_probing = False
+    captured, thread_state.probe = thread_state.probe, None
     return captured
 
 
-def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_multi_head_attention(original: Function) -> Function:
     """Wrap `F.multi_head_attention_forward`, which computes its own softmax with `need_weights=True`."""
 
     @wraps(original)
@@ -466,25 +285,352 @@ def wrap_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any
         module = find_running_module()
         if module is None:
             return original(*args, **kwargs)
-        before = count_captures()
-        with hold_products() as held:
-            output, weights = original(*args, **kwargs)
-        if count_captures() == before:
+        arguments: dict[str, Any] = {}
+
+        def read(result: Any) -> CapturedArgs | None:
             obstacle = find_obstacle(*args, *kwargs.values())
             if obstacle is not None:
                 report_uncaptured(module, *obstacle)
-                return output, weights
-            arguments = _signature(original).bind(*args, **kwargs).arguments | {"need_weights": False}
-            captured = probe(module, original, **arguments)
-            if captured is not None:
-                captured = captured._replace(weights=weights, kernel="torch: softmax (need_weights)")
-                captured = notify(module, captured._replace(dense=held[-1] if held else None))
-                if captured.edited_output is not None:
-                    projected = project(
-                        captured.edited_output, arguments["out_proj_weight"], arguments["out_proj_bias"]
-                    )
-                    output = projected.transpose(0, 1).reshape(output.shape)
-                    weights = weights if captured.edited_weights is None else captured.edited_weights
+                return None
+            arguments.update(_signature(original).bind(*args, **kwargs).arguments, need_weights=False)
+            captured = _probe(module, original, **arguments)
+            kernel = "torch: softmax (need_weights)"
+            return None if captured is None else captured._replace(weights=result[1], kernel=kernel)
+
+        (output, weights), captured = _run(module, original, args, kwargs, read)
+        if captured is not None and captured.edited_output is not None:
+            out_weight, out_bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
+            projected = _project(captured.edited_output, out_weight, out_bias)
+            output = projected.transpose(0, 1).reshape(output.shape)
+            weights = weights if captured.edited_weights is None else captured.edited_weights
         return output, weights
 
     return multi_head_attention_forward
+
+
+def wrap_native_multi_head_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch._native_multi_head_attention`, the fast path of `nn.MultiheadAttention`."""
+
+    @wraps(original)
+    def native_multi_head_attention(*args: Any) -> Any:
+        result = original(*args)
+        module = find_running_module()
+        if module is not None:
+            x, mask, mask_type = args[0], args[9], args[12] if len(args) > 12 else None
+            weights = result[1] if result[1] is not None and result[1].numel() else None
+            captured = _notify_fast_path(module, "", x, args[3:9], mask, mask_type, weights)
+            if captured is not None and captured.edited_output is not None:
+                weights = result[1] if captured.edited_weights is None else captured.edited_weights
+                return _project(captured.edited_output, *args[7:9]), weights
+        return result
+
+    return native_multi_head_attention
+
+
+def wrap_encoder_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch._transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer`."""
+
+    @wraps(original)
+    def encoder_layer(*args: Any) -> Any:
+        result = original(*args)
+        module = find_running_module()
+        if module is not None:
+            x, mask, mask_type = args[0], args[18], args[19]
+            if args[8] and not x.is_nested:  # norm_first
+                x = F.layer_norm(x, x.shape[-1:], args[10], args[11], args[9])
+            captured = _notify_fast_path(module, "self_attn", x, args[1:7], mask, mask_type)
+            if captured is not None and captured.edited_output is not None:
+                return _finish_encoder_layer(captured.edited_output, args)
+        return result
+
+    return encoder_layer
+
+
+def _finish_encoder_layer(attended: Tensor, args: Any) -> Tensor:
+    """Compute a `nn.TransformerEncoderLayer` from the edited output of its attention and the fused call's arguments."""
+    x, out_weight, out_bias, use_gelu, norm_first, eps = (args[i] for i in (0, 5, 6, 7, 8, 9))
+    linear1, linear2 = args[14:16], args[16:18]
+
+    def normalise(x: Tensor, first: int) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], args[first], args[first + 1], eps)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        hidden = F.linear(x, *linear1)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), *linear2)
+
+    x = x + _project(attended, out_weight, out_bias)
+    if norm_first:
+        return x + feed_forward(normalise(x, 12))
+    x = normalise(x, 10)
+    return normalise(x + feed_forward(x), 12)
+
+
+def _notify_fast_path(
+    module: nn.Module,
+    submodule: str,
+    x: Tensor,
+    projections: Any,
+    mask: Any,
+    mask_type: Any,
+    weights: Tensor = None,
+) -> CapturedArgs | None:
+    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask.
+
+    Args:
+        module: The running module.
+        submodule: Name of the attention layer in it.
+        x: Its input.
+        projections: Width, number of heads, and weights and biases of the projections.
+        mask: The mask.
+        mask_type: Kind of the mask, as the fused operators define it.
+        weights: Attention weights that the layer returns, if it does.
+
+    Returns:
+        The arguments after all interventions, with the edited output and weights; None if nothing was captured.
+    """
+    obstacle = find_obstacle(x)
+    if obstacle is not None:
+        report_uncaptured(module, *obstacle, submodule)
+        return None
+    if x.is_nested:
+        report_uncaptured(
+            module,
+            "nn.TransformerEncoder converted the padded batch to nested tensors",
+            "Build it with nn.TransformerEncoder(…, enable_nested_tensor=False).",
+            submodule,
+        )
+        return None
+    width, heads, in_weight, in_bias, out_weight, out_bias = projections
+    key_padding_mask, attn_mask = (mask, None) if mask_type == 1 else (None, mask)
+    if attn_mask is not None and attn_mask.ndim == 4:
+        attn_mask = attn_mask.expand(x.shape[0], heads, -1, -1).flatten(0, 1)
+    sequence_first = x.transpose(0, 1)
+    captured = _probe(
+        module, unwrap_original(F.multi_head_attention_forward), sequence_first, sequence_first, sequence_first, width,
+        heads,
+        in_weight, in_bias, None, None, False, 0.0, out_weight, out_bias, training=False,
+        key_padding_mask=key_padding_mask, need_weights=False, attn_mask=attn_mask,
+    )  # fmt: skip
+    if captured is None:
+        return None
+    captured = captured._replace(kernel="torch: fused encoder layer (fast path)", weights=weights)
+    return notify(module, captured, submodule)
+
+
+def wrap_flex_attention(original: Function) -> Function:
+    """Wrap `flex_attention`, or a function that `torch.compile` made of it."""
+    flex_attention = unwrap_original(flex.flex_attention)
+    is_compiled = holds_compiled([original], flex_attention)
+    kernel = "torch: flex_attention" + (", compiled" if is_compiled else "")
+
+    @wraps(flex_attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        module = find_running_module()
+        if module is None:
+            return original(*args, **kwargs)
+
+        def read(result: Any) -> CapturedArgs:
+            arguments = _signature(flex_attention).bind(*args, **kwargs).arguments
+            return CapturedArgs(
+                arguments["query"],
+                arguments["key"],
+                arguments["value"],
+                attn_mask=arguments.get("block_mask"),
+                scale=arguments.get("scale"),
+                enable_gqa=arguments.get("enable_gqa", False),
+                score_mod=arguments.get("score_mod"),
+                output=result[0] if isinstance(result, tuple) else result,
+                kernel=kernel,
+            )
+
+        result, captured = _run(module, original, args, kwargs, read)
+        if captured is None or captured.edited_output is None:
+            return result
+        return (captured.edited_output, *result[1:]) if isinstance(result, tuple) else captured.edited_output
+
+    return attend
+
+
+def wrap_compile(original: Function) -> Function:
+    """Wrap `torch.compile`: `flex_attention` is compiled without its wrapper, and the result is wrapped.
+
+    Layers compile it at their first call and keep the result, which must not become slower after the watch.
+    """
+
+    @wraps(original)
+    def compile_function(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is flex.flex_attention:
+            return wrap_flex_attention(original(unwrap_original(args[0]), *args[1:], **kwargs))
+        return original(*args, **kwargs)
+
+    return compile_function
+
+
+def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `attention`, or `layer_attention`, which is passed the value and returns the output, too."""
+
+    @wraps(original)
+    def attention(query: Any, key: Any, *value: Any, **options: Any) -> Any:
+        result = original(query, key, *value, **options)
+        output, matrix = result if value else (None, result)
+        module = find_running_module()
+        if module is None:
+            return result
+        obstacle = find_obstacle(query, key)
+        if obstacle is not None:
+            report_uncaptured(module, *obstacle)
+            return result
+        mods = [mod for mod in options.get("score_mod") or () if mod is not None]
+        if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
+            report_uncaptured(
+                module, f"its scores are modified by {mods}", "Use the layer's own matrix: need_matrix=True."
+            )
+            return result
+        mask: Any = options.get("mask")
+        is_square = query.shape[-2] == key.shape[-2]
+        is_simple = mask is None or (is_square and mask == causal())
+        args = CapturedArgs(
+            query,
+            key,
+            value[0] if value else key,
+            attn_mask=None if is_simple else torch.from_numpy(mask.to_dense(*_mask_shape(mask, matrix))),
+            is_causal=is_simple and mask is not None,
+            scale=matrix.scale,
+            softcap=mods[0].cap if mods else None,
+            sink=options.get("sink"),
+            output=output,
+            kernel="regard: attention",
+        )
+        edited = notify(module, args)
+        if edited.edits is None:
+            return result
+        changed = {
+            "mask": edited.edits.edit_mask(mask),
+            "score_mod": edited.edits.edit_score_mods(tuple(mods)),
+        }
+        if not value:
+            return original(query, key, **options | changed)
+        _, matrix = original(query, key, *value, **options | changed | {"multiply": False})
+        if not options.get("multiply", True):
+            return None, matrix
+        return (matrix @ value[0] if edited.edited_output is None else edited.edited_output), matrix
+
+    return attention
+
+
+def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
+    """Return the shape to expand a mask to: with one head if the heads share it."""
+    *batch, heads, q_len, kv_len = matrix.shape
+    shape = (*batch, 1, q_len, kv_len)
+    try:
+        mask.check(type(matrix.problem.frame).from_shape(shape))
+    except ValueError:  # the mask differs between heads
+        return (*batch, heads, q_len, kv_len)
+    return shape
+
+
+def wrap_distributed_attention(original: Function) -> Function:
+    """Wrap `regard.distributed.attention`: its matrix is recorded as it is, without gradients."""
+
+    @wraps(original)
+    def distributed_attention(*args: Any, **options: Any) -> Any:
+        matrix = original(*args, **options)
+        module = find_running_module()
+        if module is not None:
+            notify_matrix(module, matrix)
+        return matrix
+
+    return distributed_attention
+
+
+def find_patch_targets(model: nn.Module) -> Iterator[Target]:
+    """Yield namespace, name and wrapper of every function to patch.
+
+    They are functions of torch, of the registry of transformers, and those that the files of the model have imported.
+    """
+    own_softmax = {"softmax": wrap_softmax, "exp": wrap_exp, "exp_": wrap_exp}
+    named: list[Target] = [
+        (vars(F), "scaled_dot_product_attention", wrap_sdpa),
+        (vars(F), "multi_head_attention_forward", wrap_multi_head_attention),
+        (vars(flex), "flex_attention", wrap_flex_attention),
+        *((vars(torch), name, make_wrapper) for name, make_wrapper in own_softmax.items()),
+    ]
+    yield from named
+    yield from ((class_namespace(torch.Tensor), name, make) for name, make in own_softmax.items())
+    yield vars(torch.special), "softmax", wrap_softmax
+    yield vars(torch), "_native_multi_head_attention", wrap_native_multi_head_attention
+    yield vars(torch), "_transformer_encoder_layer_fwd", wrap_encoder_layer
+    yield vars(torch), "compile", wrap_compile
+    yield class_namespace(CausalBias), "__torch_function__", wrap_causal_bias
+    # What these functions are imported as, in any file, and held as by functions and attributes of the model.
+    makers = {id(unwrap_original(namespace[name])): make for namespace, name, make in named}
+    function_ids = frozenset(makers)
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    files = _find_files(classes)
+    file_ids = {id(file) for file in files}
+    imported = find_imported(function_ids, unwrap_original(flex.flex_attention))
+    for namespace in (*imported, *(vars(part) for part in model.modules())):
+        if id(namespace) not in file_ids:
+            yield from _find_names(namespace, makers)
+    for namespace, name, held in find_held_functions(model, classes, files, function_ids):
+        yield namespace, name, makers[id(held)]
+    # What the files of the model call besides.
+    makers |= dict.fromkeys((id(attention), id(layer_attention)), wrap_regard_attention)
+    distributed = sys.modules.get("regard.distributed")
+    if distributed is not None:
+        makers[id(unwrap_original(vars(distributed)["attention"]))] = wrap_distributed_attention
+        yield vars(distributed), "attention", wrap_distributed_attention
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    registries = [] if interface is None else [interface._global_mapping]
+    for file in files:
+        yield from _find_names(file, makers, finds_attention=True)
+        if interface is not None:
+            registries += [value._local_mapping for value in file.values() if isinstance(value, interface)]
+    for registry in registries:
+        for name, function in tuple(registry.items()):
+            # The function `sdpa` calls F.scaled_dot_product_attention.
+            if unwrap_original(function) is not getattr(modeling, "sdpa_attention_forward", None):
+                yield registry, name, wrap_attention_function
+
+
+def _find_files(classes: set[type]) -> list[MutableMapping[str, Any]]:
+    """List the globals of the files that define the model's classes, except those of torch.
+
+    A public class may have the `__module__` of its package, so the modules of its methods count as well.
+    """
+    methods = [
+        item for base in classes for item in vars(base).values() if isinstance(item, types.FunctionType)
+    ]
+    names = sorted({item.__module__ for item in (*classes, *methods) if item.__module__})
+    return [
+        vars(sys.modules[name])
+        for name in names
+        if not name.startswith("torch.") and name != "builtins" and name in sys.modules
+    ]
+
+
+def _find_names(
+    namespace: MutableMapping[str, Any], makers: dict[int, Any], *, finds_attention: bool = False
+) -> list[Target]:
+    """List the names of a namespace to patch: some functions by `id`, and what `torch.compile` made of one.
+
+    Args:
+        namespace: The globals of a file, or the attributes of a module.
+        makers: What wraps each function, by the `id` of the function.
+        finds_attention: Include every function with the parameters of transformers' attention functions.
+    """
+    found: list[Target] = []
+    # Without calls of functions: a model's files have thousands of names, and every watch reads them.
+    for name, value in tuple(namespace.items()):
+        is_function = type(value) is types.FunctionType
+        original = value.__dict__.get("_regard_original", value) if is_function else value
+        is_function = type(original) is types.FunctionType
+        if id(original) in makers:
+            found.append((namespace, name, makers[id(original)]))
+        elif is_function and "_torchdynamo_orig_callable" in original.__dict__:
+            if holds_compiled([original], unwrap_original(flex.flex_attention)):
+                found.append((namespace, name, wrap_flex_attention))
+        elif is_function and finds_attention and original.__code__.co_varnames[:4] == _ATTENTION_PARAMETERS:
+            found.append((namespace, name, wrap_attention_function))
+    return found

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import Call, CapturedArgs
 from regard.capture.record import CaptureOptions, build_call
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edits import (

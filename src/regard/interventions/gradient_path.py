@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import Call, CapturedArgs
 from regard.capture.record import CaptureOptions
 from regard.engines.torch_precision import widen
 from regard.lens.head_table import as_numpy_per_head

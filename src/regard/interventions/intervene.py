@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import Call, CapturedArgs
 from regard.capture.record import CaptureOptions, build_call
-from regard.capture.wrappers import watchers
+from regard.capture.watchers import watched
 from regard.errors import ArgumentError, NotCapturedError
 from regard.interventions.edge_correction import compute_rows
 from regard.interventions.edit_reach import EditReach
@@ -318,7 +317,7 @@ def is_edited(model: nn.Module) -> bool:
     return any(
         isinstance(watcher, Intervention) and watcher.applies_here
         for module in model.modules()
-        for watcher, _ in watchers.get(id(module), ())
+        for watcher, _ in watched.get(id(module), ())
     )
 
 

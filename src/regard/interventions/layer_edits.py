@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import Call, CapturedArgs
 from regard.errors import ArgumentError
 from regard.interventions import edge_correction as correction
 from regard.interventions.edge_correction import OutputWriter, RemovedEdges, ValueColumns

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import CapturedArgs
 from regard.engines import torch_kernels as kernels
 from regard.interventions.edge_correction import ValueColumns, compute_rows, touches
 from regard.problem import Problem
@@ -35,7 +35,7 @@ def compute_masked_heads(
     batch, num_heads = args.query.shape[:2]
     pairs = np.flatnonzero(np.tile(masked, batch))
     if not touches(problem, edited, pairs):
-        return kernels.SDPA(*args.sdpa_args[:6], scale=args.scale, enable_gqa=args.enable_gqa), False
+        return kernels.SDPA(*args[:6], scale=args.scale, enable_gqa=args.enable_gqa), False
     rows = compute_rows(edited, pairs, None, value).unflatten(0, (batch, -1))
     if masked.all():
         return rows, True

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
+from regard.capture.call import Call, CapturedArgs
 from regard.capture.record import CaptureOptions, build_call
 from regard.interventions.edits import Edit, as_edits
 from regard.interventions.intervene import Intervention, find_output

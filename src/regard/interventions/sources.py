@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from regard.capture.call import Call
-from regard.capture.dense_record import find_mask
+from regard.capture.compact_mask import find_mask
 from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError
 from regard.interventions.edge_correction import OutputWriter, ValueColumns

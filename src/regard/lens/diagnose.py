@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.capture.cache_joining import CACHE_FAULTS, CacheFault, CallRows, JoinedCalls
+from regard.capture.cache_store import CACHE_FAULTS, CacheFault, CallRows, JoinedCalls
 from regard.capture.call import LayerCall
-from regard.capture.followed_tensor import OVER_QUERIES
 from regard.capture.module_hints import ModuleHints
+from regard.capture.own_softmax import OVER_QUERIES
 from regard.capture.record import Uncaptured
 from regard.errors import ArgumentError, describe_argument
 from regard.findings import Check, CheckRun, Finding, Findings, format_numbers, run_check

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.capture.call import LayerCall
-from regard.capture.image_passes import ImagePass, ImagePasses, find_passes
+from regard.capture.module_hints import ImagePass, ImagePasses, find_passes
 from regard.core.matrix_page import (
     FittedPayload,
     combine_errors,

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from regard.capture.cache_joining import CacheFault, Extension, JoinedCalls, find_cache_fault
+from regard.capture.cache_store import CacheFault, Extension, JoinedCalls, find_cache_fault
 from regard.capture.call import Call, LayerCall
 from regard.capture.module_hints import ModuleHints
 from regard.capture.module_trace import ModuleTrace
@@ -196,7 +196,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         whole: list[tuple[JoinedCalls, Extension]] = []
         cut_back: list[tuple[JoinedCalls, Extension]] = []
         for joined, match in matches:
-            is_whole = match.place.rows_before == joined.num_rows
+            is_whole = match.rows_before == joined.num_rows
             (whole if is_whole else cut_back).append((joined, match))
             if match.key is None and joined.follows(before):
                 return joined, match

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from regard.capture.cache_joining import CacheFault
+from regard.capture.cache_store import CacheFault
 from regard.capture.call import Call
 from regard.capture.compact_mask import CompactMask
-from regard.capture.image_passes import ImagePass, ImagePasses
-from regard.capture.module_hints import ImageRuns
+from regard.capture.module_hints import ImagePass, ImagePasses, ImageRuns
 from regard.capture.module_trace import MAX_ROWS, ModuleEvent, find_token_axis
 from regard.errors import ArgumentError
 from regard.measures import TopKResult

@@ -8,33 +8,37 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from regard.capture import wrappers
-from regard.capture.bound_blocks import (
-    enter_block,
-    find_checkpoint_targets,
-    is_entered,
-    join_block,
-    leave_block,
+from regard.capture.call import Call, CapturedArgs
+from regard.capture.own_softmax import SoftmaxTrace, close_traces
+from regard.capture.patching import exclude_from_compile
+from regard.capture.record import (
+    MAX_DENSE_BYTES,
+    CaptureOptions,
+    Uncaptured,
+    build_call,
+    find_position_biases,
 )
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
-from regard.capture.followed_tensor import SoftmaxTrace, close_traces
-from regard.capture.patch_targets import find_patch_targets
-from regard.capture.patching import exclude_from_compile, patch, unpatch
-from regard.capture.record import MAX_DENSE_BYTES, CaptureOptions, Uncaptured, build_call
+from regard.capture.watchers import (
+    Watcher,
+    is_recomputing,
+    row_steps,
+    speculative_mode,
+    thread_state,
+    watched,
+)
+from regard.capture.wrappers import find_patch_targets
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.recording import EmptyRecordingWarning, Recording
 from regard.lens.spans import SpanRanges, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
-from regard.score_mods import ScoreMod, relative_bias
 
 __all__ = ["Watch", "watch"]
 
@@ -183,7 +187,7 @@ def watch(
     )
 
 
-class Watch:
+class Watch(Watcher):
     """The context manager that `regard.watch` returns; `with` binds the `Recording`.
 
     A watch may be entered again after it was left; its recording then continues.
@@ -197,8 +201,8 @@ class Watch:
     ['self_attn']
     """
 
-    # Whether the block concerns the thread or task that enters it, and no others.
-    binds_context: bool = False
+    _edits_calls = False  # an intervention needs to see every call
+    _traces_modules = True  # with the values, for `compare`
 
     def __init__(
         self,
@@ -207,16 +211,12 @@ class Watch:
         options: CaptureOptions,
         recording: Recording | None = None,
     ) -> None:
-        self._model = model
-        self._selected = selected
+        super().__init__(model, selected)
         self._options = options
         self._biases = list(find_position_biases(model))
         self._recording = Recording() if recording is None else recording
-        self._targets: list[Any] = []  # arguments of `patch`
-        self._patches: list[Any] = []
         self._hooks: list[Any] = []
-        self._watched_ids: list[int] = []
-        # Captures of this thread before each running module, by (thread, module), and speculative modes by thread.
+        # Captures of each thread before each running module, by (thread, id of the module).
         self._captures_before: dict[tuple[int, int], int] = {}
         # Of the pass that each thread is in: how `generate()` proposes tokens, and the cache that the model was given.
         self._passes: dict[int, tuple[str, Any]] = {}
@@ -226,15 +226,14 @@ class Watch:
         self._without_capture: dict[str, str] = {}
         self._has_run = False  # the model itself, in this block
         self._warns_if_empty = recording is not None  # other classes of watches make their own recording
-        self._key: object | None = None  # of the block, if it is bound to a context
         self._ran_elsewhere = False  # whether the model ran in a context that the block does not concern
-        self._rejoin_lock, self._is_rejoined = threading.RLock(), False
-
-    _edits_calls = False  # an intervention needs to see every call
-    _traces_modules = True  # with the values, for `compare`
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
+        self._enter()
+        return self._recording
+
+    def _enter(self) -> None:
         if self._targets:
             raise ArgumentError(
                 "watch",
@@ -244,23 +243,21 @@ class Watch:
             )
         self._has_run = self._ran_elsewhere = False
         try:
-            self._register_hooks()
+            native = find_native_parts(self._model)
+            self._register_hooks(native)
             if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
                 self._hooks.extend(self._recording._module_hints.attach(self._model, self._guard))
             if self._options.values:
-                native = find_native_parts(self._model)
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
                 if self._traces_modules:
                     self._hooks.extend(self._recording._trace.attach(self._model, native))
             self._targets = list(find_patch_targets(self._model))
             if self.binds_context:
-                self._key = enter_block(self)
-                self._targets.extend(find_checkpoint_targets())
+                self.bind_context()
             self.resume()
         except BaseException:
             self._restore()
             raise
-        return self._recording
 
     def __exit__(
         self,
@@ -306,38 +303,16 @@ class Watch:
             hint = "Omit layers=; list(recording) then has the names of all attention layers."
         return f"watch: nothing was recorded: {found}. {hint}"
 
-    def resume(self) -> None:
-        """Patch the attention functions; a watch that was entered calls it, and may after `suspend`."""
-        wrappers.row_steps.clear()  # the watches of a module change
-        with wrappers.watchers_lock:
-            for name, module in self._model.named_modules():
-                selected_name = name if name in self._selected else None
-                wrappers.watchers.setdefault(id(module), []).append((self, selected_name))
-                self._watched_ids.append(id(module))
-        for target in self._targets:
-            self._patches.append(patch(*target))
-
     def suspend(self) -> None:
         """Restore every function that was patched, until `resume`; hooks of the model stay, and do nothing."""
-        while self._patches:
-            unpatch(self._patches.pop())
-        with wrappers.watchers_lock:
-            for module_id in self._watched_ids:
-                others = [entry for entry in wrappers.watchers[module_id] if entry[0] is not self]
-                if others:
-                    wrappers.watchers[module_id] = others
-                else:
-                    del wrappers.watchers[module_id]
-        self._watched_ids.clear()
+        super().suspend()
         # Another thread may follow a softmax for its own block.
-        close_traces(all_threads=not wrappers.watchers)
-        wrappers.row_steps.clear()
+        close_traces(all_threads=not watched)
 
     def _restore(self) -> None:
         self.suspend()
         if self._key is not None:
-            leave_block(self._key)
-            self._key = None
+            self.release_context()
         while self._hooks:
             self._hooks.pop().remove()
         self._targets.clear()
@@ -345,33 +320,9 @@ class Watch:
         self._passes.clear()
         self._recording._projections.close()
 
-    @property
-    def applies_here(self) -> bool:
-        """Whether the block concerns the running thread or task; the wrappers ask."""
-        return not self.binds_context or is_entered(self._key)
-
-    @contextmanager
-    def rejoin(self) -> Iterator[None]:
-        """Let the block concern the present context, also if it has ended: a backward pass runs a part of it again."""
-        if self._targets and not self._is_rejoined:
-            with nullcontext() if self.applies_here else join_block(self._key):
-                yield
-            return
-        with self._rejoin_lock:  # of the threads of a backward pass
-            if self._is_rejoined:
-                yield
-                return
-            self._is_rejoined = True
-            try:
-                Watch.__enter__(self)
-                yield
-            finally:
-                self._restore()
-                self._is_rejoined = False
-
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Record a call, unless activation checkpointing runs the layer again; the wrappers call it."""
-        if wrappers.is_recomputing():
+        if is_recomputing():
             return
         if self._options.grad and not torch.is_grad_enabled():
             raise ArgumentError(
@@ -381,13 +332,21 @@ class Watch:
                 hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
             )
         mode, source_cache = self._passes.get(threading.get_ident(), ("", None))
-        wrappers.row_steps.pop(id(module), None)
+        row_steps.pop(id(module), None)
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call):
             call.speculative_mode, call.source_cache = mode, source_cache
             joined = self._recording._add(call)
-            if joined is not None and self._options.is_default and not mode and not self._edits_calls:
-                wrappers.follow_rows(module, joined.follow_rows(args))
+            # The next steps have a fast path, unless another watch needs them in full.
+            if (
+                joined is not None
+                and self._options.is_default
+                and not mode
+                and not self._edits_calls
+                and len(watched.get(id(module), ())) == 1
+                and (rows := joined.follow_rows(args)) is not None
+            ):
+                row_steps[id(module)] = rows
             if self._options.values:
                 output = getattr(args.dense, "output", None) if args.output is None else args.output
                 self._recording._projections.expect(module, name, call.shape[-3], output)
@@ -397,21 +356,13 @@ class Watch:
     def record_matrix(self, name: str, matrix: Any) -> None:
         """Record the matrix of a layer whose tokens are on several ranks; the wrappers call it."""
         add_matrix = getattr(self._recording, "_add_matrix", None)
-        if wrappers.is_recomputing():
+        if is_recomputing():
             return
         if add_matrix is None:
             reason = "its tokens are on the ranks of a process group"
             self.report_uncaptured(name, reason, "Pass the group: regard.watch(model, group=group).")
         else:
             add_matrix(name, matrix.detach())
-
-    def replaces_output(self, name: str, args: CapturedArgs) -> bool:
-        """Return whether `edit` computes the output of a call: never, a watch changes nothing; the wrappers ask."""
-        return False
-
-    def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
-        """Return the arguments of a call; a watch changes nothing."""
-        return args
 
     @property
     def keeps_grad(self) -> bool:
@@ -450,17 +401,18 @@ class Watch:
         self._softmaxes.clear()
         self._without_capture.clear()
 
-    def _register_hooks(self) -> None:
+    def _register_hooks(self, native: set[int]) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
-        native = find_native_parts(self._model)
         for name, module in self._model.named_modules():
             class_name = type(module).__name__.lower()
             is_attention = "attention" in class_name or "attn" in class_name
             is_attention = is_attention and not _WITHOUT_WEIGHTS.search(class_name)
-            is_attention = is_attention and name in self._selected and any(True for _ in module.parameters())
+            is_attention = (
+                is_attention and name in self._selected and next(module.parameters(), None) is not None
+            )
             if id(module) not in native and (is_attention or module is self._model):
-                before = _ModuleHook(exclude_from_compile(self._guard(self._before_forward, 3)))
-                after = _ModuleHook(exclude_from_compile(self._guard(self._make_after_forward(name), 4)))
+                before = _ModuleHook(self._before_forward)
+                after = _ModuleHook(self._make_after_forward(name))
                 self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(after, with_kwargs=True))
 
@@ -483,23 +435,29 @@ class Watch:
 
         return call
 
-    def _before_forward(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        if not self._watched_ids:
-            return  # suspended
+    def _before_forward(self, module: nn.Module, *call: Any) -> None:
+        if self.binds_context and not self.applies_here:
+            self._ran_elsewhere = True
+            return
+        if not self._watched_ids or len(call) != 2:
+            return  # suspended, or another thread adds or removes the hook just then
         thread = threading.get_ident()
-        self._captures_before[thread, id(module)] = wrappers.count_captures()
+        self._captures_before[thread, id(module)] = thread_state.captures
         if module is self._model:
             self._has_run = True
-            self._passes[thread] = wrappers.speculative_mode(), _refer_to(kwargs.get("past_key_values"))
+            self._passes[thread] = speculative_mode(), _refer_to(call[1].get("past_key_values"))
 
     def _make_after_forward(self, name: str) -> Callable[..., None]:
-        def after_forward(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        def after_forward(module: nn.Module, *call: Any) -> None:
+            if len(call) != 3 or (self.binds_context and not self.applies_here):
+                return
             before = self._captures_before.pop((threading.get_ident(), id(module)), None)
             if module is self._model:
                 self._passes.pop(threading.get_ident(), None)
                 close_traces()  # outputs must not have the class of followed tensors
-            if before != wrappers.count_captures():
+            if before != thread_state.captures:
                 return
+            args, kwargs, output = call
             class_name, is_model = type(module).__name__, module is self._model
             if any(output is argument for argument in (*args, *kwargs.values())):
                 return  # it had nothing to attend to
@@ -521,7 +479,7 @@ class _ModuleHook:
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+        self._hook = exclude_from_compile(hook)
 
     def __call__(self, *args: Any) -> Any:
         return self._hook(*args)
@@ -628,19 +586,3 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
             if name in matches or any(name.startswith(f"{match}.") for match in matches)
         }
     return selected
-
-
-def find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
-    """Yield the relative position biases that a model such as T5 adds to its scores."""
-    for module in model.modules():
-        table = getattr(module, "relative_attention_bias", None)
-        if isinstance(table, nn.Embedding):
-            try:
-                yield relative_bias(
-                    table.weight.detach(),
-                    bidirectional=not getattr(module, "is_decoder", False),
-                    max_distance=getattr(module, "relative_attention_max_distance", 128),
-                    align="lower_right",
-                )
-            except ArgumentError:  # not a table of this kind; the bias is recorded as an array
-                continue

@@ -16,8 +16,7 @@ from transformers.masking_utils import (
 from regard.errors import ArgumentError
 from regard.policy.cache_layer import NAME, PolicyLayer
 from regard.policy.head_attention import ScoreOptions
-from regard.transformers.attention_function import REFUSED_ARGUMENTS, attention_forward
-from regard.transformers.family_support import supports_sdpa
+from regard.transformers.attention_function import REFUSED_ARGUMENTS, attention_forward, supports_sdpa
 
 Tensor = Any  # the types of torch are not followed
 

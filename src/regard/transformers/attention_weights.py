@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from regard.core.matrix import AttentionMatrix
-from regard.errors import ArgumentError, ArgumentTypeError, format_named_shape
+from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, format_named_shape
+from regard.measures import MaxWeight
 from regard.transformers.recorded_call import RecordedCall
-from regard.transformers.scaled_mean import ScaledMean
-from regard.transformers.tensor_index import resolve_dims
 
 Tensor = Any  # the types of torch are not followed
 
@@ -440,3 +439,204 @@ def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:
     elif isinstance(arguments, list | tuple):
         for argument in arguments:
             yield from _find_weights(argument)
+
+
+# Weights that are computed at once.
+BAND = 1 << 23
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMean:
+    """A mean of heads times a number; tensors that it returns have dtype float32 or wider.
+
+    Args:
+        source: A recorded call, whose matrix is built when it is needed, or a matrix.
+        averaged: Leading axes of the matrix over which the mean is taken, in ascending order.
+        factor: Factor of the weights.
+    """
+
+    source: RecordedCall | AttentionMatrix
+    averaged: tuple[int, ...] = ()
+    factor: float = 1.0
+
+    @property
+    def matrix(self) -> AttentionMatrix:
+        """The matrix before the mean."""
+        return self.source.matrix if isinstance(self.source, RecordedCall) else self.source
+
+    @property
+    def query(self) -> Tensor:
+        """The query of the matrix, whose dtype and device are those of the layer."""
+        return self.source.query if isinstance(self.source, RecordedCall) else self.source.problem.query
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after averaging."""
+        return tuple(size for axis, size in enumerate(self.source.shape) if axis not in self.averaged)
+
+    def average(self, axes: list[int]) -> ScaledMean:
+        """Return the mean over further leading axes, counted in `shape`."""
+        kept = [axis for axis in range(len(self.source.shape)) if axis not in self.averaged]
+        return replace(self, averaged=tuple(sorted((*self.averaged, *(kept[axis] for axis in axes)))))
+
+    def scale(self, factor: float) -> ScaledMean:
+        """Return the product with a number."""
+        return replace(self, factor=self.factor * factor)
+
+    def read(self, index: Any) -> ScaledMean | Tensor:
+        """Return the weights at an index; lazily if it keeps all queries and keys."""
+        full, axes = insert_axes(index, self.shape, self.averaged)
+        part = self.matrix[full]
+        if isinstance(part, AttentionMatrix):
+            return ScaledMean(part, axes, self.factor)
+        return self._finish(part, axes)
+
+    def to_dense(self) -> Tensor:
+        """Compute all weights."""
+        return self._finish(self.matrix.to_dense(), self.averaged)
+
+    def sum(self, axis: int) -> Tensor:
+        """Sum over the keys (−1) or the queries (−2)."""
+        return self._finish(self.matrix.sum(axis), self.averaged)
+
+    def max(self, axis: int) -> tuple[Tensor, Tensor]:
+        """Return the largest weight of each row (−1) or column (−2) and its index; ties go to the lowest."""
+        if not self.averaged and self.factor > 0:
+            values, indices = self.matrix.measure(top=MaxWeight(axis)).top
+            return values * self.factor, indices
+        if axis == -1:
+            rows = [band.max(-1) for band in self._bands()]
+            return torch.cat([row.values for row in rows], -1), torch.cat([row.indices for row in rows], -1)
+        best: tuple[Tensor, Tensor] | None = None
+        start = 0
+        for band in self._bands():
+            values, indices = band.max(-2)
+            indices, start = indices + start, start + band.shape[-2]
+            if best is not None:
+                is_larger = values > best[0]
+                values, indices = (
+                    torch.where(is_larger, new, old) for new, old in zip((values, indices), best, strict=True)
+                )
+            best = values, indices
+        assert best is not None
+        return best
+
+    def topk(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest weights of each row and their keys, largest first; ties go to the lowest index."""
+        if not self.averaged and self.factor > 0:
+            values, indices = self.matrix.topk(k)
+            return values * self.factor, indices
+        bands = [band.sort(dim=-1, descending=True, stable=True) for band in self._bands()]
+        values = torch.cat([band.values[..., :k] for band in bands], -2)
+        return values, torch.cat([band.indices[..., :k] for band in bands], -2)
+
+    def _bands(self) -> Iterator[Tensor]:
+        """Yield the weights of some rows at a time."""
+        rows = max(1, BAND * self.shape[-2] // max(1, math.prod(self.source.shape)))
+        for start in range(0, self.shape[-2], rows):
+            band = self.matrix.lazy[..., start : start + rows, :].to_dense()
+            yield self._finish(band, self.averaged)
+
+    def _finish(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Average and scale what was computed."""
+        tensor = tensor.mean(axes) if axes else tensor
+        return tensor if self.factor == 1.0 else tensor * self.factor
+
+
+def resolve_dims(dim: Any, ndim: int) -> list[int]:
+    """Resolve an axis, several, or None for all, to sorted positions from 0.
+
+    Raises:
+        ArgumentError: If an axis does not exist, or is named twice.
+
+    >>> resolve_dims((-1, 0), 4), resolve_dims(None, 2)
+    ([0, 3], [0, 1])
+    """
+    if dim is None or dim == ():
+        return list(range(ndim))
+    given = [dim] if isinstance(dim, int) else list(dim)
+    dims = sorted({axis + ndim if axis < 0 else axis for axis in given})
+    if len(dims) != len(given) or not all(0 <= axis < ndim for axis in dims):
+        raise ArgumentError(
+            "weights.sum",
+            received=f"dim={dim}",
+            expected=f"different axes from {-ndim} to {ndim - 1}",
+            hint="The axes are batch, heads, queries and keys.",
+        )
+    return dims
+
+
+def insert_axes(
+    index: Any, shape: Sequence[int], averaged: tuple[int, ...]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Extend an index by the axes over which the result is averaged.
+
+    Args:
+        index: The index that the caller passed, for an array of `shape`.
+        shape: Shape after averaging.
+        averaged: Axes of the matrix that are averaged, in ascending order.
+
+    Returns:
+        The index of the matrix, whole along the averaged axes, and the positions of these axes in its result.
+
+    Raises:
+        IndexOutOfRangeError: If the index has too many entries, or a boolean array has the wrong length.
+
+    >>> insert_axes((0, -1), (1, 5, 5), (1,))
+    ((0, slice(None, None, None), -1, slice(None, None, None)), (0,))
+    """
+    entries = list(index) if isinstance(index, tuple) else [index]
+    given = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
+    if given > len(shape) or len(dots) > 1:
+        raise IndexOutOfRangeError(
+            "weights[index]",
+            received=f"{given} indices and {len(dots)} ellipses",
+            expected=f"at most {len(shape)} indices and one ellipsis",
+            hint=f"The weights have {len(shape)} axes.",
+        )
+    at = dots[0] if dots else len(entries)
+    entries[at : at + 1] = [slice(None)] * (len(shape) - given)
+    full: list[Any] = []
+    positions: list[int] = []
+    result_axes = axis = matrix_axis = 0
+
+    def insert_averaged() -> None:
+        nonlocal matrix_axis, result_axes
+        while matrix_axis in averaged:
+            full.append(slice(None))
+            positions.append(result_axes)
+            matrix_axis, result_axes = matrix_axis + 1, result_axes + 1
+
+    for entry in entries:
+        if entry is not None:
+            insert_averaged()
+            entry = _resolve_booleans(entry, shape[axis])
+            axis, matrix_axis = axis + 1, matrix_axis + 1
+        full.append(entry)
+        result_axes += _count_axes(entry)
+    return tuple(full), tuple(positions)
+
+
+def _count_axes(entry: Any) -> int:
+    """Return the number of axes that an entry of an index gives the result."""
+    if entry is None or isinstance(entry, slice):
+        return 1
+    return int(np.ndim(entry)) if not hasattr(entry, "ndim") else int(entry.ndim)
+
+
+def _resolve_booleans(entry: Any, size: int) -> Any:
+    """Replace a boolean array along one axis by the positions of its true entries."""
+    if isinstance(entry, list):
+        entry = np.array(entry)
+    is_boolean = getattr(entry, "ndim", 0) == 1 and str(getattr(entry, "dtype", "")).endswith("bool")
+    if not is_boolean:
+        return entry
+    if len(entry) != size:
+        raise IndexOutOfRangeError(
+            "weights[index]",
+            received=f"{len(entry)} booleans for an axis of size {size}",
+            expected="as many booleans as the axis has entries",
+            hint="Pass positions as integers to choose some.",
+        )
+    return entry.nonzero()[0] if isinstance(entry, np.ndarray) else entry.nonzero()[:, 0]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,24 +14,27 @@ import torch
 from torch import nn
 
 from regard.capture.cache_store import KeyStore
-from regard.capture.call import Call
-from regard.capture.captured_args import CapturedArgs
-from regard.capture.compact_mask import CompactMask
-from regard.capture.mask_recognition import recognise_mask
-from regard.capture.record import combine_mask_and_bias
+from regard.capture.call import Call, CapturedArgs
+from regard.capture.compact_mask import CompactMask, count_used_keys
+from regard.capture.record import RecentMasks, find_position_biases, recognise_call_mask
 from regard.core.matrix import AttentionMatrix
-from regard.lens.watch import find_position_biases
-from regard.score_mods import ScoreMod, bias, softcap
+from regard.score_mods import bias, softcap
 
 Tensor = Any  # the types of torch are not followed
 
-# Layers share their masks: those of self-attention with and without a window, and of cross-attention.
-RECENT_MASKS = 4
 # Caches of one layer that may take turns without storing keys twice: guidance has two.
 RECENT_STORES = 4
 
-# Of each thread: the stores of the calls of each module, and the last masks that were recognised.
-_thread = threading.local()
+
+class _ThreadState(threading.local):
+    """What each thread recorded lately: the stores of the calls of each module, and the masks."""
+
+    def __init__(self) -> None:
+        self.stores: weakref.WeakKeyDictionary[nn.Module, deque[Any]] = weakref.WeakKeyDictionary()
+        self.masks = RecentMasks()
+
+
+_thread = _ThreadState()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +80,8 @@ class RecordedCall:
             layer_class=self.layer_class,
             query=args.query,
             key=args.key,
-            compact_mask=self.compact_mask or _recognise(args),
-            scale=_resolve_scale(args),
+            compact_mask=self.compact_mask or recognise_call_mask(args, self.kv_len),
+            scale=1.0 / math.sqrt(args.query.shape[-1]) if args.scale is None else float(args.scale),
             kernel=args.kernel,
             softcap=None if args.softcap is None else softcap(args.softcap),
             sink=args.sink,
@@ -116,10 +117,6 @@ class RecordedCall:
         return replace(self, args=args, store=self.store.to(device), compact_mask=mask)
 
 
-def _resolve_scale(args: CapturedArgs) -> float:
-    return 1.0 / math.sqrt(args.query.shape[-1]) if args.scale is None else float(args.scale)
-
-
 def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> RecordedCall:
     """Record a call of a layer.
 
@@ -132,7 +129,7 @@ def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> Recorde
     kv_len, compact_mask = int(args.key.shape[-2]), None
     # The mask of one row is small, and recognised if the row is read.
     if args.query.shape[-2] > 1 or (args.attn_mask is None and args.position_bias is None):
-        compact_mask = _recognise_once(module, args)
+        compact_mask = _thread.masks.recognise(args, kv_len, find_position_biases(module))
         args = args._replace(attn_mask=None, position_bias=None)
     return RecordedCall(
         args._replace(key=None, value=None), type(module).__name__, store, start, kv_len, compact_mask
@@ -141,8 +138,6 @@ def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> Recorde
 
 def _store_keys(module: nn.Module, args: CapturedArgs) -> tuple[KeyStore, int]:
     """Append the keys to a store of the module's calls, or begin a new one; return it and the first position."""
-    if not hasattr(_thread, "stores"):
-        _thread.stores = weakref.WeakKeyDictionary()
     stores = _thread.stores.setdefault(module, deque(maxlen=RECENT_STORES))
     used, q_len = _count_used_keys(args), args.query.shape[-2]
     for reference in reversed(stores):
@@ -163,41 +158,4 @@ def _count_used_keys(args: CapturedArgs) -> int:
         return int(min(q_len, kv_len)) if args.is_causal else kv_len
     if mask.shape[-1] < kv_len:
         return kv_len
-    row = mask[..., -1, :kv_len]
-    visible = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min
-    used = visible.reshape(-1, kv_len).any(0).nonzero()
-    return int(used[-1]) + 1 if len(used) else kv_len
-
-
-def _recognise(args: CapturedArgs, biases: Sequence[ScoreMod] = ()) -> CompactMask:
-    """Recognise mask and bias of a call, in O(n) memory as far as they consist of intervals."""
-    q_len, kv_len = args.query.shape[-2], args.key.shape[-2]
-    if args.is_causal and args.position_bias is not None:
-        causal = torch.ones((q_len, kv_len), dtype=torch.bool, device=args.position_bias.device).tril()
-        args = args._replace(attn_mask=causal, is_causal=False)
-    return recognise_mask(
-        combine_mask_and_bias(args, kv_len),
-        is_causal=args.is_causal,
-        q_len=q_len,
-        kv_len=kv_len,
-        lead=tuple(args.query.shape[:-2]),
-        biases=biases,
-        sinks=args.sink is not None,
-    )
-
-
-def _recognise_once(module: nn.Module, args: CapturedArgs) -> CompactMask:
-    """Recognise mask and bias of a call, or return those of a recent call that had the same tensors."""
-    tensors = (args.attn_mask, args.position_bias)
-    versions = [None if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-    settings = (args.query.shape, args.key.shape[-2], args.is_causal, args.sink is not None, *versions)
-    if not hasattr(_thread, "masks"):
-        _thread.masks = deque(maxlen=RECENT_MASKS)
-    for references, known, compact in _thread.masks:
-        same = (None if reference is None else reference() for reference in references)
-        if known == settings and all(map(operator.is_, same, tensors)):
-            return compact  # type: ignore[no-any-return]
-    compact = _recognise(args, list(find_position_biases(module)))
-    references = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-    _thread.masks.append((references, settings, compact))
-    return compact
+    return count_used_keys(mask[..., -1:, :kv_len]) or kv_len

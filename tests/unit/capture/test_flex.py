@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
-from regard.capture import patching, wrappers  # noqa: E402
-from regard.capture.flex import FlexMask  # noqa: E402
+from regard.capture import patching, watchers  # noqa: E402
+from regard.capture.compact_mask import FlexMask  # noqa: E402
 from regard.frame import Frame  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from tests.helpers import imported_flex  # noqa: E402
@@ -31,7 +31,7 @@ def run_without_compiling(monkeypatch):
     before = flex.flex_attention
     yield
     assert flex.flex_attention is before
-    assert not wrappers.watchers and not patching.list_patches()
+    assert not watchers.watched and not patching.list_patches()
 
 
 class Layer(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
-from regard.capture import imported_names, patching, wrappers  # noqa: E402
+from regard.capture import patching, watchers  # noqa: E402
 from tests.helpers import imported_attention  # noqa: E402
 
 X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
@@ -27,7 +27,7 @@ def check_nothing_stays_patched():
     yield
     assert before == (torch.softmax, imported_attention.scaled_dot_product_attention)
     assert "softmax" not in vars(torch.Tensor)
-    assert not wrappers.watchers and not patching.list_patches()
+    assert not watchers.watched and not patching.list_patches()
 
 
 class Mixer(nn.Module):
@@ -150,7 +150,7 @@ def test_names_that_are_bound_between_two_watches_are_found(tmp_path, monkeypatc
     grown, model = importlib.import_module("regard_test_grown"), nn.Sequential(Mixer(by_attribute))
     with regard.watch(model):
         model(X)
-    assert "regard_test_grown" in imported_names._clean
+    assert "regard_test_grown" in patching._clean_names
     new = importlib.import_module("regard_test_new")
     grown.sdpa = new.sdpa = F.scaled_dot_product_attention
     monkeypatch.setattr(imported_attention, "attend", F.scaled_dot_product_attention)  # bound anew

@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
-from regard.capture import followed_tensor, patching, wrappers  # noqa: E402
-from regard.capture.dense_record import find_mask  # noqa: E402
+from regard.capture import own_softmax, patching, watchers  # noqa: E402
+from regard.capture.compact_mask import find_mask  # noqa: E402
 
 # DeBERTa uses torch.jit.script when its file is imported. The category depends on the versions of torch and Python.
 pytestmark = [
@@ -87,7 +87,7 @@ def check_nothing_stays_patched():
     before = (torch.softmax, torch.exp)
     yield
     assert before == (torch.softmax, torch.exp) and not {"softmax", "exp"} & vars(torch.Tensor).keys()
-    assert not wrappers.watchers and not patching.list_patches() and not followed_tensor._open_traces
+    assert not watchers.watched and not patching.list_patches() and not own_softmax._open_traces
 
 
 def build(family):

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
-from regard.capture import patching, wrappers  # noqa: E402
+from regard.capture import patching, watchers  # noqa: E402
 
 
 class Attend(nn.Module):
@@ -88,4 +88,4 @@ def test_a_transformed_model_runs_unchanged_and_is_reported(transform, layer_cla
         results.append(transform(model))
     assert len(results) == 1 and not recording
     assert torch.equal(torch.as_tensor(results[0]), torch.as_tensor(expected))
-    assert not wrappers.watchers and not patching.list_patches()
+    assert not watchers.watched and not patching.list_patches()

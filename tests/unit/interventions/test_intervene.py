@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard.capture.patching import list_patches  # noqa: E402
-from regard.capture.wrappers import watchers  # noqa: E402
+from regard.capture.watchers import watched  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.interventions import ablate, knockout, masked_heads, patch, rescore, restrict  # noqa: E402
 
@@ -686,7 +686,7 @@ def test_nothing_stays_patched_after_exceptions_nesting_and_threads(model, x):
     for thread in threads:
         thread.join()
     assert (F.scaled_dot_product_attention, F.softmax, torch.Tensor.softmax) == functions
-    assert not list_patches() and not watchers
+    assert not list_patches() and not watched
     assert torch.equal(model(x), plain)
 
 
@@ -720,7 +720,7 @@ def test_edits_of_several_threads_do_not_mix(layer_class, x):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not faults and not watchers and not list_patches()
+    assert not faults and not watched and not list_patches()
 
 
 def test_other_threads_run_the_model_without_the_edits(model, x):
@@ -814,7 +814,7 @@ def test_checkpointed_layers_run_again_with_their_edits(layer_class, reentrant, 
     unedited = x.clone().requires_grad_()
     plain(unedited).square().sum().backward()
     assert (unedited.grad - expected[0]).abs().max() > 1e-2
-    assert not watchers and not list_patches()
+    assert not watched and not list_patches()
 
 
 @pytest.mark.nightly
@@ -831,7 +831,7 @@ def test_a_thousand_interventions_leak_nothing():
                     layer(x)
     gc.collect()
     assert len(gc.get_objects()) - before < 100
-    assert not list_patches() and not watchers
+    assert not list_patches() and not watched
 
 
 @pytest.mark.parametrize("heads", [None, [0, 1], [1, 2]])

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
-from regard.capture.cache_joining import RowSteps  # noqa: E402
+from regard.capture.cache_store import RowSteps  # noqa: E402
 
 PREFILL, STEPS = 10, 6
 

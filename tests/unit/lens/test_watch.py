@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError, causal, padding  # noqa: E402
-from regard.capture import patching, wrappers  # noqa: E402
+from regard.capture import patching, watchers  # noqa: E402
 from regard.lens import EmptyRecordingWarning  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def check_nothing_stays_patched():
     before = list_functions()
     yield
     assert all(a is b for a, b in zip(before, list_functions(), strict=True))
-    assert not wrappers.watchers and not patching.list_patches()
+    assert not watchers.watched and not patching.list_patches()
 
 
 def count_hooks(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 import regard
-from regard.capture import patching, wrappers
+from regard.capture import patching, watchers
 from regard.monitor import Monitor
 from tests.helpers.training import Block, Decoder, compute_loss, draw_batch, train
 
@@ -34,7 +34,7 @@ def fail(*_: Any) -> None:
 
 def assert_nothing_patched() -> None:
     assert ORIGINALS == (F.scaled_dot_product_attention, torch.softmax, torch.Tensor.softmax)
-    assert not patching.list_patches() and not wrappers.watchers
+    assert not patching.list_patches() and not watchers.watched
 
 
 def assert_nothing_registered(model: nn.Module) -> None:

@@ -219,7 +219,7 @@ TENSOR_PARALLEL = (
     ATTENTION
     + """
 from regard import ArgumentError
-from regard.capture.wrappers import find_obstacle
+from regard.capture.watchers import find_obstacle
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 model = Model(own_softmax=way == "own softmax")

@@ -12,14 +12,15 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard import causal, document, first, padding, prefix, relative_bias, sliding_window  # noqa: E402
-from regard.capture import mask_recognition  # noqa: E402
-from regard.capture.mask_recognition import recognise_mask  # noqa: E402
+from regard.capture import compact_mask  # noqa: E402
+from regard.capture.compact_mask import recognise_mask  # noqa: E402
+from regard.engines.torch import TorchNamespace  # noqa: E402
 from regard.lens.recording import count_mask_bytes  # noqa: E402
 
 
 @pytest.fixture(params=[1 << 22, 20], ids=["whole", "in chunks"], autouse=True)
 def chunk(request, monkeypatch):
-    monkeypatch.setattr(mask_recognition, "CHUNK", request.param)
+    monkeypatch.setattr(compact_mask, "CHUNK", request.param)
 
 
 NAMED = [
@@ -109,7 +110,7 @@ def test_a_relative_bias_is_recognised_by_its_table():
     bias = relative_bias(table, bidirectional=False, max_distance=12, align="lower_right")
     frame = regard.frame.Frame((4,), 7, 7)
     added = bias.additive_bias(
-        frame, np.arange(7), np.arange(7), mask_recognition.BiasNamespace("cpu"), torch.float32
+        frame, np.arange(7), np.arange(7), TorchNamespace(torch.device("cpu")), torch.float32
     )
     lowest = torch.finfo(torch.float32).min
     masked = torch.where(torch.tensor(causal().to_dense(7, 7)), added, lowest)[None]
