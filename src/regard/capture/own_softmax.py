@@ -806,8 +806,9 @@ def arrange_heads(
             return split_lead(part, split[:-2])
         if split is not None and len(split) == 4 and split[-1] == kv_len and [split[0]] == lead:
             # Multi-query attention: rows of (heads, q_len), or (q_len, heads), that share one value.
-            if part is product.value:
-                return part[:, None]
+            is_value = part is product.value
+            if is_value:
+                return part.unsqueeze(1)
             part = part.unflatten(1, split[1:3])
             return part.transpose(1, 2) if split[2] == heads and split[1] != heads else part
         batch = math.prod(lead)
