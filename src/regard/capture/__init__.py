@@ -15,5 +15,5 @@ concept, in the order of a call:
 - `module_trace`: what each module read and returned in one pass.
 - `output_projections`: the linear layer after each attention layer, W_O.
 
-The package imports `regard.core`, `regard.models` and below.
+The package imports `regard.core` and below.
 """

@@ -14,7 +14,7 @@ hf = pytest.importorskip("transformers")
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from regard.testing.tolerance import epsilon  # noqa: E402
-from regard.transformers import AttentionWeights, scaled_mean  # noqa: E402
+from regard.transformers import AttentionWeights, attention_weights  # noqa: E402
 from tests.helpers.tiny_models import TINY, softmax_in_own_dtype  # noqa: E402
 
 
@@ -94,7 +94,7 @@ READINGS = {
 
 @pytest.mark.parametrize("name", READINGS)
 def test_a_reading_equals_that_of_the_tensor(layer, score_error, name, monkeypatch):
-    monkeypatch.setattr(scaled_mean, "BAND", 100)  # several bands, of two rows each
+    monkeypatch.setattr(attention_weights, "BAND", 100)  # several bands, of two rows each
     lazy, naive, exact = (READINGS[name](weights) for weights in layer)
     dense = lazy.to_dense() if isinstance(lazy, AttentionWeights) else lazy
     assert lazy.shape == naive.shape and lazy.dtype == naive.dtype
@@ -115,7 +115,7 @@ INDICES = {
 
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_equal_those_of_the_tensor(layer, name, monkeypatch):
-    monkeypatch.setattr(scaled_mean, "BAND", 100)
+    monkeypatch.setattr(attention_weights, "BAND", 100)
     lazy, _, exact = (INDICES[name](weights) for weights in layer)
     assert torch.equal(lazy, exact)
 
