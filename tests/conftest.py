@@ -13,6 +13,9 @@ import pytest
 from regard.engines.native import library
 from regard.tiling import use_tile_sizes
 from tests.helpers.browsers import start_chromium, start_firefox
+from tests.helpers.changed_tests import choose_tests, list_changed_files
+
+CHOSEN = pytest.StashKey[set[str] | None]()  # files to collect with --changed
 
 # Options of a browser context that WebDriver BiDi does not have.
 NOT_IN_FIREFOX = {("color_scheme", "dark"), ("reduced_motion", "reduce"), ("has_touch", True)}
@@ -35,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--firefox", action="store_true", help="run the tests of pages, and no others, in Firefox"
     )
+    parser.addoption(
+        "--changed", action="store_true", help="run only the tests near the files that differ from main"
+    )
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
     parser.addoption("--runs", type=int, default=30, help="number of random runs of tiny models")
@@ -48,8 +54,31 @@ def pytest_configure(config: pytest.Config) -> None:
         # A busy machine may take its time.
         settings.register_profile("regard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("regard")
+    if config.getoption("--changed"):
+        config.stash[CHOSEN] = choose_tests(list_changed_files())
     if config.getoption("--block-loop"):
         library.LIBRARY_FILE = Path("not built")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not config.getoption("--changed"):
+        return None
+    chosen = config.stash[CHOSEN]
+    return (
+        "changed: a file that concerns every test"
+        if chosen is None
+        else f"changed: {len(chosen)} files to run"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    chosen = config.stash.get(CHOSEN, None)
+    if chosen is None or collection_path.is_dir():
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return (
+        True if not any(path == name or path.startswith(f"{name.rstrip('/')}/") for name in chosen) else None
+    )
 
 
 def is_selected(item: pytest.Item) -> bool:

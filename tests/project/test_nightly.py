@@ -236,3 +236,15 @@ def test_noticed_mutants_are_kept_until_their_function_changes(tmp_path):
     assert NoticedMutants(path, mutants, again=True).verdicts == {}
     assert NoticedMutants(path, mutants | {f: Mutant("after", "not run")}).verdicts == {g: "timeout"}
     assert NoticedMutants(path, {f: mutants[f]}).verdicts == {f: "killed"}
+
+
+def test_the_lowest_and_the_newest_numpy_are_tested_every_night_and_imported_in_ci():
+    assert ("scripts/compat",) in [command[1:] for command in STAGES["compat"].commands]
+    compat = runpy.run_path(str(ROOT / "scripts/compat"))
+    stacks = {stack.name: stack for stack in compat["STACKS"]}
+    for name in ("Python 3.11, lowest NumPy", "Python 3.13, newest NumPy"):
+        assert stacks[name].areas == ("matrix",)
+    folders = {f"tests/unit/{name}" for name in ("core", "masks", "measures", "render")}
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/unit").glob("test_*.py")}
+    assert folders | files <= {*compat["TESTS"]["matrix"]}
+    assert 'for stack in "lowest 11" "newest 13"' in (ROOT / ".ci/run").read_text()
