@@ -48,9 +48,18 @@ def test_the_figures_of_the_readme_are_what_the_benchmarks_kept(monkeypatch):
     assert figures.insert_table(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme
 
 
-def test_the_commands_in_contributing_name_existing_files():
-    paths = re.findall(
-        r"(?:tests|benchmarks|examples|scripts)/[\w./*-]+", (ROOT / "CONTRIBUTING.md").read_text()
-    )
+def test_the_commands_of_claims_and_contributing_name_existing_files():
+    pages = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "docs/claims.md"))
+    paths = re.findall(r"(?:tests|benchmarks|examples|scripts)/[\w./*-]+", pages)
     assert len(paths) > 50
     assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+def test_the_tree_in_contributing_lists_the_packages():
+    tree = re.search(r"```text\n(errors .+?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
+    names = {name for line in tree.splitlines() for name in re.split(r"  +", line)[0].split(" · ")}
+    source = ROOT / "src/regard"
+    assert names >= {path.parent.name for path in source.glob("*/__init__.py")}
+    assert {
+        name for name in names if not ((source / name).is_dir() or (source / f"{name}.py").is_file())
+    } == set()
