@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from regard.pages.effects_page import build_effects_page
 from tests.helpers.pages import HOSTILE, faults
+
+pytest.importorskip("torch")
+
+from regard.interventions import EffectTable
 
 ROWS = [
     {
@@ -22,10 +25,9 @@ ROWS = [
 
 @pytest.fixture
 def tab(show):
-    page = build_effects_page(
-        ROWS, title=HOSTILE[0], metric="logit(answer)", edit="its output was set to 0", clean=1.5
-    )
-    tab = show(page)
+    table = EffectTable(ROWS)
+    table.metric, table.edit, table.clean = "logit(answer)", "its output was set to 0", 1.5
+    tab = show(table.page(title=HOSTILE[0]))
     tab.locator("#app[data-ready]").wait_for()
     return tab
 

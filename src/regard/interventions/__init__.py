@@ -33,7 +33,7 @@ from regard.interventions.effect_sweep import EffectTable, effects
 from regard.interventions.gradient_attribution import Attribution, attribution
 from regard.interventions.intervene import Intervention
 from regard.interventions.logit_parts import LogitAttribution, logit_attribution
-from regard.interventions.metrics import logit_difference
+from regard.interventions.model_runs import logit_difference
 
 __all__ = [
     "Attribution",

@@ -18,7 +18,18 @@ Layers = int | str | Sequence[int | str] | None
 Heads = int | Sequence[int] | slice | None
 Positions = int | str | slice | Sequence[int | str] | None
 
-WHAT = ("pattern", "output", "value")
+_POSITIONS = "positions: an integer, a slice, the text of a token, or a list of these"
+# What each parameter of an edit accepts, and a hint.
+_SELECTIONS = {
+    "layers": (
+        "numbers of layers, names of modules, or patterns with *",
+        "list(recording) lists the attention layers of a run in order.",
+    ),
+    "heads": ("an integer, a list of integers, or a slice", "Omit heads for all."),
+    "batch": ("an integer, a list of integers, or a slice", "Omit batch for all."),
+    "queries": (_POSITIONS, "For example queries=[0, 1], or queries=slice(8, None)."),
+    "keys": (_POSITIONS, "For example keys=[0, 1], or keys=slice(8, None)."),
+}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -35,6 +46,12 @@ class Edit:
     layers: Layers = None
     heads: Heads = None
     batch: Heads = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name in _SELECTIONS:
+                chosen = as_selection(getattr(self, field.name), self.name, field.name)
+                object.__setattr__(self, field.name, chosen)
 
     @property
     def name(self) -> str:
@@ -53,11 +70,15 @@ class Edit:
         )
 
     def __repr__(self) -> str:
-        given = [
-            f"{field.name}={_describe(getattr(self, field.name))}"
-            for field in fields(self)
-            if getattr(self, field.name) is not None
-        ]
+        given = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Recording):
+                given.append(
+                    f"{field.name}=<recording of {len(value)} layer{'' if len(value) == 1 else 's'}>"
+                )
+            elif value is not None:
+                given.append(f"{field.name}={value!r}")
         return f"{self.name}({', '.join(given)})"
 
 
@@ -135,11 +156,7 @@ def knockout(
     >>> knockout(3, heads=[1, 2], queries=-1, keys="cat")
     knockout(layers=3, heads=[1, 2], queries=-1, keys='cat')
     """
-    return KnockoutEdit(
-        **_as_selections("knockout", layers, heads, batch),
-        queries=_as_positions(queries, "knockout", "queries"),
-        keys=_as_positions(keys, "knockout", "keys"),
-    )
+    return KnockoutEdit(layers=layers, heads=heads, batch=batch, queries=queries, keys=keys)
 
 
 def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: Heads = None) -> Edit:
@@ -161,15 +178,10 @@ def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: H
     >>> restrict("*.layers.0.*", heads=2, mask=regard.sliding_window(64))
     restrict(layers='*.layers.0.*', heads=2, mask=sliding_window(64))
     """
-    selection = _as_selections("restrict", layers, heads, batch)
-    if not isinstance(mask, Mask):
-        raise ArgumentTypeError(
-            "restrict",
-            received=f"mask as {describe_argument(mask)}",
-            expected="a mask such as regard.sliding_window(64)",
-            hint="Wrap a boolean array, True = attend, as regard.dense(array).",
-        )
-    return RestrictEdit(**selection, mask=mask)
+    expected = "a mask such as regard.sliding_window(64)"
+    hint = "Wrap a boolean array, True = attend, as regard.dense(array)."
+    _check_type(mask, Mask, "restrict", "mask", expected, hint)
+    return RestrictEdit(layers=layers, heads=heads, batch=batch, mask=mask)
 
 
 def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, batch: Heads = None) -> Edit:
@@ -191,15 +203,10 @@ def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, 
     >>> rescore(0, score_mod=regard.softcap(5.0))
     rescore(layers=0, score_mod=softcap(5.0))
     """
-    selection = _as_selections("rescore", layers, heads, batch)
-    if not isinstance(score_mod, ScoreMod):
-        raise ArgumentTypeError(
-            "rescore",
-            received=f"score_mod as {describe_argument(score_mod)}",
-            expected="a score modification such as regard.softcap(5.0)",
-            hint="Wrap an array of numbers to add as regard.bias(array).",
-        )
-    return RescoreEdit(**selection, score_mod=score_mod)
+    expected = "a score modification such as regard.softcap(5.0)"
+    hint = "Wrap an array of numbers to add as regard.bias(array)."
+    _check_type(score_mod, ScoreMod, "rescore", "score_mod", expected, hint)
+    return RescoreEdit(layers=layers, heads=heads, batch=batch, score_mod=score_mod)
 
 
 def ablate(
@@ -230,8 +237,6 @@ def ablate(
     >>> ablate(0, heads=1, to="mean"), ablate(to=0.5)
     (ablate(layers=0, heads=1, to='mean'), ablate(to=0.5))
     """
-    selection = _as_selections("ablate", layers, heads, batch)
-    queries = _as_positions(queries, "ablate", "queries")
     if getattr(to, "ndim", None) == 0 and not getattr(to, "requires_grad", False):
         to = to.item()  # type: ignore[union-attr] # a scalar of NumPy or torch
     is_number = isinstance(to, Real) and not isinstance(to, bool)
@@ -242,7 +247,7 @@ def ablate(
             expected='"zero", "mean", a recording, or a number to multiply by',
             hint="For the output of another run at the same positions use patch(source=recording, what='output').",
         )
-    return AblateEdit(**selection, to=to, queries=queries)
+    return AblateEdit(layers=layers, heads=heads, batch=batch, to=to, queries=queries)
 
 
 def patch(
@@ -281,16 +286,9 @@ def patch(
     >>> patch(0, heads=1, source=recording)
     patch(layers=0, heads=1, source=<recording of 1 layer>, what='pattern')
     """
-    selection = _as_selections("patch", layers, heads, batch)
-    queries = _as_positions(queries, "patch", "queries")
-    if not isinstance(source, Recording):
-        raise ArgumentTypeError(
-            "patch",
-            received=f"source as {describe_argument(source)}",
-            expected="a recording of another run",
-            hint="with regard.watch(model, values=True) as source: model(**other_inputs)",
-        )
-    if what not in WHAT:
+    hint = "with regard.watch(model, values=True) as source: model(**other_inputs)"
+    _check_type(source, Recording, "patch", "source", "a recording of another run", hint)
+    if what not in ("pattern", "output", "value"):
         raise ArgumentError(
             "patch",
             received=f"what={what!r}",
@@ -304,15 +302,11 @@ def patch(
             expected="no queries: a value is read by every row that attends to it",
             hint="Omit queries, or patch the output of these rows: what='output'.",
         )
-    return PatchEdit(**selection, source=source, what=what, queries=queries)
+    return PatchEdit(layers=layers, heads=heads, batch=batch, source=source, what=what, queries=queries)
 
 
 def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:
-    """Return one or several edits as a tuple.
-
-    Raises:
-        ArgumentTypeError: If something else is passed.
-    """
+    """Return one or several edits as a tuple."""
     listed = (edits,) if isinstance(edits, Edit) else edits
     if isinstance(listed, str) or not hasattr(listed, "__iter__"):
         listed = [edits]
@@ -343,80 +337,35 @@ def matches_layer(entry: int | str, name: str, number: int | None) -> bool:
     return any(fnmatchcase(".".join(parts[: i + 1]), entry) for i in range(len(parts)))
 
 
-def _as_selections(operation: str, layers: Any, heads: Any, batch: Any) -> dict[str, Any]:
-    """Return layers, heads and batch entries as an edit has them."""
-    return {
-        "layers": as_layers(layers, operation),
-        "heads": _as_heads(heads, operation, "heads"),
-        "batch": _as_heads(batch, operation, "batch"),
-    }
-
-
-def as_layers(layers: Any, operation: str) -> Layers:
-    """Return layers with Python's integers: one number or text, a list of them, or None for all.
-
-    Raises:
-        ArgumentTypeError: If something else is passed.
-        ArgumentError: If a number is negative.
-    """
-    expected = "numbers of layers, names of modules, or patterns with *"
-    hint = "list(recording) lists the attention layers of a run in order."
-    chosen: Layers = _as_selection(layers, operation, "layers", expected, hint, allows_text=True)
-    for entry in chosen if isinstance(chosen, list) else [chosen]:
-        if isinstance(entry, int) and entry < 0:
-            raise ArgumentError(
-                operation,
-                received=f"layers with {entry}",
-                expected="numbers from 0: layers are numbered as they run, and how many will run is not known before",
-                hint="Name the layer: with regard.watch(model) as recording: …, and then list(recording)[-1].",
-            )
-    return chosen
-
-
-def _as_heads(chosen: Any, operation: str, parameter: str) -> Heads:
-    """Return heads or batch entries with Python's integers: one, a list of them, a slice, or None for all."""
-    if isinstance(chosen, slice):
+def as_selection(chosen: Any, operation: str, parameter: str) -> Any:
+    """Return a selection with Python's integers: one entry, a list of entries, a slice, or None for all."""
+    if chosen is None or (isinstance(chosen, slice) and parameter != "layers"):
         return chosen
-    expected = "an integer, a list of integers, or a slice"
-    selection: Heads = _as_selection(chosen, operation, parameter, expected, f"Omit {parameter} for all.")
-    return selection
-
-
-def _as_positions(positions: Any, operation: str, parameter: str) -> Positions:
-    """Return positions with Python's integers: one or a text, a list of them, a slice, or None for all."""
-    if isinstance(positions, slice):
-        return positions
-    expected = "positions: an integer, a slice, the text of a token, or a list of these"
-    hint = f"For example {parameter}=[0, 1], or {parameter}=slice(8, None)."
-    selection: Positions = _as_selection(positions, operation, parameter, expected, hint, allows_text=True)
-    return selection
-
-
-def _as_selection(
-    chosen: Any, operation: str, parameter: str, expected: str, hint: str, *, allows_text: bool = False
-) -> Any:
-    """Return one entry or a list of entries, each an integer of Python or a text; None stays None."""
-    if chosen is None:
-        return None
+    expected, hint = _SELECTIONS[parameter]
     # Arrays without axes have `__iter__` and do not iterate.
     is_single = isinstance(chosen, str) or not hasattr(chosen, "__iter__") or getattr(chosen, "ndim", 1) == 0
-    entries = []
+    entries: list[Any] = []
     for entry in [chosen] if is_single else chosen:
         is_bool = isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool")
         number: Any = None if is_bool else entry
         try:
-            entries.append(entry if isinstance(entry, str) and allows_text else index(number))
+            is_text = isinstance(entry, str) and parameter not in ("heads", "batch")
+            entries.append(entry if is_text else index(number))
         except TypeError:
-            raise ArgumentTypeError(
+            received = f"{parameter} with {describe_argument(entry)}"
+            raise ArgumentTypeError(operation, received=received, expected=expected, hint=hint) from None
+        if parameter == "layers" and not is_text and entries[-1] < 0:
+            raise ArgumentError(
                 operation,
-                received=f"{parameter} with {describe_argument(entry)}",
-                expected=expected,
-                hint=hint,
-            ) from None
+                received=f"layers with {entries[-1]}",
+                expected="numbers from 0: layers are numbered as they run, and how many will run is not known before",
+                hint="Name the layer: with regard.watch(model) as recording: …, and then list(recording)[-1].",
+            )
     return entries[0] if is_single else entries
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, Recording):
-        return f"<recording of {len(value)} layer{'' if len(value) == 1 else 's'}>"
-    return repr(value)
+def _check_type(value: Any, kind: type, operation: str, parameter: str, expected: str, hint: str) -> None:
+    """Raise an `ArgumentTypeError` if a parameter of an edit has another type."""
+    if not isinstance(value, kind):
+        received = f"{parameter} as {describe_argument(value)}"
+        raise ArgumentTypeError(operation, received=received, expected=expected, hint=hint)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,18 +28,16 @@ from regard.interventions.edits import (
     patch,
 )
 from regard.interventions.intervene import find_layers, find_output, intervene, is_edited
-from regard.interventions.metrics import LogitDifference, Metric
-from regard.interventions.model_inputs import copy_cache, find_tolerance
+from regard.interventions.layer_edits import compute_mean_output
+from regard.interventions.model_runs import LogitDifference, Metric, copy_cache, find_tolerance, record_run
 from regard.interventions.placement import select_entries
-from regard.interventions.reused_blocks import BlockOutputs, find_block
-from regard.interventions.sources import compute_mean_output
 from regard.lens.recording import Recording
 from regard.lens.table import Table
-from regard.lens.watch import Watch, watch
+from regard.lens.token_rows import as_token_lists
+from regard.lens.watch import Watch
+from regard.pages.html import Page, build_page
+from regard.render.text import escape_unprintable
 from regard.validation import check_count
-
-if TYPE_CHECKING:
-    from regard.pages.html import Page
 
 Tensor = Any  # the types of torch are not followed
 
@@ -115,23 +116,24 @@ def effects(
                     expected='"heads", or a list of edits',
                     hint="For example [ablate(0, heads=1), ablate(1, heads=2)].",
                 )
-            chosen = find_layers(layers, sweep.layers, "effects")
-            rows: list[dict[str, Any]] = [
-                {"module": name, "layer": list(sweep.layers).index(name), "head": head}
-                for name in chosen
-                for head in range(sweep.layers[name])
-            ]
-            listed: list[tuple[Edit, ...]] = [(_edit_head(row, to, queries, keys),) for row in rows]
+            rows, single, description = _list_heads(layers, sweep.layers, to, queries, keys)
+            listed: list[tuple[Edit, ...]] = [(edit,) for edit in single]
         else:
-            listed = [as_edits(entry, "effects") for entry in _list_edits(edits)]
+            if isinstance(edits, Edit) or not hasattr(edits, "__iter__"):
+                raise ArgumentTypeError(
+                    "effects",
+                    received=f"edits as {describe_argument(edits)}",
+                    expected='"heads", or a list of edits',
+                    hint="For one edit pass a list of one: [edit].",
+                )
+            listed, description = [as_edits(entry, "effects") for entry in edits], ""
             rows = [{"edit": repr(entry[0]) if len(entry) == 1 else repr(list(entry))} for entry in listed]
         results = sweep.run_edits(listed, batch_size, progress)
     table = EffectTable(
         row | {"metric": result, "effect": result - clean} for row, result in zip(rows, results, strict=True)
     )
-    table.clean, table.metric = clean, repr(metric) if isinstance(metric, LogitDifference) else "the metric"
-    if isinstance(edits, str):
-        table.edit = _describe_edit(to, queries, keys)
+    table.clean, table.edit = clean, description
+    table.metric = repr(metric) if isinstance(metric, LogitDifference) else "the metric"
     return table
 
 
@@ -167,41 +169,42 @@ class EffectTable(Table):
                 expected='the table of effects(…, edits="heads")',
                 hint="Omit edits to measure every head.",
             )
-        from regard.pages.effects_page import build_effects_page
+        modules = {row["layer"]: row["module"] for row in self}
+        record = {
+            "title": escape_unprintable(title),
+            "metric": escape_unprintable(self.metric),
+            "edit": escape_unprintable(self.edit),
+            "clean": self.clean,
+            "modules": [escape_unprintable(modules.get(layer, "")) for layer in range(max(modules) + 1)],
+            "layers": self.column("layer"),
+            "heads": self.column("head"),
+            "metrics": self.column("metric"),
+            "effects": self.column("effect"),
+        }
+        return build_page(escape_unprintable(title), "effectsPage", record)
 
-        return build_effects_page(self, title=title, metric=self.metric, edit=self.edit, clean=self.clean)
 
-
-def _describe_edit(to: Any, queries: Positions, keys: Positions) -> str:
+def _list_heads(
+    layers: Any, heads: Mapping[str, int], to: Any, queries: Positions, keys: Positions
+) -> tuple[list[dict[str, Any]], list[Edit], str]:
+    """Return the row and the edit of each head, given the number of heads by layer, and what is done to each."""
+    edit_head: Callable[..., Edit]
     if keys is not None:
-        description = f"its edges to keys {keys!r} were knocked out"
+        edit_head, text = partial(knockout, keys=keys), f"its edges to keys {keys!r} were knocked out"
     elif isinstance(to, Recording):
-        description = "its output was taken from another run"
-    elif isinstance(to, str):
-        description = "its output was set to 0" if to == "zero" else "its output was replaced by its mean"
+        edit_head, text = partial(patch, source=to, what="output"), "its output was taken from another run"
     else:
-        description = f"its output was multiplied by {to}"
-    return description if queries is None else f"{description} at queries {queries!r}"
-
-
-def _edit_head(row: dict[str, Any], to: Any, queries: Positions, keys: Positions) -> Edit:
-    layer, head = row["module"], row["head"]
-    if keys is not None:
-        return knockout(layer, heads=head, queries=queries, keys=keys)
-    if isinstance(to, Recording):
-        return patch(layer, heads=head, source=to, what="output", queries=queries)
-    return ablate(layer, heads=head, to=to, queries=queries)
-
-
-def _list_edits(edits: Any) -> list[Any]:
-    if isinstance(edits, Edit) or not hasattr(edits, "__iter__"):
-        raise ArgumentTypeError(
-            "effects",
-            received=f"edits as {describe_argument(edits)}",
-            expected='"heads", or a list of edits',
-            hint="For one edit pass a list of one: [edit].",
-        )
-    return list(edits)
+        edit_head, text = partial(ablate, to=to), f"its output was multiplied by {to}"
+        if isinstance(to, str):
+            text = "its output was set to 0" if to == "zero" else "its output was replaced by its mean"
+    names = find_layers(layers, heads, "effects")
+    rows = [
+        {"module": name, "layer": list(heads).index(name), "head": head}
+        for name in names
+        for head in range(heads[name])
+    ]
+    edits = [edit_head(row["module"], heads=row["head"], queries=queries) for row in rows]
+    return rows, edits, text if queries is None else f"{text} at queries {queries!r}"
 
 
 def _takes_mean(edit: Edit) -> bool:
@@ -214,28 +217,15 @@ class _MeanWatch(Watch):
     binds_context = True
 
     def __init__(self, model: nn.Module) -> None:
-        self._plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
-        super().__init__(model, {name for name, _ in model.named_modules()}, self._plain)
+        super().__init__(model, {name for name, _ in model.named_modules()}, CaptureOptions())
         self.means = HeadMeans()
-
-    def __enter__(self) -> _MeanWatch:  # type: ignore[override]
-        super().__enter__()
-        return self
 
     def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
         """Keep the means of a call; the wrappers call it."""
-        call = build_call(module, name, args, self._plain, self._biases)
+        call = build_call(module, name, args, self._options, self._biases)
         assert isinstance(call, Call), "effects has captured it before"
         output = find_output(call, args) if args.edited_output is None else args.edited_output
         self.means.setdefault(name, []).append(compute_mean_output(replace(call, output=output)))
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Edits that run as one batch: their numbers, and the blocks that need not run."""
-
-    members: list[int]
-    reused: list[str]
 
 
 class _Sweep:
@@ -243,27 +233,35 @@ class _Sweep:
 
     def __init__(self, model: nn.Module, inputs: Any, metric: Metric, tokens: Any) -> None:
         self._model, self._metric, self._tokens = model, metric, tokens
-        self._args, self._kwargs = _split_inputs(inputs)
+        if isinstance(inputs, Mapping):
+            self._args, self._kwargs = [], dict(inputs)
+        else:
+            self._args, self._kwargs = list(inputs) if isinstance(inputs, tuple | list) else [inputs], {}
+        values = (*self._args, *self._kwargs.values())
+        batches = [len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim]
+        if not batches:
+            raise ArgumentTypeError(
+                "effects",
+                received=f"inputs as {describe_argument(inputs)}",
+                expected="a tensor (batch, …), or a mapping of keyword arguments with one",
+                hint="For example tokenizer(text, return_tensors='pt').",
+            )
         parameters = inspect.signature(model.forward).parameters
         if "use_cache" in parameters:
             self._kwargs.setdefault("use_cache", False)
         num_logits = getattr(metric, "num_logits", None)
         if "logits_to_keep" in parameters and num_logits is not None:
             self._kwargs.setdefault("logits_to_keep", num_logits)
-        tensors = [
-            value for value in (*self._args, *self._kwargs.values()) if isinstance(value, torch.Tensor)
-        ]
-        self._batch = int(tensors[0].shape[0])
+        self._batch = batches[0]
         self._can_batch = True
         self.layers: dict[str, int] = {}  # number of heads by name, in the order in which they run
         self._unbatched: set[str] = set()  # layers whose entries are not those of the batch
 
     def run_clean(self) -> float:
         """Run the model without edits; return the metric."""
-        watching = watch(self._model, measures=lambda call: {})
-        watching.binds_context = True
-        with watching as recording:
-            values = self._check(self._run())
+        values, recording = record_run(
+            self._model, lambda: self._check(self._run()), measures=lambda call: {}
+        )
         calls = {name: recording.calls(name) for name in recording}
         self.layers = {name: own[0].shape[-3] for name, own in calls.items()}
         self._unbatched = {
@@ -272,15 +270,19 @@ class _Sweep:
             if any(math.prod(call.shape[:-3]) != self._batch or len(call.shape) < 4 for call in own)
         }
         self._can_batch = values.ndim == 1 and not is_edited(self._model) and self._are_independent(values)
-        blocks = [block for name in self.layers if (block := find_block(name)) is not None]
-        self._outputs = BlockOutputs(self._model, blocks, self._batch)
+        blocks = [block for name in self.layers if (block := _find_block(name)) is not None]
+        self._outputs = _BlockOutputs(self._model, blocks, self._batch)
         with self._outputs.record():
             self._check_reuse(self._run())
         return float(values.double().mean())
 
     def _run(self, copies: int = 1) -> Tensor:
         """Run the model on copies of the inputs; return the metric."""
-        args, kwargs = self._repeat_inputs(copies)
+        args = [_repeat_batch(value, self._batch, copies) for value in self._args]
+        kwargs = {
+            name: _repeat_batch(value, self._batch, copies)
+            for name, value in copy_cache(self._kwargs, "effects").items()
+        }
         return self._metric(self._model(*args, **kwargs))
 
     def _are_independent(self, clean: Tensor) -> bool:
@@ -307,27 +309,32 @@ class _Sweep:
         self, edits: Sequence[Sequence[Edit]], batch_size: int, progress: Callable[[], None] | None
     ) -> list[float]:
         """Run the model with each of several edits; return the metric of each."""
-        named = [[self._name_layers(edit) for edit in entry] for entry in edits]
+        # Names instead of numbers, which would count the layers that run.
+        named = [
+            [replace(edit, layers=find_layers(edit.layers, self.layers, edit.name)) for edit in entry]
+            for entry in edits
+        ]
         if any(_takes_mean(edit) for entry in named for edit in entry):
             # A mean over a batch of copies would include those that other edits change.
-            means: Any = {"to": self._measure_means()}
+            watching = _MeanWatch(self._model)
+            with watching:
+                self._run()
+            means: Any = {"to": watching.means}
             named = [
                 [replace(edit, **means) if _takes_mean(edit) else edit for edit in entry] for entry in named
             ]
         results = [0.0] * len(named)
-        for group in self._group(named, batch_size if self._can_batch else 1):
-            copies = len(group.members)
+        for members, reused in self._group(named, batch_size if self._can_batch else 1):
+            copies, tokens = len(members), self._tokens
             placed = [
-                self._place_batch(edit, copy, copies)
-                for copy, i in enumerate(group.members)
-                for edit in named[i]
+                self._place_batch(edit, copy, copies) for copy, i in enumerate(members) for edit in named[i]
             ]
-            run = intervene(self._model, placed, tokens=self._repeat_tokens(copies))
+            if tokens is not None:
+                tokens = as_token_lists(tokens, "effects")
+                tokens = tokens * copies if len(tokens) > 1 else tokens
+            run = intervene(self._model, placed, tokens=tokens)
             run.warns_of_unapplied = False
-            with (
-                run,
-                self._outputs.reuse(group.reused, copies),
-            ):
+            with run, self._outputs.reuse(reused, copies):
                 values = self._check(self._run(copies))
             for text in run.describe_unapplied().values():
                 raise ArgumentError(
@@ -336,45 +343,34 @@ class _Sweep:
                     expected="layers and positions that the run has",
                     hint="Positions count from 0, padding included; negative ones from the end.",
                 )
-            for i, value in zip(
-                group.members, values.double().reshape(copies, -1).mean(1).tolist(), strict=True
-            ):
+            means_of_copies = values.double().reshape(copies, -1).mean(1).tolist()
+            for i, value in zip(members, means_of_copies, strict=True):
                 results[i] = value
                 if progress is not None:
                     progress()
         return results
 
-    def _measure_means(self) -> HeadMeans:
-        """Run the model without edits; return the mean outputs of its heads."""
-        with _MeanWatch(self._model) as watching:
-            self._run()
-        return watching.means
-
-    def _group(self, edits: Sequence[Sequence[Edit]], batch_size: int) -> list[_Group]:
-        """Group edits that can reuse the same blocks."""
+    def _group(
+        self, edits: Sequence[Sequence[Edit]], batch_size: int
+    ) -> Iterator[tuple[list[int], list[str]]]:
+        """Yield the edits that run as one batch: their numbers, and the blocks that need not run."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for i, entry in enumerate(edits):
             names: list[Any] = [name for edit in entry for name in edit.layers or ()]  # type: ignore[union-attr]
-            blocks = [find_block(name) for name in names]
+            blocks = [_find_block(name) for name in names]
             reused = self._outputs.list_before(blocks) if self._reuses else []
             size = 1 if self._unbatched.intersection(names) else batch_size
             groups.setdefault((size, *reused), []).append(i)
-        return [
-            _Group(members[start : start + size], reused)
-            for (size, *reused), members in groups.items()
-            for start in range(0, len(members), size)
-        ]
+        for (size, *reused), members in groups.items():
+            for start in range(0, len(members), size):
+                yield members[start : start + size], reused
 
     def _check_reuse(self, clean: Tensor) -> None:
         """Reuse blocks only if a run that reuses as many as possible gives the same metric."""
-        blocks = [find_block(name) for name in self.layers]
+        blocks = [_find_block(name) for name in self.layers]
         copies = 2 if self._can_batch else 1
         with self._outputs.reuse(self._outputs.list_before(blocks[-1:]), copies):
             self._reuses = self._agrees(clean, copies, num_compared=copies)
-
-    def _name_layers(self, edit: Edit) -> Edit:
-        """Return an edit with the names of its layers: numbers would count those that run."""
-        return replace(edit, layers=find_layers(edit.layers, self.layers, edit.name))
 
     def _place_batch(self, edit: Edit, copy: int, copies: int) -> Edit:
         """Return an edit that applies to one of several copies of the batch."""
@@ -382,23 +378,6 @@ class _Sweep:
             return edit
         entries = select_entries(edit.batch, self._batch, "batch", edit.name)
         return replace(edit, batch=[copy * self._batch + int(entry) for entry in entries])
-
-    def _repeat_inputs(self, copies: int) -> tuple[list[Any], dict[str, Any]]:
-        def repeat(value: Any) -> Any:
-            is_batched = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == self._batch
-            return value.repeat(copies, *(1,) * (value.ndim - 1)) if is_batched else value
-
-        return [repeat(value) for value in self._args], {
-            name: repeat(value) for name, value in copy_cache(self._kwargs, "effects").items()
-        }
-
-    def _repeat_tokens(self, copies: int) -> Any:
-        from regard.lens.token_rows import as_token_lists
-
-        if self._tokens is None:
-            return None
-        lists = as_token_lists(self._tokens, "effects")
-        return lists * copies if len(lists) > 1 else lists
 
     def _check(self, values: Any) -> Tensor:
         is_single = isinstance(values, torch.Tensor) and values.ndim == 0
@@ -415,17 +394,104 @@ class _Sweep:
         return values
 
 
-def _split_inputs(inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments of a model."""
-    if isinstance(inputs, Mapping):
-        args, kwargs = [], dict(inputs)
-    else:
-        args, kwargs = list(inputs) if isinstance(inputs, tuple | list) else [inputs], {}
-    if not any(isinstance(value, torch.Tensor) and value.ndim for value in (*args, *kwargs.values())):
-        raise ArgumentTypeError(
-            "effects",
-            received=f"inputs as {describe_argument(inputs)}",
-            expected="a tensor (batch, …), or a mapping of keyword arguments with one",
-            hint="For example tokenizer(text, return_tensors='pt').",
-        )
-    return args, kwargs
+_lock = threading.RLock()
+
+
+def _find_block(name: str) -> str | None:
+    """Return the name of the block that contains a module: up to the first number in it; None if there is none.
+
+    >>> _find_block("model.layers.3.self_attn"), _find_block("attention")
+    ('model.layers.3', None)
+    """
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else None
+
+
+def _repeat_batch(value: Any, batch: int, copies: int) -> Any:
+    """Repeat the batch of a tensor; a value without one is returned as it is."""
+    is_batched = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch
+    return value.repeat(copies, *(1,) * (value.ndim - 1)) if is_batched else value
+
+
+class _BlockOutputs:
+    """The outputs of the blocks of a model in one run with a number of batch entries, returned instead of computed.
+
+    A block is a module of a list, such as `model.layers.3`, that contains attention. An edit of one block cannot change
+    the blocks that finished before it began.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str], batch: int) -> None:
+        self._modules = {name: model.get_submodule(name) for name in dict.fromkeys(blocks)}
+        self._batch = batch
+        self._outputs: dict[str, list[Any]] = {name: [] for name in self._modules}
+        self._before: dict[str, tuple[str, ...]] = {}  # blocks that had finished when each one began
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Keep the output of every block that runs inside."""
+
+        def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._before.setdefault(name, tuple(block for block, kept in self._outputs.items() if kept))
+                output = forward(*args, **kwargs)
+                self._outputs[name].append(output)
+                return output
+
+            return run
+
+        with _replace_forward({module: partial(wrap, name) for name, module in self._modules.items()}):
+            yield
+
+    def list_before(self, blocks: Iterable[str | None]) -> list[str]:
+        """List the blocks that ran once, and had finished before any of some blocks, or None outside of them, began."""
+        finished = [set(self._before.get(name, ())) if name is not None else set() for name in blocks]
+        shared = set.intersection(*finished) if finished else set()
+        return [name for name in self._outputs if name in shared and len(self._outputs[name]) == 1]
+
+    @contextmanager
+    def reuse(self, blocks: Iterable[str], copies: int) -> Iterator[None]:
+        """Return the kept output of some blocks instead of running them, in a run of some copies of the batch."""
+
+        def wrap(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._repeat(self._outputs[name][0], copies)
+
+        with _replace_forward({self._modules[name]: partial(wrap, name) for name in blocks}):
+            yield
+
+    def _repeat(self, output: Any, copies: int) -> Any:
+        """Repeat the batch of every tensor of an output; copies, since models may write to them in place."""
+        if isinstance(output, tuple) and not hasattr(output, "_fields"):
+            return tuple(self._repeat(entry, copies) for entry in output)
+        if isinstance(output, list):
+            return [self._repeat(entry, copies) for entry in output]
+        if isinstance(output, dict):
+            return type(output)((name, self._repeat(entry, copies)) for name, entry in output.items())
+        return _repeat_batch(output, self._batch, copies)
+
+
+@contextmanager
+def _replace_forward(
+    make_forwards: dict[nn.Module, Callable[[Callable[..., Any]], Callable[..., Any]]],
+) -> Iterator[None]:
+    """Replace the `forward` of modules in this thread, without hooks: they would disable fast paths of torch's layers.
+
+    Threads take turns, since each restores what it found. `make_forwards` maps `forward` of each module to a new one.
+    """
+    owner = threading.get_ident()
+
+    def choose(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (own if threading.get_ident() == owner else original)(*args, **kwargs)
+
+    with _lock:
+        saved = {module: vars(module).get("forward") for module in make_forwards}
+        try:
+            for module, make_forward in make_forwards.items():
+                module.forward = choose(make_forward(module.forward), module.forward)
+            yield
+        finally:
+            for module, forward in saved.items():
+                if forward is not None:
+                    module.forward = forward
+                else:
+                    vars(module).pop("forward", None)

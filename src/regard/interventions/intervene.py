@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import types
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +14,22 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
-from regard.capture.record import CaptureOptions, build_call
+from regard.capture.record import CaptureOptions, Uncaptured, build_call
 from regard.capture.watchers import watched
 from regard.errors import ArgumentError, NotCapturedError
-from regard.interventions.edge_correction import compute_rows
-from regard.interventions.edit_reach import EditReach
+from regard.interventions.edited_rows import compute_rows
 from regard.interventions.edits import (
     AblateEdit,
     Edit,
     PatchEdit,
     RestrictEdit,
     as_edits,
-    as_layers,
+    as_selection,
     list_entries,
     matches_layer,
 )
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, flatten_value
-from regard.interventions.sequence_positions import SequencePositions
+from regard.interventions.placement import SequencePositions
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.token_rows import as_token_lists
@@ -40,12 +39,8 @@ __all__ = ["intervene"]
 
 Tensor = Any  # the types of torch are not followed
 
-# Edits that a warning describes.
-MAX_WARNED = 4
-
-_HINT = (
-    "Name other layers in the edit, or load the model with attn_implementation='sdpa' if it supports that."
-)
+# Edits that a warning describes, and layers that it lists by name.
+MAX_WARNED, MAX_LISTED = 4, 6
 
 
 def intervene(
@@ -104,17 +99,75 @@ def intervene(
     """
     check_model(model, "intervene")
     listed = as_edits(edits, "intervene")
-    bound = tuple(
-        BoundEdit(
-            edit,
-            None if tokens is None else as_token_lists(tokens, "intervene"),
-            None if key_tokens is None else as_token_lists(key_tokens, "intervene"),
-        )
-        for edit in listed
+    texts, key_texts = (
+        None if given is None else as_token_lists(given, "intervene") for given in (tokens, key_tokens)
     )
-    _check_names(model, listed)
-    options = CaptureOptions(device=None, dtype=None, copy=False, values=values, measures=None)
-    return Intervention(model, bound, options if record or values else None)
+    names = [name for name, _ in model.named_modules()]
+    for edit in listed:
+        for pattern in list_entries(edit.layers):
+            if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ArgumentError(
+                    edit.name,
+                    received=f"layers with {pattern!r}",
+                    expected="names of modules of the model, patterns that match some, or numbers of layers",
+                    hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
+                )
+    bound = [BoundEdit(edit, texts, key_texts) for edit in listed]
+    return Intervention(model, bound, CaptureOptions(values=values) if record or values else None)
+
+
+class _EditReach:
+    """What the edits of a block select, and the calls of the block have not had so far."""
+
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        # By number of the edit and parameter: the entries that no call has had.
+        self._missing = {
+            (i, parameter): entries
+            for i, edit in enumerate(edits)
+            for parameter in ("layers", "queries", "keys", "heads", "batch")
+            if (entries := list_entries(getattr(edit, parameter, None)))
+        }
+        self._length = 0
+        self._has_run: set[int] = set()
+        self._count = len(edits)
+
+    def note(self, i: int, number: int, place: int, edits: LayerEdits) -> None:
+        """Note that edit `i`, at a place among the edits of a call, applies to a layer with a number."""
+        self._has_run.add(i)
+        self._length = max(self._length, edits.placement.num_queries, edits.placement.num_keys)
+        for (owner, parameter), missing in self._missing.items():
+            if owner != i:
+                continue
+            self._missing[i, parameter] = [
+                entry
+                for entry in missing
+                if not (
+                    matches_layer(entry, edits.name, number)
+                    if parameter == "layers"
+                    else edits.reaches(place, parameter, entry)
+                )
+            ]
+
+    def describe(self, numbers: Mapping[str, int], where: str) -> dict[int, str]:
+        """Describe what was not found of each edit that did not apply as a whole, by its number."""
+        if not numbers:
+            return dict.fromkeys(range(self._count), f"no attention layer of the model ran{where}")
+        ran = [f"{number} {name!r}" for name, number in numbers.items()]
+        if len(ran) > MAX_LISTED:
+            ran = [*ran[: MAX_LISTED - 1], "…", ran[-1]]
+        found: dict[int, list[str]] = {}
+        for (i, parameter), missing in self._missing.items():
+            if not missing or (parameter != "layers" and i not in self._has_run):
+                continue
+            listed = ", ".join(map(repr, missing))
+            if parameter == "layers":
+                text = f"no layer{'s' * (len(missing) > 1)} {listed}, of {len(numbers)} that ran: {', '.join(ran)}"
+            elif parameter in ("heads", "batch"):
+                text = f"no {parameter} {listed} in the layers that ran"
+            else:
+                text = f"no {parameter} {listed} in a sequence of {self._length} tokens"
+            found.setdefault(i, []).append(text)
+        return {i: "; ".join(texts) for i, texts in found.items()}
 
 
 class Intervention(Watch):
@@ -133,16 +186,14 @@ class Intervention(Watch):
     binds_context = True
 
     def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
-        plain = CaptureOptions(device=None, dtype=None, copy=False, values=False, measures=None)
-        super().__init__(model, {name for name, _ in model.named_modules()}, options or plain)
+        super().__init__(model, {name for name, _ in model.named_modules()}, options or CaptureOptions())
         self._is_recording = options is not None
         self._bound = bound
         self._numbers: dict[str, int] = {}
         self._positions = SequencePositions()
-        self._plain_options = plain
-        self._grad_options = replace(plain, grad=True)
+        self._plain_options, self._grad_options = CaptureOptions(), CaptureOptions(grad=True)
         self._paths: dict[tuple[str, int], dict[str, int]] = {}
-        self._reach = EditReach(())
+        self._reach = _EditReach(())
         self._ran: dict[str, int] = {}  # numbers of the layers that ran in the present block
         self.warns_of_unapplied = True
 
@@ -150,7 +201,7 @@ class Intervention(Watch):
         """Patch the attention functions; edits apply from now on."""
         super().__enter__()
         self._positions = SequencePositions()
-        self._reach, self._ran = EditReach([entry.edit for entry in self._bound]), {}
+        self._reach, self._ran = _EditReach([entry.edit for entry in self._bound]), {}
         return self
 
     def __exit__(
@@ -159,21 +210,14 @@ class Intervention(Watch):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Restore everything that was patched; warn of edits that did not apply.
-
-        Raises:
-            NotCapturedError: If the block raised nothing, and an edited layer ran whose attention was not captured.
-        """
+        """Restore everything that was patched; warn of edits that did not apply."""
         self._positions = SequencePositions()  # it holds keys
         try:
             super().__exit__(error_type, error, traceback)
         except NotCapturedError:
-            missed = {
-                name: fault for name, fault in self._recording._uncaptured.items() if self._may_edit(name)
-            }
-            if missed:
-                name, fault = next(iter(missed.items()))
-                raise _refuse(name, fault.reason, fault.hint) from None
+            for name, fault in self._recording._uncaptured.items():
+                if self._may_edit(name):
+                    raise _refuse(name, fault.reason, fault.hint) from None
         unapplied = self.describe_unapplied() if error_type is None and self.warns_of_unapplied else {}
         if unapplied:
             listed = [f"{self._bound[i].edit!r}: {text}." for i, text in unapplied.items()]
@@ -263,14 +307,12 @@ class Intervention(Watch):
         """Apply the edits to a call; the wrappers call it."""
         chosen = self._choose(name)
         if not chosen:
-            self._positions.precede(lambda: self._build_unedited(module, name, args))
+            self._positions.preceding = lambda: self._build(module, name, args, self._plain_options)
             return args
         tracks = _tracks_gradients(args)
-        options = self._grad_options if tracks else self._plain_options
-        call = build_call(module, name, args._replace(edits=None, edited_output=None), options, self._biases)
+        call = self._build(module, name, args, self._grad_options if tracks else self._plain_options)
         if not isinstance(call, Call) and tracks and args.dense is not None:
-            unedited = args._replace(edits=None, edited_output=None)
-            call = build_call(module, name, unedited, self._plain_options, self._biases)
+            call = self._build(module, name, args, self._plain_options)
         if not isinstance(call, Call):
             raise _refuse(name, call.reason, call.hint)
         bound = tuple(self._bound[i] for i in chosen)
@@ -293,11 +335,11 @@ class Intervention(Watch):
         kernel = "; ".join(filter(None, (args.kernel, path)))
         return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
 
-    def _build_unedited(self, module: nn.Module, name: str, args: CapturedArgs) -> Call | None:
-        """Return the record of a call that no edit of this intervention changes; None if it cannot be recorded."""
-        unedited = args._replace(edits=None, edited_output=None)
-        call = build_call(module, name, unedited, self._plain_options, self._biases)
-        return call if isinstance(call, Call) else None
+    def _build(
+        self, module: nn.Module, name: str, args: CapturedArgs, options: CaptureOptions
+    ) -> Call | Uncaptured:
+        """Return the record of a call without edits, or why it cannot be recorded."""
+        return build_call(module, name, args._replace(edits=None, edited_output=None), options, self._biases)
 
     @property
     def _captured_names(self) -> Collection[str]:
@@ -307,7 +349,8 @@ class Intervention(Watch):
         """Return whether an edit selects a layer by name, or by a number that it might have."""
         number = self._numbers.get(name)
         return any(
-            entry.edit.selects(name, number) or (number is None and _has_numbers(entry.edit))
+            entry.edit.selects(name, number)
+            or (number is None and any(isinstance(layer, int) for layer in list_entries(entry.edit.layers)))
             for entry in self._bound
         )
 
@@ -322,18 +365,9 @@ def is_edited(model: nn.Module) -> bool:
 
 
 def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
-    """Return the names of the layers that numbers, names or patterns select, in the order in which they run.
-
-    Args:
-        layers: Numbers, names or patterns; None for all.
-        names: Names of all attention layers in order.
-        operation: Name of the calling function, for error messages.
-
-    Raises:
-        ArgumentError: If an entry selects no layer.
-    """
+    """Return the names of the layers, of all in order, that numbers, names or patterns select; None for all."""
     ordered = list(names)
-    edit = Edit(layers=as_layers(layers, operation))
+    edit = Edit(layers=as_selection(layers, operation, "layers"))
     chosen = [name for i, name in enumerate(ordered) if edit.selects(name, i)]
     missing = [
         repr(entry)
@@ -351,23 +385,6 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
             hint="list(recording) lists the attention layers of a run in order.",
         )
     return chosen
-
-
-def _has_numbers(edit: Edit) -> bool:
-    return any(isinstance(entry, int) for entry in list_entries(edit.layers))
-
-
-def _check_names(model: nn.Module, edits: Sequence[Edit]) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for edit in edits:
-        for pattern in list_entries(edit.layers):
-            if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                raise ArgumentError(
-                    edit.name,
-                    received=f"layers with {pattern!r}",
-                    expected="names of modules of the model, patterns that match some, or numbers of layers",
-                    hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
-                )
 
 
 def _tracks_gradients(args: CapturedArgs) -> bool:
@@ -419,5 +436,6 @@ def _refuse(name: str, reason: str, hint: str) -> NotCapturedError:
         "intervene",
         received=f"an edit of {name!r}, which cannot be changed: {reason}",
         expected="a layer that calls F.scaled_dot_product_attention, or an attention function of transformers",
-        hint=hint if hint else _HINT,
+        hint=hint
+        or "Name other layers in the edit, or load the model with attn_implementation='sdpa' if it supports that.",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +10,19 @@ import numpy as np
 import torch
 
 from regard.capture.call import Call, CapturedArgs
+from regard.capture.compact_mask import find_mask
+from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError
-from regard.interventions import edge_correction as correction
-from regard.interventions.edge_correction import OutputWriter, RemovedEdges, ValueColumns
+from regard.interventions.edited_rows import (
+    OutputWriter,
+    RemovedEdges,
+    ValueColumns,
+    compute_masked_heads,
+    compute_rows,
+    correct_edges,
+    edit_given_weights,
+    touches,
+)
 from regard.interventions.edits import (
     AblateEdit,
     Edit,
@@ -22,9 +31,8 @@ from regard.interventions.edits import (
     PatchEdit,
     RescoreEdit,
     RestrictEdit,
+    list_entries,
 )
-from regard.interventions.given_weights import edit_given_weights, multiply_given_weights
-from regard.interventions.masked_heads import compute_masked_heads
 from regard.interventions.placement import (
     PlacedMask,
     Placement,
@@ -33,15 +41,7 @@ from regard.interventions.placement import (
     resolve_positions,
     select_entries,
 )
-from regard.interventions.sources import (
-    compute_mean_output,
-    find_source,
-    find_source_pairs,
-    find_source_rows,
-    patch_output,
-    patch_pattern,
-    patch_value,
-)
+from regard.lens.token_rows import TokenRows
 from regard.masks import Mask, between
 from regard.problem import Problem, broadcast_index
 from regard.score_mods import ScoreMod
@@ -52,17 +52,11 @@ BoolArray = Any
 
 
 class BoundEdit(NamedTuple):
-    """An edit with the tokens in which its texts are looked up.
-
-    Args:
-        edit: The edit.
-        tokens: Tokens of the queries, one list for each batch entry or one for all; None if there are none.
-        key_tokens: Tokens of the keys of cross-attention, alike.
-    """
+    """An edit with the tokens in which its texts are looked up: one list for each batch entry, or one for all."""
 
     edit: Edit
-    tokens: list[list[Any]] | None
-    key_tokens: list[list[Any]] | None
+    tokens: list[list[Any]] | None = None
+    key_tokens: list[list[Any]] | None = None  # of cross-attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +91,7 @@ class LayerEdits:
         )
 
     def join(self, first: LayerEdits, shape: tuple[int, ...]) -> LayerEdits:
-        """Return the edits of a matrix that joins several calls.
-
-        Args:
-            first: The edits of the first call.
-            shape: Shape of the joined matrix.
-        """
+        """Return the edits of a matrix of some shape that joins several calls, from those of the first."""
         _, query_offset, key_offset, _ = first.placement
         placement = self.placement._replace(shape=shape, query_offset=query_offset, key_offset=key_offset)
         return replace(self, placement=placement)
@@ -122,8 +111,8 @@ class LayerEdits:
         if call.weights is not None:
             weights = edit_given_weights(call.weights, self.masks, self.score_mods)
             call = replace(call, weights=weights)
-        for edit, pairs, rows in self._patterns:
-            call = patch_pattern(call, find_source(edit, self.name), pairs, rows, self.placement)
+        for source, pairs, rows in self._patterns:
+            call = self._patch_pattern(call, source, pairs, rows)
         return call
 
     # Resolved edits
@@ -132,10 +121,10 @@ class LayerEdits:
         return self.placement.select_pairs(edit.heads, edit.batch, edit.name)
 
     @cached_property
-    def _patterns(self) -> list[tuple[PatchEdit, BoolArray, IntArray | None]]:
-        """The patches of patterns: pairs and rows of each group of batch entries; None for all rows."""
+    def _patterns(self) -> list[tuple[Call, BoolArray, IntArray | None]]:
+        """The patches of patterns: source, pairs and rows of each group of batch entries; None for all rows."""
         return [
-            (entry.edit, pairs, rows)
+            (find_source(entry.edit, self.name), pairs, rows)
             for entry in self.bound
             if isinstance(entry.edit, PatchEdit) and entry.edit.what == "pattern"
             for pairs, rows in self._find_rows(entry)
@@ -145,26 +134,10 @@ class LayerEdits:
     def _patterned(self) -> BoolArray:
         """Pairs whose pattern another run replaces in every row of the call."""
         flags = np.zeros(self.placement.batch * self.placement.heads, bool)
-        for edit, pairs, rows in self._patterns:
-            if rows is None:
-                replaced, _ = find_source_rows(find_source(edit, self.name), None, self.placement)
-                flags |= pairs if len(replaced) == self.placement.shape[-2] else False
+        for source, pairs, rows in self._patterns:
+            if rows is None and len(self._find_source_rows(source, None)[0]) == self.placement.shape[-2]:
+                flags |= pairs
         return flags
-
-    @cached_property
-    def removed(self) -> list[RemovedEdges]:
-        """The edges that knockouts remove, as rows and columns of the call."""
-        found = []
-        for entry in self.bound:
-            if isinstance(entry.edit, KnockoutEdit):
-                for pairs, queries, keys in self._resolve_edges(entry):
-                    edges = RemovedEdges(
-                        pairs & ~self._patterned,
-                        self.placement.find_rows(queries),
-                        self.placement.find_columns(keys),
-                    )
-                    found += [] if edges.is_empty else [edges]
-        return found
 
     @cached_property
     def masks(self) -> tuple[PlacedMask, ...]:
@@ -175,9 +148,8 @@ class LayerEdits:
             if isinstance(edit, RestrictEdit):
                 masks.append((edit.mask, self._select(edit)))
             elif isinstance(edit, KnockoutEdit):
-                masks += [
-                    (~between(queries, keys), pairs) for pairs, queries, keys in self._resolve_edges(entry)
-                ]
+                edges = self._resolve(entry, queries=edit.queries, keys=edit.keys)
+                masks += [(~between(queries, keys), pairs) for pairs, queries, keys in edges]
         placed = (PlacedMask(mask, pairs & ~self._patterned, self.placement) for mask, pairs in masks)
         return tuple(mask for mask in placed if mask.pairs.any())
 
@@ -191,73 +163,59 @@ class LayerEdits:
         )
         return tuple(place_score_mod(mod, pairs, self.placement) for mod, pairs in mods if pairs.any())
 
-    def _resolve_edges(self, entry: BoundEdit) -> list[tuple[BoolArray, IntArray, IntArray]]:
-        """Resolve a knockout to pairs, queries and keys; texts may be at other positions in each batch entry."""
-        edit, placement = entry.edit, self.placement
-        assert isinstance(edit, KnockoutEdit)
-        of_keys = entry.key_tokens if placement.is_cross_attention else entry.tokens
-        resolved = []
-        for entries in self._split_batch(edit, (edit.queries, entry.tokens), (edit.keys, of_keys)):
-            batch, tokens, key_tokens = entries
-            queries = resolve_positions(edit.queries, placement.num_queries, tokens, "queries", edit.name)
-            keys = resolve_positions(edit.keys, placement.num_keys, key_tokens, "keys", edit.name)
-            resolved.append((self._select(edit) & batch, queries, keys))
-        return resolved
+    def _resolve(self, entry: BoundEdit, **chosen: Any) -> list[tuple[Any, ...]]:
+        """Resolve queries and keys of an edit for each group of batch entries whose texts are at the same positions.
 
-    def _split_batch(self, edit: Edit, *axes: tuple[Any, list[list[Any]] | None]) -> list[tuple[Any, ...]]:
-        """Return which pairs belong to each group of batch entries, and its tokens on each axis."""
-        placement = self.placement
+        Returns:
+            For each group its pairs, (pairs,), booleans, and the positions of each parameter.
+        """
+        edit, placement, pairs = entry.edit, self.placement, self._select(entry.edit)
+        lengths = {"queries": placement.num_queries, "keys": placement.num_keys}
+        of_keys = entry.key_tokens if placement.is_cross_attention else entry.tokens
+        tokens = {"queries": entry.tokens, "keys": of_keys}
         has_texts = any(
-            tokens is not None and len(tokens) > 1 and _has_text(chosen) for chosen, tokens in axes
+            len(tokens[parameter] or ()) > 1
+            and any(isinstance(position, str) for position in list_entries(positions))
+            for parameter, positions in chosen.items()
         )
-        if not has_texts:
-            every = np.ones(placement.batch * placement.heads, bool)
-            return [(every, *(None if tokens is None else tokens[0] for _, tokens in axes))]
-        groups = []
-        for i in range(placement.batch):
-            flags = np.zeros((placement.batch, placement.heads), bool)
-            flags[i] = True
-            if (self._select(edit) & flags.ravel()).any():
-                own = (None if t is None else _pick_tokens(t, i, placement.batch, edit) for _, t in axes)
-                groups.append((flags.ravel(), *own))
-        return groups
+        groups = [(0, pairs)]
+        if has_texts:
+            by_batch = np.arange(len(pairs)) // placement.heads
+            groups = [(i, pairs & (by_batch == i)) for i in np.unique(by_batch[pairs])]
+        resolved = []
+        for i, own_pairs in groups:
+            found = []
+            for parameter, positions in chosen.items():
+                lists = tokens[parameter]
+                if has_texts and lists is not None and len(lists) not in (1, placement.batch):
+                    raise ArgumentError(
+                        edit.name,
+                        received=f"tokens of {len(lists)} batch entries",
+                        expected=f"one list of tokens, or one for each of {placement.batch} batch entries",
+                        hint="Pass the tokens of every batch entry to intervene(tokens=…).",
+                    )
+                own = None if lists is None else lists[i if len(lists) > 1 else 0]
+                found.append(resolve_positions(positions, lengths[parameter], own, parameter, edit.name))
+            resolved.append((own_pairs, *found))
+        return resolved
 
     def _find_rows(self, entry: BoundEdit) -> list[tuple[BoolArray, IntArray | None]]:
         """Resolve the rows of an ablation or patch for each group of batch entries; None for all rows."""
-        edit = entry.edit
-        positions = getattr(edit, "queries", None)
+        positions = getattr(entry.edit, "queries", None)
         if positions is None:
-            return [(self._select(edit), None)]
-        groups: list[tuple[BoolArray, IntArray | None]] = []
-        for batch, tokens in self._split_batch(edit, (positions, entry.tokens)):
-            found = resolve_positions(positions, self.placement.num_queries, tokens, "queries", edit.name)
-            rows = self.placement.find_rows(found)
-            if len(rows):
-                groups.append((self._select(edit) & batch, rows))
-        return groups
+            return [(self._select(entry.edit), None)]
+        found = self._resolve(entry, queries=positions)
+        groups = ((pairs, self.placement.find_rows(queries)) for pairs, queries in found)
+        return [(pairs, rows) for pairs, rows in groups if len(rows)]
 
     def reaches(self, number: int, parameter: str, positions: Any) -> bool:
-        """Return whether the call has a row, a key, a head or a batch entry that an edit selects.
-
-        Args:
-            number: Number of the edit.
-            parameter: "queries", "keys", "heads" or "batch".
-            positions: The positions, or the heads or batch entries.
-        """
+        """Return whether the call has a row, a key, a head or a batch entry that an edit selects."""
+        entry, placement = self.bound[number], self.placement
         if parameter in ("heads", "batch"):
-            length = self.placement.heads if parameter == "heads" else self.placement.batch
-            return len(select_entries(positions, length, parameter, self.bound[number].edit.name)) > 0
-        entry, placement, is_keys = self.bound[number], self.placement, parameter == "keys"
-        tokens = entry.key_tokens if is_keys and placement.is_cross_attention else entry.tokens
-        length, find = (
-            (placement.num_keys, placement.find_columns)
-            if is_keys
-            else (placement.num_queries, placement.find_rows)
-        )
-        return any(
-            len(find(resolve_positions(positions, length, own, parameter, entry.edit.name)))
-            for _, own in self._split_batch(entry.edit, (positions, tokens))
-        )
+            length = placement.heads if parameter == "heads" else placement.batch
+            return len(select_entries(positions, length, parameter, entry.edit.name)) > 0
+        find = placement.find_columns if parameter == "keys" else placement.find_rows
+        return any(len(find(found)) for _, found in self._resolve(entry, **{parameter: positions}))
 
     # Application
 
@@ -265,218 +223,320 @@ class LayerEdits:
         """Apply the edits to the output of a call.
 
         Args:
-            call: Record of the call without the edits.
-            args: Its arguments, and the lse that the kernel returned.
             base_output: Output of the kernel: (…, heads, q_len, value_dim); None if it did not run, because the edits
                 are masks alone.
-
-        Returns:
-            The new output, None if it is that of the kernel, and how it was computed.
         """
         value = flatten_value(args, call)
         if base_output is None:
-            problem, edited = self._edit_problem(call)
             masked = np.zeros(self.placement.heads, bool)
             for mask in self.masks:
                 masked |= mask.pairs[: self.placement.heads]
+            problem, edited = self._edit_problem(call)
             output, is_masked = compute_masked_heads(problem, edited, masked, args, value)
             return output, "through the edited mask" if is_masked else ""
         writer, paths = OutputWriter(base_output), []
-        new_value, revalued = self._patch_values(value)
-        if call.weights is not None:
-            paths.append(self._apply_to_given_weights(args, value, new_value, revalued, writer))
-        elif self.masks or self.score_mods or revalued.any():
-            paths.append(self._apply_to_weights(call, value, new_value, revalued, writer))
-        for edit, pairs, rows in self._patterns:
-            source = find_source(edit, self.name)
-            paths.append(_apply_pattern(source, pairs, rows, new_value, self.placement, writer))
-        for entry in self.bound:
-            if isinstance(entry.edit, AblateEdit):
-                for pairs, rows in self._find_rows(entry):
-                    self._ablate(entry.edit, pairs, rows, call, writer)
-            elif isinstance(entry.edit, PatchEdit) and entry.edit.what == "output":
-                source = find_source(entry.edit, self.name)
-                for pairs, rows in self._find_rows(entry):
-                    patch_output(source, pairs, rows, self.placement, writer)
-        return (writer.result if writer.is_changed else None), ", ".join(dict.fromkeys(filter(None, paths)))
-
-    def _patch_values(self, value: ValueColumns) -> tuple[ValueColumns, BoolArray]:
-        """Return the value after patches from other runs, and which pairs they change: (pairs,)."""
-        revalued = np.zeros(len(value.pair_index), bool)
+        new_value, revalued = value, np.zeros(len(value.pair_index), bool)
         for entry in self.bound:
             if isinstance(entry.edit, PatchEdit) and entry.edit.what == "value":
                 pairs = self._select(entry.edit)
-                value = patch_value(find_source(entry.edit, self.name), pairs, value, self.placement)
+                new_value = self._patch_value(find_source(entry.edit, self.name), pairs, new_value)
                 revalued |= pairs
-        return value, revalued
+        rewritten = np.flatnonzero(revalued & ~self._patterned)
+        if call.weights is not None:
+            assert args.dense is not None
+            paths.append(
+                self._apply_to_given_weights(args.dense.weights, value, new_value, rewritten, writer)
+            )
+        elif self.masks or self.score_mods or revalued.any():
+            problem, edited = self._edit_problem(call)
+            if len(rewritten):
+                writer.write(rewritten, None, compute_rows(edited, rewritten, None, new_value))
+            paths.append(self._apply_to_weights(call, edited, value, ~revalued, writer))
+        for source, pairs, rows in self._patterns:
+            self._apply_pattern(source, pairs, rows, new_value, writer)
+            paths.append("pattern of another run times this run's values")
+        for entry in self.bound:
+            if isinstance(entry.edit, AblateEdit):
+                for pairs, rows in self._find_rows(entry):
+                    self._ablate(entry.edit, np.flatnonzero(pairs), rows, call, writer)
+            elif isinstance(entry.edit, PatchEdit) and entry.edit.what == "output":
+                source = find_source(entry.edit, self.name)
+                for pairs, rows in self._find_rows(entry):
+                    index = np.flatnonzero(pairs)
+                    own, theirs = self._find_source_rows(source, rows)
+                    if len(index) and len(own):
+                        output = OutputWriter(source.output).read(
+                            self._find_source_pairs(source, index), theirs
+                        )
+                        writer.write(index, own, output)
+        return (writer.result if writer.is_changed else None), ", ".join(dict.fromkeys(filter(None, paths)))
 
     def _edit_problem(self, call: Call) -> tuple[Problem, Problem]:
         """Return the problem of a call, and that after the edits."""
         problem = call.matrix.problem
-        parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
+        parts: Any = (*self.masks, *self.score_mods)
         for part in parts:
             part.check(problem.frame)
         mask, mods = self.edit_mask(problem.mask), self.edit_score_mods(problem.score_mods)
         return problem, replace(problem, mask=mask, score_mods=mods)
 
     def _apply_to_given_weights(
-        self, args: CapturedArgs, value: ValueColumns, new_value: ValueColumns, revalued: BoolArray,
+        self,
+        old: Tensor,
+        value: ValueColumns,
+        new_value: ValueColumns,
+        rewritten: IntArray,
         writer: OutputWriter,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Compute the rows of a layer with its own softmax whose weights or values change; return how."""
-        assert args.dense is not None
-        old = args.dense.weights
-        new = edit_given_weights(old, self.masks, self.score_mods)
-        path = "the layer's own weights edited"
-        path = path if new is not old and multiply_given_weights(old, new, value, writer) else ""
-        chosen = np.flatnonzero(revalued & ~self._patterned)
-        if len(chosen):
-            flat = new.reshape(-1, *new.shape[-2:])[torch.as_tensor(chosen)]
-            columns = new_value.array[torch.as_tensor(new_value.pair_index[chosen])]
-            writer.write(chosen, None, flat @ columns.to(flat.dtype))
+        new, path = edit_given_weights(old, self.masks, self.score_mods), ""
+        flat = new.reshape(-1, *new.shape[-2:])
+        if new is not old:
+            differs = (old.reshape(flat.shape) != flat).any(-1)
+            pairs = np.flatnonzero(differs.any(1).cpu().numpy())
+            if len(pairs):
+                index, path = torch.as_tensor(pairs), "the layer's own weights edited"
+                output = flat[index] @ value.take(pairs).to(flat.dtype)
+                before = writer.read(pairs).to(output.dtype)
+                writer.write(pairs, None, torch.where(differs[index][..., None], output, before))
+        if len(rewritten):
+            output = flat[torch.as_tensor(rewritten)] @ new_value.take(rewritten).to(flat.dtype)
+            writer.write(rewritten, None, output)
         return path
 
     def _apply_to_weights(
-        self,
-        call: Call,
-        value: ValueColumns,
-        new_value: ValueColumns,
-        revalued: BoolArray,
-        writer: OutputWriter,
+        self, call: Call, edited: Problem, value: ValueColumns, kept: BoolArray, writer: OutputWriter
     ) -> str:
-        """Compute the rows whose weights or values change; return how."""
-        problem, edited = self._edit_problem(call)
-        chosen = np.flatnonzero(revalued & ~self._patterned)
-        if len(chosen):
-            writer.write(chosen, None, correction.compute_rows(edited, chosen, None, new_value))
-        changed = np.zeros(len(revalued), bool)
-        parts: tuple[Any, ...] = (*self.masks, *self.score_mods)
-        for part in parts:
-            changed |= part.pairs
-        changed &= ~revalued
+        """Compute the rows whose weights change, of pairs that keep their values; return how."""
+        parts: Any = (*self.masks, *self.score_mods)
+        changed = np.any([part.pairs for part in parts], 0) & kept
         if not changed.any():
             return ""
-        only_knockouts = not self.score_mods and not any(
+        pairs, rows = np.flatnonzero(changed), None
+        if not self.score_mods and not any(
             isinstance(entry.edit, RestrictEdit) and self._select(entry.edit).any() for entry in self.bound
-        )
-        removed = [edges._replace(pairs=edges.pairs & changed) for edges in self.removed]
-        removed = [edges for edges in removed if not edges.is_empty]
-        if only_knockouts and not removed:
-            return ""
-        if only_knockouts:
-            path = _correct(call.matrix, problem, edited, removed, value, writer)
+        ):
+            removed = self._find_removed(changed)
+            if not removed:
+                return ""
+            path = correct_edges(call.matrix, edited, removed, value, writer)
             if path:
                 return path
-        return self._compute_again(
-            problem, edited, changed, removed if only_knockouts else None, value, writer
-        )
-
-    def _compute_again(
-        self, problem: Problem, edited: Problem, changed: BoolArray, removed: Sequence[RemovedEdges] | None,
-        value: ValueColumns, writer: OutputWriter,
-    ) -> str:  # fmt: skip
-        """Compute whole rows with the edited mask: those that lose an edge, or all."""
-        rows = None
-        pairs = np.flatnonzero(changed)
-        if removed is not None:
+            # Whole rows are computed again: those that lose an edge.
             rows = np.unique(np.concatenate([edges.rows for edges in removed]))
             pairs = np.flatnonzero(np.any([edges.pairs for edges in removed], 0))
-            rows = None if len(rows) == problem.shape[1] else rows
-        if not self.score_mods and not correction.touches(problem, edited, pairs):
+            rows = None if len(rows) == edited.shape[1] else rows
+        if not self.score_mods and not touches(call.matrix.problem, edited, pairs):
             return ""
-        writer.write(pairs, rows, correction.compute_rows(edited, pairs, rows, value))
+        writer.write(pairs, rows, compute_rows(edited, pairs, rows, value))
         if rows is not None:
             return f"{len(rows) * len(pairs):,} rows computed again"
         return "through the edited mask" if not self.score_mods else "through the edited scores"
 
+    def _find_removed(self, changed: BoolArray) -> list[RemovedEdges]:
+        """Find the edges that knockouts remove from some pairs, as rows and columns of the call."""
+        edges = (
+            RemovedEdges(
+                pairs & ~self._patterned & changed,
+                self.placement.find_rows(queries),
+                self.placement.find_columns(keys),
+            )
+            for entry in self.bound
+            if isinstance(entry.edit, KnockoutEdit)
+            for pairs, queries, keys in self._resolve(entry, queries=entry.edit.queries, keys=entry.edit.keys)
+        )
+        return [removed for removed in edges if not removed.is_empty]
+
     def _ablate(
-        self, edit: AblateEdit, pairs: BoolArray, rows: IntArray | None, call: Call, writer: OutputWriter
+        self, edit: AblateEdit, index: IntArray, rows: IntArray | None, call: Call, writer: OutputWriter
     ) -> None:
-        index = np.flatnonzero(pairs)
+        """Replace or scale the output of some pairs and rows."""
         if not len(index):
             return
         old = writer.read(index, rows)
-        if isinstance(edit.to, str) and edit.to == "zero":
-            writer.write(index, rows, torch.zeros_like(old))
-        elif isinstance(edit.to, (int, float)):
+        if isinstance(edit.to, (int, float)):
             writer.write(index, rows, old * edit.to)
+            return
+        if edit.to == "zero":
+            writer.write(index, rows, torch.zeros_like(old))
+            return
+        if isinstance(edit.to, HeadMeans):
+            mean = edit.to[self.name][self.call_index]  # (heads, value_dim)
+        elif not isinstance(edit.to, str):
+            mean = compute_mean_output(find_source(edit, self.name))
+        elif self.placement.query_offset:
+            raise ArgumentError(
+                "ablate",
+                received="to='mean' in a cached step, which has no output of the earlier tokens",
+                expected="a run over the whole sequence, or a recording with the mean to use",
+                hint="Pass a recording made with watch(values=True): ablate(…, to=recording).",
+            )
         else:
-            if isinstance(edit.to, str) and self.placement.query_offset:
-                raise ArgumentError(
-                    "ablate",
-                    received="to='mean' in a cached step, which has no output of the earlier tokens",
-                    expected="a run over the whole sequence, or a recording with the mean to use",
-                    hint="Pass a recording made with watch(values=True): ablate(…, to=recording).",
-                )
-            if isinstance(edit.to, HeadMeans):
-                mean = edit.to[self.name][self.call_index]  # (heads, value_dim)
-            else:
-                is_own = isinstance(edit.to, str)
-                source = replace(call, output=writer.result) if is_own else find_source(edit, self.name)
-                mean = compute_mean_output(source)
-            heads = torch.as_tensor(index % self.placement.heads, device=old.device)
-            writer.write(index, rows, mean.to(old)[heads][:, None].expand_as(old))
+            mean = compute_mean_output(replace(call, output=writer.result))
+        heads = torch.as_tensor(index % self.placement.heads, device=old.device)
+        writer.write(index, rows, mean.to(old)[heads][:, None].expand_as(old))
+
+    # What edits take from other runs
+
+    def _find_source_rows(self, source: Call, rows: IntArray | None) -> tuple[IntArray, IntArray]:
+        """Return the rows of the call that the source has, and the rows of the source at the same positions."""
+        placement = self.placement
+        positions = np.arange(placement.shape[-2]) if rows is None else rows
+        offset = 0 if placement.is_cross_attention else source.query_offset
+        source_rows = positions + placement.query_offset - offset
+        inside = (source_rows >= 0) & (source_rows < source.shape[-2])
+        return positions[inside], source_rows[inside]
+
+    def _find_source_pairs(self, source: Call, pairs: IntArray) -> IntArray:
+        """Return the pairs of the source for some pairs of the call, whose batch may repeat the source's."""
+        theirs, own = Placement(source.shape), self.placement
+        if theirs.heads != own.heads or not theirs.batch or own.batch % theirs.batch:
+            raise ArgumentError(
+                "patch",
+                received=f"a source of shape {source.shape} for a call of shape {own.shape}",
+                expected="the same number of heads, and one batch entry, as many, or a part that the batch repeats",
+                hint="Record the source with the same model.",
+            )
+        return pairs % (theirs.heads * theirs.batch)
+
+    def _patch_value(self, source: Call, pairs: BoolArray, value: ValueColumns) -> ValueColumns:
+        """Return a value with that of another run for some pairs, as far as its keys go.
+
+        Each of these pairs gets a value of its own, so that heads which share one are not changed.
+        """
+        theirs = source.value
+        assert theirs is not None
+        index, heads = np.flatnonzero(pairs), self.placement.heads
+        kv_heads = theirs.shape[-3] if theirs.ndim > 2 else 1
+        source_pairs = self._find_source_pairs(source, index)
+        own_pairs = source_pairs // heads * kv_heads + source_pairs % heads // (heads // kv_heads)
+        flat = theirs.reshape(-1, *theirs.shape[-2:])[torch.as_tensor(own_pairs)].to(value.array.dtype)
+        array = value.take(index)
+        flat = flat[:, self.placement.key_offset :][:, : array.shape[-2]]
+        patched = torch.cat([flat, array[:, flat.shape[-2] :]], -2)
+        new_index = value.pair_index.copy()
+        new_index[index] = len(value.array) + np.arange(len(index))
+        return ValueColumns(torch.cat([value.array, patched]), new_index)
+
+    def _apply_pattern(
+        self,
+        source: Call,
+        pairs: BoolArray,
+        rows: IntArray | None,
+        value: ValueColumns,
+        writer: OutputWriter,
+    ) -> None:
+        """Multiply the weights of another run by the values of this one."""
+        problem, heads, offset = source.matrix.problem, self.placement.heads, self.placement.key_offset
+        positions, source_rows = self._find_source_rows(source, rows)
+        if not len(positions):
+            return
+        fitted = value.array  # with the keys of the source: zeros where this run has none
+        missing = problem.frame.kv_len - fitted.shape[-2] - offset
+        if offset or missing:
+            fitted = torch.nn.functional.pad(fitted, (0, 0, offset, missing))
+        index = np.flatnonzero(pairs)
+        for entry in np.unique(index // heads):  # batch entries may share the pairs of the source
+            chosen = index[index // heads == entry]
+            source_pairs = self._find_source_pairs(source, chosen)
+            pair_index = np.zeros(len(problem.pair_ids), np.int64)
+            pair_index[source_pairs] = value.pair_index[chosen]
+            output = compute_rows(problem, source_pairs, source_rows, ValueColumns(fitted, pair_index))
+            writer.write(chosen, positions, output)
+
+    def _patch_pattern(self, call: Call, source: Call, pairs: BoolArray, rows: IntArray | None) -> Call:
+        """Return the record of a call in which some heads have the pattern of another run.
+
+        If both runs agree in everything but query and key, those of the source are taken. Otherwise the record holds
+        the weights themselves.
+        """
+        index = np.flatnonzero(pairs)
+        theirs = self._find_source_pairs(source, index)
+        if rows is None and source.shape[-2:] == call.shape[-2:] and _agree(call, source):
+            query, groups = call.query.clone(), call.groups
+            key = call.key.repeat_interleave(groups, -3) if groups > 1 else call.key.clone()
+            for own, other in ((query, source.query), (key, source.key)):
+                other = other.repeat_interleave(own.shape[-3] // other.shape[-3], -3)
+                places = np.unravel_index(index, tuple(own.shape[:-2]))
+                own[tuple(map(torch.as_tensor, places))] = OutputWriter(other).read(theirs)
+            return replace(call, query=query, key=key, versions=(), source_key=None, lse=None)
+        own_rows, source_rows = self._find_source_rows(source, rows)
+        weights = call.matrix.to_dense() if call.weights is None else call.weights.clone()
+        flat = weights.reshape(-1, *weights.shape[-2:])
+        dense = source.matrix.to_dense() if source.weights is None else source.weights
+        dense = dense.reshape(-1, *dense.shape[-2:])
+        part = dense[torch.as_tensor(theirs)[:, None], torch.as_tensor(source_rows)[None, :]]
+        part = part[..., self.placement.key_offset :][..., : flat.shape[-1]]
+        places = torch.as_tensor(index)[:, None], torch.as_tensor(own_rows)[None, :]
+        flat[places] = torch.nn.functional.pad(part, (0, flat.shape[-1] - part.shape[-1])).to(flat.dtype)
+        weights = flat.reshape(call.shape)
+        return replace(
+            call,
+            query=weights.new_empty((*call.shape[:-1], 0)),
+            key=weights.new_empty((*call.key.shape[:-2], call.shape[-1], 0)),
+            weights=weights,
+            compact_mask=find_mask(weights),
+            softcap=None,
+            sink=None,
+            lse=None,
+            versions=(),
+            source_key=None,
+            edits=None,
+        )
 
 
-def _correct(
-    matrix: Any, problem: Problem, edited: Problem, removed: Sequence[RemovedEdges], value: ValueColumns,
-    writer: OutputWriter,
-) -> str:  # fmt: skip
-    """Correct the kernel's output if few edges are removed, and its lse is known; return how, or ""."""
-    if problem.engine.requires_grad(problem, value.array):
-        return ""  # the lse of a kernel has no gradient
-    pairs, q_len, kv_len = problem.shape
-    stats = matrix._get_stats()
-    if stats is None or correction.count_grid(removed) > correction.MAX_SHARE * pairs * q_len * kv_len:
-        return ""
-    lse = stats.lse(problem.engine.xp)
-    done = correction.correct_edges(problem, edited, removed, lse, value, writer)
-    if done is None:
-        return ""
-    again = f", {done.recomputed:,} computed again" if done.recomputed else ""
-    return f"{done.corrected:,} rows corrected from the kernel's lse{again}"
+def _agree(call: Call, source: Call) -> bool:
+    """Return whether two calls have the same mask, scale, score modifications and sink."""
+    if call.weights is not None or source.weights is not None or call.scale != source.scale:
+        return False
+    if call.compact_mask.score_mods() or source.compact_mask.score_mods() or call.softcap != source.softcap:
+        return False
+    same_sink = (call.sink is None) == (source.sink is None)
+    if same_sink and call.sink is not None:
+        same_sink = torch.equal(call.sink, source.sink)
+    masks = [part.compact_mask.mask(*part.shape[-2:]) for part in (call, source)]
+    return bool(same_sink and masks[0] == masks[1])
 
 
-def _apply_pattern(
-    source: Call, pairs: BoolArray, rows: IntArray | None, value: ValueColumns, placement: Placement,
-    writer: OutputWriter,
-) -> str:  # fmt: skip
-    """Multiply the weights of another run by the values of this one."""
-    problem = source.matrix.problem
-    heads, kv_len = placement.heads, problem.frame.kv_len
-    positions, source_rows = find_source_rows(source, rows, placement)
-    by_batch = pairs.reshape(placement.batch, heads)
-    for entry in range(placement.batch):
-        chosen = np.flatnonzero(by_batch[entry])
-        if not len(chosen) or not len(positions):
-            continue
-        source_pairs = find_source_pairs(source, chosen + entry * heads, placement)
-        index = np.zeros(len(problem.pair_ids), np.int64)
-        index[source_pairs] = value.pair_index[chosen + entry * heads]
-        fitted = _fit_length(value.array, placement.key_offset, kv_len)
-        output = correction.compute_rows(problem, source_pairs, source_rows, ValueColumns(fitted, index))
-        writer.write(chosen + entry * heads, positions, output)
-    return "pattern of another run times this run's values"
+def find_source(edit: PatchEdit | AblateEdit, name: str) -> Call:
+    """Return the call of a layer in the recording of an edit."""
+    recording: Any = edit.source if isinstance(edit, PatchEdit) else edit.to
+    calls: tuple[Call, ...] = recording.calls(name)
+    if len(calls) != 1 or calls[0].query is None:
+        raise ArgumentError(
+            edit.name,
+            received=f"a recording with {len(calls)} calls of {name!r}"
+            if len(calls) != 1
+            else "a recording with measures only",
+            expected="a recording of one run, with queries and keys",
+            hint="Record one forward pass: with regard.watch(model, values=True) as source: model(**inputs).",
+        )
+    (call,) = calls
+    field = "output" if isinstance(edit, AblateEdit) else {"pattern": "key"}.get(edit.what, edit.what)
+    if getattr(call, field) is None:
+        raise ArgumentError(
+            edit.name,
+            received=f"a recording without the {field} of {name!r}",
+            expected=f"a recording with its {field}",
+            hint="Record values, too: regard.watch(model, values=True).",
+        )
+    return call
 
 
-def _fit_length(value: Tensor, offset: int, kv_len: int) -> Tensor:
-    """Return a value with `kv_len` rows: those from `offset` on, and zeros where it has none."""
-    missing = kv_len - value.shape[-2] - offset
-    if not offset and not missing:
-        return value
-    return torch.nn.functional.pad(value, (0, 0, offset, missing))
+def compute_mean_output(call: Call) -> Tensor:
+    """Compute the mean output of each head over the tokens of a call, without padding: (heads, value_dim), widened."""
+    assert call.output is not None
+    output = widen(call.output)
+    rows = TokenRows.from_call(call).rows  # (…, 1, q_len)
+    rows = np.broadcast_to(rows, (*call.shape[:-3], 1, call.shape[-2]))
+    share = torch.as_tensor(rows.copy(), device=output.device).to(output.dtype)[..., None]
+    total = (output * share).flatten(0, -4).sum(0) if output.ndim > 3 else output * share
+    mean = total.sum(-2) / share.sum().clamp(min=1)
+    return mean if output.ndim > 2 else mean[None]
 
 
 def flatten_value(args: CapturedArgs, call: Call) -> ValueColumns:
-    """Return the value of a call in canonical form.
-
-    Args:
-        args: The arguments of the call.
-        call: Its record.
-
-    Raises:
-        ArgumentError: If the axes of the value are not known.
-    """
+    """Return the value of a call in canonical form."""
     value = args.dense.value if call.weights is not None and args.dense is not None else args.value
     *lead, _, kv_len = call.shape
     if value is None:
@@ -491,20 +551,3 @@ def flatten_value(args: CapturedArgs, call: Call) -> ValueColumns:
         groups = lead[-1] // value.shape[-3]
     index = broadcast_index(value, tuple(lead), groups, "intervene", "value")
     return ValueColumns(value[..., :kv_len, :].reshape(-1, kv_len, value.shape[-1]), index)
-
-
-def _has_text(positions: Any) -> bool:
-    if isinstance(positions, str):
-        return True
-    return hasattr(positions, "__iter__") and any(isinstance(entry, str) for entry in positions)
-
-
-def _pick_tokens(tokens: list[list[Any]], entry: int, batch: int, edit: Edit) -> list[Any]:
-    if len(tokens) not in (1, batch):
-        raise ArgumentError(
-            edit.name,
-            received=f"tokens of {len(tokens)} batch entries",
-            expected=f"one list of tokens, or one for each of {batch} batch entries",
-            hint="Pass the tokens of every batch entry to intervene(tokens=…).",
-        )
-    return tokens[entry if len(tokens) > 1 else 0]

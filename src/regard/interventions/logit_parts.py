@@ -1,29 +1,27 @@
-"""Direct logit attribution: what each head, MLP, embedding and bias adds to a logit."""
+"""Direct logit attribution: what each head, MLP, embedding and bias adds to a logit.
+
+Nothing is looked up by name. A part is recognised by its numbers: the output of a block must be its input plus the
+outputs of its attention layers and of one more module, each times a constant, up to rounding. Models in which that
+does not hold are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from itertools import product
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from regard.capture.output_projections import find_weight
+from regard.capture.output_projections import OutputProjection, find_weight
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.interventions.model_inputs import find_tolerance, run_model
-from regard.interventions.residual_stream import (
-    Block,
-    LinearNorm,
-    StreamTrace,
-    are_close,
-    find_factor,
-    list_blocks,
-    split_block,
-)
+from regard.interventions.model_runs import find_tolerance, record_run, run_model
 from regard.lens.recording import Recording
 from regard.lens.table import Table
-from regard.lens.watch import watch
 
 Tensor = Any  # the types of torch are not followed
 OPERATION = "logit_attribution"
@@ -100,27 +98,6 @@ def logit_attribution(
     >>> len(found.heads), abs(sum(found.parts.column("logit")) - found.logit) < 1e-5
     (4, True)
     """
-    size, length = _find_size(inputs)
-    for name, index, count in (("position", position, length), ("batch", batch, size)):
-        if not -count <= index < count:
-            raise IndexOutOfRangeError(
-                OPERATION,
-                received=f"{name}={index}",
-                expected=f"a number from 0 to {count - 1}, or negative from the end",
-                hint="Positions count all tokens, padding included.",
-            )
-    trace = StreamTrace(size, length, position)
-    watching = watch(model, values=True)
-    watching.binds_context = True
-    with torch.no_grad(), watching as recording, trace.attach(model):
-        output = run_model(model, inputs, OPERATION)
-    logits = trace.pick(getattr(output, "logits", output))
-    with torch.no_grad():
-        return _split(model, trace, recording, logits, answer, wrong, position, batch % size)
-
-
-def _find_size(inputs: Any) -> tuple[int, int]:
-    """Return batch size and number of tokens."""
     tokens = inputs
     if isinstance(inputs, Mapping):
         names = ("input_ids", "inputs_embeds", *inputs)
@@ -132,7 +109,72 @@ def _find_size(inputs: Any) -> tuple[int, int]:
             expected="token ids (batch, n), or a mapping with input_ids",
             hint='With a tokenizer: tokenizer(text, return_tensors="pt").',
         )
-    return int(tokens.shape[0]), int(tokens.shape[1])
+    size, length = tokens.shape[:2]
+    for name, index, count in (("position", position, length), ("batch", batch, size)):
+        if not -count <= index < count:
+            raise IndexOutOfRangeError(
+                OPERATION,
+                received=f"{name}={index}",
+                expected=f"a number from 0 to {count - 1}, or negative from the end",
+                hint="Positions count all tokens, padding included.",
+            )
+    trace = _StreamTrace(size, length, position)
+
+    def run() -> Any:
+        with torch.no_grad(), trace.attach(model):
+            return run_model(model, inputs, OPERATION)
+
+    output, recording = record_run(model, run, values=True)
+    logits = trace.pick(getattr(output, "logits", output))
+    if logits is None:
+        _refuse(model, "it returns no logits of shape (batch, n, vocabulary)")
+    with torch.no_grad():
+        blocks = _split_blocks(model, trace, recording)
+        unembedding, logit_factor = _find_unembedding(model, trace, logits)
+        norm, factor = _find_final_norm(model, trace, unembedding, blocks[-1].output)
+        for name, token in (("answer", answer), ("wrong", wrong)):
+            if token is not None and not 0 <= token < logits.shape[-1]:
+                raise IndexOutOfRangeError(
+                    OPERATION,
+                    received=f"{name}={token}",
+                    expected=f"the id of one of {logits.shape[-1]:,} tokens",
+                    hint="With a tokenizer: tokenizer.convert_tokens_to_ids(token).",
+                )
+
+        def subtract(by_token: Tensor) -> Tensor:
+            """Return the logit of the answer, less that of the wrong token, from numbers (…, vocabulary)."""
+            chosen = by_token[..., answer].cpu().double()
+            chosen = chosen if wrong is None else chosen - by_token[..., wrong].cpu().double()
+            return logit_factor * chosen
+
+        module = model.get_submodule(unembedding)
+        direction = subtract(find_weight(module))  # (width,), in the stream after the norm
+
+        def project(vectors: Tensor) -> Tensor:
+            """Return what vectors (…, batch, width) in the stream add to the logit, (…)."""
+            mapped = vectors if norm is None else norm.apply(vectors)
+            return factor * mapped[..., batch, :] @ direction
+
+        rows = Table()
+
+        def add(part: str, module: str, layer: int | None, head: int | None, logit: Any) -> None:
+            row = {"part": part, "module": module, "layer": layer, "head": head, "logit": float(logit)}
+            rows.append(row)
+
+        add("embedding", "", None, None, project(blocks[0].input))
+        for layer, block in enumerate(blocks):
+            _add_block(add, layer, block, recording, position, project)
+        if norm is not None and bool(norm.bias.any()):
+            add("bias", "final norm", None, None, factor * norm.bias @ direction)
+        bias = getattr(module, "bias", None)
+        constant = 0.0 if bias is None else float(subtract(bias))
+        if constant:
+            add("bias", unembedding, None, None, constant)
+        target = float(subtract(trace.get(unembedding).output[batch % size]))
+    total, magnitude = sum(rows.column("logit")), sum(abs(value) for value in rows.column("logit"))
+    if not abs(total - target) <= find_tolerance(model) * max(magnitude, 1e-30):
+        _refuse(model, f"its parts add up to {total:.6g}, and the logit is {target:.6g}")
+    return LogitAttribution(target, rows)
 
 
 def _refuse(model: nn.Module, reason: str) -> NoReturn:
@@ -144,145 +186,291 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
     )
 
 
-def _split(
-    model: nn.Module,
-    trace: StreamTrace,
-    recording: Recording,
-    logits: Tensor | None,
-    answer: int,
-    wrong: int | None,
-    position: int,
-    batch: int,
-) -> LogitAttribution:
-    if logits is None:
-        _refuse(model, "it returns no logits of shape (batch, n, vocabulary)")
-    blocks = _split_blocks(model, trace, recording)
-    unembedding = _find_unembedding(model, trace, logits)
-    stream = trace.get(blocks[-1].name)
-    assert stream is not None and stream.output is not None
-    norm, factor = _find_final_norm(model, trace, unembedding, stream.output)
-    for name, token in (("answer", answer), ("wrong", wrong)):
-        if token is not None and not 0 <= token < logits.shape[-1]:
-            raise IndexOutOfRangeError(
-                OPERATION,
-                received=f"{name}={token}",
-                expected=f"the id of one of {logits.shape[-1]:,} tokens",
-                hint="With a tokenizer: tokenizer.convert_tokens_to_ids(token).",
+class _ModuleVectors(NamedTuple):
+    """What one call of a module read and wrote at the position, (batch, width) each; None for other shapes."""
+
+    input: Tensor = None
+    output: Tensor = None
+
+
+class _StreamTrace:
+    """The vectors at one position that go into and come out of every module, in the order in which the modules end."""
+
+    def __init__(self, batch: int, length: int, position: int) -> None:
+        self.calls: dict[str, list[_ModuleVectors]] = {}
+        self._batch, self._length, self._position = batch, length, position
+
+    @contextmanager
+    def attach(self, model: nn.Module) -> Iterator[None]:
+        """Trace the modules of a model inside a block."""
+        handles: list[Any] = []
+        starts: dict[str, list[Tensor | None]] = {}
+        try:
+            for name, module in model.named_modules():
+                handles += self._register(name, module, starts)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _register(self, name: str, module: nn.Module, starts: dict[str, list[Tensor | None]]) -> list[Any]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Copied before the call: some layers add to their input in place.
+            starts.setdefault(name, []).append(
+                self.pick(kwargs.get("hidden_states", args[0] if args else None))
             )
-    module = model.get_submodule(unembedding.module)
-    direction, constant = _read_direction(module, answer, wrong, unembedding.factor)
 
-    def project(vectors: Tensor) -> Tensor:
-        """Return what vectors (…, batch, width) in the stream add to the logit, (…)."""
-        mapped = vectors if norm is None else norm.apply(vectors)
-        return factor * mapped[..., batch, :] @ direction
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if starts.get(name):
+                vectors = _ModuleVectors(starts[name].pop(), self.pick(output))
+                self.calls.setdefault(name, []).append(vectors)
 
-    rows = Table()
-    first = trace.get(blocks[0].name)
-    assert first is not None and first.input is not None
-    _add(rows, "embedding", "", None, None, project(first.input))
-    for layer, block in enumerate(blocks):
-        _add_block(rows, layer, block, recording, position, project)
-    if norm is not None and bool(norm.bias.any()):
-        _add(rows, "bias", "final norm", None, None, factor * norm.bias @ direction)
-    if constant:
-        _add(rows, "bias", unembedding.module, None, None, constant)
-    found = trace.get(unembedding.module)
-    assert found is not None and found.output is not None
-    target = unembedding.factor * (
-        found.output[batch, answer] - (0 if wrong is None else found.output[batch, wrong])
-    )
-    total, size = sum(rows.column("logit")), sum(abs(value) for value in rows.column("logit"))
-    if not abs(total - float(target)) <= find_tolerance(model) * max(size, 1e-30):
-        _refuse(model, f"its parts add up to {total:.6g}, and the logit is {float(target):.6g}")
-    return LogitAttribution(float(target), rows)
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    def pick(self, value: Any) -> Tensor | None:
+        """Return the vectors of a tensor at the position, (batch, width), float64 on the CPU; None if it has none.
+
+        Args:
+            value: (batch, n, width), (batch · n, width), or a tuple or mapping that begins with such a tensor.
+        """
+        if isinstance(value, Mapping):
+            value = next(iter(value.values()), None)
+        if isinstance(value, tuple | list):
+            value = value[0] if value else None
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        if value.ndim == 2 and len(value) == self._batch * self._length:
+            value = value.reshape(self._batch, self._length, -1)
+        if value.ndim != 3 or tuple(value.shape[:2]) != (self._batch, self._length):
+            return None
+        return value[:, self._position].detach().cpu().to(torch.float64, copy=True)
+
+    def get(self, name: str) -> _ModuleVectors:
+        """Return the vectors of a module that ran once; no vectors otherwise."""
+        calls = self.calls.get(name, ())
+        return calls[0] if len(calls) == 1 else _ModuleVectors()
 
 
-def _split_blocks(model: nn.Module, trace: StreamTrace, recording: Recording) -> list[Block]:
-    """Split every block of the model, and check that each reads what the last one wrote."""
-    tolerance, blocks, last = find_tolerance(model), [], None
+@dataclass(frozen=True)
+class _LinearNorm:
+    """A LayerNorm or an RMSNorm at one position, with its scale fixed: a linear map, and a bias.
+
+    Args:
+        gain: (width,).
+        bias: (width,).
+        scale: 1/σ of each batch entry, (batch, 1).
+        is_centred: Whether the mean is subtracted.
+    """
+
+    gain: Tensor
+    bias: Tensor
+    scale: Tensor
+    is_centred: bool
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Map vectors, (…, batch, width), without the bias."""
+        centred = x - x.mean(-1, keepdim=True) if self.is_centred else x
+        return centred * self.gain * self.scale
+
+    @classmethod
+    def fit(cls, module: nn.Module, vectors: _ModuleVectors, tolerance: float) -> _LinearNorm | None:
+        """Read a norm from what it returns for probes; None if the module is not such a norm."""
+        x, y = vectors
+        if x is None or y is None or x.shape != y.shape:
+            return None
+        like = next(module.parameters(), torch.zeros((), dtype=torch.float32))
+        signs = 1.0 - 2.0 * (torch.arange(x.shape[-1]) % 2)
+        probes = torch.stack([torch.zeros_like(signs), 1000 * signs, 1000 * signs + 3000])[None]
+        try:
+            with torch.no_grad():
+                bias, plain, shifted = module(probes.to(like))[0].cpu().double()
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            return None
+        is_centred = bool(torch.allclose(plain, shifted, rtol=1e-2, atol=1e-6))
+        unit = signs.double() - (signs.double().mean() if is_centred else 0.0)
+        gain = (plain - bias) / (unit / unit.square().mean().sqrt())
+        direction = cls(gain, bias, torch.ones((), dtype=gain.dtype, device=gain.device), is_centred).apply(x)
+        scale = (direction * (y - bias)).sum(-1, keepdim=True) / direction.square().sum(-1, keepdim=True)
+        norm = cls(gain, bias, scale, is_centred)
+        return norm if _are_close(norm.apply(x) + bias, y, tolerance) else None
+
+
+def _are_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Return whether vectors agree relative to the length of the second."""
+    return a.shape == b.shape and bool(((a - b).norm(dim=-1) <= tolerance * b.norm(dim=-1)).all())
+
+
+def _find_factor(a: Tensor, b: Tensor, tolerance: float) -> float | None:
+    """Return the number c with b = c · a; None if there is none."""
+    if a.shape != b.shape or not bool(a.any()):
+        return None
+    factor = float((a * b).sum() / a.square().sum())
+    return factor if _are_close(factor * a, b, tolerance) else None
+
+
+class _AddedAttention(NamedTuple):
+    """An attention layer as a block adds it: its projection, a norm after it or None, and a constant factor."""
+
+    module: str
+    projection: OutputProjection
+    norm: _LinearNorm | None
+    factor: float
+
+    def map(self, vectors: Tensor) -> Tensor:
+        """Map vectors after the output projection, (…, batch, width), to what they add to the stream."""
+        return self.factor * (vectors if self.norm is None else self.norm.apply(vectors))
+
+
+class _Block(NamedTuple):
+    """What one block reads, writes, (batch, width) each, and adds to the stream.
+
+    Attributes:
+        input: The stream before it.
+        output: The stream after it.
+        attentions: Its attention layers.
+        rest: Name and vectors of the module that adds the rest, such as the MLP; None if attention is all.
+    """
+
+    input: Tensor
+    output: Tensor
+    attentions: list[_AddedAttention]
+    rest: tuple[str, Tensor] | None
+
+
+def _split_blocks(model: nn.Module, trace: _StreamTrace, recording: Recording) -> list[_Block]:
+    """Split every block of the stack that the attention layers are in, each of which reads what the last one wrote."""
+    tolerance, projections = find_tolerance(model), recording._projections
     for name in recording:
-        if name not in recording._projections:
-            _refuse(model, f"{name!r} has no output projection: {recording._projections.find_fault(name)}")
-    for name in list_blocks(model, list(recording), OPERATION):
-        inside = {
-            layer: recording._projections[layer] for layer in recording if f"{layer}.".startswith(f"{name}.")
-        }
-        block = split_block(model, trace, name, inside, tolerance)
-        if isinstance(block, str):
-            _refuse(model, block)
-        vectors = trace.get(name)
-        assert vectors is not None and vectors.input is not None
-        if last is not None and not are_close(vectors.input, last, tolerance):
+        if name not in projections:
+            _refuse(model, f"{name!r} has no output projection: {projections.find_fault(name)}")
+    stacks = {match[1] if (match := re.match(r"(.*?)\.?\b\d+(?:\.|$)", name)) else None for name in recording}
+    if len(stacks) != 1 or None in stacks:
+        raise ArgumentError(
+            OPERATION,
+            received=f"attention layers in {len(stacks)} stacks ({', '.join(map(str, stacks))})"
+            if None not in stacks
+            else "attention layers that are not in a list of blocks",
+            expected="one stack of blocks, such as model.layers",
+            hint="Encoder-decoder models are not split into parts.",
+        )
+    stack = str(*stacks)
+    blocks: list[_Block] = []
+    for child, _ in model.get_submodule(stack).named_children():
+        name = f"{stack}.{child}" if stack else child
+        inside = {layer: projections[layer] for layer in recording if f"{layer}.".startswith(f"{name}.")}
+        block = _split_block(model, trace, name, inside, tolerance)
+        if blocks and not _are_close(block.input, blocks[-1].output, tolerance):
             _refuse(model, f"{name!r} does not read what the block before it wrote")
-        last = vectors.output
         blocks.append(block)
     return blocks
 
 
-@dataclass(frozen=True)
-class _Unembedding:
-    module: str
-    factor: float  # of the logits, after the layer
+def _split_block(
+    model: nn.Module,
+    trace: _StreamTrace,
+    name: str,
+    projections: Mapping[str, OutputProjection],
+    tolerance: float,
+) -> _Block:
+    """Find what a block adds to the stream, from the output projection of each attention layer inside it."""
+    whole = trace.get(name)
+    if whole.input is None or whole.output is None or whole.input.shape != whole.output.shape:
+        _refuse(model, f"{name!r} does not map a stream (batch, n, width) to another once")
+    added, size = whole.output - whole.input, whole.output.norm() + whole.input.norm()
+    choices = [
+        list(_list_readings(model, trace, name, projection, tolerance)) for projection in projections.values()
+    ]
+    others = [
+        (other, output)
+        for other in trace.calls
+        if other.startswith(f"{name}.")
+        and not any(other == layer or other.startswith(f"{layer}.") for layer in projections)
+        and (output := trace.get(other).output) is not None
+        and output.shape == added.shape
+    ]
+    rests: list[tuple[str, Tensor] | None] = [None, *others]
+    for readings, rest in product(product(*choices), rests):
+        terms = [vectors for _, vectors in readings] + ([] if rest is None else [rest[1]])
+        if not terms:
+            continue
+        columns = torch.stack([term.flatten() for term in terms], -1)
+        factors = torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0]
+        if bool((columns @ factors - added.flatten()).norm() <= tolerance * size):
+            attentions = [
+                _AddedAttention(module, projection, norm, float(factor))
+                for (module, projection), (norm, _), factor in zip(
+                    projections.items(), readings, factors, strict=False
+                )
+            ]
+            return _Block(*whole, attentions, rest and (rest[0], float(factors[-1]) * rest[1]))
+    _refuse(
+        model,
+        f"the output of {name!r} is not its input plus the outputs of its attention and of another module",
+    )
 
 
-def _find_unembedding(model: nn.Module, trace: StreamTrace, logits: Tensor) -> _Unembedding:
-    """Find the linear layer that computes the logits, up to a factor or a soft cap."""
+def _list_readings(
+    model: nn.Module, trace: _StreamTrace, block: str, projection: OutputProjection, tolerance: float
+) -> Iterator[tuple[_LinearNorm | None, Tensor]]:
+    """Yield what an attention layer may add to the stream: its projection, or a norm of it."""
+    written = trace.get(projection.module).output
+    if written is None:
+        return
+    yield None, written
+    for name in trace.calls:
+        after = trace.get(name)
+        is_next = name.startswith(f"{block}.") and after.input is not None
+        if is_next and _are_close(after.input, written, 0.0):
+            norm = _LinearNorm.fit(model.get_submodule(name), after, tolerance)
+            if norm is not None:
+                yield norm, after.output
+
+
+def _find_unembedding(model: nn.Module, trace: _StreamTrace, logits: Tensor) -> tuple[str, float]:
+    """Find the linear layer that computes the logits, up to a factor or a soft cap; return its name and the factor."""
     tolerance = find_tolerance(model)
     own = getattr(model, "get_output_embeddings", lambda: None)()
     for name in reversed(list(trace.calls)):
-        module, vectors = model.get_submodule(name), trace.get(name)
-        if vectors is None or vectors.output is None or find_weight(module) is None:
+        module, output = model.get_submodule(name), trace.get(name).output
+        if output is None or find_weight(module) is None:
             continue
-        factor = find_factor(vectors.output, logits, tolerance)
+        factor = _find_factor(output, logits, tolerance)
         if factor is not None:
-            return _Unembedding(name, factor)
-        if module is own and vectors.output.shape == logits.shape:
-            return _Unembedding(name, 1.0)
+            return name, factor
+        if module is own and output.shape == logits.shape:
+            return name, 1.0
     _refuse(model, "no linear layer computes its logits")
 
 
 def _find_final_norm(
-    model: nn.Module, trace: StreamTrace, unembedding: _Unembedding, stream: Tensor
-) -> tuple[LinearNorm | None, float]:
+    model: nn.Module, trace: _StreamTrace, unembedding: str, stream: Tensor
+) -> tuple[_LinearNorm | None, float]:
     """Find the norm between the stream and the unembedding, and the factor after it."""
-    tolerance = find_tolerance(model)
-    read = trace.get(unembedding.module)
-    if read is None or read.input is None:
+    tolerance, read = find_tolerance(model), trace.get(unembedding).input
+    if read is None:
         _refuse(model, "its unembedding runs several times")
-    factor = find_factor(stream, read.input, tolerance)
+    factor = _find_factor(stream, read, tolerance)
     if factor is not None:
         return None, factor
     for name in reversed(list(trace.calls)):
         vectors = trace.get(name)
-        if vectors is None or vectors.input is None or vectors.output is None:
+        if vectors.input is None or vectors.output is None:
             continue
-        if are_close(vectors.input, stream, tolerance):
-            factor = find_factor(vectors.output, read.input, tolerance)
-            norm = None if factor is None else LinearNorm.fit(model.get_submodule(name), vectors, tolerance)
+        if _are_close(vectors.input, stream, tolerance):
+            factor = _find_factor(vectors.output, read, tolerance)
+            norm = None if factor is None else _LinearNorm.fit(model.get_submodule(name), vectors, tolerance)
             if norm is not None and factor is not None:
                 return norm, factor
     _refuse(model, "no LayerNorm or RMSNorm leads from its last block to its unembedding")
 
 
-def _read_direction(module: nn.Module, answer: int, wrong: int | None, factor: float) -> tuple[Tensor, float]:
-    """Return the direction in the stream of the logit, (width,), and its constant."""
-    weight, bias = find_weight(module), getattr(module, "bias", None)
-    assert weight is not None
-    direction, constant = weight[:, answer].cpu().double(), 0.0 if bias is None else float(bias[answer])
-    if wrong is not None:
-        direction = direction - weight[:, wrong].cpu().double()
-        constant -= 0.0 if bias is None else float(bias[wrong])
-    return factor * direction, factor * constant
-
-
-def _add(rows: Table, part: str, module: str, layer: int | None, head: int | None, logit: Any) -> None:
-    rows.append({"part": part, "module": module, "layer": layer, "head": head, "logit": float(logit)})
-
-
 def _add_block(
-    rows: Table, layer: int, block: Block, recording: Recording, position: int, project: Any
+    add: Callable[..., None], layer: int, block: _Block, recording: Recording, position: int, project: Any
 ) -> None:
+    """Add the rows of the heads, biases and the rest of a block."""
     for attention in block.attentions:
         (call,) = recording.calls(attention.module)
         assert call.output is not None
@@ -290,7 +478,7 @@ def _add_block(
         weight, bias = attention.projection.weight.cpu().double(), attention.projection.bias
         by_head = project(attention.map(torch.einsum("bhd,hdw->hbw", output, weight)))
         for head, logit in enumerate(by_head):
-            _add(rows, "head", attention.module, layer, head, logit)
+            add("head", attention.module, layer, head, logit)
         constant = 0.0
         if bias is not None:
             constant += float(project(attention.map(bias.cpu().double().expand(len(output), -1))))
@@ -298,7 +486,7 @@ def _add_block(
             added = attention.factor * attention.norm.bias.expand(len(output), -1)
             constant += float(project(added))
         if constant:
-            _add(rows, "bias", attention.projection.module, layer, None, constant)
+            add("bias", attention.projection.module, layer, None, constant)
     if block.rest is not None:
         name, vectors = block.rest
-        _add(rows, "mlp", name, layer, None, project(vectors))
+        add("mlp", name, layer, None, project(vectors))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from regard.capture.cache_store import match_cache
+from regard.capture.call import Call
+from regard.capture.record import Uncaptured
 from regard.errors import ArgumentError, IndexOutOfRangeError
 from regard.frame import Frame
+from regard.interventions.edits import list_entries
 from regard.lens.find import find_positions
+from regard.lens.token_rows import TokenRows
 from regard.masks.base import BlockKinds, Mask, SplitPoints, sort_splits
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
@@ -32,11 +38,6 @@ class Placement(NamedTuple):
     query_offset: int = 0
     key_offset: int = 0
     is_cross_attention: bool = False
-
-    @property
-    def leading_shape(self) -> tuple[int, ...]:
-        """The axes before q_len and kv_len."""
-        return self.shape[:-2]
 
     @property
     def heads(self) -> int:
@@ -66,6 +67,10 @@ class Placement(NamedTuple):
             return self.num_queries, keys
         return max(self.num_queries, keys), max(self.num_queries, keys)
 
+    def view(self, frame: Frame) -> Frame:
+        """Return the frame of the whole sequence."""
+        return Frame(frame.leading_shape, *self.lengths, frame.selection)
+
     def select_pairs(self, heads: Any, batch: Any, operation: str) -> BoolArray:
         """Return which (batch, head) pairs are chosen: (pairs,)."""
         flags = np.zeros((self.batch, self.heads), bool)
@@ -88,22 +93,10 @@ class Placement(NamedTuple):
 
 
 def select_entries(chosen: Any, length: int, parameter: str, operation: str) -> IntArray:
-    """Return the indices of chosen heads or batch entries.
-
-    Args:
-        chosen: An integer, integers, a slice, or None for all. Negative ones count from the end.
-        length: How many there are.
-        parameter: Name of the parameter, for error messages.
-        operation: Name of the edit, for error messages.
-
-    Raises:
-        IndexOutOfRangeError: If an index is out of range.
-    """
+    """Return the indices of chosen heads or batch entries: an integer, integers, a slice, or None for all."""
     if chosen is None or isinstance(chosen, slice):
         return np.arange(length)[slice(None) if chosen is None else chosen]
-    entries = np.array(
-        [int(entry) for entry in (chosen if hasattr(chosen, "__iter__") else [chosen])], np.int64
-    )
+    entries = np.array(list_entries(chosen), np.int64)
     if entries.size and (entries.min() < -length or entries.max() >= length):
         raise IndexOutOfRangeError(
             operation,
@@ -117,24 +110,11 @@ def select_entries(chosen: Any, length: int, parameter: str, operation: str) -> 
 def resolve_positions(
     positions: Any, length: int, tokens: Sequence[Any] | None, parameter: str, operation: str
 ) -> IntArray:
-    """Return positions of a sequence as ascending integers; those that it does not have yet are left out.
-
-    Args:
-        positions: An integer, a slice, a text, integers and texts, or None for all.
-        length: Length of the sequence so far.
-        tokens: Its tokens, to look up texts.
-        parameter: Name of the parameter, for error messages.
-        operation: Name of the edit, for error messages.
-
-    Raises:
-        ArgumentError: If no token has a text, or there are no tokens.
-    """
+    """Return positions of a sequence as ascending integers; those that it does not have yet are left out."""
     if positions is None or isinstance(positions, slice):
         return np.arange(length)[slice(None) if positions is None else positions]
     found: list[IntArray] = []
-    for entry in (
-        [positions] if isinstance(positions, str) or not hasattr(positions, "__iter__") else positions
-    ):
+    for entry in list_entries(positions):
         if isinstance(entry, str):
             if tokens is None:
                 raise ArgumentError(
@@ -145,7 +125,7 @@ def resolve_positions(
                 )
             found.append(find_positions(entry, list(tokens), len(tokens), parameter, operation))
         else:
-            found.append(np.array([int(entry) + (length if int(entry) < 0 else 0)], np.int64))
+            found.append(np.array([entry + (length if entry < 0 else 0)], np.int64))
     every = np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
     return every[(every >= 0) & (every < length)]
 
@@ -154,10 +134,7 @@ def depends_on_length(positions: Any) -> bool:
     """Return whether positions count from the end, so that they move as a sequence grows."""
     if isinstance(positions, slice):
         return any(bound is not None and bound < 0 for bound in (positions.start, positions.stop))
-    if positions is None or isinstance(positions, str):
-        return False
-    entries = positions if hasattr(positions, "__iter__") else [positions]
-    return any(not isinstance(entry, str) and int(entry) < 0 for entry in entries)
+    return any(not isinstance(entry, str) and entry < 0 for entry in list_entries(positions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,9 +151,6 @@ class PlacedMask(Mask):
     pairs: BoolArray
     placement: Placement
 
-    def _place(self, frame: Frame) -> Frame:
-        return Frame(frame.leading_shape, *self.placement.lengths, frame.selection)
-
     def _is_plain(self, frame: Frame) -> bool:
         """Return whether the mask itself may be asked: it restricts all selected pairs, in the same frame."""
         lengths = (frame.q_len, frame.kv_len)
@@ -185,7 +159,10 @@ class PlacedMask(Mask):
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         chosen = self.pairs[frame.selected]
         allowed = self.mask.allows(
-            self._place(frame), q_idx + self.placement.query_offset, kv_idx + self.placement.key_offset, xp
+            self.placement.view(frame),
+            q_idx + self.placement.query_offset,
+            kv_idx + self.placement.key_offset,
+            xp,
         )
         return allowed if chosen.all() else allowed | ~xp.asarray(chosen)[:, None, None]
 
@@ -197,7 +174,7 @@ class PlacedMask(Mask):
             return BlockKinds(np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool))
         rows, columns = self.placement.query_offset, self.placement.key_offset
         kinds = self.mask.classify_blocks(
-            self._place(frame).select(np.flatnonzero(chosen)), q_lo + rows, q_hi + rows, kv_lo + columns,
+            self.placement.view(frame).select(np.flatnonzero(chosen)), q_lo + rows, q_hi + rows, kv_lo + columns,
             kv_hi + columns,
         )  # fmt: skip
         return kinds if chosen.all() else BlockKinds(np.ones(len(kv_lo), bool), kinds.full)
@@ -208,7 +185,7 @@ class PlacedMask(Mask):
         return super().restrict(frame, rows, columns)
 
     def split_points(self, frame: Frame) -> SplitPoints:
-        rows, columns = self.mask.split_points(self._place(frame))
+        rows, columns = self.mask.split_points(self.placement.view(frame))
         return SplitPoints(
             sort_splits(rows - self.placement.query_offset, frame.q_len),
             sort_splits(columns - self.placement.key_offset, frame.kv_len),
@@ -226,7 +203,7 @@ class PlacedMask(Mask):
         return self.mask.varies_by_batch or bool((by_batch != by_batch[:1]).any())
 
     def check(self, frame: Frame) -> None:
-        self.mask.check(self._place(frame))
+        self.mask.check(self.placement.view(frame))
 
     def __repr__(self) -> str:
         count = np.count_nonzero(self.pairs)
@@ -247,17 +224,14 @@ class PlacedScoreMod(ScoreMod):
     pairs: BoolArray
     placement: Placement
 
-    def _place(self, frame: Frame) -> Frame:
-        return Frame(frame.leading_shape, *self.placement.lengths, frame.selection)
-
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         rows, columns = q_idx + self.placement.query_offset, kv_idx + self.placement.key_offset
-        changed = self.score_mod.apply(scores, self._place(frame), rows, columns, xp)
+        changed = self.score_mod.apply(scores, self.placement.view(frame), rows, columns, xp)
         chosen = self.pairs[frame.selected]
         return changed if chosen.all() else xp.where(xp.asarray(chosen)[:, None, None], changed, scores)
 
     def check(self, frame: Frame) -> None:
-        self.score_mod.check(self._place(frame))
+        self.score_mod.check(self.placement.view(frame))
 
     def __repr__(self) -> str:
         return repr(self.score_mod)
@@ -270,7 +244,7 @@ class PlacedBias(PlacedScoreMod):
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, dtype: Any
     ) -> Array | None:
         rows, columns = q_idx + self.placement.query_offset, kv_idx + self.placement.key_offset
-        bias = self.score_mod.additive_bias(self._place(frame), rows, columns, xp, dtype)
+        bias = self.score_mod.additive_bias(self.placement.view(frame), rows, columns, xp, dtype)
         chosen = self.pairs[frame.selected]
         return (
             bias if bias is None or chosen.all() else xp.where(xp.asarray(chosen)[:, None, None], bias, 0.0)
@@ -281,3 +255,70 @@ def place_score_mod(score_mod: ScoreMod, pairs: BoolArray, placement: Placement)
     """Place a score modification; an addition stays one."""
     is_additive = type(score_mod).additive_bias is not ScoreMod.additive_bias
     return (PlacedBias if is_additive else PlacedScoreMod)(score_mod, pairs, placement)
+
+
+Tensor = Any  # the types of torch are not followed
+
+# Caches of one layer that may take turns; only a cache that evicts keys needs to be recognised.
+RECENT_CACHES = 16
+
+
+class SequencePositions:
+    """Where the calls of each layer are in the sequence.
+
+    If a call extends the keys of an earlier one, it continues its sequence: at the end of all keys, or of those that a
+    rolling cache has not evicted. Otherwise it begins a sequence. The rows of cross-attention are where the decoder's
+    self-attention before it was.
+    """
+
+    def __init__(self) -> None:
+        # By name, after each of the last calls: the keys in use, or values if the layer computes its own softmax,
+        # (…, kv_heads, held, dim), and the position of the first one.
+        self._caches: dict[str, deque[tuple[Tensor, int]]] = {}
+        self._newest_rows: Placement | None = None  # of self-attention
+        # Builds the record of the last call, if no edit changes it and cross-attention needs its rows.
+        self.preceding: Callable[[], Call | Uncaptured] | None = None
+
+    def locate(self, call: Call) -> Placement:
+        """Return where a call is, and remember it."""
+        *_, q_len, kv_len = call.shape
+        used = min(call.compact_mask.last_key or kv_len, kv_len)
+        call.query_offset = max(0, used - q_len)
+        if TokenRows.from_call(call).query_offset is None:
+            return Placement(call.shape, self._count_rows_before(call), 0, True)
+        self.preceding = None
+        past, key_offset = call.query_offset, 0
+        keys = call.key if call.weights is None else call.cached
+        if keys is not None:
+            key_offset = self._find_key_offset(call.name, keys[..., :used, :].detach(), past)
+        placement = Placement(call.shape, key_offset + past, key_offset, False)
+        self._newest_rows = placement
+        return placement
+
+    def _find_key_offset(self, name: str, keys: Tensor, past: int) -> int:
+        """Return the position of the first key of a call, and remember the keys."""
+        caches = self._caches.setdefault(name, deque(maxlen=RECENT_CACHES))
+        offsets = []
+        for i, (held, offset) in reversed(list(enumerate(caches))):
+            match = match_cache(held, keys, past)
+            if match is None:
+                continue
+            offsets.append(offset + match.evicted)
+            if past + match.evicted == held.shape[-2]:
+                offsets = offsets[-1:]
+                del caches[i]  # others may continue a cache that was cut back, but not this one
+                break
+        key_offset = offsets[0] if offsets else 0
+        caches.append((keys, key_offset))
+        return key_offset
+
+    def _count_rows_before(self, call: Call) -> int:
+        """Count the rows before those of cross-attention by the self-attention that ran before it."""
+        if self.preceding is not None:
+            preceding, self.preceding, self._newest_rows = self.preceding(), None, None
+            if isinstance(preceding, Call):
+                self.locate(preceding)
+        newest = self._newest_rows
+        if newest is None or newest.shape[-2] != call.shape[-2] or newest.batch != len(call.query):
+            return 0
+        return newest.query_offset

@@ -98,8 +98,8 @@ class PolicyRunner:
 
     def run(self, ids: Tensor) -> Tensor:
         """Run the model on ids (1, n) and return the logits of every token, (n, vocabulary)."""
-        from regard.interventions.metrics import get_logits
-        from regard.interventions.model_inputs import run_model
+        from regard.interventions.model_runs import get_logits
+        from regard.interventions.model_runs import run_model
 
         return get_logits(run_model(self.loaded.model, ids, "policy.verify"))[0]
 
@@ -164,7 +164,7 @@ class PolicyRunner:
         """Attribute the mean KL divergence of a text to the heads, (num_layers, heads), in nats per token."""
         import torch
 
-        from regard.interventions.restriction_effects import attribute_restriction
+        from regard.interventions.gradient_attribution import attribute_restriction
 
         expected = plain.float().log_softmax(-1)
 

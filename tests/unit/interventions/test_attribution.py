@@ -20,7 +20,7 @@ import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E402
 from regard.interventions import ablate as ablate_heads  # noqa: E402
 from regard.interventions import attribution, effects, knockout, logit_difference  # noqa: E402
-from regard.interventions.edge_gradients import EdgeGradients  # noqa: E402
+from regard.interventions.gradient_attribution import EdgeGradients  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
 
 ROOT = Path(__file__).parents[3]

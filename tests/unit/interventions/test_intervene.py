@@ -20,7 +20,7 @@ import regard  # noqa: E402
 from regard.capture.patching import list_patches  # noqa: E402
 from regard.capture.watchers import watched  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
-from regard.interventions import ablate, knockout, masked_heads, patch, rescore, restrict  # noqa: E402
+from regard.interventions import ablate, edited_rows, knockout, patch, rescore, restrict  # noqa: E402
 
 TOKENS = ["The", " cat", " sat", " on", " the", " mat", "."]
 
@@ -843,8 +843,8 @@ def test_masked_heads_are_computed_once(model, x, heads, monkeypatch):
         computed.extend(pairs)
         return compute_rows(problem, pairs, rows, value)
 
-    compute_rows = masked_heads.compute_rows
-    monkeypatch.setattr(masked_heads, "compute_rows", count_rows)
+    compute_rows = edited_rows.compute_rows
+    monkeypatch.setattr(edited_rows, "compute_rows", count_rows)
     monkeypatch.setattr(kernels, "run_flash_with_lse", lambda *args: pytest.fail("the kernel ran"))
     edit = restrict(heads=heads, mask=regard.sliding_window(2) | regard.masks.first(1))
     output, intervention = run(model, x, edit)

@@ -10,7 +10,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("safetensors")
 
 import regard
-from regard.interventions.restriction_effects import attribute_restriction
+from regard.interventions.gradient_attribution import attribute_restriction
 from regard.policy import FULL
 from regard.policy.comparison import compare_logits
 from regard.policy.masking import build_edits, build_mask

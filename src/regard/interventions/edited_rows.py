@@ -14,10 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from regard.capture.call import CapturedArgs
 from regard.core.block_loop import run_block_loop
 from regard.core.products import Product
-from regard.frame import is_contiguous
+from regard.engines import torch_kernels as kernels
+from regard.engines.torch import TorchNamespace
+from regard.errors import ArgumentError
+from regard.frame import Frame, is_contiguous
+from regard.masks import Mask
 from regard.problem import Problem
+from regard.score_mods import ScoreMod
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
@@ -63,19 +69,13 @@ class ValueColumns(NamedTuple):
     array: Tensor
     pair_index: IntArray
 
+    def take(self, pairs: IntArray) -> Tensor:
+        """Return the value of each of some pairs: (pairs, kv_len, value_dim)."""
+        return self.array[torch.as_tensor(self.pair_index[pairs])]
+
 
 def compute_rows(problem: Problem, pairs: IntArray, rows: IntArray | None, value: ValueColumns) -> Tensor:
-    """Compute the output of some pairs and rows.
-
-    Args:
-        problem: The matrix.
-        pairs: Indices of pairs.
-        rows: Rows; None for all.
-        value: The value.
-
-    Returns:
-        (pairs, rows, value_dim), in the dtype of the value.
-    """
+    """Compute the output of some pairs and rows, or all rows: (pairs, rows, value_dim), in the value's dtype."""
     part = problem.select_pairs(pairs)
     if rows is not None:
         part = part.select_rows(rows)
@@ -91,25 +91,11 @@ def compute_rows(problem: Problem, pairs: IntArray, rows: IntArray | None, value
 
 
 class OutputWriter:
-    """Writes rows of an output; the tensor is copied before the first one.
-
-    Args:
-        output: (…, heads, q_len, value_dim).
-    """
+    """Writes rows of an output, (…, heads, q_len, value_dim); the tensor is copied before the first one."""
 
     def __init__(self, output: Tensor) -> None:
-        self._output: Tensor = output
-        self._copy: Tensor | None = None
-
-    @property
-    def result(self) -> Tensor:
-        """The output with everything that was written."""
-        return self._output if self._copy is None else self._copy
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether anything was written."""
-        return self._copy is not None
+        self.result: Tensor = output
+        self.is_changed = False
 
     def read(self, pairs: IntArray, rows: IntArray | None = None) -> Tensor:
         """Return some rows of some pairs: (pairs, rows, value_dim)."""
@@ -121,74 +107,60 @@ class OutputWriter:
 
     def write(self, pairs: IntArray, rows: IntArray | None, values: Tensor) -> None:
         """Replace some rows of some pairs by (pairs, rows, value_dim)."""
-        if self._copy is None:
-            self._copy = self._output.clone()
+        if not self.is_changed:
+            self.result, self.is_changed = self.result.clone(), True
         band = self._find_band(pairs, rows)
         if band is not None:
-            part = self._copy[..., band, :]
+            part = self.result[..., band, :]
             part.copy_(values.reshape(part.shape))
         else:
-            self._copy[self._index(pairs, rows)] = values.to(self._output.dtype)
+            self.result[self._index(pairs, rows)] = values.to(self.result.dtype)
 
     def _find_band(self, pairs: IntArray, rows: IntArray | None) -> slice | None:
         """Return the rows as a slice if all pairs are chosen: slices copy in a fraction of the time of indices."""
-        if len(pairs) != math.prod(self._output.shape[:-2]) or not np.array_equal(
-            pairs, np.arange(len(pairs))
-        ):
+        total = math.prod(self.result.shape[:-2])
+        if len(pairs) != total or not np.array_equal(pairs, np.arange(total)):
             return None
         if rows is None:
             return slice(None)
         return slice(int(rows[0]), int(rows[-1]) + 1) if is_contiguous(rows) else None
 
     def _index(self, pairs: IntArray, rows: IntArray | None) -> tuple[Any, ...]:
-        lead = tuple(self._output.shape[:-2])
+        lead = tuple(self.result.shape[:-2])
         places = np.unravel_index(pairs, lead) if lead else ()
         if rows is None:
             return tuple(map(torch.as_tensor, places))
         return (*(torch.as_tensor(place)[:, None] for place in places), torch.as_tensor(rows)[None, :])
 
 
-class Correction(NamedTuple):
-    """What `correct_edges` did.
-
-    Args:
-        corrected: Number of rows corrected from the lse.
-        recomputed: Number of rows computed again.
-    """
-
-    corrected: int
-    recomputed: int
-
-
 def correct_edges(
-    problem: Problem,
-    edited: Problem,
-    removed: Sequence[RemovedEdges],
-    lse: Tensor,
-    value: ValueColumns,
-    writer: OutputWriter,
-) -> Correction | None:
-    """Remove edges from the output of a kernel.
-
-    Args:
-        problem: The matrix that the kernel multiplied.
-        edited: The matrix without the edges.
-        removed: The edges.
-        lse: Logsumexp of each row of `problem`: (pairs, q_len).
-        value: The value.
-        writer: Holds the output of the kernel, and gets the result.
-
-    Returns:
-        How many rows were changed; None if so many rows lose most of their weight that the lowered mask is cheaper.
-        Nothing is written then.
-    """
-    groups = _group_pairs(removed)
+    matrix: Any, edited: Problem, removed: Sequence[RemovedEdges], value: ValueColumns, writer: OutputWriter
+) -> str:
+    """Remove edges from the output of a kernel if its lse is known, and few rows lose most of their weight."""
+    problem = matrix.problem
+    # The lse of a kernel has no gradient.
+    stats = None if problem.engine.requires_grad(problem, value.array) else matrix._get_stats()
+    if stats is None:
+        return ""
+    owners: dict[tuple[int, ...], list[int]] = {}  # pairs by the edges that they lose
+    for pair in np.flatnonzero(np.any([edges.pairs for edges in removed], 0)):
+        owners.setdefault(tuple(i for i, edges in enumerate(removed) if edges.pairs[pair]), []).append(
+            int(pair)
+        )
+    groups = []
+    for numbers, members in owners.items():
+        parts = [removed[i] for i in numbers]
+        rows, columns = (np.unique(np.concatenate([edges[axis] for edges in parts])) for axis in (1, 2))
+        groups.append((np.array(members), parts, rows, columns))
+    num_scores = sum(len(pairs) * len(rows) * len(columns) for pairs, _, rows, columns in groups)
+    if num_scores > MAX_SHARE * math.prod(problem.shape):
+        return ""
+    lse = stats.lse(problem.engine.xp)
     changes: list[tuple[IntArray, IntArray, Tensor]] = []
     exact: list[tuple[IntArray, IntArray]] = []
     num_rows = num_exact = 0
     total = max(1, len(problem.pair_ids) * problem.shape[1])
-    for pairs, parts in groups:
-        rows, columns = _unite(parts)
+    for pairs, parts, rows, columns in groups:
         part = problem.select_pairs(pairs)
         step = max(1, MAX_SCORES // max(1, len(pairs) * len(columns)))
         for start in range(0, len(rows), step):
@@ -200,20 +172,20 @@ def correct_edges(
             carried = weights @ problem.engine.take(value.array, value.pair_index[pairs], columns, part.dtype)
             old = writer.read(pairs, band).to(part.dtype)
             is_exact = (share > MAX_REMOVED).cpu().numpy()
-            kept = 1.0 - share
-            new = (old - carried) / torch.where(share > MAX_REMOVED, 1.0, kept)[..., None]
+            new = (old - carried) / torch.where(share > MAX_REMOVED, 1.0, 1.0 - share)[..., None]
             changes.append((pairs, band, new))
             num_rows += band.size * len(pairs)
             if is_exact.any():
                 exact.append((pairs[is_exact.any(1)], band[is_exact.any(0)]))
                 num_exact += len(exact[-1][0]) * len(exact[-1][1])
             if num_exact > MAX_EXACT_ROWS * total and num_exact > len(problem.pair_ids):
-                return None
+                return ""
     for pairs, band, new in changes:
         writer.write(pairs, band, new)
-    for owners, chosen in exact:
-        writer.write(owners, chosen, compute_rows(edited, owners, chosen, value))
-    return Correction(num_rows - num_exact, num_exact)
+    for pairs, band in exact:
+        writer.write(pairs, band, compute_rows(edited, pairs, band, value))
+    again = f", {num_exact:,} computed again" if num_exact else ""
+    return f"{num_rows - num_exact:,} rows corrected from the kernel's lse{again}"
 
 
 def _compute_removed_weights(
@@ -238,31 +210,6 @@ def _compute_removed_weights(
         if not flags.all():
             weights = weights * torch.as_tensor(flags, device=weights.device)
     return weights
-
-
-def _group_pairs(removed: Sequence[RemovedEdges]) -> list[tuple[IntArray, list[RemovedEdges]]]:
-    """Group the pairs from which the same edges are removed."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for pair in np.flatnonzero(np.any([edges.pairs for edges in removed], 0)):
-        owners = tuple(i for i, edges in enumerate(removed) if edges.pairs[pair] and not edges.is_empty)
-        if owners:
-            groups.setdefault(owners, []).append(int(pair))
-    return [(np.array(pairs), [removed[i] for i in owners]) for owners, pairs in groups.items()]
-
-
-def _unite(parts: Sequence[RemovedEdges]) -> tuple[IntArray, IntArray]:
-    """Return the rows and the columns that any of several removals has."""
-    rows = np.unique(np.concatenate([edges.rows for edges in parts]))
-    return rows, np.unique(np.concatenate([edges.columns for edges in parts]))
-
-
-def count_grid(removed: Sequence[RemovedEdges]) -> int:
-    """Count the scores that `correct_edges` computes."""
-    total = 0
-    for pairs, parts in _group_pairs(removed):
-        rows, columns = _unite(parts)
-        total += len(pairs) * len(rows) * len(columns)
-    return total
 
 
 def touches(problem: Problem, edited: Problem, pairs: IntArray) -> bool:
@@ -291,3 +238,80 @@ def touches(problem: Problem, edited: Problem, pairs: IntArray) -> bool:
             if bool(removed.any()):
                 return True
     return False
+
+
+def compute_masked_heads(
+    problem: Problem, edited: Problem, masked: BoolArray, args: CapturedArgs, value: ValueColumns
+) -> tuple[Tensor, bool]:
+    """Compute each head once: the masked ones through the edited mask, the others by the function of the model.
+
+    Args:
+        masked: Heads that the edits select, (heads,), booleans; the same in each batch entry.
+
+    Returns:
+        The output, (batch, heads, q_len, value_dim), and whether a mask removes any entry.
+    """
+    batch, num_heads = args.query.shape[:2]
+    pairs = np.flatnonzero(np.tile(masked, batch))
+    if not touches(problem, edited, pairs):
+        return kernels.SDPA(*args[:6], scale=args.scale, enable_gqa=args.enable_gqa), False
+    rows = compute_rows(edited, pairs, None, value).unflatten(0, (batch, -1))
+    if masked.all():
+        return rows, True
+    heads = np.flatnonzero(~masked)
+
+    def select(tensor: Tensor) -> Tensor:
+        index = torch.as_tensor(heads // (num_heads // tensor.shape[-3]), device=tensor.device)
+        return tensor.index_select(-3, index)
+
+    mask = args.attn_mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = select(mask)
+    query, key, own_value = map(select, (args.query, args.key, args.value))
+    output = rows.new_empty(batch, num_heads, *rows.shape[-2:])
+    output[:, masked] = rows
+    output[:, heads] = kernels.SDPA(query, key, own_value, mask, is_causal=args.is_causal, scale=args.scale)
+    return output, True
+
+
+def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Sequence[ScoreMod]) -> Tensor:
+    """Apply masks and score modifications to the weights of a layer with its own softmax, (…, heads, q_len, kv_len).
+
+    What a row lacks to a sum of 1 belongs to a sink, and keeps its part in the normalisation. Sums run over the
+    remaining weights, so that nothing cancels. Rows that do not change keep their weights.
+    """
+    if not masks and not score_mods:
+        return weights
+    shape = tuple(weights.shape)
+    frame = Frame.from_shape(shape)
+    rows, columns = np.arange(shape[-2]), np.arange(shape[-1])
+    old = weights.reshape(-1, *shape[-2:])
+    wide = old.to(torch.promote_types(weights.dtype, torch.float32))
+    new, changed = wide, torch.zeros(old.shape[:2], dtype=torch.bool, device=old.device)
+    for mask in masks:
+        mask.check(frame)
+        allowed = mask.allows(frame, rows, columns, torch).to(old.device)
+        changed = changed | ((wide != 0) & ~allowed).any(-1)
+        new = torch.where(allowed, new, 0.0)
+    rest = 1.0 - wide.sum(-1, keepdim=True)
+    is_rounding = (rest <= 8 * torch.finfo(weights.dtype).eps + 1e-5) | ~(wide != 0).any(-1, keepdim=True)
+    # A head either has a sink in every row or has none. Rows with little of it may lose all other keys.
+    has_sink = (~is_rounding).any(-2, keepdim=True)
+    rest = torch.where(has_sink, rest.clamp(min=0.0), 0.0)
+    for score_mod in score_mods:
+        score_mod.check(frame)
+        bias = score_mod.additive_bias(frame, rows, columns, TorchNamespace(wide.device), wide.dtype)
+        if bias is None:
+            raise ArgumentError(
+                "rescore",
+                received=f"{score_mod!r} for a layer that computes its own softmax",
+                expected="an addition such as bias(…) or alibi(): the scores themselves are not known",
+                hint="Load the model with attn_implementation='sdpa' if it supports that.",
+            )
+        bias = bias.to(wide.device)
+        shift = bias.amax(-1, keepdim=True)
+        new, rest = new * torch.exp(bias - shift), rest * torch.exp(-shift)
+        changed = changed | (bias != 0).any(-1)
+    total = new.sum(-1, keepdim=True) + rest
+    new = new / torch.where(total == 0, 1.0, total)
+    return torch.where(changed[..., None], new.to(weights.dtype), old).reshape(shape)

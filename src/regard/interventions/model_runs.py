@@ -1,17 +1,88 @@
-"""Metrics: what a change is worth, one number for each batch entry."""
+"""Run a model on the inputs of an intervention, and metrics of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.lens.recording import Recording
+from regard.lens.watch import watch
+
+# Relative difference up to which runs agree, by the bytes of a number. Models of float64 have norms that compute in
+# float32.
+TOLERANCES = {2: 3e-2, 4: 1e-4, 8: 1e-4}
+
+
+def find_tolerance(model: nn.Module) -> float:
+    """Return the relative difference up to which two runs of a model agree."""
+    sizes = [parameter.element_size() for parameter in model.parameters() if parameter.is_floating_point()]
+    return TOLERANCES[max(min(sizes, default=4), 2)]
+
+
+def copy_cache(inputs: Mapping[str, Any], operation: str) -> dict[str, Any]:
+    """Return keyword arguments with a copy of their cache: a run extends it, and the next one needs it as it was."""
+    cached = {name: inputs[name] for name in ("past_key_values", "cache_params") if name in inputs}
+    try:
+        return {**inputs, **copy.deepcopy(cached)}
+    except RuntimeError:
+        raise ArgumentError(
+            operation,
+            received=f"inputs with {', '.join(cached)} that were computed with gradients",
+            expected="a cache without gradients, which is copied for each run",
+            hint="Fill it in torch.no_grad().",
+        ) from None
+
+
+def run_model(
+    model: nn.Module,
+    inputs: Any,
+    operation: str,
+    *,
+    num_logits: int | None = None,
+    require_grad: bool = False,
+) -> Any:
+    """Run a model, without a cache if it has one."""
+    is_mapping = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if not is_mapping and not isinstance(inputs, torch.Tensor):
+        raise ArgumentTypeError(
+            operation,
+            received=f"inputs as {describe_argument(inputs)}",
+            expected="a tensor, or a mapping with the keyword arguments of the model",
+            hint='With a tokenizer: tokenizer(text, return_tensors="pt").',
+        )
+
+    def prepare(value: Any, name: str = "") -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and "mask" not in name
+        # A clone, since a model may not write into a leaf of the graph.
+        return value.detach().requires_grad_().clone() if require_grad and is_float else value
+
+    parameters = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False, "logits_to_keep": num_logits}
+    options = {name: option for name, option in options.items() if name in parameters and option is not None}
+    if isinstance(inputs, torch.Tensor):
+        return model(prepare(inputs), **options)
+    return model(
+        **options | {name: prepare(value, name) for name, value in copy_cache(inputs, operation).items()}
+    )
+
 
 Tensor = Any  # the types of torch are not followed
 Metric = Callable[[Any], Tensor]
+
+
+def record_run(model: nn.Module, run: Callable[[], Any], **options: Any) -> tuple[Any, Recording]:
+    """Call a function that runs a model; return its result, and the recording of this thread's run."""
+    watching = watch(model, **options)
+    watching.binds_context = True
+    with watching as recording:
+        return run(), recording
 
 
 def logit_difference(answer: Any, wrong: Any = None, position: int = -1) -> Metric:
@@ -73,11 +144,7 @@ class LogitDifference:
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits of a model's output, (batch, n, vocabulary).
-
-    Raises:
-        ArgumentTypeError: If it has none.
-    """
+    """Return the logits of a model's output, (batch, n, vocabulary)."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
