@@ -22,8 +22,8 @@ except ImportError as error:
 
 from regard._public import set_public_module
 from regard.distributed.constructor import attention, gather, shard
-from regard.distributed.errors import RankError
 from regard.distributed.matrix import DistributedMatrix
+from regard.distributed.peer_group import RankError
 
 __all__ = ["DistributedMatrix", "RankError", "attention", "gather", "shard"]
 

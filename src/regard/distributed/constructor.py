@@ -1,25 +1,27 @@
-"""The constructor of the distributed matrix, and helpers that split and collect sequences."""
+"""The constructors of the distributed matrix, and helpers that split and collect sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from regard.core.attention import as_score_mods, check_mask_and_score_mods
-from regard.distributed.fingerprint import describe_argument_content
-from regard.distributed.layouts import Layout, LayoutName, build_layout, split_evenly
+from regard.distributed.layouts import LayoutName, build_layout, split_evenly
 from regard.distributed.matrix import DistributedMatrix, as_local
-from regard.distributed.peer_group import PeerGroup, find_peers
-from regard.distributed.ring_problem import RingProblem
+from regard.distributed.peer_group import PeerGroup, RankError, describe_argument_content, find_peers
+from regard.distributed.ring import RingProblem
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
+from regard.masks.base import BlockKinds
 from regard.problem import Spec, leading_shape, resolve_scale
 from regard.score_mods import ScoreMod
+from regard.types import Array, IntArray, Namespace
 
 Tensor = Any  # torch's types are not checked
 
@@ -77,15 +79,7 @@ def build_matrix(
     peers: PeerGroup, spec: Spec | None, layout: str, *, error: RegardError | None = None,
     is_own_mask: bool = False,
 ) -> DistributedMatrix:  # fmt: skip
-    """Compare the arguments of all ranks and build the matrix.
-
-    Args:
-        peers: The ranks.
-        spec: The checked arguments of this rank; None if they are wrong.
-        layout: Name of the layout.
-        error: What is wrong with the arguments of this rank.
-        is_own_mask: Whether each rank has a mask of its own, for its own rows.
-    """
+    """Compare the arguments of all ranks, or what is wrong with them, and build the matrix."""
     same: dict[str, Any] = {"layout": layout}
     own: dict[str, Any] = {}
     if spec is not None:
@@ -207,18 +201,148 @@ def gather(tensor: Tensor, *, group: Any = None, layout: LayoutName = "contiguou
     build_layout(layout, [0] * peers.size, "gather")
     with peers.operate("gather", same, {"length": len(own)}) as told:
         whole = build_layout(layout, [other["length"] for other in told], "gather")
-        parts = [
-            own if rank == peers.rank else own.new_empty((length, *own.shape[1:]))
-            for rank, length in enumerate(whole.lengths)
-        ]
-        others = [rank for rank in range(peers.size) if rank != peers.rank]
-        peers.finish(peers.start([(own, rank) for rank in others], [(parts[rank], rank) for rank in others]))
-    return _join(parts, whole).movedim(0, axis)
-
-
-def _join(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Put the tokens of all ranks, (own, …), in the order of the sequence."""
-    joined = torch.empty_like(torch.cat(list(parts)))
+        parts = [part for (part,) in peers.exchange_all([own], whole.lengths)]
+    joined = torch.empty_like(torch.cat(parts))
     for rank, part in enumerate(parts):
-        joined[torch.as_tensor(layout.positions(rank), device=joined.device)] = part
-    return joined
+        joined[torch.as_tensor(whole.positions(rank), device=joined.device)] = part
+    return joined.movedim(0, axis)
+
+
+@dataclass(frozen=True, eq=False)
+class RankNumbering:
+    """How a rank numbers the tokens that its layer computed with.
+
+    Attributes:
+        rows: Position in the whole sequence of each of its rows, ascending: (rows,).
+        columns: Its column for each position of the whole sequence, −1 if it has none: (kv_len,). Positions that
+            adjoin within the tokens of one rank have columns that adjoin.
+        num_columns: Number of its columns.
+    """
+
+    rows: IntArray
+    columns: IntArray
+    num_columns: int
+
+    def view(self, frame: Frame) -> Frame:
+        """Return the frame of the rank's own rows and columns."""
+        return Frame(frame.leading_shape, len(self.rows), self.num_columns, frame.selection)
+
+    def find_rows(self, q_idx: IntArray) -> IntArray:
+        """Return the rows of positions that the rank holds."""
+        return np.searchsorted(self.rows, q_idx)
+
+
+@dataclass(frozen=True, eq=False)
+class RankMask(Mask):
+    """The mask of one rank's rows; it says nothing about other rows.
+
+    Attributes:
+        mask: Mask in the rank's rows and columns; None allows all columns.
+        numbering: Rows and columns of the rank.
+    """
+
+    mask: Mask | None
+    numbering: RankNumbering
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        columns = self.numbering.columns[kv_idx]
+        known = xp.asarray(columns >= 0)[None, None, :]
+        if self.mask is None:
+            return xp.broadcast_to(known, (1, len(q_idx), len(kv_idx)))
+        rows = self.numbering.find_rows(q_idx)
+        allowed = self.mask.allows(self.numbering.view(frame), rows, np.maximum(columns, 0), xp)
+        return allowed & known
+
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        columns = self.numbering.columns
+        first, last = columns[kv_lo], columns[kv_hi - 1]
+        # Blocks of the tokens of one rank; others are called partial.
+        adjoins = (first >= 0) & (last - first == kv_hi - 1 - kv_lo)
+        missing = (first < 0) & (last < 0) & (kv_hi - kv_lo == 1)
+        if not adjoins.all():
+            absent = np.array([(columns[a:b] < 0).all() for a, b in zip(kv_lo, kv_hi, strict=True)])
+            return BlockKinds(~(missing | absent), np.zeros(len(kv_lo), bool))
+        if self.mask is None:
+            return BlockKinds(np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool))
+        rows = self.numbering.find_rows(np.array([q_lo, q_hi]))
+        return self.mask.classify_blocks(
+            self.numbering.view(frame), int(rows[0]), int(rows[1]), first, last + 1
+        )
+
+    @property
+    def varies_by_batch(self) -> bool:
+        return self.mask is not None and self.mask.varies_by_batch
+
+    def check(self, frame: Frame) -> None:
+        if self.mask is not None:
+            self.mask.check(self.numbering.view(frame))
+
+    def __repr__(self) -> str:
+        return f"{self.mask} of {len(self.numbering.rows)} rows"
+
+
+@dataclass(frozen=True, eq=False)
+class RankScoreMod(ScoreMod):
+    """A score modification of one rank's rows.
+
+    Attributes:
+        mod: Modification in the rank's rows and columns.
+        numbering: Rows and columns of the rank.
+    """
+
+    mod: ScoreMod
+    numbering: RankNumbering
+
+    def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        rows, columns = self.numbering.find_rows(q_idx), np.maximum(self.numbering.columns[kv_idx], 0)
+        return self.mod.apply(scores, self.numbering.view(frame), rows, columns, xp)
+
+    def check(self, frame: Frame) -> None:
+        self.mod.check(self.numbering.view(frame))
+
+    def __repr__(self) -> str:
+        return repr(self.mod)
+
+
+def join_rows(spec: Spec, group: Any, layout: str) -> DistributedMatrix:
+    """Return the matrix of all ranks from what `regard.watch` recorded on each; it copies this rank's own keys.
+
+    Args:
+        spec: The arguments of the call. Its keys are those of all ranks, one rank after the other, or its own, and
+            mask and score modifications count these columns.
+        group: Process group.
+        layout: Layout of the sequence.
+    """
+    query, key = spec.query, spec.key
+    peers = find_peers(group, "watch")
+    with peers.operate("watch", {"layout": layout}, {"lengths": [query.shape[-2], key.shape[-2]]}) as told:
+        q_lens, kv_lens = ([other["lengths"][i] for other in told] for i in (0, 1))
+    tokens = build_layout(layout, q_lens, "watch")
+    has_all_keys = all(length == tokens.length for length in kv_lens)
+    if not has_all_keys and kv_lens != q_lens:
+        wrong = tuple(r for r, n in enumerate(kv_lens) if n not in (tokens.length, q_lens[r]))
+        raise RankError(
+            "watch",
+            received=f"{kv_lens} keys of {q_lens} queries on the ranks",
+            expected=f"the keys of all ranks, {tokens.length}, or as many as the rank has queries",
+            hint="The lens joins layers that collect the keys of all ranks before they call the attention function.",
+            ranks=wrong or tuple(range(peers.size)),
+        )
+    first = sum(q_lens[: peers.rank]) if has_all_keys else 0
+    own_key = key[..., first : first + query.shape[-2], :].clone()
+    columns, start = np.full(tokens.length, -1), 0
+    for owner, length in enumerate(tokens.lengths):
+        if has_all_keys or owner == peers.rank:
+            columns[tokens.positions(owner)] = start + np.arange(length)
+            start += length
+    numbering = RankNumbering(tokens.positions(peers.rank), columns, key.shape[-2])
+    is_plain = spec.mask is None and has_all_keys
+    own = replace(
+        spec,
+        key=own_key,
+        mask=None if is_plain else RankMask(spec.mask, numbering),
+        score_mods=tuple(RankScoreMod(mod, numbering) for mod in spec.score_mods),
+    )
+    return build_matrix(peers, own, layout, is_own_mask=True)

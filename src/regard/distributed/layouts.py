@@ -38,27 +38,13 @@ class Layout:
         return tuple(sum(map(len, chunks)) for chunks in self.chunks)
 
     def positions(self, rank: int) -> IntArray:
-        """Return the positions that a rank holds, in the order in which it holds them.
-
-        Args:
-            rank: Rank within the group.
-        """
+        """Return the positions that a rank holds, in the order in which it holds them."""
         parts = [np.arange(chunk.start, chunk.stop) for chunk in self.chunks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def build_layout(name: str, lengths: Sequence[int], operation: str = "attention") -> Layout:
     """Build the layout of a sequence.
-
-    Args:
-        name: "contiguous": rank r holds the r-th part of the sequence. "zigzag": the sequence has two chunks for each
-            rank, and rank r of W holds chunks r and 2W − 1 − r, so that causal attention is the same work for all;
-            the first of its chunks is the longer one if its length is odd.
-        lengths: Number of positions of each rank.
-        operation: Operation that an error message names.
-
-    Raises:
-        ArgumentError: If the name is unknown.
 
     >>> build_layout("zigzag", [4, 4]).chunks
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))

@@ -16,11 +16,16 @@ from regard.core.block_loop import SoftmaxStats
 from regard.core.indexing import ResolvedIndex
 from regard.core.matrix import AttentionMatrix, PartSource
 from regard.core.products import DenseWeights, Product, SelectedWeights, flatten_operand
-from regard.distributed.fingerprint import describe_argument_content
-from regard.distributed.measuring import can_compile, count_norms, run_measure_pass, run_stats_pass
+from regard.distributed.measuring import (
+    SelectedScores,
+    can_compile,
+    count_norms,
+    run_measure_pass,
+    run_stats_pass,
+)
+from regard.distributed.peer_group import describe_argument_content
 from regard.distributed.product import multiply
-from regard.distributed.ring_problem import Operation, RingProblem
-from regard.distributed.states import SelectedScores
+from regard.distributed.ring import RingProblem, Travel
 from regard.errors import ArgumentError, RegardError
 from regard.frame import EXACT_ROWS_LIMIT
 from regard.measures import MaxWeight, Measure, Output, Sum
@@ -350,14 +355,13 @@ class DistributedMatrix(AttentionMatrix):
             "is_small": self._lse_stats is not None and self._lse_stats.is_small(engine.xp),
             "has_exact": compiled in self._exact_stats,
         }
-        with torch.no_grad(), ring.operate(operation, same, own, error=error) as begun:
-            known = self._agree_on_stats(begun, compiled)
-            results = run_measure_pass(ring, begun.travel, measures, known) if measures else []
+        with torch.no_grad(), ring.operate(operation, same, own, error=error) as (travel, told):
+            known = self._agree_on_stats(travel, told, compiled)
+            results = run_measure_pass(ring, travel, measures, known) if measures else []
         return dict(zip(chosen, results, strict=True))
 
-    def _agree_on_stats(self, begun: Operation, compiled: bool) -> SoftmaxStats:
+    def _agree_on_stats(self, travel: Travel, told: list[Any], compiled: bool) -> SoftmaxStats:
         """Return the statistics that all ranks use: of a kernel's lse, or exact ones; computed if a rank lacks them."""
-        ring, told = self._ring, begun.told
         norms = [max(other[name] for other in told) for name in ("query_norm", "key_norm")]
         has_nan = any(math.isnan(other[name]) for other in told for name in ("query_norm", "key_norm"))
         is_exact = has_nan or not math.prod(norms) * abs(self._problem.scale) < EXACT_ROWS_LIMIT
@@ -365,10 +369,10 @@ class DistributedMatrix(AttentionMatrix):
             is_exact = is_exact or not all(other["is_small"] for other in told)
         if is_exact:
             if not all(other["has_exact"] for other in told):
-                self._exact_stats[compiled] = run_stats_pass(ring, begun.travel, compiled=compiled)
+                self._exact_stats[compiled] = run_stats_pass(self._ring, travel, compiled=compiled)
             return self._exact_stats[compiled]
         if not all(other["has_lse"] for other in told):
-            stats = run_stats_pass(ring, begun.travel, compiled=True)
+            stats = run_stats_pass(self._ring, travel, compiled=True)
             lse = stats.lse(self._problem.engine.xp).to(self._problem.dtype)
             self._lse_stats = SoftmaxStats(lse, None)
         assert self._lse_stats is not None

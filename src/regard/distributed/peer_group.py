@@ -1,26 +1,249 @@
 """The ranks of a process group as peers: they compare their arguments, pass tensors, and name a rank that fails.
 
 All waiting happens in a worker thread, while the caller looks for faults: neither a transfer of gloo nor a request to a
-store can be interrupted, and both wait for minutes if the other side has stopped.
+store can be interrupted, and both wait for minutes if the other side has stopped. A neighbour that does not answer may
+itself wait for another rank, so an operation that fails or waits asks the heartbeat which rank stopped. The first rank
+that finds out writes it into the store, and all others read it there: all name the same.
 """
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
-from regard.distributed.errors import RankError
-from regard.distributed.heartbeat import SILENCE_AFTER_LOSS, GroupFault, Heartbeat
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
+
+
+class RankError(RegardError, RuntimeError):
+    """A rank that died, hangs, failed, or called with other arguments than the rest of its group.
+
+    Every rank of the group raises it, with the same ranks.
+
+    Args:
+        operation: The method that was called.
+        received: What the named ranks did.
+        expected: What all ranks must do.
+        hint: How to go on.
+        ranks: The ranks at fault, within the group.
+
+    >>> error = RankError("A @ value", received="rank 2 died", expected="all ranks", hint="Restart.", ranks=(2,))
+    >>> error.ranks
+    (2,)
+    """
+
+    def __init__(
+        self, operation: str, *, received: str, expected: str, hint: str, ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(operation, received=received, expected=expected, hint=hint)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> Any:
+        parts = {"received": self.received, "expected": self.expected, "hint": self.hint, "ranks": self.ranks}
+        return partial(type(self), **parts), (self.operation,)  # type: ignore[arg-type]
+
+
+def describe_argument_content(argument: object) -> str:
+    """Describe an argument by its repr and a hash of everything that it holds, arrays included.
+
+    >>> from regard import causal
+    >>> describe_argument_content(causal()) == describe_argument_content(causal("upper_left"))
+    False
+    """
+    if argument is None:
+        return "none"
+    digest = hashlib.sha256()
+    for part in _list_parts(argument, set()):
+        digest.update(part)
+    return f"{argument!r} #{digest.hexdigest()[:12]}"
+
+
+def _list_parts(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield the bytes that identify a value: type, and numbers, text, arrays and attributes in it."""
+    yield f"<{type(value).__module__}.{type(value).__qualname__}>".encode()
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | slice | range):
+        yield repr(value).encode()
+        return
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() and value.itemsize < 4 else value.numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        yield f"{array.dtype}{array.shape}".encode()
+        yield array.tobytes()
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        items: Any = sorted(value.items(), key=lambda item: str(item[0]))
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif isinstance(value, type) or not hasattr(value, "__dict__"):
+        yield str(getattr(value, "__qualname__", value)).encode()
+        return
+    else:
+        # Attributes with an underscore are caches.
+        items = sorted((name, held) for name, held in vars(value).items() if not name.startswith("_"))
+    for name, held in items:
+        yield str(name).encode()
+        yield from _list_parts(held, seen)
+
+
+# Seconds between two beats, and without a beat until a rank counts as stopped: while others wait for it, and after a
+# connection was lost. A busy machine may not run the thread for seconds.
+INTERVAL, SILENCE, SILENCE_AFTER_LOSS = 1.0, 20.0, 8.0
+# Seconds that a rank waits until the others can read what it reports.
+PUBLISH_TIMEOUT = 3.0
+
+
+class GroupFault(NamedTuple):
+    """What is wrong with a group, for good.
+
+    Attributes:
+        ranks: The ranks at fault.
+        reason: What they did, as in "rank 2 died or was stopped".
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class Heartbeat:
+    """Beats for this rank in a thread of its own, which alone uses the store, and watches the beats of the others."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._lock = threading.Lock()
+        self._joined = False
+        self._operation = 0  # the operation that runs; 0 for none
+        self._lost_connection = False
+        self._report: GroupFault | None = None
+        self._wake, self._published = threading.Event(), threading.Event()
+        self._beats: list[tuple[bytes, float]] = []
+        self._answered = time.monotonic()
+        self._is_store_lost = False
+        self._is_stopping = False
+        self._serving_rank: int | None = None
+        self.fault: GroupFault | None = None
+        self._thread = threading.Thread(target=self._run, name="regard heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first beat and start the thread."""
+        self._store.set(f"beat/{self._rank}", "0")
+        self._thread.start()
+        # A thread that the interpreter ends inside a request to the store aborts the process.
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join(2 * INTERVAL)
+
+    def join(self, serving_rank: int | None) -> None:
+        """Start to watch the others, once all ranks have started; one rank may run the store in its process."""
+        with self._lock:
+            self._joined, self._serving_rank = True, serving_rank
+
+    def enter(self, operation: int) -> None:
+        """Note that an operation begins, by its number; 0 if one is over."""
+        with self._lock:
+            self._operation, self._lost_connection = operation, False
+
+    def lose_connection(self) -> None:
+        """Note that a transfer failed: a rank that is silent now has stopped."""
+        with self._lock:
+            self._lost_connection = True
+
+    def report(self, fault: GroupFault) -> None:
+        """Publish a fault that this rank noticed by itself."""
+        with self._lock:
+            self._report = self._report or fault
+        self._wake.set()
+        self._published.wait(PUBLISH_TIMEOUT)  # the process may end now
+
+    def find_fault(self, since: float) -> GroupFault | None:
+        """Return what is wrong with the group, if anything is known, since the caller began to wait."""
+        if self.fault is not None:
+            return self.fault
+        with self._lock:
+            silence = SILENCE_AFTER_LOSS if self._lost_connection else SILENCE
+            if self._is_store_lost and self._lost_connection:
+                silence = 0.0  # nothing more will be heard
+            # A main thread that kept the interpreter's lock has stopped this rank's own heartbeat, too.
+            if time.monotonic() - max(self._answered, since) <= silence + INTERVAL:
+                return None
+            if self._serving_rank is None:
+                return GroupFault((), "the store of the process group does not answer")
+            rank = self._serving_rank
+            return GroupFault((rank,), f"rank {rank}, whose process runs the store, died or was stopped")
+
+    # The thread
+
+    def _run(self) -> None:
+        count = 0
+        while self.fault is None and not self._is_stopping:
+            count += 1
+            try:
+                self._beat(count)
+            except RuntimeError:  # torch's errors of a store: its process is gone, or the group was destroyed
+                self._is_store_lost = True
+                return
+            self._answered = time.monotonic()
+            self._wake.wait(INTERVAL)
+            self._wake.clear()
+
+    def _beat(self, count: int) -> None:
+        store = self._store
+        store.set(f"beat/{self._rank}", str(count))
+        if self._report is not None:
+            store.compare_set("fault", "", json.dumps(self._report))
+        if store.check(["fault"]):
+            ranks, reason = json.loads(store.get("fault"))
+            self.fault = GroupFault(tuple(ranks), reason)
+            self._published.set()
+            return
+        if self._joined:
+            self._watch(store.multi_get([f"beat/{rank}" for rank in range(self._size)]))
+
+    def _watch(self, beats: list[bytes]) -> None:
+        """Compare the beats of all ranks with the last ones; publish the rank that stopped while others wait for it."""
+        now = time.monotonic()
+        if not self._beats:
+            self._beats = [(beat, now) for beat in beats]
+        self._beats = [
+            before if before[0] == beat else (beat, now)
+            for before, beat in zip(self._beats, beats, strict=True)
+        ]
+        with self._lock:
+            operation, silence = self._operation, SILENCE_AFTER_LOSS if self._lost_connection else SILENCE
+        silent = [rank for rank, (_, heard) in enumerate(self._beats) if now - heard > silence]
+        if not operation or not silent:
+            return
+        # A rank that has finished the operation may have ended its process.
+        done = [int(number) for number in self._store.multi_get([f"done/{rank}" for rank in silent])]
+        stopped = [rank for rank, last in zip(silent, done, strict=True) if last < operation]
+        if stopped and self._report is None:
+            # The one that fell silent first: others may have ended because of it.
+            first = min(stopped, key=lambda rank: self._beats[rank][1])
+            heard = self._beats[first][1]
+            together = tuple(rank for rank in stopped if self._beats[rank][1] - heard < 2 * INTERVAL)
+            names = " and ".join(f"rank {rank}" for rank in together)
+            self._report = GroupFault(together, f"{names} died or was stopped")
+            self._wake.set()
+
 
 Tensor = Any  # torch's types are not checked
 
@@ -44,11 +267,7 @@ class Transfer(NamedTuple):
 
 
 class PeerGroup:
-    """A process group whose ranks compute one matrix together.
-
-    Args:
-        group: The process group.
-    """
+    """A process group whose ranks compute one matrix together."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -72,21 +291,7 @@ class PeerGroup:
         self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any] | None = None, *,
         error: RegardError | None = None,
     ) -> Iterator[list[Any]]:  # fmt: skip
-        """Begin an operation that all ranks take part in, and compare their arguments before anything is sent.
-
-        Args:
-            operation: Name of the operation, as the caller wrote it.
-            same: What must be equal on all ranks, by name; values that JSON can hold.
-            own: What every rank tells the others.
-            error: What is wrong with the arguments of this rank alone; raised here, and named by the others.
-
-        Yields:
-            What each rank told.
-
-        Raises:
-            RankError: If a rank died, stopped, failed, or called with other arguments. All ranks name the same one.
-            RegardError: `error`.
-        """
+        """Begin an operation that all ranks take part in, and compare their arguments before anything is sent."""
         if self._operation:
             raise RuntimeError(f"{operation} inside {self._operation}")
         self._operation = operation
@@ -114,22 +319,21 @@ class PeerGroup:
         finally:
             self._operation = ""
             if self.size > 1:
-                self._heartbeat.leave()
+                self._heartbeat.enter(0)
 
     def _compare(
         self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any], error: RegardError | None
     ) -> list[Any]:
         """Exchange the arguments of all ranks through the store; raise a `RankError` if they differ."""
         text = None if error is None else str(error)
-        told_others: dict[str, Any] = {"operation": operation, "same": same, "own": own, "error": text}
+        message: dict[str, Any] = {"operation": operation, "same": same, "own": own, "error": text}
         if not self._has_joined:
-            told_others["serves"] = self._serves_store()
-        message = json.dumps(told_others)
+            message["serves"] = self._serves_store()
         keys = [f"call/{self._count}/{rank}" for rank in range(self.size)]
         started = time.monotonic()
 
         def exchange() -> list[bytes] | None:
-            self._store.set(keys[self.rank], message)
+            self._store.set(keys[self.rank], json.dumps(message))
             pause = 0.0002
             while not self._store.check(keys):
                 if time.monotonic() - started > ARRIVAL_TIMEOUT or self._heartbeat.fault is not None:
@@ -154,7 +358,7 @@ class PeerGroup:
         _check_equal(operation, told)
         return [other["own"] for other in told]
 
-    def _report_missing(self, operation: str, keys: Sequence[str]) -> None:
+    def _report_missing(self, operation: str, keys: Sequence[str]) -> NoReturn:
         """Raise a `RankError` for the ranks that have not called an operation in time."""
         missing = self._wait_for(lambda: [i for i, key in enumerate(keys) if not self._store.check([key])])
         names = " and ".join(f"rank {rank}" for rank in missing) or "a rank"
@@ -174,13 +378,7 @@ class PeerGroup:
     # Transfers
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
-        """Start to send and receive tensors; `finish` waits for them.
-
-        Args:
-            sends: Contiguous tensors and the rank that each is sent to.
-            receives: Contiguous tensors to fill and the rank that each comes from. Tensors between two ranks arrive in
-                the order in which they are sent; empty ones are not sent.
-        """
+        """Start to send and receive tensors; `finish` waits for them."""
         messages = [
             dist.P2POp(function, tensor, group=self._group, tag=TAG, group_peer=peer)
             for function, batch in ((dist.isend, sends), (dist.irecv, receives))
@@ -194,14 +392,9 @@ class PeerGroup:
             return Transfer(dist.batch_isend_irecv(messages), tensors)
         except RuntimeError as error:
             self._raise_lost(error)
-        raise AssertionError("not reached")
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until tensors were sent and received.
-
-        Raises:
-            RankError: If a rank died, stopped or failed.
-        """
+        """Wait until tensors were sent and received."""
         if not transfer.works:
             return
         if transfer.tensors[0].device.type == "cpu":
@@ -215,47 +408,46 @@ class PeerGroup:
         for work in transfer.works:
             work.wait()
 
-    def exchange_all(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Send tensors of equal shapes to all ranks, and return those of each rank, in the order of the ranks."""
+    def exchange_all(
+        self, tensors: Sequence[Tensor], lengths: Sequence[int] | None = None
+    ) -> list[list[Tensor]]:
+        """Send tensors to all ranks, and return those of each rank, in the order of the ranks."""
         own = [tensor.contiguous() for tensor in tensors]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        gathered = [
-            own if rank == self.rank else [torch.empty_like(x) for x in own] for rank in range(self.size)
-        ]
-        self.finish(
-            self.start(
-                [(tensor, rank) for rank in others for tensor in own],
-                [(tensor, rank) for rank in others for tensor in gathered[rank]],
-            )
-        )
+        gathered = [own for _ in range(self.size)]
+        for rank in others:
+            gathered[rank] = [
+                x.new_empty(x.shape if lengths is None else (lengths[rank], *x.shape[1:])) for x in own
+            ]
+        sends = [(tensor, rank) for rank in others for tensor in own]
+        self.finish(self.start(sends, [(tensor, rank) for rank in others for tensor in gathered[rank]]))
         return gathered
 
     # Waiting
 
     def _wait_for(self, function: Callable[[], Any]) -> Any:
         """Call a function in the worker thread, and look for faults until it returns."""
-        request = _Request(function)
-        self._requests.put(request)
+        future: futures.Future[Any] = futures.Future()
+        self._requests.put((future, function))
         started = time.monotonic()
-        while not request.done.wait(_POLL):
+        while not futures.wait([future], _POLL).done:
             self._check_fault(started)
-        if isinstance(request.error, RuntimeError):
-            self._raise_lost(request.error)
-        if request.error is not None:
-            raise request.error
-        return request.result
+        error = future.exception()
+        if isinstance(error, RuntimeError):
+            self._raise_lost(error)
+        return future.result()
 
     def _check_fault(self, since: float) -> None:
         fault = self._heartbeat.find_fault(since)
         if fault is not None:
             self._raise_fault(fault)
 
-    def _raise_lost(self, error: BaseException) -> None:
+    def _raise_lost(self, error: BaseException) -> NoReturn:
         """Find out which rank stopped after a transfer or a request failed, and raise a `RankError`."""
         self._heartbeat.lose_connection()
         self._wait_for_verdict(f"a connection was lost: {str(error)[:300]}", error)
 
-    def _wait_for_verdict(self, reason: str, cause: BaseException | None = None) -> None:
+    def _wait_for_verdict(self, reason: str, cause: BaseException | None = None) -> NoReturn:
         """Wait until the heartbeat names a fault, and raise it; raise the reason given if it names none."""
         started = time.monotonic()
         while time.monotonic() - started < SILENCE_AFTER_LOSS + 4.0:
@@ -265,7 +457,7 @@ class PeerGroup:
             time.sleep(_POLL)
         self._raise_fault(GroupFault((), reason), cause)
 
-    def _raise_fault(self, fault: GroupFault, cause: BaseException | None = None) -> None:
+    def _raise_fault(self, fault: GroupFault, cause: BaseException | None = None) -> NoReturn:
         raise RankError(
             self._operation,
             received=f"a group of {self.size} ranks in which {fault.reason}",
@@ -275,26 +467,15 @@ class PeerGroup:
         ) from cause
 
 
-class _Request:
-    """A function that the worker thread calls, and its result."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function: Callable[[], Any] | None = function
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
 def _serve(requests: queue.SimpleQueue[Any]) -> None:
-    """Call the functions of requests, one after the other, until one is None."""
-    while (request := requests.get()) is not None:
+    """Call functions, one after the other."""
+    while True:
+        future, function = requests.get()
         try:
-            request.result = request.function()
+            future.set_result(function())
         except BaseException as error:
-            request.error = error
-        # This thread holds the request until the next one, and its function the tensors of a transfer.
-        request.function = None
-        request.done.set()
+            future.set_exception(error)
+        del future, function  # it holds the tensors of a transfer
 
 
 def _check_equal(operation: str, told: Sequence[Mapping[str, Any]]) -> None:
@@ -308,44 +489,30 @@ def _check_equal(operation: str, told: Sequence[Mapping[str, Any]]) -> None:
             hint="The named rank raises the same error with its own traceback.",
             ranks=tuple(failed),
         )
-    for name, texts in _list_arguments(told):
+    arguments = {"the call": [other["operation"] for other in told]}
+    for name in told[0]["same"]:
+        arguments[name] = [str(other["same"].get(name)) for other in told]
+    for name, texts in arguments.items():
         if len(set(texts)) == 1:
             continue
         (most, _), *_ = Counter(texts).most_common(1)
         # Of two halves, the one with rank 0 counts as right.
         most = texts[0] if Counter(texts)[texts[0]] == Counter(texts)[most] else most
         others = [rank for rank, text in enumerate(texts) if text != most]
-        received = "; ".join(f"{name} {texts[rank]} on rank {rank}" for rank in others[:4])
         raise RankError(
             operation,
-            received=received,
+            received="; ".join(f"{name} {texts[rank]} on rank {rank}" for rank in others[:4]),
             expected=f"{name} {most}, as on the other ranks",
             hint="All ranks must make the same calls in the same order; only their own tokens may differ.",
             ranks=tuple(others),
         )
 
 
-def _list_arguments(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the operation and each argument by name, with its text on every rank."""
-    yield "the call", [other["operation"] for other in told]
-    for name in told[0]["same"]:
-        yield name, [str(other["same"].get(name)) for other in told]
-
-
 _PEERS: dict[Any, PeerGroup] = {}
 
 
 def find_peers(group: Any, operation: str) -> PeerGroup:
-    """Return the peers of a process group; made at the first call for a group.
-
-    Args:
-        group: A process group of `torch.distributed`; None for the default group.
-        operation: Operation that an error message names.
-
-    Raises:
-        ArgumentError: If there is no default group, or this process is not in the group.
-        ArgumentTypeError: If `group` is not a process group.
-    """
+    """Return the peers of a process group, or of the default group; made at the first call for a group."""
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             operation,

@@ -7,13 +7,129 @@ gradient of its keys, the weight that they received) travels behind it, and come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from regard.distributed.layouts import Layout
 from regard.distributed.peer_group import PeerGroup, Transfer
+from regard.errors import RegardError
+from regard.problem import Problem
+from regard.types import Array, IntArray
+
+
+class Part(NamedTuple):
+    """Some rows of a rank and some keys of a block, for one product.
+
+    Attributes:
+        rows: Rows of the rank.
+        keys: Keys within the block.
+        first_key: Position of the first of these keys in the sequence.
+        is_full: Whether the mask allows all of it and nothing else changes the scores.
+    """
+
+    rows: slice
+    keys: slice
+    first_key: int
+    is_full: bool
+
+
+def find_runs(positions: IntArray) -> list[slice]:
+    """Return the runs of rows whose positions are contiguous.
+
+    >>> find_runs(np.array([0, 1, 6, 7, 8]))
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+    if not len(positions):
+        return []
+    starts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist()]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)]
+
+
+def split_parts(problem: Problem, chunks: Sequence[range]) -> list[Part]:
+    """Split the rows of a rank and the chunks of a block into parts, without those that the mask leaves empty.
+
+    Parts that are full are joined: a product of many rows and keys is one call of a kernel. Rows are split where a
+    diagonal of the mask enters and leaves a chunk, so that the part between is causal from its first corner: kernels
+    take it without a mask tile.
+    """
+    offsets = [int(offset) for offset in np.cumsum([0, *map(len, chunks)])]
+    runs = find_runs(problem.positions)
+    full: dict[tuple[int, int], list[tuple[int, int]]] = {}  # rows, and the chunks that are full for them
+    partial: list[Part] = []
+    for i, chunk in enumerate(chunks):
+        split_runs = _split_at_diagonals(problem, runs, chunk)
+        kinds = list(zip(split_runs, _classify(problem, split_runs, chunk), strict=True))
+        for rows in _join_adjoining((run.start, run.stop) for run, kind in kinds if kind == "full"):
+            full.setdefault(rows, []).append((i, i + 1))
+        keys = slice(offsets[i], offsets[i + 1])
+        partial += [Part(run, keys, chunk.start, False) for run, kind in kinds if kind == "partial"]
+    joined = [
+        Part(slice(*rows), slice(offsets[first], offsets[stop]), chunks[first].start, True)
+        for rows, which in full.items()
+        for first, stop in _join_adjoining(which)
+    ]
+    return joined + partial
+
+
+def take_part(problem: Problem, key: Array, part: Part) -> Problem:
+    """Return the problem of a part of a block of keys, (own pairs, keys, head_dim), without the sink."""
+    positions, mask = problem.positions[part.rows], problem.mask
+    if part.is_full:
+        # Nothing depends on positions, so rows of several chunks are one run.
+        positions, mask = np.arange(len(positions)), None
+    return replace(
+        problem, query=problem.query[:, part.rows], positions=positions, mask=mask, key=key[:, part.keys],
+        first_key=0 if part.is_full else part.first_key, sink=None,
+    )  # fmt: skip
+
+
+def _classify(problem: Problem, runs: Sequence[slice], chunk: range) -> list[str]:
+    """Classify each run of rows with a chunk of keys as "full", "partial" or "", which is empty."""
+    full = "partial" if problem.score_mods else "full"
+    if problem.mask is None:
+        return [full] * len(runs)
+    kinds = []
+    for run in runs:
+        first, last = (int(problem.positions[row]) for row in (run.start, run.stop - 1))
+        nonempty, is_full = problem.mask.classify_blocks(
+            problem.frame, first, last + 1, np.array([chunk.start]), np.array([chunk.stop])
+        )
+        kinds.append(full if is_full[0] else "partial" if nonempty[0] else "")
+    return kinds
+
+
+def _split_at_diagonals(problem: Problem, runs: Sequence[slice], chunk: range) -> list[slice]:
+    """Split runs of rows where a diagonal of the mask crosses the first and the last column of a chunk."""
+    diagonals = set() if problem.mask is None else problem.mask.diagonals(problem.frame)
+    crossed = {edge - diagonal for diagonal in diagonals for edge in (chunk.start, chunk.stop)}
+    result = []
+    for run in runs:
+        first = int(problem.positions[run.start]) - run.start
+        inner = sorted(row - first for row in crossed if run.start < row - first < run.stop)
+        result += [slice(*edges) for edges in pairwise([run.start, *inner, run.stop])]
+    return result
+
+
+def _join_adjoining(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals (start, stop) of which one ends where the next one begins.
+
+    >>> _join_adjoining([(0, 2), (2, 5), (6, 8)])
+    [(0, 5), (6, 8)]
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
+
 
 Tensor = Any  # torch's types are not checked
 
@@ -32,12 +148,6 @@ class Travel(NamedTuple):
 
 def plan_travel(needs: Sequence[Sequence[int]]) -> Travel:
     """Plan the shortest way of each block to the ranks that need it.
-
-    Args:
-        needs: For each rank, the ranks whose blocks it needs.
-
-    Returns:
-        How far each block travels in both directions; the longest run of ranks that do not need it is left out.
 
     >>> plan_travel([[0], [0, 1], [0, 1, 2]])  # causal
     Travel(forward=(2, 1, 0), backward=(0, 0, 0))
@@ -80,36 +190,37 @@ class RingPass:
     """One pass of the blocks of all ranks.
 
     Args:
-        peers: The ranks.
+        ring: The rows of this rank.
         travel: How far each block travels.
-        template: Shapes and dtypes of the tensors of each owner's block.
+        payload: Tensors of this rank's keys: (pairs, keys, width) each.
         compute: Computes with a block.
         returns: Shapes and dtypes of what is added to each owner's block on its way; None if nothing is.
         merge: Combines what two ranks add to a block.
     """
 
     def __init__(
-        self, peers: PeerGroup, travel: Travel, template: Template, compute: Compute, returns: Template | None = None,
+        self,
+        ring: RingProblem,
+        travel: Travel,
+        payload: Sequence[Tensor],
+        compute: Compute,
+        returns: Template | None = None,
         merge: Merge = add_tensors,
-    ) -> None:  # fmt: skip
-        self._peers, self._travel, self._template, self._compute = peers, travel, template, compute
-        self._returns, self._merge = returns, merge
+    ) -> None:
+        self._ring, self._peers, self._travel = ring, ring.peers, travel
+        self._own = [tensor.contiguous() for tensor in payload]
+        self._compute, self._returns, self._merge = compute, returns, merge
         # What is added to blocks, on its way to the next rank and to the owner, which receives it after its loop.
         self._passed_on: list[Transfer] = []
         self._sent_home: list[Transfer] = []
 
-    def run(self, own: list[Tensor], device: Any) -> list[Tensor]:
-        """Compute with the blocks of all ranks, the own one first.
+    def _template(self, owner: int) -> list[tuple[tuple[int, ...], Any]]:
+        length = self._ring.keys.lengths[owner]
+        return [((len(x), length, *x.shape[2:]), x.dtype) for x in self._own]
 
-        Args:
-            own: Tensors of this rank's block, contiguous.
-            device: Device of the tensors that are received.
-
-        Returns:
-            What all ranks added to this rank's block; empty if nothing is added.
-        """
-        rank = self._peers.rank
-        self._device = device
+    def run(self) -> list[Tensor]:
+        """Compute with the blocks of all ranks, the own one first; return what all ranks added to the own block."""
+        own, rank = self._own, self._peers.rank
         home: list[Tensor] = []
         is_own_computed = False
         for direction, reach in ((1, self._travel.forward), (-1, self._travel.backward)):
@@ -194,4 +305,64 @@ class RingPass:
         return self._merge(home, added)
 
     def _allocate(self, shapes: list[tuple[tuple[int, ...], Any]]) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        device = self._ring.problem.query.device
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+
+
+@dataclass(frozen=True)
+class RingProblem:
+    """The rows of a rank, and what it needs to compute them together with the other ranks.
+
+    Attributes:
+        problem: The rows of this rank in canonical form: `positions` and `frame` are those of the whole sequence, and
+            `key` has the keys of this rank alone.
+        peers: The ranks.
+        queries: Layout of the queries.
+        keys: Layout of the keys.
+        layout_name: Name of the layout.
+    """
+
+    problem: Problem
+    peers: PeerGroup
+    queries: Layout
+    keys: Layout
+    layout_name: str
+
+    @cached_property
+    def needs(self) -> list[int]:
+        """The ranks whose keys the rows of this rank may attend to."""
+        runs = find_runs(self.problem.positions)
+        return [
+            owner
+            for owner, chunks in enumerate(self.keys.chunks)
+            if any(kind for chunk in chunks for kind in _classify(self.problem, runs, chunk))
+        ]
+
+    @cached_property
+    def key_pairs(self) -> IntArray:
+        """The own pairs of the key that the pairs of the matrix use."""
+        return np.unique(self.problem.key_index)
+
+    @contextmanager
+    def operate(
+        self, operation: str, same: Mapping[str, Any] | None = None, own: Mapping[str, Any] | None = None, *,
+        error: RegardError | None = None,
+    ) -> Iterator[tuple[Travel, list[Any]]]:  # fmt: skip
+        """Begin an operation, as in `PeerGroup.operate`; yield how far blocks travel, and what each rank told."""
+        same = {"heads": _describe_pairs(self.problem), **(same or {})}
+        with self.peers.operate(operation, same, {"needs": self.needs, **(own or {})}, error=error) as told:
+            yield plan_travel([other["needs"] for other in told]), told
+
+    def take_keys(self) -> tuple[Tensor, Problem]:
+        """Return the keys that travel, without heads that are not used, and the problem whose index refers to them."""
+        problem, used = self.problem, self.key_pairs
+        if len(used) == len(problem.key):
+            return problem.key, problem
+        return problem.key[used], replace(problem, key_index=np.searchsorted(used, problem.key_index))
+
+
+def _describe_pairs(problem: Problem) -> str:
+    """Describe which (batch, head) pairs of the whole matrix a problem has."""
+    selected = problem.frame.selected
+    names = ", ".join(map(str, selected[:8].tolist())) + (", …" if len(selected) > 8 else "")
+    return f"{len(selected)} ({names})" if problem.frame.selection is not None else str(len(selected))

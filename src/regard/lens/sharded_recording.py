@@ -30,7 +30,7 @@ class ShardedRecording(Recording):
         self._matrices: dict[str, list[DistributedMatrix]] = {}
 
     def _add(self, call: Call) -> None:
-        from regard.distributed.recorded import join_rows
+        from regard.distributed.constructor import join_rows
 
         if call.weights is not None:
             raise ArgumentError(
@@ -39,17 +39,7 @@ class ShardedRecording(Recording):
                 expected="layers that call an attention function",
                 hint="Omit group: each rank then records its own rows.",
             )
-        matrix = join_rows(
-            call.query,
-            call.key,
-            group=self._group,
-            layout=self._layout,
-            mask=call.mask,
-            score_mods=call.score_mods,
-            scale=call.scale,
-            sink=call.sink,
-            enable_gqa=call.groups > 1,
-        )
+        matrix = join_rows(call.matrix._spec, self._group, self._layout)
         self._add_matrix(call.name, matrix)
 
     def _add_matrix(self, name: str, matrix: DistributedMatrix) -> None:

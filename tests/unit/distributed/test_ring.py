@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
-from regard.distributed.key_blocks import split_parts, take_part  # noqa: E402
+from regard.distributed.ring import split_parts, take_part  # noqa: E402
 from regard.distributed.layouts import build_layout  # noqa: E402
 from regard.engines.torch_lowering import lower_mask  # noqa: E402
 
