@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from regard.lens import Table
 from regard.monitor.alarms import Alarm
-from regard.monitor.drawing import build_history_page, draw_history
+from regard.monitor.history_page import build_history_page, draw_history
 
 pytestmark = pytest.mark.slow  # starts a browser
 

@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,38 +23,23 @@ IMAGES = ("max_score", "entropy", "first")
 PIXELS = 16  # of a cell along each edge
 
 
-class Logger(Protocol):
-    """Takes the rows of one monitored step."""
-
-    def log(self, rows: Sequence[Row], step: int) -> None:
-        """Log the rows.
-
-        Args:
-            rows: One for each layer and head.
-            step: The optimiser step.
-        """
+# Takes the rows of one monitored step, one for each layer and head, and the optimiser step.
+Logger = Callable[[Sequence[Row], int], None]
 
 
 def make_logger(target: Any) -> Logger:
-    """Return the logger for a target of `Monitor(to=…)`; no library is imported to recognise its objects.
-
-    Args:
-        target: A function, a path, or an object of a logging library.
-
-    Raises:
-        ArgumentTypeError: If it is none of them.
-    """
+    """Return the logger for a target of `Monitor(to=…)`; no library is imported to recognise its objects."""
     library = (getattr(target, "__name__", None) or type(target).__module__).split(".")[0]
     if isinstance(target, str | os.PathLike):
-        return JsonLinesLogger(Path(target))
+        return partial(_append_lines, Path(target))
     if callable(getattr(target, "add_scalar", None)) and callable(getattr(target, "add_image", None)):
-        return TensorBoardLogger(target)
+        return partial(_write_tensorboard, target)
     if library == "wandb" and callable(getattr(target, "log", None)):
-        return FunctionLogger(lambda numbers, step: target.log(numbers, step=step))
+        return lambda rows, step: target.log(flatten(rows), step=step)
     if library == "mlflow" and callable(getattr(target, "log_metrics", None)):
-        return FunctionLogger(lambda numbers, step: target.log_metrics(_drop_nan(numbers), step=step))
+        return partial(_log_metrics, target)
     if callable(target):
-        return FunctionLogger(target)
+        return lambda rows, step: target(flatten(rows), step)
     raise ArgumentTypeError(
         "Monitor",
         received=f"to={describe_argument(target)}",
@@ -101,63 +87,37 @@ def _list_columns(rows: Sequence[Row]) -> list[str]:
     return [name for name in rows[0] if name not in KEYS]
 
 
-def _drop_nan(numbers: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+def _log_metrics(mlflow: Any, rows: Sequence[Row], step: int) -> None:
+    """Log the numbers that are finite to mlflow."""
+    finite = {name: value for name, value in flatten(rows).items() if math.isfinite(value)}
+    mlflow.log_metrics(finite, step=step)
 
 
-class FunctionLogger:
-    """Call a function with the numbers by name, and the step."""
-
-    def __init__(self, function: Callable[[dict[str, float], int], object]) -> None:
-        self._function = function
-
-    def log(self, rows: Sequence[Row], step: int) -> None:
-        """Call the function."""
-        self._function(flatten(rows), step)
-
-
-class JsonLinesLogger:
+def _append_lines(path: Path, rows: Sequence[Row], step: int) -> None:
     """Append each row to a file as one line of JSON; NaN is null."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def log(self, rows: Sequence[Row], step: int) -> None:
-        """Append the rows."""
-        with self._path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                line = {
-                    name: None if isinstance(value, float) and not math.isfinite(value) else value
-                    for name, value in row.items()
-                }
-                file.write(json.dumps(line) + "\n")
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            line = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            file.write(json.dumps(line) + "\n")
 
 
-class TensorBoardLogger:
+def _write_tensorboard(writer: Any, rows: Sequence[Row], step: int) -> None:
     """Write scalars, and images of layers × heads, to a `SummaryWriter`."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def log(self, rows: Sequence[Row], step: int) -> None:
-        """Write the step."""
-        for name, value in flatten(rows).items():
-            self._writer.add_scalar(name, value, step)
-        for column in IMAGES:
-            image = draw_heads(rows, column)
-            # TensorBoard shows one kind of data for a tag, so images have tags that scalars have not.
-            self._writer.add_image(f"attention/heads/{column}", image, step, dataformats="HWC")
+    for name, value in flatten(rows).items():
+        writer.add_scalar(name, value, step)
+    for column in IMAGES:
+        # TensorBoard shows one kind of data for a tag, so images have tags that scalars have not.
+        writer.add_image(f"attention/heads/{column}", draw_heads(rows, column), step, dataformats="HWC")
 
 
 def draw_heads(rows: Sequence[Row], column: str) -> Any:
-    """Draw one number of each head: a row of cells for each layer, a column for each head.
+    """Draw one number of each head, a row of cells for each layer: (height, width, 3), uint8, dark is low.
 
-    Args:
-        rows: The rows of one step.
-        column: The column to draw. Shares are drawn from 0 to 1; others from 0 to the largest of the step.
-
-    Returns:
-        (height, width, 3), uint8: dark is low, light is high. Heads that a layer does not have, and NaN, are grey.
+    Shares are drawn from 0 to 1; others from 0 to the largest of the step. Heads that a layer does not have, and NaN,
+    are grey.
     """
     cells = np.full((1 + max(row["layer"] for row in rows), 1 + max(row["head"] for row in rows)), np.nan)
     for row in rows:

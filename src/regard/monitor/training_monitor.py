@@ -5,32 +5,37 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import types
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from regard.capture.call import Call
+from regard.capture.patching import exclude_from_compile
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.lens.table import Table
 from regard.lens.watch import Watch, check_model, watch
 from regard.measures import Measure
 from regard.monitor.alarms import DEFAULT_ALARMS, Alarm, AlarmError, AlarmRule, AlarmWarning
-from regard.monitor.forward_scope import ForwardScope
-from regard.monitor.head_summary import HeadMeasures
-from regard.monitor.layer_parts import LayerPart, Layout, agree_on_layout, find_layer_part
+from regard.monitor.history_page import build_history_page, draw_history
 from regard.monitor.loggers import Logger, make_logger
-from regard.monitor.step_table import StepTable
+from regard.monitor.step_table import (
+    LayerPart,
+    Layout,
+    StepTable,
+    agree_on_layout,
+    find_layer_part,
+)
+from regard.pages.html import Page
 from regard.validation import check_count
-
-if TYPE_CHECKING:
-    from regard.pages.html import Page
 
 __all__ = ["Monitor"]
 
@@ -131,7 +136,7 @@ class Monitor:
         """Number of times that a target of `to` raised an exception, which does not stop training."""
         # Names of layers do not depend on the wrapper.
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._measures = HeadMeasures(dict(measures or {}))
+        self._measures = dict(measures or {})
         self._rules, self._on_alarm = tuple(alarms), on_alarm
         self._optimizer = optimizer
         self._counted: Any = None  # weak reference to the optimiser that "auto" has found
@@ -153,8 +158,7 @@ class Monitor:
         self._layout: Layout | None = None  # what the processes have agreed on
         self._head_history: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
         self._active: dict[tuple[str, str, int], int] = {}  # alarms whose condition still holds
-        self._has_warned_of_scores = self._has_warned_of_nothing = False
-        self._failed_loggers: list[Logger] = []
+        self._warned: set[Any] = set()  # what has been warned of, once
 
     # Steps
 
@@ -297,58 +301,52 @@ class Monitor:
                 layout = agree_on_layout({name: self._parts[name] for name in table.layers}, self._group)
             if layout:
                 self._layout = layout
-                table.reduce(layout, self._parts, self._group, self._find_device())
+                table.combine(layout, self._parts, self._group, self._find_device())
         rows = table.rows(step, self._layer_numbers)
         self.history.extend(rows)
         self._num_last_rows = len(rows)
         if rank == 0:
-            self._warn_of_nothing(not rows and table.is_empty, step)
-            self._warn_of_unknown_scores(rows)
-        if rows and rank == 0:
-            self._log(rows, step)
+            self._warn_of_gaps(rows, step)
+            for logger in self._loggers if rows else ():
+                self._log(logger, rows, step)
         self._check_alarms(rows, step, rank)
 
-    def _log(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Pass the rows to each logger; if one fails, training and the other loggers go on."""
-        for logger in self._loggers:
-            try:
-                logger.log(rows, step)
-            except Exception as error:
-                self.num_failed_logs += 1
-                if logger not in self._failed_loggers:
-                    self._failed_loggers.append(logger)
-                    warnings.warn(
-                        f"Monitor: a target of `to` failed in step {step}, and training goes on without its numbers: "
-                        f"{type(error).__name__}: {error}. It is called again in later steps; monitor.num_failed_logs "
-                        "counts the failures, and monitor.history has all numbers.",
-                        stacklevel=2,
-                    )
+    def _warn_once(self, key: Any, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"Monitor: {text}", stacklevel=3)
 
-    def _warn_of_nothing(self, is_empty: bool, step: int) -> None:
-        """Warn once if no attention ran inside a forward pass of the model."""
-        if is_empty and not self._has_warned_of_nothing:
-            self._has_warned_of_nothing = True
-            warnings.warn(
-                f"Monitor: nothing was measured in step {step}: no attention ran in Python inside a call of the model "
+    def _log(self, logger: Logger, rows: list[dict[str, Any]], step: int) -> None:
+        """Pass the rows to a logger; if it fails, training and the other loggers go on."""
+        try:
+            logger(rows, step)
+        except Exception as error:
+            self.num_failed_logs += 1
+            self._warn_once(
+                logger,
+                f"a target of `to` failed in step {step}, and training goes on without its numbers: "
+                f"{type(error).__name__}: {error}. It is called again in later steps; monitor.num_failed_logs "
+                "counts the failures, and monitor.history has all numbers.",
+            )
+
+    def _warn_of_gaps(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Warn once if no attention ran inside a forward pass of the model, or layers have weights and no scores."""
+        if not rows and self._table.is_empty:
+            self._warn_once(
+                "nothing",
+                f"nothing was measured in step {step}: no attention ran in Python inside a call of the model "
                 "or of one of its modules in training mode. Call modules rather than their methods, and run what "
                 "torch.compile has compiled in other steps only: (model if monitor.is_due else compiled)(inputs).",
-                stacklevel=2,
             )
-
-    def _warn_of_unknown_scores(self, rows: list[dict[str, Any]]) -> None:
-        """Warn once if layers have weights and no scores."""
-        hidden = [
-            row["module"] for row in rows if math.isnan(row["max_score"]) and row["rows"] > row["nonfinite"]
-        ]
-        if hidden and not self._has_warned_of_scores:
-            self._has_warned_of_scores = True
-            warnings.warn(
-                f"Monitor: the scores of {hidden[0]!r} are not known, so its max_score is NaN, and no rule that needs "
-                "scores can fire, nor QK-clip: it computes its own softmax, and exponentiates the scores itself, "
-                "subtracts the largest one before the softmax, or changes the weights after it. Call "
-                "F.scaled_dot_product_attention, or torch.softmax with the scores themselves.",
-                stacklevel=2,
-            )
+        for row in rows:
+            if math.isnan(row["max_score"]) and row["rows"] > row["nonfinite"]:
+                self._warn_once(
+                    "scores",
+                    f"the scores of {row['module']!r} are not known, so its max_score is NaN, and no rule that needs "
+                    "scores can fire, nor QK-clip: it computes its own softmax, and exponentiates the scores itself, "
+                    "subtracts the largest one before the softmax, or changes the weights after it. Call "
+                    "F.scaled_dot_product_attention, or torch.softmax with the scores themselves.",
+                )
 
     def _find_device(self) -> Any:
         if dist.get_backend(self._group) == "gloo":
@@ -388,8 +386,6 @@ class Monitor:
         Raises:
             ArgumentError: If nothing was monitored yet, or there is no such column.
         """
-        from regard.monitor.drawing import draw_history
-
         return draw_history(self.history, column, ax)
 
     def page(self, title: str = "Attention during training") -> Page:
@@ -404,13 +400,70 @@ class Monitor:
         Raises:
             ArgumentError: If nothing was monitored yet.
         """
-        from regard.monitor.drawing import build_history_page
-
         return build_history_page(self.history, self.raised, title)
 
     def __repr__(self) -> str:
         steps = len({row["step"] for row in self.history})
         return f"Monitor(every={self.every}, {self._step:,} steps, {steps:,} monitored, {len(self.raised)} alarms)"
+
+
+class _ForwardScope:
+    """Resume a watch in the outermost forward pass of any module of a model, and suspend it when the pass ends.
+
+    It also ends with an exception, except KeyboardInterrupt and SystemExit, for which torch calls no hooks. The hooks
+    are those for all modules: hooks of a module itself would disable the fast paths of torch's own layers, and a
+    training loop may call parts of the model instead of the model. A compiled form of a module calls no hooks, and is
+    refused.
+    """
+
+    def __init__(self, model: nn.Module, watch: Watch, include_eval: bool) -> None:
+        self._model, self._watch, self._include_eval = model, watch, include_eval
+        self._module_ids = {id(module) for module in model.modules()}
+        self._lock = threading.RLock()
+        self._running: dict[int, list[int]] = defaultdict(list)  # ids of the running modules of each thread
+        self._is_resumed = False
+        self._hooks = [
+            register_module_forward_pre_hook(exclude_from_compile(self._before_forward)),
+            register_module_forward_hook(exclude_from_compile(self._after_forward), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks, and suspend the watch if a module is running."""
+        for hook in self._hooks:
+            hook.remove()
+        with self._lock:
+            self._running.clear()
+            self._suspend()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        is_counted = self._model.training or self._include_eval
+        if id(module) not in self._module_ids:
+            if is_counted and id(getattr(module, "_orig_mod", None)) in self._module_ids:
+                _raise_compiled()
+            return
+        with self._lock:
+            self._running[threading.get_ident()].append(id(module))
+            if not self._is_resumed and is_counted:
+                self._is_resumed = True
+                self._watch.resume()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._module_ids:
+            return
+        with self._lock:
+            thread = threading.get_ident()
+            running = self._running[thread]
+            if running and running[-1] == id(module):  # else another hook failed before this one ran
+                running.pop()
+            if not running:
+                del self._running[thread]
+            if not self._running:
+                self._suspend()
+
+    def _suspend(self) -> None:
+        if self._is_resumed:
+            self._is_resumed = False
+            self._watch.suspend()
 
 
 class _Registered:
@@ -419,13 +472,13 @@ class _Registered:
     def __init__(self) -> None:
         self.hook: Any = None  # of the optimiser
         self.watch: Watch | None = None
-        self._scope: ForwardScope | None = None
+        self._scope: _ForwardScope | None = None
 
     def begin_step(self, watch: Watch, model: nn.Module, include_eval: bool) -> None:
         """Enter the watch of a monitored step; functions are patched only while the model runs."""
         watch.__enter__()
         watch.suspend()
-        self.watch, self._scope = watch, ForwardScope(model, watch, include_eval, _raise_compiled)
+        self.watch, self._scope = watch, _ForwardScope(model, watch, include_eval)
 
     def end_step(self) -> Watch | None:
         """Stop watching, and return the watch of a monitored step, which is to be left."""

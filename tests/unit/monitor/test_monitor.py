@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import regard
-from regard.monitor import Monitor, head_summary
+from regard.monitor import Monitor, step_table
 from tests.helpers.nightly import keep_in_ci
 from tests.helpers.training import Block, Decoder, compute_loss, draw_batch, train
 
@@ -310,4 +310,4 @@ def test_arguments_are_checked() -> None:
         pytest.raises(regard.ArgumentError, match="Omit the call"),
     ):
         monitor.step()
-    assert head_summary.SATURATED_WEIGHT == 0.99
+    assert step_table.SATURATED_WEIGHT == 0.99

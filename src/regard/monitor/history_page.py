@@ -11,8 +11,11 @@ from regard.errors import ArgumentError
 from regard.lens.table import Table
 from regard.monitor.alarms import Alarm
 from regard.monitor.loggers import KEYS
-from regard.pages.history_page import build_history_page as build_page
-from regard.pages.html import Page
+from regard.pages.encoding import encode_array
+from regard.pages.html import Page, build_page
+from regard.render.text import escape_unprintable
+
+MAX_ALARMS = 200  # that the page lists
 
 CAPTIONS = {
     "max_score": "the largest score; growth without bound precedes divergence",
@@ -26,19 +29,14 @@ CAPTIONS = {
 }
 
 
-def collect_history(history: Table, operation: str) -> tuple[list[int], list[dict[str, Any]], dict[str, Any]]:
+def _collect_history(
+    history: Table, operation: str
+) -> tuple[list[int], list[dict[str, Any]], dict[str, Any]]:
     """Collect the history as arrays.
-
-    Args:
-        history: `Monitor.history`.
-        operation: Name of the calling function, for error messages.
 
     Returns:
         The monitored steps; module, layer and head of each head; and each column, (heads, steps), NaN where a head has
         no row.
-
-    Raises:
-        ArgumentError: If nothing was monitored yet.
     """
     if not history:
         raise ArgumentError(
@@ -70,7 +68,7 @@ def draw_history(history: Table, column: str, ax: Any) -> Any:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("monitor.plot: matplotlib is not installed. pip install 'regard[plot]'") from error
-    steps, heads, columns = collect_history(history, "monitor.plot")
+    steps, heads, columns = _collect_history(history, "monitor.plot")
     if column not in columns:
         raise ArgumentError(
             "monitor.plot",
@@ -97,16 +95,30 @@ def draw_history(history: Table, column: str, ax: Any) -> Any:
 
 def build_history_page(history: Table, alarms: Sequence[Alarm], title: str) -> Page:
     """Build the page of a history; see `Monitor.page`."""
-    steps, heads, columns = collect_history(history, "monitor.page")
-    return build_page(
-        title=title,
-        steps=steps,
-        heads=heads,
-        columns=columns,
-        captions=CAPTIONS,
-        alarms=[
-            {name: getattr(alarm, name) for name in ("kind", "step", "module", "layer", "head")}
-            | {"text": f"{alarm.message}. {alarm.hint}"}
-            for alarm in alarms
+    steps, heads, columns = _collect_history(history, "monitor.page")
+    name = escape_unprintable(title)
+    modules = {head["layer"]: escape_unprintable(head["module"]) for head in heads}
+    record = {
+        "title": name,
+        "steps": steps,
+        "modules": [modules.get(layer, "") for layer in range(1 + max(modules))],
+        "heads": [{"layer": head["layer"], "head": head["head"]} for head in heads],
+        "columns": [
+            {
+                "name": escape_unprintable(column),
+                "caption": CAPTIONS.get(column, "a measure of each row"),
+                "values": encode_array(np.asarray(values, np.float32), early=True),
+            }
+            for column, values in columns.items()
         ],
-    )
+        "alarms": [
+            {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head")}
+            | {
+                "module": escape_unprintable(alarm.module),
+                "text": escape_unprintable(f"{alarm.message}. {alarm.hint}"),
+            }
+            for alarm in alarms[:MAX_ALARMS]
+        ],
+        "num_alarms": len(alarms),
+    }
+    return build_page(name, "historyPage", record)
