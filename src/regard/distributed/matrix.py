@@ -15,9 +15,8 @@ from regard.core.arguments import Axis, check_not_empty, check_result_size, name
 from regard.core.block_loop import SoftmaxStats
 from regard.core.indexing import ResolvedIndex
 from regard.core.matrix import AttentionMatrix, PartSource
-from regard.core.products import DenseWeights, Product, SelectedWeights, flatten_operand
+from regard.core.products import BlockLoopScores, DenseWeights, Product, SelectedWeights, flatten_operand
 from regard.distributed.measuring import (
-    SelectedScores,
     can_compile,
     count_norms,
     run_measure_pass,
@@ -289,7 +288,7 @@ class DistributedMatrix(AttentionMatrix):
         )
         part, columns = self._select(resolved), resolved.positions[-1]
         assert isinstance(part, DistributedMatrix)
-        measure = SelectedWeights(columns) if weights else SelectedScores(columns)
+        measure = SelectedWeights(columns) if weights else BlockLoopScores(columns)
         block = part._run_operation(operation, {"entries": measure})["entries"]
         self._adopt_stats(part)
         return block.reshape(block_shape)[resolved.local]
@@ -337,7 +336,7 @@ class DistributedMatrix(AttentionMatrix):
         engine = self._problem.engine  # first: if an array was changed in place, this renews the ring
         ring, measures = self._ring, list(chosen.values())
         # Entries of each rank are its own choice.
-        is_own_choice = any(isinstance(measure, SelectedWeights | SelectedScores) for measure in measures)
+        is_own_choice = any(isinstance(measure, SelectedWeights) for measure in measures)
         texts = [
             type(m).__name__ if is_own_choice or content else describe_argument_content(m) for m in measures
         ]

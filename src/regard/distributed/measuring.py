@@ -15,7 +15,14 @@ import numpy as np
 import torch
 
 from regard.accumulators import Accumulator, ColumnSum
-from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats, find_compiled, make_finite
+from regard.core.block_loop import (
+    SoftmaxStats,
+    accumulate_states,
+    compute_stats,
+    find_compiled,
+    init_online_softmax,
+    make_finite,
+)
 from regard.core.products import Product
 from regard.distributed.ring import KeyBlock, RingPass, RingProblem, Travel, find_runs, split_parts
 from regard.engines.compensated import resolve_sums
@@ -23,7 +30,7 @@ from regard.errors import ArgumentError
 from regard.frame import take_range
 from regard.measures import MaxWeight, Measure, Sum, as_slice, find_accumulator
 from regard.problem import Problem
-from regard.types import Array, IntArray, Namespace
+from regard.types import Array, Namespace
 
 Tensor = Any  # torch's types are not checked
 
@@ -40,25 +47,18 @@ def merge_stats(a: SoftmaxStats, b: SoftmaxStats, xp: Any) -> SoftmaxStats:
 def run_stats_pass(ring: RingProblem, travel: Travel, *, compiled: bool) -> SoftmaxStats:
     """Compute the statistics of the rows of this rank over the keys of all ranks, with the sink."""
     key, problem = ring.take_keys()
-    xp, (pairs, rows, _) = problem.engine.xp, problem.shape
-    found: list[SoftmaxStats] = []
+    is_compiled = compiled and bool(problem.engine.name_compiled_pass(problem))
+    start = init_online_softmax(problem, problem.shape[1])
+    found = SoftmaxStats(start.max, resolve_sums(start.sum), is_compiled)
 
     def compute(block: KeyBlock) -> None:
+        nonlocal found
         for own in _split_chunks(ring, problem, block):
             stats = compute_stats(replace(own, sink=None), compiled=compiled)
-            found[:] = [merge_stats(found[0], stats, xp) if found else stats]
+            found = merge_stats(found, stats, problem.engine.xp)
 
     RingPass(ring, travel, [key], compute).run()
-    is_compiled = compiled and bool(problem.engine.name_compiled_pass(problem))
-    empty = xp.full((pairs, rows), -xp.inf, dtype=problem.dtype)
-    total = found[0] if found else SoftmaxStats(empty, resolve_sums(xp.zeros((pairs, rows))), is_compiled)
-    if problem.sink is not None:
-        sink = problem.frame.per_head(problem.sink, "sink").detach().to(problem.dtype)
-        sink = sink[:, None].expand(pairs, rows)
-        assert total.sum is not None
-        ones = torch.where(sink == -xp.inf, 0.0, torch.ones_like(total.sum))
-        total = merge_stats(total, SoftmaxStats(sink, ones, is_compiled), xp)
-    return total
+    return found
 
 
 def can_compile(ring: RingProblem, measures: Sequence[Measure]) -> bool:
@@ -313,38 +313,3 @@ class RenumberedMeasure(Measure):
             for array, axis in zip(list_arrays(state), self.key_axes, strict=True)
         ]
         return rebuild_state(state, arrays)
-
-
-@dataclass(frozen=True, eq=False)
-class SelectedScores(Measure):
-    """The scores at some columns, −inf where masked: (…, q_len, len(columns)).
-
-    Attributes:
-        columns: Columns in any order: (n,).
-        problem: The matrix, once the measure is bound.
-    """
-
-    columns: IntArray
-    problem: Problem | None = None
-
-    def bind(self, problem: Problem) -> Measure:
-        return replace(self, problem=problem)
-
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
-        assert self.problem is not None
-        return xp.full((*shape[:2], len(self.columns)), -xp.inf, dtype=self.problem.dtype)
-
-    def step(
-        self, state: Any, weights: Any, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
-    ) -> Any:
-        tile = as_slice(kv_idx)
-        inside = np.flatnonzero((self.columns >= tile.start) & (self.columns < tile.stop))
-        if len(inside):
-            state[:, as_slice(q_idx), xp.asarray(inside)] = scores[
-                ..., xp.asarray(self.columns[inside] - tile.start)
-            ]
-        return state
-
-    def merge(self, a: Array, b: Array) -> Array:
-        assert self.problem is not None
-        return self.problem.engine.xp.where(b == -self.problem.engine.xp.inf, a, b)

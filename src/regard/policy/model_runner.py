@@ -98,8 +98,7 @@ class PolicyRunner:
 
     def run(self, ids: Tensor) -> Tensor:
         """Run the model on ids (1, n) and return the logits of every token, (n, vocabulary)."""
-        from regard.interventions.model_runs import get_logits
-        from regard.interventions.model_runs import run_model
+        from regard.interventions.model_runs import get_logits, run_model
 
         return get_logits(run_model(self.loaded.model, ids, "policy.verify"))[0]
 

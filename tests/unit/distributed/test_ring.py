@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
-from regard.distributed.ring import split_parts, take_part  # noqa: E402
 from regard.distributed.layouts import build_layout  # noqa: E402
+from regard.distributed.ring import split_parts, take_part  # noqa: E402
 from regard.engines.torch_lowering import lower_mask  # noqa: E402
 
 LENGTHS = {"even": [8, 8, 8], "two ranks": [12, 12], "uneven": [5, 0, 11], "odd": [7, 9, 3, 4]}
