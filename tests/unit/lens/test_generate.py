@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -266,3 +269,37 @@ def test_one_query_over_two_values_is_two_calls():
         layer(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8))
     first, second = recording.calls("")
     assert first.shape == second.shape == (1, 2, 5, 5)
+
+
+def test_a_watch_makes_few_calls_of_its_own():
+    """What a watch adds to a short `generate()` is small: entering reads no file twice, and a step stores its rows."""
+    config = hf.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model, prompt = hf.LlamaForCausalLM(config).eval(), torch.arange(1, 11)[None]
+    source, calls = str(Path(regard.__file__).parent), 0
+
+    def run():
+        with regard.watch(model) as recording:
+            tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+        return tokens, recording
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(source)
+
+    run()  # reads the installed files, and imports what is imported later
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        tokens, recording = run()
+    finally:
+        sys.setprofile(before)
+    assert torch.equal(tokens, model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
+    assert {call.steps for name in recording for call in recording.calls(name)} == {tokens.shape[1] - 10}
+    assert 500 < calls < 2400, calls
