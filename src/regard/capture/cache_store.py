@@ -48,12 +48,7 @@ CACHE_FAULTS = {
 
 
 class CacheMatch(NamedTuple):
-    """How a call continues a cache.
-
-    Args:
-        evicted: How many of the oldest keys the cache no longer has.
-        candidates: For each batch entry of the call, the batch entries of the cache with its keys, its own first.
-    """
+    """How a call continues a cache: how many of its oldest keys are gone, and which batch entries have its keys."""
 
     evicted: int
     candidates: list[list[int]]
@@ -65,15 +60,12 @@ class CacheMatch(NamedTuple):
 
 
 def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
-    """Find out whether a call continues a cache: its newest keys, or older ones if the cache was cut back.
+    """Return how a call continues a cache, by its newest keys, or older ones if it was cut back; None if it does not.
 
     Args:
         old: Keys of the cache after its last call, (…, kv_heads, held, head_dim).
         new: Keys of the call, (…, kv_heads, kv_len, head_dim).
         past: How many of them are of earlier calls.
-
-    Returns:
-        The match, or None if any of the first `past` keys differs from the cache.
     """
     held = old.shape[-2]
     if not 0 < past <= held:
@@ -111,9 +103,8 @@ def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None
     """List the batch entries of old keys that equal each batch entry of new keys, its own first; None if any has none.
 
     Args:
-        old: (batch, …, n, head_dim).
-        new: The same with any number of batch entries. Keys without a batch axis, (heads, n, head_dim), have as many
-            heads as the old ones.
+        old: (batch, …, n, head_dim), or (heads, n, head_dim) without a batch axis.
+        new: The same with any number of batch entries.
         among: For each new entry, the old ones to look at. Default: all, unless each equals its own.
     """
     if old.shape[1:] != new.shape[1:] or old.dtype != new.dtype or old.device != new.device:
@@ -176,12 +167,7 @@ class KeyStore:
         self._keys = key if is_stable or not copy else _grow(key, self.count, key.shape[-2])
 
     def try_append(self, key: Tensor, q_len: int, used: int) -> int | None:
-        """Append the keys of a step if the rest of its keys are the newest of this store.
-
-        Args:
-            key: Key of the step, (…, kv_heads, kv_len, head_dim).
-            q_len: Number of new keys.
-            used: Number of keys that any query attends to; the new ones are the last of them.
+        """Append the new keys of a step, the last of those in use, if its other keys are the newest of this store.
 
         Returns:
             Position of the step's first key in the store, or None if its keys do not extend the store.
@@ -214,10 +200,6 @@ class KeyStore:
 
     def read(self, start: int, length: int) -> Tensor:
         """Return keys as a view, (…, kv_heads, length, head_dim); keys that were never filled are 0.
-
-        Args:
-            start: Position of the first key.
-            length: Number of keys.
 
         Raises:
             ArgumentError: If the model has overwritten the keys.
@@ -416,11 +398,7 @@ class RowSteps:
 
 
 class JoinedCalls:
-    """The calls of one layer that share a cache: the rows of all, and the keys of the last.
-
-    Args:
-        call: The first call.
-    """
+    """The calls of one layer that share a cache, from the first on: the rows of all, and the keys of the last."""
 
     def __init__(self, call: Call) -> None:
         self._last = call
@@ -485,11 +463,7 @@ class JoinedCalls:
         return call.source_cache is not None and call.source_cache is self._last.source_cache
 
     def follows(self, before: JoinedCalls | None) -> bool:
-        """Return whether these are the calls after some of the layer before, or after those that they were copied from.
-
-        Args:
-            before: The calls of the layer before; None if they are not known.
-        """
+        """Return whether these are the calls after some of the layer before, or after what they were copied from."""
         return before is not None and self.before is not None and self.before in (before, before._copied_from)
 
     def _has_another_cache(self, call: Call) -> bool:
@@ -508,15 +482,11 @@ class JoinedCalls:
         return Extension(last.query_offset + waiting, None if waiting else self._candidates)
 
     def match(self, call: Call, place: Extension | None = None) -> Extension | None:
-        """Find out whether the keys of a call extend those of the last call.
+        """Return how a call extends these; None if it is of another cache, or of none.
 
         Args:
             call: The next call of the layer.
-            place: Where its rows belong by the self-attention of the same pass, which decides for cross-attention; None
-                if it is not known.
-
-        Returns:
-            How the call extends these; None if it is of another cache, or of none.
+            place: Where its rows belong by the self-attention of the same pass, which decides for cross-attention.
         """
         last = self.last
         if not _have_same_settings(last, call):
@@ -623,15 +593,10 @@ class JoinedCalls:
         return ours.shape == theirs.shape and have_same_bits(ours, theirs)
 
     def extend(self, call: Call, extension: Extension) -> JoinedCalls:
-        """Append a call that extends these; its key, mask and offset are adjusted.
+        """Append a call by what `match` returned; its key, mask and offset are adjusted.
 
-        Args:
-            call: The call.
-            extension: What `match` returned for it.
-
-        Returns:
-            These calls with the new one. If the call continues from an earlier position, or drops batch entries, they
-            are a copy, and these stay as they are; unless `generate()` discarded the tokens.
+        Returns a copy if the call continues from an earlier position, or drops batch entries, and `generate()` did not
+        discard the tokens.
         """
         num_rows, entries = extension.rows_before, extension.entries
         extended = self
@@ -670,14 +635,7 @@ class JoinedCalls:
             call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
 
     def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
-        """Prepare for steps on the fast path, after a call was appended.
-
-        Args:
-            args: What the layer was called with.
-
-        Returns:
-            What collects the steps; None if the next ones must be recorded in full.
-        """
+        """Return what collects further steps on the fast path; None if they must be recorded in full."""
         last = self.last
         is_plain = (
             len(self.steps) > 1  # the first call may have been returned to the user, so it is not changed
@@ -725,12 +683,7 @@ class JoinedCalls:
     def find_fault(self, call: Call) -> tuple[str, int] | None:
         """Find out why a call does not extend this cache although it holds the keys of its first tokens.
 
-        Args:
-            call: A call that extends none of these.
-
-        Returns:
-            What is wrong, a key of `CACHE_FAULTS`, and how many keys were added; None if the call is of another
-            cache, or of none.
+        Returns a key of `CACHE_FAULTS` and how many keys were added; None if the call is of another cache, or of none.
         """
         last = self.last
         if call.speculative_mode or self.is_cross_attention or self._has_another_cache(call):
@@ -836,16 +789,7 @@ class JoinedCalls:
 
 
 def find_cache_fault(groups: list[JoinedCalls], call: Call, number: int) -> CacheFault | None:
-    """Find out which of the latest caches a call does not extend although it holds its keys.
-
-    Args:
-        groups: The calls of the layer; those of one cache are joined.
-        call: A call that extends none of them.
-        number: Its number among the calls of its layer.
-
-    Returns:
-        The fault; None if the call is of another cache, or of none.
-    """
+    """Find out which of the latest caches a call, by its number, does not extend although it holds its keys."""
     for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
         found = joined.find_fault(call)
         if found is not None:
@@ -913,13 +857,7 @@ def _share_memory(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _attend_to_same_keys(a: Call, b: Call, entries: IntArray | None = None) -> bool:
-    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's.
-
-    Args:
-        a: A call.
-        b: Another call over as many keys.
-        entries: The batch entry of the first call that each entry of the other one continues; None: its own.
-    """
+    """Return whether all rows of two calls attend to the same keys, as a decoder's do to an encoder's."""
     first, other = a.compact_mask, b.compact_mask
     starts, stops = (_select(edge, entries)[..., :1] for edge in (first.start, first.stop))
     same_interval = (first.start == first.start[..., :1]).all() and (first.stop == first.stop[..., :1]).all()

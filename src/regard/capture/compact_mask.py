@@ -115,17 +115,7 @@ class CompactMask:
 
 
 def name_mask(start: IntArray, stop: IntArray, q_len: int, kv_len: int) -> Mask | None:
-    """Name the mask with these intervals: causal, sliding window and padding where they express it.
-
-    Args:
-        start: First key of each row, (…, q_len).
-        stop: End of each row's interval, exclusive, (…, q_len).
-        q_len: Number of queries.
-        kv_len: Number of keys.
-
-    Returns:
-        The mask with the shortest repr, or an `IntervalMask`; None if every row attends to every key.
-    """
+    """Name the mask with these intervals, (…, q_len), by the shortest repr; None if every row attends to every key."""
     if not q_len or not ((start > 0) | (stop < kv_len)).any():
         return None
     shape = np.broadcast_shapes(start.shape, stop.shape)
@@ -456,17 +446,9 @@ def find_mask(weights: Tensor, intervals: Tensor | None = None) -> CompactMask:
 def recognise_block_mask(
     block_mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int
 ) -> CompactMask:
-    """Recognise a `BlockMask`: its function is evaluated in the blocks that are neither empty nor full.
+    """Recognise a `BlockMask`: intervals if the rows consist of them, else a function that is evaluated in tiles.
 
-    Args:
-        block_mask: The mask.
-        batch: Number of batch entries to evaluate it for; 1 if all are equal.
-        heads: Number of heads to evaluate it for; 1 if all are equal.
-        q_len: Number of queries.
-        kv_len: Number of keys.
-
-    Returns:
-        Intervals if the rows consist of them, else the mask as a function that is evaluated in tiles.
+    Args as for `FlexMask`.
     """
     mask = FlexMask(block_mask, batch, heads, q_len, kv_len)
     batch_idx, head_idx = (axis.ravel() for axis in np.mgrid[:batch, :heads])
@@ -568,11 +550,7 @@ class FlexMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class FlexScoreMod(ScoreMod):
-    """A `score_mod` of `flex_attention`, mapped over the entries of each tile.
-
-    Args:
-        function: Function of score, batch entry, head, q_idx and kv_idx.
-    """
+    """A `score_mod` of `flex_attention`, mapped over the entries of each tile."""
 
     function: Callable[..., Tensor]
 

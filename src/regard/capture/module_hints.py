@@ -59,12 +59,7 @@ class ModuleSettings(NamedTuple):
 
 
 def read_setting(config: Any, name: str) -> Any:
-    """Return an attribute of a configuration; None without it, or if it differs between layers.
-
-    Args:
-        config: The configuration, or None.
-        name: Name of the attribute.
-    """
+    """Return an attribute of a configuration; None without it, or if it differs between layers."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # of transformers: the layers have configurations of their own
@@ -118,15 +113,7 @@ class ModuleHints:
         self._last_types: Tensor = None
 
     def attach(self, model: nn.Module, guard: Guard) -> Iterator[Any]:
-        """Read `is_causal` of the modules, and register hooks on position embeddings and models that read images.
-
-        Args:
-            model: The model.
-            guard: Makes each hook.
-
-        Yields:
-            The handle of each hook, which removes it.
-        """
+        """Read `is_causal` of the modules, and register hooks on position embeddings and models that read images."""
         yield from attach_image_hooks(model, self.image_passes, guard)
         for name, module in model.named_modules():
             if isinstance(getattr(module, "is_causal", None), bool):
@@ -177,26 +164,14 @@ class ModuleHints:
 
 
 def is_position_table(name: str, module: nn.Module) -> bool:
-    """Return whether a module is a table with one vector for each position, by its attribute.
-
-    Args:
-        name: Name of the module in the model.
-        module: The module.
-    """
+    """Return whether a module is a table with one vector for each position, by its attribute."""
     attribute = name.rpartition(".")[2]
     is_named = attribute in ("wpe", "embed_positions") or "position_embedding" in attribute
     return isinstance(module, nn.Embedding) and is_named
 
 
 def find_image_runs(types: Tensor) -> ImageRuns:
-    """Find the images of each batch entry: consecutive tokens of type 1 (an image) or 2 (a video).
-
-    Args:
-        types: (batch, n).
-
-    Returns:
-        First token and end of each image, for each batch entry.
-    """
+    """Find first token and end of each image, from types of tokens, (batch, n): 1 is an image, 2 a video."""
     is_image = ((types == 1) | (types == 2)).long()
     changes = nn.functional.pad(is_image, (1, 1)).diff(dim=-1)
     return [
@@ -235,16 +210,7 @@ ImagePasses = dict[str, list[ImagePass]]
 
 
 def attach_image_hooks(model: nn.Module, passes: ImagePasses, guard: Guard) -> Iterator[Any]:
-    """Register hooks on the models that read images: a vision model, and a model with a vision model in it.
-
-    Args:
-        model: The model that is watched.
-        passes: To which passes are added.
-        guard: Makes each hook.
-
-    Yields:
-        The handle of each hook, which removes it.
-    """
+    """Register hooks on a vision model, and on a model with a vision model in it; yield their handles."""
     pixels: dict[str, Any] = {}  # inputs of the vision model that ran last
     for name, module in model.named_modules():
         config = getattr(module, "config", None)

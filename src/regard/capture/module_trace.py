@@ -109,15 +109,7 @@ class ModuleTrace:
         self._is_closed = False
 
     def attach(self, model: nn.Module, skipped: Collection[int] = ()) -> Iterator[Any]:
-        """Register hooks.
-
-        Args:
-            model: The model.
-            skipped: Ids of modules that get no hooks.
-
-        Yields:
-            The handle of each hook.
-        """
+        """Register hooks on all modules except those with the ids that are skipped; yield their handles."""
         for name, module in model.named_modules():
             if id(module) not in skipped:
                 hook = exclude_from_compile(self._make_hook(name, sum(1 for _ in module.modules()) - 1))
@@ -188,16 +180,13 @@ class ModuleTrace:
         return None
 
     def find_change(self, other: ModuleTrace, batch: int, rows: Tensor, tolerance: float) -> Origin | None:
-        """Find where some tokens first differ from another pass over as many tokens.
+        """Find where some tokens first differ from another pass over as many tokens; None if they do not.
 
         Args:
             other: The trace of the other pass.
             batch: Number of batch entries that are compared, from the first.
             rows: (n,), True for the tokens to compare.
             tolerance: Difference that is rounding, relative to the largest number of the tensor.
-
-        Returns:
-            The first event, or None if none differs.
         """
         before = None
         for event, changed in match_events(self.events, other.events):

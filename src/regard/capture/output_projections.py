@@ -59,28 +59,13 @@ class OutputProjections:
         return "no linear layer reads its output, heads side by side"
 
     def attach(self, model: nn.Module, native: set[int]) -> Iterator[Any]:
-        """Register hooks on linear layers, except on those inside torch's own layers, which have fast paths.
-
-        Args:
-            model: The model.
-            native: Ids of the modules inside torch's own layers.
-
-        Yields:
-            The handle of each hook.
-        """
+        """Register hooks on linear layers, except those inside torch's own layers, by id, which have fast paths."""
         for name, module in model.named_modules():
             if id(module) not in native and find_weight(module) is not None:
                 yield module.register_forward_pre_hook(exclude_from_compile(self._make_hook(name)))
 
     def expect(self, module: nn.Module, name: str, heads: int, output: Tensor | None) -> None:
-        """Look for the layer that reads the output of a call; the first call of each layer is enough.
-
-        Args:
-            module: The attention layer.
-            name: Its name.
-            heads: Its number of heads.
-            output: (batch, heads, q_len, value_dim), or None if it was not captured.
-        """
+        """Look for the layer that reads the output of a call, (batch, heads, q_len, value_dim); once for each layer."""
         thread = threading.get_ident()
         self._pending.pop(thread, None)
         if name in self._found:
@@ -132,12 +117,7 @@ def find_weight(module: nn.Module) -> Tensor | None:
 
 
 def is_merged(x: Tensor, output: Tensor) -> bool:
-    """Return whether x is the output of attention with its heads side by side.
-
-    Args:
-        x: Input of a linear layer.
-        output: (batch, heads, q_len, value_dim).
-    """
+    """Return whether x is an output of attention, (batch, heads, q_len, value_dim), with its heads side by side."""
     batch, heads, q_len, dim = output.shape
     if x.numel() != output.numel() or x.shape[-1] != heads * dim or not x.numel():
         return False

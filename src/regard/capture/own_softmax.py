@@ -124,13 +124,8 @@ def _notice(trace: SoftmaxTrace) -> None:
 def _notify(trace: SoftmaxTrace, product: DenseAttention, split: tuple[int, ...] | None) -> Tensor | None:
     """Pass a product to the watchers of the innermost module that runs both softmax and product.
 
-    Args:
-        trace: The softmax.
-        product: The product, with the axes that the model gave it.
-        split: The latest shape of the weights with at least four axes, if they were only reshaped since.
-
-    Returns:
-        The output of the product, if an intervention changes it; else None.
+    Returns the output of the product, if an intervention changes it. The product has the axes that the model gave it.
+    `split` is the latest shape of the weights with at least four axes, if they were only reshaped since.
     """
     running = _list_running_modules()
     modules = trace.modules
@@ -296,12 +291,7 @@ class FollowedState(NamedTuple):
 
 
 class OutputState(NamedTuple):
-    """What is known about the output of a product with weights, until its heads are put side by side.
-
-    Args:
-        trace: The softmax.
-        axes: What each axis is.
-    """
+    """What each axis is of the output of a product with weights, until its heads are put side by side."""
 
     trace: SoftmaxTrace
     axes: tuple[str, ...]
@@ -370,11 +360,7 @@ def _copy_before_dropout(name: str, args: Any, kwargs: Any) -> Tensor | None:
 def _follow(
     func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: Tensor | None
 ) -> Tensor | None:
-    """Find the product, or mark the result of an operation that keeps the weights.
-
-    Returns:
-        The result of the product, if an intervention changes it; else None.
-    """
+    """Find the product, or mark the result of an operation; return the product if an intervention changes it."""
     source = _find_followed(args)
     if source is None or not result.is_floating_point():
         return None
@@ -455,7 +441,7 @@ def _get_summed_axis(args: Any, kwargs: Any, source: Tensor) -> int | None:
 
 
 def _apply_again(func: Any, name: str, args: Any, kwargs: Any, source: Tensor, undropped: Tensor) -> Tensor:
-    """Apply an operation to the tensor without dropout, too."""
+    """Apply an operation to the tensor without dropout."""
     with torch.no_grad():
         other = undropped.clone() if name.endswith("_") and not name.endswith("__") else undropped
         result: Tensor = func(*(other if item is source else item for item in args), **kwargs)
@@ -545,8 +531,7 @@ def _end_at_product(
 ) -> tuple[bool, Tensor | None]:
     """Pass on the product and stop following, if it is one of attention.
 
-    Returns:
-        Whether it is, and the result if an intervention changes it.
+    Returns whether it is, and the result if an intervention changes it.
     """
     trace, other = state.trace, axes.other
     if _is_followed_weights(other):
@@ -631,16 +616,7 @@ class ProductAxes(NamedTuple):
 
 
 def find_product_axes(name: str, args: Any, weights: Tensor) -> ProductAxes | None:
-    """Find the axes of a product with weights.
-
-    Args:
-        name: Name of the function.
-        args: Its positional arguments.
-        weights: One of them, the weights.
-
-    Returns:
-        The axes, or None if the call is not a product of the weights with another tensor.
-    """
+    """Find the axes of a product of weights with another tensor, given the name of a function; None if it is none."""
     if name in _MATRIX_PRODUCTS:
         left, right = args[1:3] if name == "baddbmm" else args[:2]
         if name == "__rmatmul__":
@@ -752,14 +728,7 @@ def locate_axis(before: tuple[int, ...], axis: int, after: tuple[int, ...]) -> i
 
 
 def group_axes(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Return the smallest groups of neighbouring axes that a reshape turns into each other.
-
-    Args:
-        before: Shape before the reshape, without axes of size 0.
-        after: Shape after it.
-
-    Returns:
-        The axes before and after it, for each group. An axis that is kept is a group of its own.
+    """Return the smallest groups of neighbouring axes, of size above 0, that a reshape turns into each other.
 
     >>> group_axes((2, 4, 5, 6), (2, 20, 3, 2))
     [(range(0, 1), range(0, 1)), (range(1, 3), range(1, 2)), (range(3, 4), range(2, 4))]
@@ -782,11 +751,8 @@ def arrange_heads(
 ) -> DenseAttention:
     """Return the attention of a product with an axis of heads before the last two.
 
-    Args:
-        product: The product; its leading axes may be merged.
-        split: The latest shape of the weights with at least four axes, if they were only reshaped since.
-        module: The module that ran, whose attributes have the number of heads. If they do not, each entry of a merged
-            leading axis is a batch entry with one head.
+    If the module does not state their number, each entry of a merged leading axis is a batch entry with one head.
+    `split` is that of `_notify`.
     """
     heads, ndim = count_heads(module), product.weights.ndim
     *lead, q_len, kv_len = product.weights.shape

@@ -171,9 +171,7 @@ _clean_functions: _Clean = {}
 def find_imported(function_ids: frozenset[int], compiled: Any) -> Iterator[MutableMapping[str, Any]]:
     """Yield the globals of the modules that imported a function by name: `from torch.nn.functional import softmax`.
 
-    Args:
-        function_ids: The `id` of each function; wrappers of it that are in place count as well.
-        compiled: A function whose compiled form counts as well.
+    Functions are given by their `id`. Their wrappers, and what `torch.compile` made of `compiled`, count as well.
     """
     with _lock:
         in_place = {id(held.wrapper) for held in _patches.values() if id(held.original) in function_ids}
@@ -255,11 +253,7 @@ def find_held_functions(
 ) -> Iterator[tuple[MutableMapping[str, Any], str, Any]]:
     """Yield namespace, name and original of functions that closures, defaults, partials and dictionaries hold.
 
-    Args:
-        model: The model, whose attributes are searched.
-        classes: The classes of its modules, whose methods are searched.
-        files: The globals of the files that define them.
-        function_ids: The `id` of each function to find.
+    The attributes of the model, the methods of its classes, and the globals of their files are searched.
     """
     for file in files:
         name = str(file.get("__name__"))

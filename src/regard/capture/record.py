@@ -168,18 +168,7 @@ class Uncaptured:
 def build_call(
     module: nn.Module, name: str, args: CapturedArgs, options: CaptureOptions, biases: Sequence[ScoreMod]
 ) -> Call | Uncaptured:
-    """Build the record of a call.
-
-    Args:
-        module: The module that ran.
-        name: Its name in the model.
-        args: What it was called with.
-        options: What to record.
-        biases: Position biases of the model, which may explain its additive masks.
-
-    Returns:
-        The call, or why it cannot be recorded.
-    """
+    """Build the record of a call, or say why it cannot be recorded; `biases` may explain its additive mask."""
     if args.query is None:
         if options.grad:
             return Uncaptured("it computes its own softmax, which is recorded without gradients", _LOAD_HINT)
@@ -267,15 +256,7 @@ def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | U
 
 
 def drop_repeated_heads(key: Tensor, query: Tensor) -> Tensor:
-    """Return a key with one head for each group, if the model repeated it for every head of the group.
-
-    Args:
-        key: (…, heads or kv_heads, kv_len, head_dim).
-        query: (…, heads, q_len, head_dim).
-
-    Returns:
-        A copy with kv_heads heads, or the key itself.
-    """
+    """Return a key, (…, heads, kv_len, head_dim), with one head for each group, if the model repeated it."""
     heads = key.shape[-3] if key.ndim > 2 else 1
     if heads == 1 or key.shape[-3] != query.shape[-3] or not key.numel():
         return key

@@ -305,15 +305,9 @@ def find_obstacle(*tensors: Any) -> tuple[str, str] | None:
 
 
 def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> CapturedArgs:
-    """Pass a call to the watchers of a module.
+    """Pass a call to the watchers of a module; return it with `edited_output` if an intervention changes the output.
 
-    Args:
-        module: The module that ran.
-        args: What it was called with.
-        submodule: Name of the module inside it whose call was fused into this one.
-
-    Returns:
-        The arguments, with `edited_output` if an intervention changes the output.
+    `submodule` is the name of the module inside it whose call was fused into this one.
     """
     obstacle = find_obstacle(*args[:4])
     if obstacle is not None:

@@ -131,15 +131,8 @@ def _run(
 ) -> tuple[Any, CapturedArgs | None]:
     """Run a function, and notify the watchers of a module unless the function called one that was captured.
 
-    Args:
-        module: The running module.
-        original: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        read: Reads the captured arguments, given its result; None if there are none.
-
-    Returns:
-        The result, and the arguments after all interventions; None if nothing was captured here.
+    `read` returns the captured arguments, given the result. Returns the result, and the arguments after all
+    interventions; None if nothing was captured here.
     """
     before = thread_state.captures
     with hold_products() as held:
@@ -205,14 +198,9 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
 
 
 def _move_heads_first(output: Any, query: Tensor) -> Tensor | None:
-    """Return the output of an attention function of transformers, (…, q_len, heads, value_dim), as SDPA orders it.
+    """Return an output, (…, q_len, heads, value_dim) or with the last two axes as one, as SDPA orders it: heads first.
 
-    Args:
-        output: (…, q_len, heads, value_dim), or with the last two axes as one.
-        query: (…, heads, q_len, head_dim).
-
-    Returns:
-        (…, heads, q_len, value_dim), or None if the output has another shape.
+    Returns None if it has another shape.
     """
     heads, q_len = query.shape[-3:-1]
     if not isinstance(output, torch.Tensor):
@@ -247,12 +235,7 @@ def _project(attended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _return_through(moved: Tensor, result: Any) -> Any:
-    """Return a function's result with an output that is a view of the recorded one, which has gradients then.
-
-    Args:
-        moved: What `_move_heads_first` returned for the output.
-        result: The output, or a tuple that begins with it.
-    """
+    """Return a function's result with an output that is a view of the recorded one, which has gradients then."""
     output = result[0] if isinstance(result, tuple) else result
     if moved is output:
         return result
@@ -384,9 +367,6 @@ def _notify_fast_path(
         mask: The mask.
         mask_type: Kind of the mask, as the fused operators define it.
         weights: Attention weights that the layer returns, if it does.
-
-    Returns:
-        The arguments after all interventions, with the edited output and weights; None if nothing was captured.
     """
     obstacle = find_obstacle(x)
     if obstacle is not None:
@@ -467,7 +447,7 @@ def wrap_compile(original: Function) -> Function:
 
 
 def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `attention`, or `layer_attention`, which is passed the value and returns the output, too."""
+    """Wrap `attention`, or `layer_attention`, which is also passed the value and returns the output."""
 
     @wraps(original)
     def attention(query: Any, key: Any, *value: Any, **options: Any) -> Any:
@@ -613,12 +593,9 @@ def _find_files(classes: set[type]) -> list[MutableMapping[str, Any]]:
 def _find_names(
     namespace: MutableMapping[str, Any], makers: dict[int, Any], *, finds_attention: bool = False
 ) -> list[Target]:
-    """List the names of a namespace to patch: some functions by `id`, and what `torch.compile` made of one.
+    """List the names of a namespace to patch: functions by `id`, and what `torch.compile` made of `flex_attention`.
 
-    Args:
-        namespace: The globals of a file, or the attributes of a module.
-        makers: What wraps each function, by the `id` of the function.
-        finds_attention: Include every function with the parameters of transformers' attention functions.
+    `finds_attention` adds every function with the parameters of transformers' attention functions.
     """
     found: list[Target] = []
     # Without calls of functions: a model's files have thousands of names, and every watch reads them.

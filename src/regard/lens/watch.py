@@ -105,12 +105,12 @@ def watch(
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
-        values: Record value and output, too, and find the output projection of each layer, which
+        values: Also record value and output, and find the output projection of each layer, which
             `Recording.value_norms` and `find(by="contribution")` need. Of the first pass, record what each module of
             the model read and returned, at most 32 tokens of it, by which `regard.compare` names the module that
             differs.
-        max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. If
-            those of all calls take more bytes than this, the rest is reported as not captured. Default: 1 GiB.
+        max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. Once
+            the total exceeds this limit, remaining layers are reported as not captured. Default: 1 GiB.
         grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
             a loss may contain the entropy of a head. By default, recorded tensors are detached. Analyses such as
             `Recording.heads`, and files, have no gradients.
@@ -395,7 +395,7 @@ class Watch(Watcher):
                 reason = f"{class_name} computes a softmax of shape {trace.shape} that {trace.fault}"
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         for name, reason in self._without_capture.items():
-            # The projections of an attention layer may be named attention, too.
+            # The projections of an attention layer may also be named attention.
             if not any(name.startswith(f"{layer}.") for layer in captured):
                 self.report_uncaptured(name, reason, _OWN_SOFTMAX_HINT)
         self._softmaxes.clear()

@@ -17,7 +17,7 @@ from regard.capture.patching import exclude_from_compile
 from regard.errors import ArgumentError
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.layer_choice import UnrecordedWeights, is_chosen
-from regard.transformers.recorded_call import RecordedCall, record_call
+from regard.transformers.recorded_call import record_call
 
 try:  # absent in older releases, where every call records
     from transformers.utils.output_capturing import _active_collector
@@ -109,7 +109,24 @@ def attention_forward(
     is_recorded = requested and is_chosen(module)
     call = None
     if is_recorded or not is_plain:
-        args = _collect(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        # The rule of `sdpa` for causal layers without a mask.
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        sink = kwargs.get("s_aux")
+        args = CapturedArgs(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            is_causal=bool(query.shape[-2] > 1 and attention_mask is None and is_causal),
+            scale=scaling,
+            softcap=kwargs.get("softcap"),
+            # A parameter has a gradient even where gradients are disabled.
+            sink=None if sink is None else (sink if torch.is_grad_enabled() else sink.detach()).reshape(-1),
+            position_bias=kwargs.get("position_bias"),
+            kernel=NAME,
+        )
         call = _record(module, args, keep=is_recorded)
     if is_plain:
         options = {name: argument for name, argument in kwargs.items() if name != "output_attentions"}
@@ -117,8 +134,15 @@ def attention_forward(
         options |= {"dropout": dropout, "scaling": scaling}
         output = sdpa(module, query, key, value, attention_mask, **options)[0]
     else:
+        if dropout:
+            raise ArgumentError(
+                'attn_implementation="regard"',
+                received=f"dropout of {dropout:g} in a layer with a soft cap or a sink",
+                expected="no dropout of the weights",
+                hint="Call model.eval(), set attention_dropout=0 in the configuration, or train with eager attention.",
+            )
         assert call is not None
-        output = _multiply(call, value, dropout)
+        output = (call.matrix @ value).transpose(1, 2).contiguous()
     if not requested:
         return output, None
     return output, AttentionWeights(call) if call is not None and is_recorded else UnrecordedWeights()
@@ -126,48 +150,6 @@ def attention_forward(
 
 # A compiled model leaves its graph here, and only if weights are requested.
 _record = exclude_from_compile(record_call)
-
-
-def _collect(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> CapturedArgs:
-    """Collect the arguments of a call, with the rule of `sdpa` for causal layers without a mask."""
-    is_causal = kwargs.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    sink = kwargs.get("s_aux")
-    return CapturedArgs(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        is_causal=bool(query.shape[-2] > 1 and attention_mask is None and is_causal),
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        # A parameter has a gradient even where gradients are disabled.
-        sink=None if sink is None else (sink if torch.is_grad_enabled() else sink.detach()).reshape(-1),
-        position_bias=kwargs.get("position_bias"),
-        kernel=NAME,
-    )
-
-
-def _multiply(call: RecordedCall, value: Tensor, dropout: float) -> Tensor:
-    """Multiply the matrix of a call by the value, for scores that `sdpa` cannot compute."""
-    if dropout:
-        raise ArgumentError(
-            'attn_implementation="regard"',
-            received=f"dropout of {dropout:g} in a layer with a soft cap or a sink",
-            expected="no dropout of the weights",
-            hint="Call model.eval(), set attention_dropout=0 in the configuration, or train with eager attention.",
-        )
-    return (call.matrix @ value).transpose(1, 2).contiguous()
 
 
 def _is_requested(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -203,7 +185,7 @@ def supports_sdpa(part: Any) -> bool:
         part: A layer of the family, or its configuration.
 
     Returns:
-        True for layers and configurations outside transformers' families, too.
+        True also for layers and configurations outside transformers' families.
     """
     return bool(_supports("sdpa", _find_module_name(part)))
 

@@ -18,22 +18,8 @@ from regard.transformers.recorded_call import RecordedCall
 Tensor = Any  # the types of torch are not followed
 
 # Functions of torch that run the method of the same name.
-_METHODS = frozenset(
-    (
-        "amax",
-        "argmax",
-        "clone",
-        "detach",
-        "div",
-        "max",
-        "mean",
-        "mul",
-        "squeeze",
-        "sum",
-        "topk",
-        "true_divide",
-    )
-)
+_METHODS = {"amax", "argmax", "max", "mean", "sum", "topk"}
+_METHODS |= {"clone", "detach", "div", "mul", "squeeze", "true_divide"}
 
 _DENSE_HINT = (
     "Store the matrices first: attentions = [weights.to_dense() for weights in outputs.attentions]. "
