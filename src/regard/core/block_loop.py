@@ -115,11 +115,11 @@ def normalise(scores: Array, stats: SoftmaxStats, engine: Engine) -> Array:
 def run_block_loop(
     problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None = None
 ) -> tuple[list[Any], SoftmaxStats | None]:
-    """Run measures over the whole matrix.
+    """Run measures over the whole matrix; they share the pass.
 
     Args:
         problem: The matrix.
-        measures: Measures to run; they share the pass.
+        measures: Measures to run.
         known: Statistics of all rows, if known; they save the first pass.
 
     Returns:
@@ -128,24 +128,11 @@ def run_block_loop(
     """
     if not measures and known is not None:
         return [], known
-    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     arrays = [getattr(measure, "array", None) for measure in measures]
     if measures and problem.engine.requires_grad(problem, *arrays):
-        bands = list(sizes.split_rows(problem.shape[1]))
-        return problem.engine.differentiate(problem, measures, bands), known
-    with problem.engine.suppress_warnings(), problem.engine.no_grad():
-        compiled, stats = _run_compiled(problem, measures, known)
-        results = {i: measure.finish(state) for i, (measure, state) in compiled.items()}
-        known = known or stats
-        rest = [measure for i, measure in enumerate(measures) if i not in compiled]
-        if known is not None and not rest:
-            return [results[i] for i in range(len(measures))], known
-        parts = _run_groups(problem, rest, known, sizes)
-        finished = [[measure.finish(state) for measure, state in part.states] for part in parts]
-    concat = problem.engine.xp.concat
-    in_loop = iter([_concat_results([part[i] for part in finished], concat) for i in range(len(rest))])
-    all_results = [results[i] if i in results else next(in_loop) for i in range(len(measures))]
-    return all_results, known or _concat_stats(parts, concat)
+        bands = tile_sizes(on_device=problem.engine.is_asynchronous).split_rows(problem.shape[1])
+        return problem.engine.differentiate(problem, measures, list(bands)), known
+    return _run_passes(problem, measures, known, lambda measure, state: measure.finish(state))
 
 
 def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
@@ -155,12 +142,7 @@ def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
         problem: The matrix, or a block of its keys.
         compiled: Whether a compiled pass computes them, if there is one.
     """
-    with problem.engine.suppress_warnings(), problem.engine.no_grad():
-        stats = _run_compiled(problem, [], None)[1] if compiled else None
-        if stats is not None:
-            return stats
-        sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
-        return _concat_stats(_run_groups(problem, [], None, sizes), problem.engine.xp.concat)
+    return _run_passes(problem, [], None, None, compiled=compiled)[1]
 
 
 def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats) -> list[Any]:
@@ -174,18 +156,29 @@ def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: 
     Returns:
         The state of each measure: arrays that begin with the axis of pairs.
     """
-    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
-    with problem.engine.suppress_warnings(), problem.engine.no_grad():
-        compiled = _run_compiled(problem, measures, known)[0] if known.fits(compiled=True) else {}
-        rest = [measure for i, measure in enumerate(measures) if i not in compiled]
-        if rest and not known.fits(compiled=False):
-            raise ValueError("the block loop cannot use the statistics of a compiled pass")
-        parts = _run_groups(problem, rest, known, sizes) if rest else []
-        concat = problem.engine.xp.concat
-        in_loop = iter(
-            [_concat_results([part.states[i][1] for part in parts], concat) for i in range(len(rest))]
-        )
-        return [compiled[i][1] if i in compiled else next(in_loop) for i in range(len(measures))]
+    compiled = known.fits(compiled=True)
+    if not known.fits(compiled=False) and len(find_compiled(problem, measures)) < len(measures):
+        raise ValueError("the block loop cannot use the statistics of a compiled pass")
+    return _run_passes(problem, measures, known, lambda measure, state: state, compiled=compiled)[0]
+
+
+def _run_passes(
+    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, convert: Any, *,
+    compiled: bool = True,
+) -> tuple[list[Any], SoftmaxStats]:  # fmt: skip
+    """Run what a compiled pass can compute in it, and the rest in the loop; `convert` each bound measure and state."""
+    engine, concat = problem.engine, problem.engine.xp.concat
+    with engine.suppress_warnings(), engine.no_grad():
+        done, stats = _run_compiled(problem, measures, known) if compiled else ({}, None)
+        known = known or stats
+        results = {i: convert(*bound_and_state) for i, bound_and_state in done.items()}
+        rest = [measure for i, measure in enumerate(measures) if i not in done]
+        if known is None or rest:
+            parts = _run_groups(problem, rest, known)
+            converted = [[convert(*bound_and_state) for bound_and_state in states] for states, _ in parts]
+            known = known or SoftmaxStats(*(concat([own[i] for _, own in parts]) for i in range(2)))
+            of_rest = iter(_concat_results(list(column), concat) for column in zip(*converted, strict=True))
+        return [results[i] if i in done else next(of_rest) for i in range(len(measures))], known
 
 
 def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> CompiledMeasures:
@@ -242,27 +235,25 @@ def restore_states(
     return states
 
 
-class GroupPart(NamedTuple):
-    """What the loop computed for a group of pairs: each bound measure with its state, and the statistics."""
-
-    states: list[tuple[Any, Any]]
-    stats: SoftmaxStats
+# Each bound measure with its state, and the statistics, of a group of pairs.
+GroupPart = tuple[list[tuple[Any, Any]], SoftmaxStats]
 
 
 def _run_groups(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, sizes: TileSizes
+    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
 ) -> list[GroupPart]:
     """Run measures in the loop, over groups of pairs whose tiles fit into memory together."""
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     usable = known if known is not None and known.fits(compiled=False) else None
-    parts = []
-    for pairs in sizes.split_pairs(problem.shape):
-        stats = None if usable is None else usable.select(as_index(pairs))
-        parts.append(_run_pairs(problem.select_pairs(pairs), measures, stats, sizes))
-    return parts
-
-
-def _concat_stats(parts: Sequence[GroupPart], concat: Any) -> SoftmaxStats:
-    return SoftmaxStats(*(concat([part.stats[i] for part in parts]) for i in range(2)))
+    return [
+        _run_pairs(
+            problem.select_pairs(pairs),
+            measures,
+            None if usable is None else usable.select(as_index(pairs)),
+            sizes,
+        )
+        for pairs in sizes.split_pairs(problem.shape)
+    ]
 
 
 def _run_pairs(
@@ -323,7 +314,7 @@ def _run_pairs(
         measure.compact(state) if hasattr(measure, "compact") else state
         for measure, state in zip(bound, states, strict=True)
     ]
-    return GroupPart(list(zip(bound, map(resolve_sums, compacted), strict=True)), known)
+    return list(zip(bound, map(resolve_sums, compacted), strict=True)), known
 
 
 def _run_first_pass(

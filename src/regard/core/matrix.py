@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,11 +27,11 @@ from regard.core.arguments import (
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
 from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import (
+    compute_measured_product,
     compute_measures,
-    execute_measured_product,
+    make_plan,
     name_measured_product,
-    plan_measures,
-    split_products,
+    need_own_product,
 )
 from regard.core.products import (
     BlockLoopScores,
@@ -39,7 +39,6 @@ from regard.core.products import (
     LogSumExp,
     Product,
     SelectedWeights,
-    flatten_operand,
 )
 from regard.engines import find_engine
 from regard.errors import ArgumentError, format_named_shape
@@ -422,15 +421,15 @@ class AttentionMatrix:
         numpy: ..., two passes (lse, then weights): entropy, received
         """
         problem = self._problem
-        products, rest = split_products(problem, name_measures(measures, named))
-        if kernel := name_measured_product(problem, products, rest, self._flatten_value):
+        products, rest = self._split_outputs(name_measures(measures, named))
+        if kernel := name_measured_product(problem, products, rest):
             return f"{problem.engine.name}: {kernel}, one pass: {', '.join([*products, *rest, 'lse'])}"
         lines = [f"{problem.kernel}, one product: {name}" for name in products]
         if rest and problem.engine.requires_grad(problem):
             lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
         elif rest or not lines:
             stats = self._get_stats()
-            lines.append(plan_measures(problem, rest, stats is not None).describe(problem, stats))
+            lines.append(make_plan(problem, rest, stats is not None).describe(problem, stats))
         return "\n".join(lines)
 
     def entropy(self, *, include_sink: bool = False) -> Array:
@@ -782,53 +781,57 @@ class AttentionMatrix:
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         """Compute A @ array, or A.mT @ array if `transposed`."""
-        engine, problem = self._problem.engine, self._problem
-        operand = flatten_operand(array, self._spec, operation, transposed=transposed)
-        array = operand.array
-        fused = None if transposed else problem.product(array, operand.pair_index)
+        problem = self._problem
+        measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
+        fused = None if transposed else problem.product(measure.array, measure.pair_index)
         if fused is not None:
             product = self._store_fused(*fused)
         else:
             if not transposed:
                 self._kernel_used = problem.fallback_kernel
-            finite = bool(engine.xp.all(engine.xp.isfinite(array)))
-            dtype = engine.working_dtype(problem.query, problem.key, array)
-            measure = Product(array, operand.pair_index, transposed, finite, dtype)
             (product,), self._stats = run_block_loop(problem, [measure], self._get_stats())
-        product = engine.cast(self._restore_leading_axes(product), array.dtype)
-        return product[..., 0] if operand.is_vector else product
+        product = problem.engine.cast(self._restore_leading_axes(product), measure.array.dtype)
+        return product[..., 0] if measure.is_vector else product
+
+    def _split_outputs(self, chosen: dict[str, Measure]) -> tuple[dict[str, Product], dict[str, Measure]]:
+        """Split off the outputs that need a product of their own; the others share a pass or a product."""
+        products = {
+            name: Product.from_operand(measure.value, self._spec, "Output(value)")
+            for name, measure in chosen.items()
+            if isinstance(measure, Output)
+        }
+        if not need_own_product(self._problem, products.values()):
+            return {}, chosen | products
+        return products, {name: measure for name, measure in chosen.items() if name not in products}
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
         engine, problem = self._problem.engine, self._problem
-        products, chosen = split_products(problem, chosen)
-        measured = execute_measured_product(problem, products, chosen, self._flatten_value)
-        if measured is not None:
-            self._stats, self._kernel_used = measured.stats, measured.kernel
-            return self._restore_results(measured.results, products)
-        results = {name: self @ output.value for name, output in products.items()}
-        stats = self._get_stats()
-        if engine.requires_grad(problem):
-            computed, _ = run_block_loop(problem, list(chosen.values()), stats)
-            return results | dict(zip(chosen, map(self._restore_leading_axes, computed), strict=True))
-        done = compute_measures(problem, chosen, stats, self._flatten_value)
-        if done.lse is not None:
-            self._fused_lse = done.lse
-        outputs = {name: measure for name, measure in chosen.items() if isinstance(measure, Output)}
-        if outputs:
-            self._kernel_used = done.kernel or problem.fallback_kernel
+        products, shared = self._split_outputs(chosen)
+        results: dict[str, Any] = {}
+        done = compute_measured_product(problem, products, shared)
+        if done is not None:
+            self._kernel_used = done.kernel
+        else:
+            for name in products:
+                output = chosen[name]
+                assert isinstance(output, Output)
+                results[name] = self @ output.value
+            stats = self._get_stats()
+            if engine.requires_grad(problem):
+                computed, _ = run_block_loop(problem, list(shared.values()), stats)
+                return results | dict(zip(shared, map(self._restore_leading_axes, computed), strict=True))
+            done = compute_measures(problem, shared, stats)
+            if done.lse is not None:
+                self._fused_lse = done.lse
+            if any(isinstance(measure, Product) for measure in shared.values()):
+                self._kernel_used = done.kernel or problem.fallback_kernel
         self._stats = done.stats
-        return results | self._restore_results(done.results, outputs)
-
-    def _restore_results(self, results: dict[str, Any], outputs: Mapping[str, Output]) -> dict[str, Any]:
-        """Split the axis of pairs of results by name; the output of a vector has no last axis."""
-        restored = {name: self._restore_leading_axes(result) for name, result in results.items()}
-        vectors = (name for name, output in outputs.items() if np.ndim(output.value) == 1)
-        return restored | {name: restored[name][..., 0] for name in vectors}
-
-    def _flatten_value(self, value: Any) -> tuple[Array, IntArray]:
-        operand = flatten_operand(value, self._spec, "Output(value)", transposed=False)
-        return operand.array, operand.pair_index
+        for name, result in done.results.items():
+            restored, measure = self._restore_leading_axes(result), products.get(name) or shared[name]
+            is_vector = isinstance(measure, Product) and measure.is_vector
+            results[name] = restored[..., 0] if is_vector else restored
+        return results
 
     def _differentiable_lse(self) -> Array:
         """Compute the lse of each row with its gradient, (pairs, rows): that of the keys, then the sink."""

@@ -6,7 +6,7 @@ call of the fused kernel, which also returns the lse. The block loop computes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,15 +20,13 @@ from regard.core.block_loop import (
     run_block_loop,
 )
 from regard.core.products import Product
-from regard.measures import Measure, Output
+from regard.measures import Measure
 from regard.problem import Problem
 from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 # Extra value columns that cost a fused call less than a pass over the tiles.
 MAX_EXTRA_COLUMNS = 16
-
-FlattenValue = Callable[[Array], tuple[Array, IntArray]]
 
 TWO_PASSES = "two passes (lse, then weights)"
 
@@ -55,7 +53,7 @@ class Plan(NamedTuple):
         """
         lines = []
         if self.has_product:
-            extra = [name for name, measure in self.from_product.items() if not isinstance(measure, Output)]
+            extra = [name for name, measure in self.from_product.items() if not isinstance(measure, Product)]
             results = ", ".join([*(name for name in self.from_product if name not in extra), "lse"])
             columns = f"; {', '.join(extra)} from extra value columns" if extra else ""
             lines.append(f"{problem.kernel}, one product: {results}{columns}")
@@ -87,22 +85,16 @@ class Plan(NamedTuple):
         return "one pass with the cached lse" if stats and stats.fits(compiled=compiled) else TWO_PASSES
 
 
-def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, can_fuse: bool) -> Plan:
-    """Choose the cheapest way to compute measures.
-
-    Args:
-        problem: The matrix, at the dtype of its scores.
-        measures: Measures by name.
-        known: Whether the lse is cached.
-        can_fuse: Whether a fused kernel may be called and its lse used.
-    """
-    outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Output)}
+def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool) -> Plan:
+    """Choose the cheapest way to compute measures; `known` says whether the lse is cached."""
+    outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Product)}
     rest = {name: measure for name, measure in measures.items() if name not in outputs}
+    prefers_pass = problem.engine.prefers_compiled_pass(problem)
+    can_fuse = not prefers_pass and problem.can_fuse and not problem.needs_exact_rows
     if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
-    columns = (
-        measure.value_columns(problem) for measure in rest.values() if hasattr(measure, "value_columns")
-    )
+    wide = upcast(problem)
+    columns = (measure.value_columns(wide) for measure in rest.values() if hasattr(measure, "value_columns"))
     widths = [found[0].shape[-1] for found in columns if found is not None]
     max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
     if len(widths) == len(rest) and sum(widths) <= max_width:
@@ -110,24 +102,11 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool, ca
     return Plan(True, outputs, rest)
 
 
-def plan_measures(problem: Problem, measures: Mapping[str, Measure], known: bool) -> Plan:
-    """Choose how to compute measures; `known` says whether the lse is cached."""
-    if problem.engine.prefers_compiled_pass(problem):
-        return make_plan(problem, measures, known, can_fuse=False)
-    can_fuse = problem.can_fuse and not problem.needs_exact_rows
-    return make_plan(upcast(problem), measures, known, can_fuse)
-
-
-def split_products(
-    problem: Problem, measures: Mapping[str, Measure]
-) -> tuple[dict[str, Output], dict[str, Measure]]:
-    """Split off the outputs that need a product of their own, for a gradient or at half precision."""
+def need_own_product(problem: Problem, products: Iterable[Product]) -> bool:
+    """Return whether outputs are computed by products of their own: for a gradient, or at half precision."""
     engine = problem.engine
-    outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Output)}
-    requires_grad = engine.requires_grad(problem, *(output.value for output in outputs.values()))
-    if not requires_grad and engine.working_dtype(problem.query) == problem.query.dtype:
-        outputs = {}
-    return outputs, {name: measure for name, measure in measures.items() if name not in outputs}
+    is_half = engine.working_dtype(problem.query) != problem.query.dtype
+    return is_half or engine.requires_grad(problem, *(product.array for product in products))
 
 
 class PlanResult(NamedTuple):
@@ -147,123 +126,94 @@ class PlanResult(NamedTuple):
 
 
 def compute_measures(
-    problem: Problem,
-    measures: Mapping[str, Measure],
-    known: SoftmaxStats | None = None,
-    flatten_value: Any = None,
+    problem: Problem, measures: Mapping[str, Measure], known: SoftmaxStats | None = None
 ) -> PlanResult:
     """Plan and compute measures without gradients.
 
     Args:
         problem: The matrix.
-        measures: Measures by name; if empty, only the statistics are computed.
+        measures: Measures by name, each output as a `Product`; if empty, only the statistics are computed.
         known: Cached softmax statistics of each row.
-        flatten_value: As in `execute`; needed for an `Output`.
     """
     if known is None and (given := problem.given_lse) is not None:
         known = SoftmaxStats(given, None)
-    plan = plan_measures(problem, measures, known is not None)
-    done = execute(plan, upcast(problem), known, flatten_value) if plan.has_product else None
+    plan = make_plan(problem, measures, known is not None)
+    done = _run_product(upcast(problem), plan.from_product) if plan.has_product else None
     if done is None:
-        done = execute(Plan(False, {}, measures), problem, known, flatten_value)
-        assert done is not None
-    return done
-
-
-def execute(
-    plan: Plan,
-    problem: Problem,
-    known: SoftmaxStats | None,
-    flatten_value: FlattenValue,
-) -> PlanResult | None:
-    """Run a plan.
-
-    Args:
-        plan: The plan.
-        problem: The matrix; at the dtype of its scores if the plan has a product.
-        known: Cached softmax statistics of each row.
-        flatten_value: Converts a value to (own pairs, kv_len, value_dim) and the pair of it that each pair uses.
-
-    Returns:
-        The results; None if the fused kernel cannot handle the inputs, so that a plan without it must run.
-    """
-    engine, xp = problem.engine, problem.engine.xp
-    results: dict[str, Any] = {}
-    lse, kernel = None, ""
-    if plan.has_product:
-        parts: list[Any] = [
-            flatten_value(measure.value) if isinstance(measure, Output) else measure.value_columns(problem)
-            for measure in plan.from_product.values()
-        ]
-        value, index = _concat_values(parts or [problem.placeholder_value], xp)
-        with engine.suppress_warnings(), engine.no_grad():
-            product = problem.product(value, index)
-            if product is None or product[1] is None:
-                return None
-            output, lse, kernel = product
-            lse = engine.cast(lse, problem.dtype)  # a value may be wider than query and key
-            if problem.score_mods and not SoftmaxStats(lse, None).is_small(xp):
-                return None  # a large bias: the rounded lse would cost the weights digits
-            stops = np.cumsum([part.shape[-1] for part, _ in parts])
-            for (name, measure), (part, _), stop in zip(plan.from_product.items(), parts, stops, strict=True):
-                columns = engine.cast(output[..., int(stop) - part.shape[-1] : int(stop)], part.dtype)
-                if isinstance(measure, Output):
-                    results[name] = columns
-                else:  # in the dtype of the block loop's sums
-                    results[name] = engine.cast(measure.finish_columns(columns, lse, problem), xp.float64)
-        known = SoftmaxStats(lse, None)
-    measures = [
-        _as_product(measure, problem, flatten_value) if isinstance(measure, Output) else measure
-        for measure in plan.from_loop.values()
-    ]
-    computed, stats = run_block_loop(problem, measures, known)
-    for name, measure, result in zip(plan.from_loop, measures, computed, strict=True):
-        results[name] = engine.cast(result, measure.array.dtype) if isinstance(measure, Product) else result
+        results, lse, kernel, from_loop = dict[str, Any](), None, "", measures
+    else:
+        (results, lse, kernel), from_loop = done, plan.from_loop
+        problem, known = upcast(problem), SoftmaxStats(lse, None)
+    computed, stats = run_block_loop(problem, list(from_loop.values()), known)
+    for (name, measure), result in zip(from_loop.items(), computed, strict=True):
+        if isinstance(measure, Product):
+            result = problem.engine.cast(result, measure.array.dtype)
+        results[name] = result
     return PlanResult(results, stats, lse, kernel)
 
 
+def _run_product(
+    problem: Problem, measures: Mapping[str, Measure]
+) -> tuple[dict[str, Any], Array, str] | None:
+    """Compute measures as columns of one fused product: results by name, the lse, and the name of the kernel.
+
+    Return None if the fused kernel cannot handle the inputs, or its lse is not good enough for the weights.
+    """
+    engine, xp = problem.engine, problem.engine.xp
+    parts: list[Any] = [
+        (measure.array, measure.pair_index)
+        if isinstance(measure, Product)
+        else measure.value_columns(problem)
+        for measure in measures.values()
+    ]
+    value, index = _concat_values(parts or [problem.placeholder_value], xp)
+    with engine.suppress_warnings(), engine.no_grad():
+        product = problem.product(value, index)
+        if product is None or product[1] is None:
+            return None
+        output, lse, kernel = product
+        lse = engine.cast(lse, problem.dtype)  # a value may be wider than query and key
+        if problem.score_mods and not SoftmaxStats(lse, None).is_small(xp):
+            return None  # a large bias: the rounded lse would cost the weights digits
+        results = {}
+        stops = np.cumsum([part.shape[-1] for part, _ in parts])
+        for (name, measure), (part, _), stop in zip(measures.items(), parts, stops, strict=True):
+            columns = engine.cast(output[..., int(stop) - part.shape[-1] : int(stop)], part.dtype)
+            if not isinstance(measure, Product):  # in the dtype of the block loop's sums
+                columns = engine.cast(measure.finish_columns(columns, lse, problem), xp.float64)
+            results[name] = columns
+    return results, lse, kernel
+
+
 def name_measured_product(
-    problem: Problem,
-    outputs: Mapping[str, Output],
-    measures: Mapping[str, Measure],
-    flatten_value: FlattenValue,
+    problem: Problem, outputs: Mapping[str, Product], measures: Mapping[str, Measure]
 ) -> str:
     """Return the name of the kernel that computes one output and measures at once; empty if there is none."""
     engine = problem.engine
     if len(outputs) != 1 or not measures or not engine.prefers_compiled_pass(problem):
         return ""
-    ((_, output),) = outputs.items()
+    (output,) = outputs.values()
     accumulators = find_compiled(problem, list(measures.values()))
-    if len(accumulators) < len(measures) or engine.requires_grad(problem, output.value):
+    if len(accumulators) < len(measures) or engine.requires_grad(problem, output.array):
         return ""
-    value, _ = flatten_value(output.value)
-    return engine.name_measured_product(problem, value, flatten_accumulators(accumulators))
+    return engine.name_measured_product(problem, output.array, flatten_accumulators(accumulators))
 
 
-def execute_measured_product(
-    problem: Problem,
-    outputs: Mapping[str, Output],
-    measures: Mapping[str, Measure],
-    flatten_value: FlattenValue,
+def compute_measured_product(
+    problem: Problem, outputs: Mapping[str, Product], measures: Mapping[str, Measure]
 ) -> PlanResult | None:
-    """Compute one output and measures at once; None if the engine has no kernel for them.
-
-    Args:
-        problem: The matrix.
-        outputs: The output by its name.
-        measures: Measures by name.
-        flatten_value: As in `execute`.
-    """
-    kernel = name_measured_product(problem, outputs, measures, flatten_value)
+    """Compute one output and measures at once; None if the engine has no kernel for them."""
+    kernel = name_measured_product(problem, outputs, measures)
     if not kernel:
         return None
     engine = problem.engine
     ((name, output),) = outputs.items()
-    value, index = flatten_value(output.value)
     accumulators = find_compiled(problem, list(measures.values()))
     bound = {i: measure.bind(problem) for i, measure in enumerate(measures.values())}
     with engine.suppress_warnings(), engine.no_grad():
-        done = engine.run_measured_product(problem, value, index, flatten_accumulators(accumulators))
+        done = engine.run_measured_product(
+            problem, output.array, output.pair_index, flatten_accumulators(accumulators)
+        )
         if done is None:
             return None
         product, accumulated, largest, total = done
@@ -272,14 +222,6 @@ def execute_measured_product(
         results = dict(zip(measures, finished, strict=True))
     stats = SoftmaxStats(largest, total, is_compiled=True)
     return PlanResult({name: product, **results}, stats, None, f"{engine.name}: {kernel}")
-
-
-def _as_product(output: Output, problem: Problem, flatten_value: Any) -> Product:
-    """Convert an output to the measure with which the block loop computes it."""
-    engine = problem.engine
-    value, index = flatten_value(output.value)
-    finite = bool(engine.xp.all(engine.xp.isfinite(value)))
-    return Product(value, index, False, finite, engine.working_dtype(problem.query, problem.key, value))
 
 
 def _concat_values(parts: list[tuple[Array, IntArray]], xp: Namespace) -> tuple[Array, IntArray]:

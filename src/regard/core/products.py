@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,52 +14,6 @@ from regard.errors import ArgumentError, describe_argument, format_named_shape
 from regard.measures import Measure, as_slice
 from regard.problem import Problem, Spec, broadcast_index, num_pairs
 from regard.types import Array, IntArray, Namespace
-
-
-class Operand(NamedTuple):
-    """The array of a product in canonical form.
-
-    Attributes:
-        array: (own pairs, length, width).
-        pair_index: For each pair of the matrix, its pair in `array`: (pairs,).
-        is_vector: Whether the array was given without a width axis.
-    """
-
-    array: Array
-    pair_index: IntArray
-    is_vector: bool
-
-
-def flatten_operand(array: Any, spec: Spec, operation: str, *, transposed: bool) -> Operand:
-    """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form.
-
-    Raises:
-        ArgumentTypeError: If the array does not hold real numbers.
-        ArgumentError: If its shape does not fit the matrix.
-    """
-    name, axis = ("x", "q_len") if transposed else ("value", "kv_len")
-    array = spec.engine.as_float(array, operation, name)
-    is_vector = array.ndim == 1
-    if is_vector:
-        array = array[:, None]
-    length = spec.shape[-2] if transposed else spec.key.shape[-2]
-    if array.ndim < 2 or array.shape[-2] != length:
-        raise ArgumentError(
-            operation,
-            received=f"{name} of shape {tuple(array.shape[:-1] if is_vector else array.shape)}",
-            expected=f"(…, {axis} {length}, width) for a matrix of {format_named_shape(spec.shape, 'q_len', 'kv_len')}",
-            hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
-        )
-    if not transposed and spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
-        raise ArgumentError(
-            operation,
-            received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
-            expected="a value without heads, or the product of the whole matrix",
-            hint="Use (A @ value)[:, heads], or multiply one head at a time: A[0, 3] @ value[0, 1].",
-        )
-    groups = 1 if transposed else spec.groups or 1
-    pair_index = broadcast_index(array, spec.leading_shape, groups, operation, name)
-    return Operand(array.reshape((num_pairs(array), *array.shape[-2:])), pair_index, is_vector)
 
 
 @dataclass(frozen=True)
@@ -163,7 +117,7 @@ class LogSumExp(Measure):
         return xp.where(empty, -xp.inf, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Product(Measure):
     """The product of the matrix, or of its transpose, with an array.
 
@@ -171,17 +125,50 @@ class Product(Measure):
         array: (own pairs, kv_len, width), the values of the keys here, or (own pairs, q_len, width) if `transposed`.
         pair_index: For each pair of the whole matrix, its pair in `array`.
         transposed: Whether the transpose is multiplied.
-        finite: Whether all entries of the array are finite.
-        dtype: Dtype of the sums.
-        problem: The matrix, once the measure is bound.
+        is_vector: Whether the array was given without a width axis, so that the result has none.
     """
 
     array: Array
     pair_index: IntArray
-    transposed: bool
-    finite: bool
-    dtype: Any
+    transposed: bool = False
+    is_vector: bool = False
+    # Set by `bind`: the matrix, whether all entries of the array are finite, and the dtype of the sums.
     problem: Problem | None = None
+    finite: bool = True
+    dtype: Any = None
+
+    @classmethod
+    def from_operand(cls, array: Any, spec: Spec, operation: str, *, transposed: bool = False) -> Product:
+        """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form.
+
+        Raises:
+            ArgumentTypeError: If the array does not hold real numbers.
+            ArgumentError: If its shape does not fit the matrix.
+        """
+        name, axis = ("x", "q_len") if transposed else ("value", "kv_len")
+        array = spec.engine.as_float(array, operation, name)
+        is_vector = array.ndim == 1
+        if is_vector:
+            array = array[:, None]
+        length = spec.shape[-2] if transposed else spec.key.shape[-2]
+        if array.ndim < 2 or array.shape[-2] != length:
+            matrix = format_named_shape(spec.shape, "q_len", "kv_len")
+            raise ArgumentError(
+                operation,
+                received=f"{name} of shape {tuple(array.shape[:-1] if is_vector else array.shape)}",
+                expected=f"(…, {axis} {length}, width) for a matrix of {matrix}",
+                hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
+            )
+        if not transposed and spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
+            raise ArgumentError(
+                operation,
+                received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
+                expected="a value without heads, or the product of the whole matrix",
+                hint="Use (A @ value)[:, heads], or multiply one head at a time: A[0, 3] @ value[0, 1].",
+            )
+        groups = 1 if transposed else spec.groups or 1
+        pair_index = broadcast_index(array, spec.leading_shape, groups, operation, name)
+        return cls(array.reshape((num_pairs(array), *array.shape[-2:])), pair_index, transposed, is_vector)
 
     @property
     def reads_scores(self) -> bool:  # type: ignore[override]
@@ -189,7 +176,14 @@ class Product(Measure):
         return not self.finite
 
     def bind(self, problem: Problem) -> Measure:
-        return replace(self, pair_index=self.pair_index[problem.pair_ids], problem=problem)
+        engine = problem.engine
+        return replace(
+            self,
+            pair_index=self.pair_index[problem.pair_ids],
+            problem=problem,
+            finite=bool(engine.xp.all(engine.xp.isfinite(self.array))),
+            dtype=engine.working_dtype(problem.query, problem.key, self.array),
+        )
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         kept = shape[2 if self.transposed else 1]

@@ -15,7 +15,7 @@ from regard.core.arguments import Axis, check_not_empty, check_result_size, name
 from regard.core.block_loop import SoftmaxStats
 from regard.core.indexing import ResolvedIndex
 from regard.core.matrix import AttentionMatrix, PartSource
-from regard.core.products import BlockLoopScores, DenseWeights, Product, SelectedWeights, flatten_operand
+from regard.core.products import BlockLoopScores, DenseWeights, Product, SelectedWeights
 from regard.distributed.measuring import (
     can_compile,
     count_norms,
@@ -302,23 +302,21 @@ class DistributedMatrix(AttentionMatrix):
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         array = as_local(array)
-        operand = flatten_operand(array, self._spec, operation, transposed=transposed)
-        array, engine = operand.array, self._problem.engine
+        measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
+        array, engine = measure.array, self._problem.engine
         if transposed:
             self._refuse_gradients(operation, array)
-            dtype = engine.working_dtype(self._problem.query, self._problem.key, array)
-            measure = Product(array, operand.pair_index, True, bool(array.isfinite().all()), dtype)
             product = self._run_operation(operation, {"product": measure}, f"{tuple(array.shape[2:])}")[
                 "product"
             ]
         else:
             needs_grad = engine.requires_grad(self._problem, array)
-            output, lse, self._kernel_used = multiply(self._ring, array, operand.pair_index, needs_grad)
+            output, lse, self._kernel_used = multiply(self._ring, array, measure.pair_index, needs_grad)
             product = output
             if self._lse_stats is None:
                 self._lse_stats = SoftmaxStats(lse.detach(), None)
         product = engine.cast(self._restore_leading_axes(product), array.dtype)
-        return product[..., 0] if operand.is_vector else product
+        return product[..., 0] if measure.is_vector else product
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         self._refuse_gradients("A.measure(…)")

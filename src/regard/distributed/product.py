@@ -113,9 +113,7 @@ class _BlockKernel:
             if fused is not None and fused[1] is not None:
                 self._names.append(fused[2])
                 return fused[0], fused[1]
-        dtype = block.engine.working_dtype(block.query, block.key, value)
-        measure = Product(value, value_index, False, bool(value.isfinite().all()), dtype)
-        (output,), stats = run_block_loop(block, [measure])
+        (output,), stats = run_block_loop(block, [Product(value, value_index)])
         assert stats is not None
         self._names.append(block.fallback_kernel)
         return output, stats.lse(block.engine.xp)

@@ -84,9 +84,7 @@ def compute_rows(problem: Problem, pairs: IntArray, rows: IntArray | None, value
         fused = part.product(value.array, value.pair_index) if part.can_fuse else None
         if fused is not None:
             return fused[0].to(value.array.dtype)
-        finite = bool(engine.xp.all(engine.xp.isfinite(value.array)))
-        dtype = engine.working_dtype(part.query, part.key, value.array)
-        (output,), _ = run_block_loop(part, [Product(value.array, value.pair_index, False, finite, dtype)])
+        (output,), _ = run_block_loop(part, [Product(value.array, value.pair_index)])
     return output.to(value.array.dtype)
 
 

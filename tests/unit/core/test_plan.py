@@ -30,6 +30,7 @@ from regard import (  # noqa: E402
     softcap,
 )
 from regard.core.planner import MAX_EXTRA_COLUMNS, make_plan  # noqa: E402
+from regard.core.products import Product  # noqa: E402
 from regard.engines import torch_kernels as _torch_kernels  # noqa: E402
 from regard.engines.native import find_instruction_set, use_instruction_set  # noqa: E402
 from regard.measures import MaxWeight, Sum  # noqa: E402
@@ -204,16 +205,19 @@ def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: 
         torch.testing.assert_close(ours.double(), streamed.double(), rtol=limit, atol=limit)
 
 
+@use_instruction_set(None)
 @pytest.mark.parametrize("has_output", [False, True])
 def test_a_product_takes_a_limited_number_of_extra_columns(has_output: bool) -> None:
     problem = attention(torch.randn(8, 4), torch.randn(30, 4))._problem
-    outputs: dict[str, Measure] = {"output": Output(torch.randn(30, 4))} if has_output else {}
+    outputs: dict[str, Measure] = (
+        {"output": Product(torch.randn(1, 30, 4), np.zeros(1, int))} if has_output else {}
+    )
     limit = MAX_EXTRA_COLUMNS + (0 if has_output else 4)  # 4 is the width of the key
     masses = {f"mass_{i}": Mass(first(i)) for i in range(1, limit + 2)}
-    plan = make_plan(problem, outputs | masses, known=False, can_fuse=True)
+    plan = make_plan(problem, outputs | masses, known=False)
     assert plan.from_product == outputs and plan.from_loop == masses
     masses.popitem()
-    plan = make_plan(problem, outputs | masses, known=False, can_fuse=True)
+    plan = make_plan(problem, outputs | masses, known=False)
     assert plan.from_product == outputs | masses and plan.from_loop == {}
 
 
