@@ -41,7 +41,6 @@ PAGE_ORDER = [
     "learn",
     "testing",
     "engines",
-    "tiling",
 ]
 KIND_ORDER = ["function", "class", "exception", "data"]
 

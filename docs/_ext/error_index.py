@@ -15,7 +15,7 @@ from pathlib import Path
 
 import regard
 from regard.errors import format_anchor
-from regard.measures import get_result_name
+from regard.measures.base import get_result_name
 
 PACKAGE = Path(regard.__file__).parent
 

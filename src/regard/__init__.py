@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from regard import score_mods as score_mods
     from regard import survey as survey
     from regard import testing as testing
-    from regard import tiling as tiling
     from regard import transformers as transformers
     from regard.core.explanation import Explanation as Explanation
     from regard.diagnosis.compare import compare as compare
@@ -117,7 +116,6 @@ __all__ = [
     "sinusoidal",
     "sliding_window",
     "softcap",
-    "tiling",
 ]
 
 _LAZY_PACKAGES = (

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from regard.types import IntArray
-from regard.validation import check_count
-
-__all__ = ["TileSizes", "tile_sizes", "use_tile_sizes"]
 
 
 @dataclass(frozen=True)
 class TileSizes:
     """Sizes of the blocks that work is split into; the defaults keep a tile in the cores' caches.
 
-    Args:
+    Attributes:
         rows: Rows (queries) of a tile of the block loop.
         columns: Columns (keys) of a tile of the block loop.
         entries: Entries of a tile over all the (batch, head) pairs that are computed together.
@@ -35,12 +32,6 @@ class TileSizes:
         linear_chunk: Queries and keys of a chunk of linear attention.
         topk_columns: Columns that top-k collects before it searches them.
         intervals: Most intervals of keys that a mask may be converted to.
-
-    Raises:
-        ArgumentError: If a size is not a whole number above 0 (`cached_scores` may be 0).
-
-    >>> TileSizes().rows, TileSizes(rows=64).rows
-    (512, 64)
     """
 
     rows: int = 512
@@ -54,33 +45,15 @@ class TileSizes:
     topk_columns: int = 4096
     intervals: int = 1 << 22
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            size, least = getattr(self, field.name), 0 if field.name == "cached_scores" else 1
-            check_count(
-                size, least, None, "TileSizes", field.name, "", "Sizes count rows, columns or entries."
-            )
-
     def split_rows(self, count: int) -> Iterator[IntArray]:
-        """Split `count` rows into bands of at most `rows` each, in order.
-
-        Args:
-            count: Number of rows.
-
-        Returns:
-            The row indices of each band.
-        """
+        """Split `count` rows into bands of at most `rows` each, in order."""
         for start in range(0, count, self.rows):
             yield np.arange(start, min(start + self.rows, count))
 
     def split_pairs(self, shape: tuple[int, int, int]) -> Iterator[IntArray]:
         """Split the (batch, head) pairs of a matrix into groups whose tiles have at most `entries` entries.
 
-        Args:
-            shape: Shape of the matrix, (pairs, rows, columns).
-
-        Returns:
-            The pair indices of each group; one empty group if there are no pairs.
+        `shape` is (pairs, rows, columns). Without pairs there is one empty group.
         """
         pairs, rows, columns = shape
         size = max(1, self.entries // max(1, min(rows, self.rows) * min(columns, self.columns)))
@@ -115,22 +88,12 @@ def _change_sizes(on_device: bool, changes: tuple[tuple[str, int], ...]) -> Tile
 def use_tile_sizes(**changes: int) -> Iterator[TileSizes]:
     """Change some tile sizes inside a `with` block, for this thread or task only, on every device.
 
-    Args:
-        **changes: Fields of `TileSizes` and their new values; the others stay as they are.
-
-    Yields:
-        The tile sizes inside the block.
-
-    Raises:
-        ArgumentError: If a size is not a whole number above 0.
-        TypeError: If `TileSizes` has no field of that name.
-
     >>> with use_tile_sizes(rows=128, columns=256):
     ...     tile_sizes().rows, tile_sizes().columns
     (128, 256)
     """
     merged = {**dict(_CHANGES.get()), **changes}
-    sizes = replace(_DEFAULT, **merged)  # raises for unknown names and wrong sizes
+    sizes = replace(_DEFAULT, **merged)  # raises for unknown names
     token = _CHANGES.set(tuple(sorted(merged.items())))
     try:
         yield sizes

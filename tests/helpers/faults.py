@@ -366,7 +366,7 @@ def _(_init: Function) -> Function:
     return lambda self, *args, **options: object.__setattr__(self, "axis", -1)
 
 
-@fault("distance-with-its-sign", "guarantee 4", "regard.measures.distance:Distance.step")
+@fault("distance-with-its-sign", "guarantee 4", "regard.measures.sums:Distance.step")
 def _(step: Function) -> Function:
     def signed(self: Any, state: Any, weights: Any, scores: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
         return step(

@@ -17,7 +17,7 @@ from regard import (
     linear_attention,
     merge,
 )
-from regard.core.given_weights import attention_from_weights
+from regard.core.attention import attention_from_weights
 from regard.masks import between, causal, dense, document, first, padding, prefix, sliding_window
 from regard.measures import Coarse, Contribution, Entropy, Mass, Spread
 from regard.positions import rope, sinusoidal

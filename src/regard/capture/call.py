@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from regard.capture.compact_mask import CompactMask
-from regard.core.attention import attention
-from regard.core.given_weights import attention_from_weights
+from regard.core.attention import attention, attention_from_weights
 from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, format_named_shape
 from regard.masks import Mask

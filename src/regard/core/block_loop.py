@@ -17,7 +17,7 @@ import numpy as np
 from regard.accumulators import Accumulator
 from regard.engines.compensated import resolve_sums
 from regard.frame import EXACT_ROWS_LIMIT, as_index, take_range
-from regard.measures import find_accumulator
+from regard.measures.base import find_accumulator
 from regard.problem import Engine, LoopMeasure, Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace

@@ -13,7 +13,7 @@ from regard.core.block_loop import init_online_softmax, make_finite, update_onli
 from regard.engines.compensated import resolve_sums
 from regard.errors import ArgumentError
 from regard.problem import Problem, num_pairs
-from regard.render.steps import PrintedStep, format_steps
+from regard.render.table import PrintedStep, format_steps
 from regard.render.text import TERMS_SHOWN, escape_unprintable, format_factor, format_number, format_vector
 from regard.types import Array
 

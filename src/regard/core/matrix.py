@@ -17,15 +17,16 @@ import numpy as np
 
 from regard.core.arguments import (
     Axis,
+    ResolvedIndex,
     check_not_empty,
     check_one_head,
     check_result_size,
     name_measures,
+    resolve_index,
     resolve_reduction,
     resolve_row,
 )
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
-from regard.core.indexing import ResolvedIndex, resolve_index
 from regard.core.planner import (
     compute_measured_product,
     compute_measures,

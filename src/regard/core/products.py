@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,23 +11,19 @@ import numpy as np
 from regard.core.block_loop import make_finite
 from regard.engines import find_engine
 from regard.errors import ArgumentError, describe_argument, format_named_shape
-from regard.measures import Measure, as_slice
+from regard.measures import Measure
+from regard.measures.base import BoundMeasure, as_slice, copy_with
 from regard.problem import Problem, Spec, broadcast_index, num_pairs
 from regard.types import Array, IntArray, Namespace
 
 
 @dataclass(frozen=True)
-class DenseWeights(Measure):
+class DenseWeights(BoundMeasure):
     """Every weight, stored: (…, q_len, kv_len). The only measure that takes more than O(n) memory."""
 
-    problem: Problem | None = None
     reads_scores: ClassVar[bool] = False
 
-    def bind(self, problem: Problem) -> Measure:
-        return replace(self, problem=problem)
-
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
-        assert self.problem is not None
         return xp.zeros(shape, dtype=self.problem.dtype)
 
     def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
@@ -36,23 +32,17 @@ class DenseWeights(Measure):
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedWeights(Measure):
+class SelectedWeights(BoundMeasure):
     """The weights at some columns, from the tiles of their whole rows: (…, q_len, len(columns)).
 
     Attributes:
         columns: Columns in any order: (n,).
-        problem: The matrix, once the measure is bound.
     """
 
     columns: IntArray
-    problem: Problem | None = None
     reads_scores: ClassVar[bool] = False
 
-    def bind(self, problem: Problem) -> Measure:
-        return replace(self, problem=problem)
-
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
-        assert self.problem is not None
         return xp.zeros((*shape[:2], len(self.columns)), dtype=self.problem.dtype)
 
     def step(
@@ -81,22 +71,15 @@ class BlockLoopScores(SelectedWeights):
         return super().step(state, scores, None, q_idx, kv_idx, xp)
 
     def merge(self, a: Array, b: Array) -> Array:
-        assert self.problem is not None
         return self.problem.engine.xp.maximum(a, b)
 
 
 @dataclass(frozen=True)
-class LogSumExp(Measure):
+class LogSumExp(BoundMeasure):
     """The lse of each row of a matrix without a sink, for gradients: score − ln weight at any live key, (…, q_len).
 
     A sink may leave so little weight to the keys that the gradient of its logarithm overflows.
     """
-
-    problem: Problem | None = None
-
-    def bind(self, problem: Problem) -> Measure:
-        assert problem.sink is None
-        return replace(self, problem=problem)
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
         return xp.zeros((*shape[:2], 2))
@@ -111,14 +94,13 @@ class LogSumExp(Measure):
         return state
 
     def finish(self, state: Array) -> Array:
-        assert self.problem is not None
         xp = self.problem.engine.xp
         empty = state[..., 1] == 0
         return xp.where(empty, -xp.inf, state[..., 0] / xp.where(empty, 1.0, state[..., 1]))
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Measure):
+class Product(BoundMeasure):
     """The product of the matrix, or of its transpose, with an array.
 
     Attributes:
@@ -132,8 +114,7 @@ class Product(Measure):
     pair_index: IntArray
     transposed: bool = False
     is_vector: bool = False
-    # Set by `bind`: the matrix, whether all entries of the array are finite, and the dtype of the sums.
-    problem: Problem | None = None
+    # Set by `bind`: whether all entries of the array are finite, and the dtype of the sums.
     finite: bool = True
     dtype: Any = None
 
@@ -177,7 +158,7 @@ class Product(Measure):
 
     def bind(self, problem: Problem) -> Measure:
         engine = problem.engine
-        return replace(
+        return copy_with(
             self,
             pair_index=self.pair_index[problem.pair_ids],
             problem=problem,
@@ -192,7 +173,6 @@ class Product(Measure):
     def step(
         self, state: Any, weights: Array, scores: Any, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Any:
-        assert self.problem is not None
         engine = self.problem.engine
         kept, summed = (kv_idx, q_idx) if self.transposed else (q_idx, kv_idx)
         columns, first = as_slice(summed), 0 if self.transposed else self.problem.first_key

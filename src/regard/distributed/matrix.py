@@ -11,9 +11,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from regard.core.arguments import Axis, check_not_empty, check_result_size, name_measures, resolve_reduction
+from regard.core.arguments import (
+    Axis,
+    ResolvedIndex,
+    check_not_empty,
+    check_result_size,
+    name_measures,
+    resolve_reduction,
+)
 from regard.core.block_loop import SoftmaxStats
-from regard.core.indexing import ResolvedIndex
 from regard.core.matrix import AttentionMatrix, PartSource
 from regard.core.products import BlockLoopScores, DenseWeights, Product, SelectedWeights
 from regard.distributed.measuring import (

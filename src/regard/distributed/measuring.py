@@ -28,7 +28,8 @@ from regard.distributed.ring import KeyBlock, RingPass, RingProblem, Travel, fin
 from regard.engines.compensated import resolve_sums
 from regard.errors import ArgumentError
 from regard.frame import take_range
-from regard.measures import MaxWeight, Measure, Sum, as_slice, find_accumulator
+from regard.measures import MaxWeight, Measure, Sum
+from regard.measures.base import as_slice, find_accumulator
 from regard.problem import Problem
 from regard.types import Array, Namespace
 

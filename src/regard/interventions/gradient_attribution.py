@@ -29,8 +29,8 @@ from regard.lens.head_table import as_numpy_per_head
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.watch import Watch
-from regard.measures import Measure, as_slice
-from regard.measures.base import copy_with
+from regard.measures import Measure
+from regard.measures.base import as_slice, copy_with
 from regard.problem import Problem, broadcast_index
 from regard.types import Array, IntArray, Namespace
 from regard.validation import check_count

@@ -10,7 +10,8 @@ import numpy as np
 from regard.accumulators import Accumulator, DiagonalSum
 from regard.lens.token_rows import TokenRows
 from regard.lens.weight_measures import GroupMass
-from regard.measures import Measure, as_slice
+from regard.measures import Measure
+from regard.measures.base import as_slice
 from regard.problem import Problem
 from regard.types import Array
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from regard.accumulators import Accumulator, BandSum, ColumnSum, RowSum
-from regard.measures import Measure, as_slice
+from regard.measures import Measure
+from regard.measures.base import as_slice
 from regard.measures.sums import MAX_INTERVALS
 from regard.problem import Problem
 from regard.types import Array, IntArray

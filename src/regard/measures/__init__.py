@@ -19,11 +19,9 @@ This package may import engines, masks and the modules below them, not core.
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.measures.base import Measure, as_slice, find_accumulator, get_result_name
-from regard.measures.contribution import Contribution
-from regard.measures.distance import Distance, Position, Spread
-from regard.measures.sums import Coarse, Entropy, Mass, Output, Received, Sum
-from regard.measures.topk import MaxScore, MaxWeight, TopK, TopKResult
+from regard.measures.base import Measure
+from regard.measures.sums import Coarse, Distance, Entropy, Mass, Output, Position, Received, Spread, Sum
+from regard.measures.topk import Contribution, MaxScore, MaxWeight, TopK, TopKResult
 
 __all__ = [
     "Coarse",
@@ -41,9 +39,6 @@ __all__ = [
     "Sum",
     "TopK",
     "TopKResult",
-    "as_slice",
-    "find_accumulator",
-    "get_result_name",
 ]
 
 set_public_module(globals())

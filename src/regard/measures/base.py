@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
-from regard.accumulators import Accumulator
+from regard.accumulators import Accumulator, RowSum
 from regard.engines import find_engine
 from regard.problem import Problem
 from regard.types import Array, IntArray, Namespace
@@ -180,6 +180,15 @@ class Measure:
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
+class BoundMeasure(Measure):
+    """A measure that reads its matrix: `bind` returns a copy with `problem` set."""
+
+    problem: Problem
+
+    def bind(self, problem: Problem) -> Measure:
+        return copy_with(self, problem=problem)
+
+
 @dataclass(frozen=True, repr=False)
 class RowMean(Measure):
     """A mean over the keys of each row: Σ weight · factor / Σ weight, 0 if the keys have no weight; (…, q_len).
@@ -203,8 +212,6 @@ class RowMean(Measure):
     @staticmethod
     def _describe_state(problem: Problem, row_sum: Accumulator) -> Accumulator | tuple[Accumulator, ...]:
         """Return what a compiled pass accumulates for a sum of weight · factor."""
-        from regard.accumulators import RowSum
-
         return (row_sum, RowSum("one")) if problem.has_sink else row_sum
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -239,12 +246,9 @@ def copy_with(measure: MeasureT, **state: Any) -> MeasureT:
 def find_accumulator(measure: object, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
     """Return the description of a measure's state; None if the measure has none, or redefines how it is computed.
 
-    Args:
-        measure: A measure.
-        problem: Matrix in canonical form.
-
     >>> import regard
-    >>> from regard.measures import Received, find_accumulator
+    >>> from regard.measures import Received
+    >>> from regard.measures.base import find_accumulator
     >>> find_accumulator(Received(), regard.attention([[1.0]], [[1.0]]).problem)
     ColumnSum()
     """
@@ -259,14 +263,6 @@ def find_accumulator(measure: object, problem: Problem) -> Accumulator | tuple[A
 def as_slice(indices: Array) -> slice:
     """Convert the indices of a tile's rows or columns, which are contiguous, to a slice.
 
-    Args:
-        indices: Ascending contiguous integers, at least one.
-
-    Returns:
-        The slice from the first to the last.
-
-    >>> import numpy as np
-    >>> from regard.measures import as_slice
     >>> as_slice(np.arange(8, 12))
     slice(8, 12, None)
     """
@@ -284,16 +280,9 @@ def share_columns(problem: Problem, *columns: Array) -> tuple[Array, IntArray]:
 
 
 def get_result_name(measure: object) -> str:
-    """Return the field of `A.measure(…)` that holds a measure's result.
-
-    Args:
-        measure: A measure.
-
-    Returns:
-        Its `result_name`, or else its class name in snake case.
+    """Return the field of `A.measure(…)` that holds a measure's result: its `result_name`, or its class name.
 
     >>> import regard
-    >>> from regard.measures import get_result_name
     >>> get_result_name(regard.MaxWeight()), get_result_name(regard.TopK(8))
     ('max_weight', 'topk')
     """

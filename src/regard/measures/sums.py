@@ -1,4 +1,4 @@
-"""Sums over the weights: of a row, of a column, of a cell."""
+"""Sums and means over the weights: of a row, of a column, of a cell, of distances."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from regard.accumulators import Accumulator
+from regard.accumulators import Accumulator, CellReduction, ColumnSum, RowSum
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
-from regard.measures.base import Measure, RowMean, as_slice, copy_with, get_result_name, share_columns
+from regard.measures.base import (
+    BoundMeasure,
+    Measure,
+    RowMean,
+    as_slice,
+    copy_with,
+    get_result_name,
+    share_columns,
+)
 from regard.problem import Problem
-from regard.types import Array, IntArray, Namespace
-from regard.validation import check_count
+from regard.types import Align, Array, IntArray, Namespace
+from regard.validation import check_align, check_count
 
 # Intervals of keys up to which a compiled pass adds up a share; with more, the mask is evaluated on every tile.
 MAX_INTERVALS = 8
@@ -42,8 +50,6 @@ class Entropy(RowMean):
     reads_scores: ClassVar[bool] = False
 
     def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
-        from regard.accumulators import RowSum
-
         return self._describe_state(problem, RowSum("surprisal"))
 
     def _normalise(self, total: Array, weight: Array, least_sum: float) -> Array:
@@ -117,8 +123,6 @@ class Sum(Measure):
         return None if self.axis == -2 else share_columns(problem, np.ones(problem.frame.kv_len))
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.accumulators import ColumnSum, RowSum
-
         return ColumnSum() if self.axis == -2 else RowSum("one")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -194,7 +198,7 @@ class Output(Measure):
 
 
 @dataclass(frozen=True, repr=False)
-class Mass(Measure):
+class Mass(BoundMeasure):
     """The share of each row on the keys that a mask lets through: shape (…, q_len).
 
     Args:
@@ -210,7 +214,6 @@ class Mass(Measure):
     """
 
     mask: Mask
-    _problem: Problem | None = field(default=None, init=False, compare=False)
     reads_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -224,25 +227,28 @@ class Mass(Measure):
 
     def bind(self, problem: Problem) -> Measure:
         self.mask.check(problem.frame)
-        return copy_with(self, _problem=problem)
+        return super().bind(problem)
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
         self.mask.check(problem.frame)
+        allowed = self._find_keys(problem)
+        if allowed is None:
+            return None
+        index = np.arange(len(allowed)) if len(allowed) > 1 else np.zeros(problem.shape[0], np.int64)
+        return problem.engine.xp.astype(allowed[..., None], problem.dtype), index
+
+    def _find_keys(self, problem: Problem) -> Array | None:
+        """Return which keys the mask allows, (pairs or 1, kv_len); None if that depends on the query."""
         if not self.mask.is_key_only or 0 in problem.shape:
             return None
-        kv_idx, xp = np.arange(problem.frame.kv_len), problem.engine.xp
-        allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, xp)
-        index = np.arange(len(allowed)) if len(allowed) > 1 else np.zeros(problem.shape[0], np.int64)
-        return xp.astype(allowed[:, 0, :, None], problem.dtype), index
+        first, kv_idx = np.zeros(1, np.int64), np.arange(problem.frame.kv_len)
+        return self.mask.allows(problem.frame, first, kv_idx, problem.engine.xp)[:, 0]
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.accumulators import RowSum
-
-        if not self.mask.is_key_only or 0 in problem.shape:
+        allowed = self._find_keys(problem)
+        if allowed is None:
             return None
-        kv_idx, engine = np.arange(problem.frame.kv_len), problem.engine
-        allowed = self.mask.allows(problem.frame, np.zeros(1, np.int64), kv_idx, engine.xp)
-        allowed = engine.to_numpy(allowed)[:, 0]
+        allowed = problem.engine.to_numpy(allowed)
         if not (allowed == allowed[:1]).all():
             return None  # the heads differ
         edges = np.flatnonzero(np.diff(allowed[0], prepend=False, append=False)).reshape(-1, 2)
@@ -256,17 +262,16 @@ class Mass(Measure):
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        assert self._problem is not None
         rows, columns = as_slice(q_idx), as_slice(kv_idx)
-        positions = self._problem.positions[rows]
+        positions = self.problem.positions[rows]
         kv_range = np.arange(columns.start, columns.stop)
-        allowed = self.mask.allows(self._problem.frame, positions, kv_range, xp)
+        allowed = self.mask.allows(self.problem.frame, positions, kv_range, xp)
         state[:, rows] += xp.sum(xp.where(allowed, weights, 0.0), axis=-1)
         return state
 
 
 @dataclass(frozen=True, repr=False)
-class Coarse(Measure):
+class Coarse(BoundMeasure):
     """The matrix as a picture of cells, each the mean, the maximum or the sum of its weights.
 
     With `cells` cells along each edge, entry (i, j) is in cell (i · cells // q_len, j · cells // kv_len).
@@ -286,7 +291,6 @@ class Coarse(Measure):
 
     cells: int | tuple[int, int]
     reduce: Literal["mean", "max", "sum"] = "mean"
-    _problem: Problem | None = field(default=None, init=False, compare=False)
     reads_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -313,7 +317,7 @@ class Coarse(Measure):
     def bind(self, problem: Problem) -> Measure:
         rows, columns = problem.shape[1:]
         self._check_cells(rows, columns, f" for a matrix of ({rows}, {columns})")
-        return copy_with(self, _problem=problem)
+        return super().bind(problem)
 
     @property
     def _grid(self) -> tuple[int, int]:
@@ -321,8 +325,6 @@ class Coarse(Measure):
         return self.cells if isinstance(self.cells, tuple) else (self.cells, self.cells)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        from regard.accumulators import CellReduction
-
         return CellReduction(self._grid, "max" if self.reduce == "max" else "sum")
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
@@ -331,13 +333,12 @@ class Coarse(Measure):
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        assert self._problem is not None
         reduce = "max" if self.reduce == "max" else "sum"
         index = [slice(None)]
         for axis, indices, count in zip((-2, -1), (q_idx, kv_idx), self._grid, strict=True):
             tile = as_slice(indices)
-            cells, sizes = _find_cells(tile.start, tile.stop, self._problem.shape[axis], count)
-            weights = self._problem.engine.segment_reduce(weights, sizes, axis, reduce)
+            cells, sizes = _find_cells(tile.start, tile.stop, self.problem.shape[axis], count)
+            weights = self.problem.engine.segment_reduce(weights, sizes, axis, reduce)
             index.append(cells)
         if reduce == "sum":
             state[tuple(index)] += weights
@@ -352,10 +353,9 @@ class Coarse(Measure):
     def finish(self, state: Array) -> Array:
         if self.reduce != "mean":
             return state
-        assert self._problem is not None
-        lengths = zip(self._problem.shape[1:], self._grid, strict=True)
+        lengths = zip(self.problem.shape[1:], self._grid, strict=True)
         rows, columns = (np.array(_find_cells(0, n, n, count)[1]) for n, count in lengths)
-        return state / self._problem.engine.xp.asarray(rows[:, None] * columns[None, :])
+        return state / self.problem.engine.xp.asarray(rows[:, None] * columns[None, :])
 
 
 @lru_cache(maxsize=1024)
@@ -364,3 +364,164 @@ def _find_cells(start: int, stop: int, length: int, count: int) -> tuple[slice, 
     cells = range(start * count // length, (stop - 1) * count // length + 1)
     edges = [start, *(-(-cell * length // count) for cell in cells[1:]), stop]
     return slice(cells.start, cells.stop), tuple(np.diff(edges).tolist())
+
+
+# Where the weights of a row are
+
+
+@dataclass(frozen=True, repr=False)
+class Distance(RowMean):
+    """The mean distance of each row to its keys, Σ w · |q_idx − kv_idx| / Σ w: shape (…, q_len).
+
+    Averaged over the queries it is the mean distance of Vig & Belinkov (1906.04284). A sink has no position and does
+    not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · |q_idx − kv_idx|.
+
+    Args:
+        align: Which query is at which key if the lengths differ, as in `causal`.
+
+    Raises:
+        ArgumentError: If `align` is unknown.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
+    >>> A.measure(regard.Distance()).distance
+    array([0. , 0.5, 1. ])
+    """
+
+    align: Align | None = None
+    # Set by `bind`: positions of the rows among the keys, also as an array of the engine; 0, 1, 2, … and reversed.
+    _positions: IntArray | None = field(default=None, init=False, compare=False)
+    _row_positions: Array = field(default=None, init=False, compare=False)
+    _steps: Array = field(default=None, init=False, compare=False)
+    _reversed_steps: Array = field(default=None, init=False, compare=False)
+    reads_scores: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_align(self.align, get_result_name(self))
+
+    def bind(self, problem: Problem) -> Measure:
+        offset = problem.frame.offset(self.align, get_result_name(self))
+        positions, xp = problem.positions + offset, problem.engine.xp
+        row_positions, steps = (
+            xp.asarray(x, dtype=problem.dtype) for x in (positions, np.arange(problem.frame.kv_len))
+        )
+        return copy_with(
+            super().bind(problem),
+            _positions=positions,
+            _row_positions=row_positions,
+            _steps=steps,
+            _reversed_steps=xp.flip(steps),
+        )
+
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
+        offset = problem.frame.offset(self.align, get_result_name(self))
+        return self._describe_state(problem, RowSum("distance", offset=offset))
+
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        assert self._positions is not None
+        rows, columns, width = as_slice(q_idx), as_slice(kv_idx), len(kv_idx)
+        first, last = columns.start, columns.stop - 1
+        # From a row to the nearest key of the tile, and from there to each key: nothing cancels.
+        if self._positions[rows].min() >= last:
+            gap, steps = self._row_positions[rows] - last, self._reversed_steps[-width:]
+        elif self._positions[rows].max() <= first:
+            gap, steps = first - self._row_positions[rows], self._steps[:width]
+        else:
+            ahead = self._steps[:width] - (self._row_positions[rows] - first)[:, None]
+            return self._add(state, q_idx, xp.vecdot(weights, xp.abs(ahead)), weights, xp)
+        return self._add(state, q_idx, gap * xp.sum(weights, axis=-1) + weights @ steps, weights, xp)
+
+
+@dataclass(frozen=True, repr=False)
+class Position(RowMean):
+    """The mean position of the keys of each row, Σ w · kv_idx / Σ w: shape (…, q_len).
+
+    A sink has no position and does not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · kv_idx.
+
+    >>> import numpy as np, regard
+    >>> regard.attention(np.zeros((1, 2)), np.zeros((5, 2))).measure(regard.Position()).position
+    array([2.])
+    """
+
+    reads_scores: ClassVar[bool] = False
+
+    def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
+        positions = np.arange(problem.frame.kv_len)
+        return share_columns(
+            problem, *((positions, np.ones(len(positions))) if problem.has_sink else (positions,))
+        )
+
+    def finish_columns(self, product: Array, lse: Array, problem: Problem) -> Array:
+        if not problem.has_sink:
+            return product[..., 0]
+        return self._normalise(product[..., 0], product[..., 1], self._find_least_sum(problem))
+
+    def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
+        return self._describe_state(problem, RowSum("position"))
+
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        return self._add(state, q_idx, weights @ xp.astype(kv_idx, weights.dtype), weights, xp)
+
+
+@dataclass(frozen=True, repr=False)
+class Spread(Distance):
+    """The standard deviation of kv_idx under the weights of each row, without the sink: shape (…, q_len).
+
+    The state of a row is the sum of its weights, their mean position relative to the query, and the sum of squared
+    deviations from that mean. Two states are merged without a difference of large numbers (Chan, Golub & LeVeque,
+    1983), so that float32 is enough on devices without float64.
+
+    Args:
+        align: Which query is at which key if the lengths differ, as in `causal`.
+
+    Raises:
+        ArgumentError: If `align` is unknown.
+
+    >>> import numpy as np, regard
+    >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
+    >>> A.measure(regard.Spread()).spread.round(4)
+    array([0.    , 0.5   , 0.8165])
+    """
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
+        return xp.zeros((*shape[:2], 3), dtype=xp.float64)
+
+    def step(
+        self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
+    ) -> Array:
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
+        within, weights = (xp.astype(x, xp.float64) for x in (kv_idx - columns.start, weights))
+        total = xp.sum(weights, axis=-1)
+        mean = weights @ within / self._as_divisor(total, xp)
+        deviations = xp.vecdot(weights, (within - mean[..., None]) ** 2)
+        start = columns.start - xp.astype(self._row_positions[rows], xp.float64)
+        tile = xp.stack([total, mean + start, deviations], axis=-1)
+        state[:, rows] = self.merge(state[:, rows], tile)
+        return state
+
+    def merge(self, a: Array, b: Array) -> Array:
+        xp = find_engine("merge", a=a).xp
+        total_a, mean_a, deviations_a = (a[..., i] for i in range(3))
+        total_b, mean_b, deviations_b = (b[..., i] for i in range(3))
+        total = total_a + total_b
+        share = total_b / self._as_divisor(total, xp)
+        ahead = mean_b - mean_a
+        deviations = deviations_a + deviations_b + ahead**2 * total_a * share
+        return xp.stack([total, mean_a + ahead * share, deviations], axis=-1)
+
+    def finish(self, state: Array) -> Array:
+        xp = find_engine("finish", state=state).xp
+        total, deviations = state[..., 0], state[..., 2]
+        variance = deviations / self._as_divisor(total, xp)
+        # The square root has no derivative at 0, so it is not taken there.
+        spread = xp.sqrt(xp.where(variance <= 0, 1.0, variance))
+        return xp.where(variance <= 0, 0.0, spread)
+
+    def _as_divisor(self, total: Array, xp: Namespace) -> Array:
+        """Return sums of weights to divide by: 1 instead of one whose square, in the gradient, would be 0."""
+        least = max(self._least_sum, float(xp.finfo(total.dtype).tiny) ** 0.5)
+        return xp.where(total < least, 1.0, total)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from regard.render.steps import PrintedStep
+from regard.render.table import PrintedStep
 from regard.render.text import escape_unprintable
 from regard.types import Array
 

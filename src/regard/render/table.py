@@ -1,12 +1,12 @@
-"""Print tables, byte counts and durations in plain text, for every result of the package."""
+"""Print tables, byte counts, durations and the steps of a computation in plain text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from regard.render.text import escape_unprintable
+from regard.render.text import escape_unprintable, format_bar
 
 Alignment = Literal["left", "right"]
 
@@ -120,3 +120,31 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * size:  # which rounds up to one
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+# Steps of a computation
+
+
+class PrintedStep(NamedTuple):
+    """One step as it is printed.
+
+    `rows` hold a name and its cells under `columns`, and `shares` the weights to draw as bars beside them.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    shares: list[float]
+    closing: str = ""
+
+
+def format_steps(heading: str, steps: Sequence[PrintedStep]) -> str:
+    """Return a heading and the steps below it as lines of text."""
+    lines = [heading, ""]
+    for step in steps:
+        rows = step.rows
+        if step.shares:
+            rows = [[*row, format_bar(share)] for row, share in zip(rows, step.shares, strict=True)]
+        lines += [step.title, *([format_table(rows, align="left", indent="   ")] if rows else [])]
+        lines += [f"   {step.closing}"] if step.closing else []
+    return "\n".join(lines)

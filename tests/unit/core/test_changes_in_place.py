@@ -127,7 +127,7 @@ def test_results_describe_the_current_values(case: Any, before: str) -> None:
 
 
 def test_given_weights_that_are_changed() -> None:
-    from regard.core.given_weights import attention_from_weights
+    from regard.core.attention import attention_from_weights
 
     weights = torch.rand(2, 5, 7) / 7
     A = attention_from_weights(weights, weights.new_zeros(2, 5, 0), weights.new_zeros(2, 7, 0))

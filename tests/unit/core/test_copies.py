@@ -13,7 +13,7 @@ import pytest
 
 import regard
 from regard import alibi, attention, bias, causal, dense, document, linear_attention, relative_bias, softcap
-from regard.core.given_weights import attention_from_weights
+from regard.core.attention import attention_from_weights
 from regard.engines import ArrayEngine, register
 from regard.engines.registry import _REGISTERED
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from regard import Distance, Entropy, Mass, Received, TopK, causal, first
-from regard.core.given_weights import attention_from_weights
+from regard.core.attention import attention_from_weights
 from regard.tiling import use_tile_sizes
 
 Q_LEN, KV_LEN = 5, 7

@@ -21,6 +21,7 @@ from regard import ArgumentError, ArgumentTypeError, NotCapturedError  # noqa: E
 from regard.interventions import ablate as ablate_heads  # noqa: E402
 from regard.interventions import attribution, effects, knockout, logit_difference  # noqa: E402
 from regard.interventions.gradient_attribution import EdgeGradients  # noqa: E402
+from regard.tiling import use_tile_sizes  # noqa: E402
 from tests.helpers.tiny_models import TINY, eager_weights  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -234,7 +235,7 @@ def test_edges_of_a_matrix_in_numpy():
     gradient = rng.normal(size=(2, 4, 7, 3))
     A = regard.attention(rng.normal(size=(2, 4, 7, 3)), key, mask=regard.causal(), enable_gqa=True)
     products = A.to_dense() * (gradient @ np.repeat(value, 2, 1).swapaxes(-1, -2))
-    with regard.tiling.use_tile_sizes(rows=2, columns=3, entries=12):
+    with use_tile_sizes(rows=2, columns=3, entries=12):
         sums = A.measure(edges=EdgeGradients(value, gradient, 6)).edges
     np.testing.assert_allclose(sums.magnitude, np.abs(products).sum((-2, -1)), rtol=1e-12)
     np.testing.assert_allclose(sums.received, products.sum(-2), rtol=1e-12, atol=1e-14)

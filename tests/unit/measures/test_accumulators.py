@@ -28,7 +28,8 @@ from regard import (
 )
 from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.core.block_loop import run_block_loop
-from regard.measures import Sum, find_accumulator
+from regard.measures import Sum
+from regard.measures.base import find_accumulator
 from tests.helpers.dense_accumulators import accumulate_dense
 
 LR = "lower_right"

@@ -25,7 +25,8 @@ from regard import (
     first,
 )
 from regard.engines import native
-from regard.measures import MaxWeight, Sum, TopKResult, get_result_name
+from regard.measures import MaxWeight, Sum, TopKResult
+from regard.measures.base import get_result_name
 from regard.tiling import use_tile_sizes
 
 HEADS, HEAD_DIM = 3, 5
