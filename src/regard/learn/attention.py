@@ -290,12 +290,6 @@ def print_in_script(result: Result) -> Result:
     >>> print_in_script("a result")
     a result
     'a result'
-
-    Args:
-        result: The result.
-
-    Returns:
-        The result.
     """
     is_prompt = hasattr(sys, "ps1")  # only an interactive interpreter has one, and notebooks are interactive
     shows_itself = repr(result) == str(result) or (

@@ -1,4 +1,13 @@
-"""Multi-head attention: project, split into heads, attend in each head, merge, project."""
+"""Multi-head attention, and the transformer block: attention and a feed-forward network with residual connections.
+
+    pre-norm     x = x + attention(norm(x))       then  x = x + feed_forward(norm(x))
+    post-norm    x = norm(x + attention(x))       then  x = norm(x + feed_forward(x))
+
+Attention moves information between tokens; the feed-forward network works on each token separately. The residual
+connection (the `x +`) is a direct path through the block, and the normalisation keeps the numbers at the same scale.
+The transformer was first published with post-norm (Vaswani et al., 1706.03762); pre-norm came later and makes the
+training of deep stacks more stable.
+"""
 
 from __future__ import annotations
 

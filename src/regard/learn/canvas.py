@@ -84,13 +84,7 @@ class Canvas:
         self.elements: list[str] = []
 
     def figure(self, name: str, caption: str, alt: str) -> Figure:
-        """Return the finished figure.
-
-        Args:
-            name: Its name.
-            caption: The sentence below it.
-            alt: The figure in words.
-        """
+        """Return the finished figure; `alt` is the figure in words."""
         body = "".join(self.elements)
         svg = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {math.ceil(self.height + 4)}" '
@@ -228,16 +222,7 @@ class Canvas:
     ) -> None:
         """Draw a table of cells shaded by size: `accent` for numbers above 0, the other accent below.
 
-        Args:
-            x: Left edge.
-            y: Upper edge.
-            numbers: The numbers, (rows, columns).
-            cell: Width and height of a cell.
-            decimals: Print the numbers with this many decimals; None prints none.
-            largest: The number with the full shade; by default the largest absolute value.
-            size: Size of the text.
-            shade: Whether to shade the cells.
-            accent: The accent of numbers above 0.
+        Numbers are printed with `decimals`, or not at all; `largest` has the full shade.
         """
         other: Accent = "second" if accent == "first" else "first"
         largest = largest or float(np.abs(numbers).max()) or 1.0

@@ -1,8 +1,10 @@
-"""The cost of attention: formulas for the arithmetic, measurements of time and memory, and fitted exponents.
+"""The cost of attention: formulas, every operation counted, measurements, fitted exponents, and published models.
 
 The arithmetic is known in advance. Every query is compared with every key, so there are q_len · kv_len scores. Each
 takes d_k multiply-adds to compute, and d_v to apply to a value. Twice the tokens cost four times as much.
-`attention_by_loops` counts the same numbers one by one, so you can check the formulas.
+
+`attention_by_loops` counts the same numbers one by one, so you can check the formulas. No count comes from a formula:
+each line of arithmetic is followed by the line that counts it. `iter_multiplications` shows the multiply-adds.
 
 Time and memory are measured, and an exponent is fitted to them. If doubling n multiplies an amount by 2^a, its points
 lie on a line of slope a in a plot with two logarithmic axes.

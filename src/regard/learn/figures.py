@@ -1,4 +1,14 @@
-"""Figures of the computation: the four steps of one query, and the projections before them."""
+"""The figures of the book, drawn from computed numbers as SVG: `draw("four-steps")`.
+
+They take over the colours of the page that shows them, light or dark, and can be read at the width of a phone. Imports
+from `regard.learn` and below.
+
+>>> from regard.learn import figures
+>>> figures.NAMES[:3]
+('bank', 'projections', 'magnitude')
+>>> figures.draw("hull").caption.split(".")[0]
+'Outputs stay inside the triangle of the values'
+"""
 
 from __future__ import annotations
 
@@ -173,8 +183,7 @@ def draw_bank() -> Figure:
     return canvas.figure(
         "bank",
         "One static vector becomes two contextual ones, each nearer to its neighbour. The plane contains all five "
-        "vectors, "
-        "with their true distances.",
+        "vectors, with their true distances.",
         "A plane with the vectors of river and loan, and the static vector of bank between them. One arrow leads "
         "from it "
         "towards river, to “bank by the river”, the other towards loan, to “bank with the loan”. Cosines of bank, "
@@ -215,8 +224,7 @@ def draw_magnitude() -> Figure:
         "magnitude",
         "A long key that points elsewhere scores higher than a short one that points the right way.",
         "A query and three keys as arrows in the plane. Two keys point in the direction of the query, one short "
-        "and one "
-        f"long; the third is long and points elsewhere. The scores: {words}.",
+        f"and one long; the third is long and points elsewhere. The scores: {words}.",
     )
 
 
@@ -256,8 +264,7 @@ def draw_hull() -> Figure:
         "turns.",
         f"A triangle whose corners are the three values of the smallest head. Inside it are its outputs: {places}; the "
         "mean of the values; and a dashed line, the outputs of a query of length 6 that turns once around. The "
-        "line comes "
-        "close to the corners and never leaves the triangle.",
+        "line comes close to the corners and never leaves the triangle.",
     )
 
 
@@ -351,8 +358,7 @@ def draw_crossing() -> Figure:
         f"equal at 6d = {equal:,} tokens.",
         f"Two curves of the multiply-adds per token in a layer of width {d}. Projections and feed-forward layer take "
         f"{matrices[0]:.1f} million at any length. Attention takes {attention[0]:.1f} million at {lengths[0]} "
-        "tokens and "
-        f"{attention[-1]:.1f} million at {lengths[-1]:,}; the curves cross at {equal:,} tokens.",
+        f"tokens and {attention[-1]:.1f} million at {lengths[-1]:,}; the curves cross at {equal:,} tokens.",
     )
 
 
@@ -481,8 +487,7 @@ def draw_block() -> Figure:
         f"and split them into {heads} heads of {head}; attention with weights {heads} × {n} × {n}; concatenate and "
         "project; "
         f"add the input. Then normalise; a feed-forward network from {x.shape[1]} to {hidden} and back, token by "
-        "token; add "
-        f"again. The result has the shape of the input. It has {block.parameter_count()} parameters.",
+        f"token; add again. The result has the shape of the input. It has {block.parameter_count()} parameters.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Causal and padding masks as boolean arrays: True = attend."""
+"""Causal and padding masks as boolean arrays, True = attend, and batches of padded sequences."""
 
 from __future__ import annotations
 

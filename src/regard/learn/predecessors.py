@@ -1,10 +1,29 @@
-"""Attention as kernel smoothing: the mean of the values, weighted by the similarity of each key to the query.
+"""The predecessors of attention: kernel smoothing, the recurrent network, and additive attention.
+
+Kernel smoothing is the mean of the values, weighted by the similarity of each key to the query:
 
     weight of key j  =  κ(query, key j) / Σ κ(query, key m)
 
 Nadaraya and Watson estimated a curve this way in 1964, with a Gaussian κ. Softmax attention is this mean with
 κ = exp(query · key / √d_k). Since |query − key|² = |query|² − 2 query · key + |key|², the two differ only by the length
 of the key: if all keys have the same length, they are equal.
+
+A recurrent network has one state, updated token by token:
+
+    state_t = tanh(state_{t−1} W + x_t U)
+
+The last state must hold everything the network knows about the text, no matter how long the text is. A step cannot
+start before the previous one is finished. The contribution of an early token is multiplied by W and squashed by tanh
+at every later step; `compute_influence` measures how much is left. Attention reaches every token in one step.
+
+Additive attention compares by a small network with one hidden layer (Bahdanau, Cho & Bengio, 1409.0473):
+
+    dot product    score = query · key / √d_k
+    additive       score = w · tanh(query W_Q + key W_K)
+
+Queries and keys may have different sizes, and the scores are bounded, since tanh stays between −1 and 1. Each pair
+costs hidden_dim additions, tanh calls and multiply-adds; the dot product costs d_k multiply-adds, and all pairs are one
+matrix product.
 """
 
 from __future__ import annotations

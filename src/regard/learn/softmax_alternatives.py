@@ -1,7 +1,7 @@
-"""Softmax and its alternatives: functions that turn a row of scores into shares.
+"""Softmax, its alternatives, and an experiment that shows why the scores are divided by √d_k before it.
 
-Most of them have two steps: compute a part from each score, then divide by the sum of the parts. They differ in the
-part:
+All turn a row of scores into shares. Most of them have two steps: compute a part from each score, then divide by the
+sum of the parts. They differ in the part:
 
     softmax               exp(score / temperature)      every key has a share; adding a constant changes nothing
     normalised_sigmoid    1 / (1 + exp(−score))         high scores saturate: the best key cannot stand out
@@ -12,6 +12,14 @@ part:
 Two are different. `hardmax` gives everything to the largest score and has no gradient; `sparsemax` is the distribution
 nearest to the scores, with exact zeros. All work on the last axis. A mask is boolean, True = attend, and a fully masked
 row is zeros.
+
+A dot product is a sum of d_k products. If the entries are independent, with mean 0 and variance σ², each product has
+the variance σ⁴, and variances add up:
+
+    Var(query · key) = d_k σ⁴
+
+So scores grow like √d_k. Softmax depends on their differences and ends up giving everything to one key, where its
+Jacobian is nearly 0 and nothing can be learned. Divided by √d_k, the scores have variance σ⁴ in any dimension.
 """
 
 from __future__ import annotations
@@ -413,16 +421,7 @@ class VarianceRow:
 
 
 def variance_row(scores: Floats, d_k: int, predicted: float) -> VarianceRow:
-    """Summarise the dot products of vectors of `d_k` numbers.
-
-    Args:
-        scores: Dot products (samples, keys).
-        d_k: Number of entries in each vector.
-        predicted: The predicted variance.
-
-    Returns:
-        The variances, and how sharp the weights are without and with scaling.
-    """
+    """Summarise dot products (samples, keys) of vectors of `d_k` numbers, whose predicted variance is given."""
     scaled = scores / math.sqrt(d_k)
     return VarianceRow(
         d_k=d_k,

@@ -9,13 +9,5 @@ import torch
 
 @torch.compiler.disable(reason="regard: masks and matrices are Python objects")  # type: ignore[untyped-decorator]
 def attend(layer: Any, *arguments: Any) -> Any:
-    """Run a layer's attention eagerly, between two graphs.
-
-    Args:
-        layer: The `MultiheadAttention`.
-        *arguments: The arguments of its `_attend`.
-
-    Returns:
-        The output and the matrix, as `_attend` returns them.
-    """
+    """Run `_attend` of a `MultiheadAttention` eagerly, between two graphs."""
     return layer._attend(*arguments)

@@ -88,16 +88,10 @@ class TokenPositions:
     def iter_entries(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray
     ) -> Iterator[tuple[Any, Frame, IntArray, IntArray]]:
-        """Group the (batch, head) pairs of a frame by batch entry.
+        """Group the (batch, head) pairs of a frame by batch entry; rows and columns are those of the part.
 
-        Args:
-            frame: The frame of the part.
-            q_idx: Rows of the part, (rows,).
-            kv_idx: Columns of the part, (columns,).
-
-        Yields:
-            Indices of pairs with the same positions (`slice(None)` for all), their frame in the whole sequence, and
-            the positions of their rows and columns.
+        Yields indices of pairs with the same positions (`slice(None)` for all), their frame in the whole sequence, and
+        the positions of their rows and columns.
         """
         full = self.full_frame(frame)
         if len(self.query_positions) == len(self.key_positions) == 1:
@@ -116,18 +110,7 @@ class TokenPositions:
     def gather(
         self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace, evaluate: Callable[..., Array]
     ) -> Array:
-        """Evaluate a function for each batch entry and join the results.
-
-        Args:
-            frame: The frame of the part.
-            q_idx: Rows of the part, (rows,).
-            kv_idx: Columns of the part, (columns,).
-            xp: The array namespace of the results.
-            evaluate: Called as `evaluate(pairs, frame, rows, columns)` with what `iter_entries` yields.
-
-        Returns:
-            An array (pairs or 1, rows, columns).
-        """
+        """Evaluate a function of what `iter_entries` yields, and join the results: (pairs or 1, rows, columns)."""
         found = []
         for pairs, full, rows, columns in self.iter_entries(frame, q_idx, kv_idx):
             values = evaluate(pairs, full, rows, columns)

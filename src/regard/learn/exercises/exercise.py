@@ -1,4 +1,4 @@
-"""Types of answers: how each is parsed and compared, and what to say about one that is wrong."""
+"""An exercise as data, the types of answers, and the checker, which finds the mistake behind a wrong part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InvalidAnswerError(Exception):
 
 
 class AnswerType(Protocol):
-    """The interface that the checker uses."""
+    """A type of answers: how one is parsed and compared, and what to say about one that is wrong."""
 
     @property
     def format(self) -> str:
@@ -30,12 +30,15 @@ class AnswerType(Protocol):
 
     def parse(self, value: Any) -> Any:
         """Convert an answer to a canonical form; raise InvalidAnswerError if that is not possible."""
+        return parse_array(value)
 
     def matches(self, answer: Any, expected: Any) -> bool:
         """Return whether a parsed answer is the expected one."""
+        return bool(np.array_equal(answer, expected))
 
     def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
         """Yield mistakes that are common with this type: a hint, and the answer the mistake leads to."""
+        yield from ()
 
     def describe_difference(self, answer: Any, expected: Any) -> str:
         """Describe a wrong answer that no known mistake explains."""
@@ -59,7 +62,7 @@ def parse_array(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class NumericAnswer:
+class NumericAnswer(AnswerType):
     """A number or an array of numbers, correct to about three digits; axes of length one are ignored."""
 
     shape: str = ""
@@ -111,7 +114,7 @@ class NumericAnswer:
 
 
 @dataclass(frozen=True)
-class MaskAnswer:
+class MaskAnswer(AnswerType):
     """A boolean mask, True = attend, of exactly this shape: its axes of length one show what it broadcasts over."""
 
     shape: str
@@ -119,9 +122,6 @@ class MaskAnswer:
     @property
     def format(self) -> str:
         return f"a boolean mask of shape {self.shape}"
-
-    def parse(self, value: Any) -> Any:
-        return parse_array(value)
 
     def matches(self, answer: Any, expected: Any) -> bool:
         expected = np.asarray(expected)
@@ -153,7 +153,7 @@ class MaskAnswer:
 
 
 @dataclass(frozen=True)
-class ChoiceAnswer:
+class ChoiceAnswer(AnswerType):
     """One of a few words; True and False stand for yes and no."""
 
     choices: tuple[str, ...]
@@ -171,18 +171,12 @@ class ChoiceAnswer:
             raise InvalidAnswerError(f"Got {describe_argument(value)}.")
         return choice
 
-    def matches(self, answer: Any, expected: Any) -> bool:
-        return bool(answer == expected)
-
-    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
-        yield from ()
-
     def describe_difference(self, answer: Any, expected: Any) -> str:
         return f'It is not "{answer}".'
 
 
 @dataclass(frozen=True)
-class TokenAnswer:
+class TokenAnswer(AnswerType):
     """A token for each row, by name or by index from 0."""
 
     tokens: tuple[str, ...]
@@ -199,9 +193,6 @@ class TokenAnswer:
             raise InvalidAnswerError("Expected names of tokens or whole numbers.")
         return array.astype(int)
 
-    def matches(self, answer: Any, expected: Any) -> bool:
-        return np.array_equal(answer, expected)
-
     def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
         yield "You count from 1; the first token is 0.", np.asarray(expected) + 1
 
@@ -213,7 +204,7 @@ class TokenAnswer:
 
 
 @dataclass(frozen=True)
-class AttentionFunctionAnswer:
+class AttentionFunctionAnswer(AnswerType):
     """An attention function, tested by the conformance kit."""
 
     layout: str
@@ -246,9 +237,6 @@ class AttentionFunctionAnswer:
 
     def matches(self, answer: Any, expected: Any) -> bool:
         return bool(answer.ok)
-
-    def iter_common_mistakes(self, expected: Any) -> Iterator[tuple[str, Any]]:
-        yield from ()
 
     def describe_difference(self, answer: Any, expected: Any) -> str:
         first, *others = answer.findings
@@ -351,17 +339,8 @@ def make_mistakes(in_one_part: Mapping[str, Mapping[str, Any]]) -> list[Mistake]
 class Exercise:
     """Everything about one exercise; the checker needs nothing else.
 
-    Attributes:
-        title: Its number and name.
-        chapter: The chapter of the book that it belongs to.
-        task: The text of the task.
-        given: The inputs, by name.
-        parts: The parts of the answer, in order.
-        solve: A function that returns the correct answer, and whose source is the worked solution.
-        list_mistakes: A function that returns the known mistakes, the more likely ones first.
-        explain: A function that returns the explanation, with every number computed.
-        imports: The imports that `solve` needs.
-        helpers: Functions that `solve` calls; they are printed with it.
+    The source of `solve` is the worked solution; it needs `imports`, and `helpers` are printed with it. The mistakes
+    are listed with the more likely ones first.
     """
 
     title: str
@@ -467,16 +446,7 @@ def _format_source(function: Callable[..., Any]) -> str:
 
 
 def wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
-    """Wrap text to lines of at most WIDTH characters, and keep its own line breaks.
-
-    Args:
-        text: The text.
-        indent: Indent of the lines.
-        first: Indent of the first line of each paragraph; `indent` by default.
-
-    Returns:
-        The lines.
-    """
+    """Wrap text to lines of at most WIDTH characters, and keep its own line breaks; `first` indents paragraphs."""
     return [
         line
         for paragraph in text.split("\n")

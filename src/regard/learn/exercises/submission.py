@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -408,18 +408,10 @@ class CourseProgress:
     {}
     """
 
-    exercises: Mapping[int, ExerciseProgress]
-
-    def __init__(self, exercises: Mapping[int, ExerciseProgress] | None = None) -> None:
-        object.__setattr__(self, "exercises", dict(exercises or {}))
+    exercises: Mapping[int, ExerciseProgress] = field(default_factory=dict)
 
     def record(self, n: int, result: SubmissionResult) -> CourseProgress:
-        """Return the progress after one more check.
-
-        Args:
-            n: The number of the exercise.
-            result: The result of the check.
-        """
+        """Return the progress after one more check."""
         before = self.exercises.get(n, ExerciseProgress())
         now = datetime.now(UTC).isoformat(timespec="seconds")
         after = replace(
@@ -440,17 +432,7 @@ class CourseProgress:
 
 
 def load_progress(path: Path) -> CourseProgress:
-    """Read the progress of a learner.
-
-    Args:
-        path: The file that `CourseProgress.save` wrote; if there is none, nothing has been done.
-
-    Returns:
-        The progress.
-
-    Raises:
-        ArgumentError: If the file is not such a file.
-    """
+    """Read the file that `CourseProgress.save` wrote; if there is none, nothing has been done."""
     if not path.exists():
         return CourseProgress()
     try:

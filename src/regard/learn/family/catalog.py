@@ -1,4 +1,4 @@
-"""The fifteen mechanisms in the order of the book: the problem each solves, its formula, example and sources."""
+"""The fifteen mechanisms in the order of the book, and published variants by name, each run on the example."""
 
 from __future__ import annotations
 
@@ -12,28 +12,8 @@ from regard.core.products import merge
 from regard.feature_maps import random_features
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.examples import Example, cat
-from regard.learn.family.mechanism import Mechanism, OutputAndWeights, PublishedUse
-from regard.learn.family.variants import (
-    ALiBi,
-    Biased,
-    BlockSparse,
-    Cached,
-    Causal,
-    Cross,
-    Flash,
-    GroupedQuery,
-    Linear,
-    Masked,
-    MultiHead,
-    MultiQuery,
-    RelativeBias,
-    Rotary,
-    Sink,
-    SinkAndSoftcap,
-    SlidingWindow,
-    Softcap,
-    mean_pool_heads,
-)
+from regard.learn.family import variants
+from regard.learn.family.mechanism import Mechanism, OutputAndWeights
 from regard.learn.validation import Floats
 from regard.masks import Mask, between, causal, dense, document, first, sliding_window
 from regard.render.table import format_table
@@ -46,7 +26,7 @@ GEMMA_2 = "Gemma Team 2024, arXiv 2408.00118"
 GPT_OSS = "OpenAI 2025, arXiv 2508.10925"
 
 
-def run_token_by_token(attention: Cached, example: Example) -> OutputAndWeights:
+def run_token_by_token(attention: variants.Cached, example: Example) -> OutputAndWeights:
     """Run one call per token; rows of weights are padded with zeros for the keys that are not cached yet."""
     weights, outputs = np.zeros((len(example.Q), len(example.K))), []
     for i in range(len(example.Q)):
@@ -58,7 +38,10 @@ def run_token_by_token(attention: Cached, example: Example) -> OutputAndWeights:
 
 def share_kv_heads(num_heads: int, num_kv_heads: int) -> Example:
     """Build the example with fewer heads of keys and values: each group is replaced by its mean."""
-    K, V = mean_pool_heads(cat.K, num_heads, num_kv_heads), mean_pool_heads(cat.V, num_heads, num_kv_heads)
+    K, V = (
+        variants.mean_pool_heads(cat.K, num_heads, num_kv_heads),
+        variants.mean_pool_heads(cat.V, num_heads, num_kv_heads),
+    )
     return Example(cat.tokens, cat.Q, K, V)
 
 
@@ -73,7 +56,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         formula="weights = softmax(Q Kᵀ / √d_k)\noutput  = weights V",
         latex=r"A = \operatorname{softmax}\!\left(\frac{Q K^\top}{\sqrt{d_k}}\right), \qquad O = A V",
         setting="One head of four columns. All other mechanisms are compared with it.",
-        uses=(PublishedUse("The Transformer; the other mechanisms here modify it", TRANSFORMER),),
+        sources={"The Transformer; the other mechanisms here modify it": TRANSFORMER},
         attention_class=ScaledDotProductAttention,
         options={"d_k": 4},
     ),
@@ -87,12 +70,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"O_h = \operatorname{attention}(Q_h, K_h, V_h), \qquad O = [\,O_0, O_1, \ldots\,]",
         setting="Two heads of two columns: 0 and 1, 2 and 3. A layer projects before and after; here the columns "
         "are used as they are.",
-        uses=(
-            PublishedUse("The Transformer: 8 heads of 64 columns", TRANSFORMER),
-            PublishedUse("BERT base: 12 heads of 64", "Devlin et al. 2018, arXiv 1810.04805"),
-            PublishedUse("GPT-3: 96 heads of 128", GPT_3),
-        ),
-        attention_class=MultiHead,
+        sources={
+            "The Transformer: 8 heads of 64 columns": TRANSFORMER,
+            "BERT base: 12 heads of 64": "Devlin et al. 2018, arXiv 1810.04805",
+            "GPT-3: 96 heads of 128": GPT_3,
+        },
+        attention_class=variants.MultiHead,
         options={"d_k": 2, "num_heads": 2},
     ),
     Mechanism(
@@ -104,12 +87,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         formula="score(i, j) = −∞ where j > i",
         latex=r"S_{ij} = -\infty \quad \text{for } j > i",
         setting="Row 0 attends to itself only, so row 3 is worked out too.",
-        uses=(
-            PublishedUse("The Transformer's decoder", TRANSFORMER),
-            PublishedUse("GPT-2 and its successors", "Radford et al. 2019, OpenAI report"),
-        ),
-        attention_class=Causal,
-        base_classes=(Masked,),
+        sources={
+            "The Transformer's decoder": TRANSFORMER,
+            "GPT-2 and its successors": "Radford et al. 2019, OpenAI report",
+        },
+        attention_class=variants.Causal,
+        base_classes=(variants.Masked,),
         options={"d_k": 4},
         worked_rows=(0, 3),
     ),
@@ -122,15 +105,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         formula="Q from one sequence, K and V from another\nweights are (q_len, kv_len), rarely square",
         latex=r"Q = X W_Q, \quad K = Y W_K, \quad V = Y W_V, \qquad A \in \mathbb{R}^{|X| \times |Y|}",
         setting='The queries of "on" and "mat" attend to the keys and values of "The", "cat" and "sat".',
-        uses=(
-            PublishedUse("The Transformer: the decoder attends to the encoder", TRANSFORMER),
-            PublishedUse("T5", T5),
-            PublishedUse("Whisper: text attends to audio", "Radford et al. 2022, arXiv 2212.04356"),
-            PublishedUse(
-                "Latent diffusion: an image attends to its caption", "Rombach et al. 2021, arXiv 2112.10752"
-            ),
-        ),
-        attention_class=Cross,
+        sources={
+            "The Transformer: the decoder attends to the encoder": TRANSFORMER,
+            "T5": T5,
+            "Whisper: text attends to audio": "Radford et al. 2022, arXiv 2212.04356",
+            "Latent diffusion: an image attends to its caption": "Rombach et al. 2021, arXiv 2112.10752",
+        },
+        attention_class=variants.Cross,
         options={"d_k": 4},
         example=Example(cat.tokens[:3], cat.Q[3:], cat.K[:3], cat.V[:3]),
         query_tokens=cat.tokens[3:],
@@ -145,13 +126,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         formula="head h = attention(Qₕ, K, V)",
         latex=r"O_h = \operatorname{attention}(Q_h, K, V)",
         setting="Two query heads. The one key head, and the one value head, is the mean of the original two.",
-        uses=(
-            PublishedUse("Proposed for fast decoding", "Shazeer 2019, arXiv 1911.02150"),
-            PublishedUse("PaLM", "Chowdhery et al. 2022, arXiv 2204.02311"),
-            PublishedUse("StarCoder", "Li et al. 2023, arXiv 2305.06161"),
-        ),
-        attention_class=MultiQuery,
-        base_classes=(GroupedQuery,),
+        sources={
+            "Proposed for fast decoding": "Shazeer 2019, arXiv 1911.02150",
+            "PaLM": "Chowdhery et al. 2022, arXiv 2204.02311",
+            "StarCoder": "Li et al. 2023, arXiv 2305.06161",
+        },
+        attention_class=variants.MultiQuery,
+        base_classes=(variants.GroupedQuery,),
         options={"d_k": 2, "num_heads": 2},
         example=share_kv_heads(num_heads=2, num_kv_heads=1),
     ),
@@ -165,15 +146,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"O_h = \operatorname{attention}(Q_h, K_g, V_g), \qquad g = \lfloor h \, H_{kv} / H \rfloor",
         setting="Four query heads of one column, two key and value heads. Each key head is the mean of the two it "
         "replaces, and serves two consecutive query heads.",
-        uses=(
-            PublishedUse(
-                "Proposed, starting from the mean of trained heads",
-                "Ainslie et al. 2023, arXiv 2305.13245",
-            ),
-            PublishedUse("Llama 2 70B: 64 query heads, 8 key heads", "Touvron et al. 2023, arXiv 2307.09288"),
-            PublishedUse("Mistral 7B: 32 query heads, 8 key heads", MISTRAL),
-        ),
-        attention_class=GroupedQuery,
+        sources={
+            "Proposed, starting from the mean of trained heads": "Ainslie et al. 2023, arXiv 2305.13245",
+            "Llama 2 70B: 64 query heads, 8 key heads": "Touvron et al. 2023, arXiv 2307.09288",
+            "Mistral 7B: 32 query heads, 8 key heads": MISTRAL,
+        },
+        attention_class=variants.GroupedQuery,
         options={"d_k": 1, "num_heads": 4, "num_kv_heads": 2},
         example=share_kv_heads(num_heads=4, num_kv_heads=2),
     ),
@@ -187,9 +165,9 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"S_{ij} = \frac{q_i \cdot k_j}{\sqrt{d_k}} + b_{\operatorname{bucket}(j - i)}",
         setting="Eight buckets: four for keys at or before the query, four for keys after it; 2 and 3 steps share "
         "one. A model learns the table; here it favours near keys. T5 itself does not divide by √d_k.",
-        uses=(PublishedUse("T5: 32 buckets up to a distance of 128, a table for each head", T5),),
-        attention_class=RelativeBias,
-        base_classes=(Biased,),
+        sources={"T5: 32 buckets up to a distance of 128, a table for each head": T5},
+        attention_class=variants.RelativeBias,
+        base_classes=(variants.Biased,),
         options={
             "d_k": 4,
             "table": (0.5, 0.25, 0.0, -0.5, 0.0, 0.25, -0.25, -0.75),
@@ -209,12 +187,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         r"\qquad \theta_c = \text{base}^{-2c/d_k}",
         setting='Entries 0 and 2 are a pair, 1 and 3 another (the "half" layout; the paper pairs neighbours). '
         "With base 100, one step rotates them by 1 and by 0.1; the published base is 10 000.",
-        uses=(
-            PublishedUse("Proposed", "Su et al. 2021, arXiv 2104.09864"),
-            PublishedUse("GPT-NeoX-20B, on a quarter of the columns", "Black et al. 2022, arXiv 2204.06745"),
-            PublishedUse("LLaMA and its successors", "Touvron et al. 2023, arXiv 2302.13971"),
-        ),
-        attention_class=Rotary,
+        sources={
+            "Proposed": "Su et al. 2021, arXiv 2104.09864",
+            "GPT-NeoX-20B, on a quarter of the columns": "Black et al. 2022, arXiv 2204.06745",
+            "LLaMA and its successors": "Touvron et al. 2023, arXiv 2302.13971",
+        },
+        attention_class=variants.Rotary,
         options={"d_k": 4, "base": 100.0},
     ),
     Mechanism(
@@ -227,13 +205,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"S_{ij} = \frac{q_i \cdot k_j}{\sqrt{d_k}} - m \, |i - j|",
         setting="A slope of 1/2, the steepest of eight heads. Published models are causal; here each token "
         "attends to both sides.",
-        uses=(
-            PublishedUse("Proposed", "Press et al. 2021, arXiv 2108.12409"),
-            PublishedUse("BLOOM", "BigScience 2022, arXiv 2211.05100"),
-            PublishedUse("MPT-7B", "MosaicML 2023, announcement"),
-        ),
-        attention_class=ALiBi,
-        base_classes=(Biased,),
+        sources={
+            "Proposed": "Press et al. 2021, arXiv 2108.12409",
+            "BLOOM": "BigScience 2022, arXiv 2211.05100",
+            "MPT-7B": "MosaicML 2023, announcement",
+        },
+        attention_class=variants.ALiBi,
+        base_classes=(variants.Biased,),
         options={"d_k": 4, "slope": 0.5},
     ),
     Mechanism(
@@ -248,16 +226,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         r"S = \sum_j \phi(k_j) v_j^\top, \quad z = \sum_j \phi(k_j)",
         setting="φ(x) = elu(x) + 1, which is x + 1 wherever x is not negative, as here. The price: the weights "
         "are much more even than those of softmax.",
-        uses=(
-            PublishedUse("Proposed, with this φ", "Katharopoulos et al. 2020, arXiv 2006.16236"),
-            PublishedUse(
-                "Performer: random features instead of φ", "Choromanski et al. 2020, arXiv 2009.14794"
-            ),
-            PublishedUse(
-                "MiniMax-01: seven of eight layers, without softmax", "MiniMax 2025, arXiv 2501.08313"
-            ),
-        ),
-        attention_class=Linear,
+        sources={
+            "Proposed, with this φ": "Katharopoulos et al. 2020, arXiv 2006.16236",
+            "Performer: random features instead of φ": "Choromanski et al. 2020, arXiv 2009.14794",
+            "MiniMax-01: seven of eight layers, without softmax": "MiniMax 2025, arXiv 2501.08313",
+        },
+        attention_class=variants.Linear,
         options={"d_k": 4},
     ),
     Mechanism(
@@ -271,14 +245,14 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"S_{ij} = -\infty \quad \text{unless } i - w < j \le i",
         setting="A window of 3, the query's own position included. Row 0 attends to itself only, so row 4 is "
         "worked out too.",
-        uses=(
-            PublishedUse("Longformer, on both sides", "Beltagy et al. 2020, arXiv 2004.05150"),
-            PublishedUse("Mistral 7B: a window of 4096", MISTRAL),
-            PublishedUse("Gemma 2: every other layer, a window of 4096", GEMMA_2),
-            PublishedUse("gpt-oss: every other layer, a window of 128", GPT_OSS),
-        ),
-        attention_class=SlidingWindow,
-        base_classes=(Masked,),
+        sources={
+            "Longformer, on both sides": "Beltagy et al. 2020, arXiv 2004.05150",
+            "Mistral 7B: a window of 4096": MISTRAL,
+            "Gemma 2: every other layer, a window of 4096": GEMMA_2,
+            "gpt-oss: every other layer, a window of 128": GPT_OSS,
+        },
+        attention_class=variants.SlidingWindow,
+        base_classes=(variants.Masked,),
         options={"d_k": 4, "size": 3},
         worked_rows=(0, 4),
     ),
@@ -293,15 +267,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"S_{ij} = -\infty \quad \text{unless } \lfloor i/b \rfloor = \lfloor j/b \rfloor "
         r"\text{ or } i \in G \text{ or } j \in G",
         setting='Blocks of two tokens, and "mat" is global: its row and its column are full.',
-        uses=(
-            PublishedUse("Sparse Transformer: block-sparse kernels", "Child et al. 2019, arXiv 1904.10509"),
-            PublishedUse(
-                "Longformer: global tokens in addition to the window", "Beltagy et al. 2020, arXiv 2004.05150"
-            ),
-            PublishedUse("BigBird: window, global and random blocks", "Zaheer et al. 2020, arXiv 2007.14062"),
-        ),
-        attention_class=BlockSparse,
-        base_classes=(Masked,),
+        sources={
+            "Sparse Transformer: block-sparse kernels": "Child et al. 2019, arXiv 1904.10509",
+            "Longformer: global tokens in addition to the window": "Beltagy et al. 2020, arXiv 2004.05150",
+            "BigBird: window, global and random blocks": "Zaheer et al. 2020, arXiv 2007.14062",
+        },
+        attention_class=variants.BlockSparse,
+        base_classes=(variants.Masked,),
         options={"d_k": 4, "block_size": 2, "global_tokens": (4,)},
     ),
     Mechanism(
@@ -319,14 +291,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         r"O' = e^{m - m'} O + \sum_j e^{S_j - m'} v_j",
         setting="Tiles of two keys. In row 0 the largest score is in the first tile. In row 3 it is in the second "
         "tile, so the earlier sums are rescaled.",
-        uses=(
-            PublishedUse(
-                "The running sum and maximum of a softmax", "Milakov & Gimelshein 2018, arXiv 1805.02867"
-            ),
-            PublishedUse("FlashAttention", "Dao et al. 2022, arXiv 2205.14135"),
-            PublishedUse("F.scaled_dot_product_attention", "PyTorch 2.0, 2023"),
-        ),
-        attention_class=Flash,
+        sources={
+            "The running sum and maximum of a softmax": "Milakov & Gimelshein 2018, arXiv 1805.02867",
+            "FlashAttention": "Dao et al. 2022, arXiv 2205.14135",
+            "F.scaled_dot_product_attention": "PyTorch 2.0, 2023",
+        },
+        attention_class=variants.Flash,
         options={"d_k": 4, "tile_size": 2},
         worked_rows=(0, 3),
     ),
@@ -341,13 +311,11 @@ MECHANISMS: tuple[Mechanism, ...] = (
         latex=r"K \leftarrow [K;\, k_i], \quad V \leftarrow [V;\, v_i], \qquad "
         r"O_i = \operatorname{attention}(q_i, K, V)",
         setting="One call per token. In row 0 the cache is empty, so row 4 is worked out too.",
-        uses=(
-            PublishedUse(
-                "Every causal model that generates text; its costs", "Pope et al. 2022, arXiv 2211.05102"
-            ),
-            PublishedUse("vLLM: the cache in pages", "Kwon et al. 2023, arXiv 2309.06180"),
-        ),
-        attention_class=Cached,
+        sources={
+            "Every causal model that generates text; its costs": "Pope et al. 2022, arXiv 2211.05102",
+            "vLLM: the cache in pages": "Kwon et al. 2023, arXiv 2309.06180",
+        },
+        attention_class=variants.Cached,
         options={"d_k": 4},
         worked_rows=(0, 4),
         run_example=run_token_by_token,
@@ -362,15 +330,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         formula="score ← cap · tanh(score / cap)\nweight(i, j) = exp(score) / (exp(sink) + Σ exp(score))",
         latex=r"S \leftarrow c \tanh(S / c), \qquad A_{ij} = \frac{e^{S_{ij}}}{e^{s} + \sum_m e^{S_{im}}}",
         setting="A cap of 2 and a sink of 0 (a model would learn the sink): the rows sum to less than 1.",
-        uses=(
-            PublishedUse(
-                "Observed: models use the first token as a sink", "Xiao et al. 2023, arXiv 2309.17453"
-            ),
-            PublishedUse("gpt-oss: a learned sink for each head", GPT_OSS),
-            PublishedUse("Gemma 2: a cap of 50 on attention scores", GEMMA_2),
-        ),
-        attention_class=SinkAndSoftcap,
-        base_classes=(Softcap, Sink),
+        sources={
+            "Observed: models use the first token as a sink": "Xiao et al. 2023, arXiv 2309.17453",
+            "gpt-oss: a learned sink for each head": GPT_OSS,
+            "Gemma 2: a cap of 50 on attention scores": GEMMA_2,
+        },
+        attention_class=variants.SinkAndSoftcap,
+        base_classes=(variants.Softcap, variants.Sink),
         options={"d_k": 4, "sink": 0.0, "cap": 2.0},
     ),
 )

@@ -1,4 +1,4 @@
-"""A mechanism as data, and the records that print it: one mechanism with its numbers, or all of them in a table."""
+"""A mechanism as data, and the records that show it: one with its numbers, all in a table, all as heatmaps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import html
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class Mechanism:
         formula: The formula as text.
         latex: The formula in LaTeX.
         setting: How the example is set up.
-        uses: Published models that use it.
+        sources: Published models that use it, each with the source that says so; `uses` has them as records.
         attention_class: The class.
         options: The arguments of the class in the example.
         example: The inputs.
@@ -79,7 +79,7 @@ class Mechanism:
     formula: str
     latex: str
     setting: str
-    uses: tuple[PublishedUse, ...]
+    sources: Mapping[str, str]
     attention_class: type[ScaledDotProductAttention]
     options: Mapping[str, Any]
     example: Example = cat
@@ -87,6 +87,11 @@ class Mechanism:
     worked_rows: tuple[int, ...] = (0,)
     base_classes: tuple[type[AttentionVariant], ...] = ()
     run_example: Callable[[Any, Example], OutputAndWeights] = field(default=run_in_one_call, repr=False)
+
+    @property
+    def uses(self) -> tuple[PublishedUse, ...]:
+        """Published models that use it."""
+        return tuple(PublishedUse(description, source) for description, source in self.sources.items())
 
     def build(self) -> ScaledDotProductAttention:
         """Build an instance of the class with the options of the example."""
@@ -149,6 +154,9 @@ class MechanismPage:
     def __str__(self) -> str:
         m = self.mechanism
         uses = [line for use in m.uses for line in _wrap(str(use), "  ", "    ")]
+        matrices = [("Weights", self.weights)]
+        if self.weights.ndim > 2:
+            matrices = [(f"Weights of head {h}", head) for h, head in enumerate(self.weights)]
         return "\n".join(
             [
                 f"{self.number}. {m.title}",
@@ -160,8 +168,8 @@ class MechanismPage:
                 *_wrap(f"Here: {m.call}. {m.setting}"),
                 *(f"\n{row}" for row in self.worked_rows),
                 "",
-                *(f"{name}\n{_format_weights(m, matrix)}\n" for name, matrix in self._weight_matrices()),
-                f"Output\n{_format_output(m, self.output)}",
+                *(f"{name}\n{_format_matrix(m, matrix, m.example.tokens)}\n" for name, matrix in matrices),
+                f"Output\n{_format_matrix(m, self.output, range(self.output.shape[-1]))}",
                 "",
                 "Used in",
                 *uses,
@@ -183,15 +191,10 @@ class MechanismPage:
             f"{m.problem}\n\n$$\n{m.latex}\n$$\n\n"
             f"Here: `{m.call}`. {m.setting}\n\n"
             f"```text\n{numbers}\n```\n\n"
-            + _fold(f"{titles} by hand", f"```text\n{worked_rows}\n```")
-            + _fold("The class", f"```python\n{m.code}\n```")
-            + f"Used in: {uses}.\n"
+            f"<details>\n<summary>{titles} by hand</summary>\n\n```text\n{worked_rows}\n```\n\n</details>\n\n"
+            f"<details>\n<summary>The class</summary>\n\n```python\n{m.code}\n```\n\n</details>\n\n"
+            f"Used in: {uses}.\n"
         )
-
-    def _weight_matrices(self) -> list[tuple[str, Floats]]:
-        if self.weights.ndim == 2:
-            return [("Weights", self.weights)]
-        return [(f"Weights of head {h}", head) for h, head in enumerate(self.weights)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -229,14 +232,6 @@ class FamilyTable:
         ]
 
 
-def _format_weights(m: Mechanism, weights: Floats) -> str:
-    return _format_matrix(m, weights, m.example.tokens)
-
-
-def _format_output(m: Mechanism, output: Floats) -> str:
-    return _format_matrix(m, output, tuple(map(str, range(output.shape[-1]))))
-
-
 def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
     """Format the weights of each head beside its columns of the output, so that a row can be read across."""
     heads = weights if weights.ndim == 3 else weights[None]
@@ -255,14 +250,9 @@ def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
     return "\n\n".join(blocks)
 
 
-def _fold(title: str, body: str) -> str:
-    """Return Markdown that is folded until the reader opens it."""
-    return f"<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n\n"
-
-
-def _format_matrix(m: Mechanism, matrix: Floats, headings: tuple[str, ...]) -> str:
+def _format_matrix(m: Mechanism, matrix: Floats, headings: Iterable[object]) -> str:
     rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.query_tokens, matrix, strict=True)]
-    return format_table(rows, ["", *headings])
+    return format_table(rows, ["", *map(str, headings)])
 
 
 def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:

@@ -1,4 +1,7 @@
-"""The base class of the variants, and two helpers they share: relative positions and a broadcast mask."""
+"""The variants: those that mask keys, those with several heads, those that change the scores, those that keep sums.
+
+Each is a class that overrides only what it changes; the base class adds a computation by hand that shows it.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +79,7 @@ class AttentionVariant(ScaledDotProductAttention):
 def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
     """Compute the position of each key minus that of each query; the last query is aligned with the last key.
 
-    Args:
-        q_len: Number of queries.
-        kv_len: Number of keys.
-
-    Returns:
-        Differences (q_len, kv_len), negative where the key comes before the query.
+    Differences (q_len, kv_len) are negative where the key comes before the query.
 
     >>> relative_positions(2, 3)
     array([[-1,  0,  1],
@@ -91,15 +89,7 @@ def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
 
 
 def broadcast_mask(Q: ArrayLike, K: ArrayLike, mask: MaskLike) -> Bools:
-    """Broadcast a mask to the shape of the scores; without a mask, every key is visible.
-
-    Args:
-        Q: Queries (…, q_len, d_k).
-        K: Keys (…, kv_len, d_k).
-        mask: Boolean, True = attend, or None.
-
-    Returns:
-        A boolean array (…, q_len, kv_len).
+    """Broadcast a mask to the shape of the scores, (…, q_len, kv_len); without a mask, every key is visible.
 
     >>> broadcast_mask([[1], [2]], [[3], [4]], mask=[True, False])
     array([[ True, False],

@@ -93,22 +93,7 @@ def explain(
     tokens: Sequence[str],
     query_idx: int,
 ) -> WorkedRow:
-    """Work out one row of an attention class by hand.
-
-    Args:
-        attention: The attention class instance to explain.
-        Q: Queries (q_len, d_k).
-        K: Keys (kv_len, d_k).
-        V: Values (kv_len, d_v).
-        tokens: A name for each key.
-        query_idx: The row of Q to work out, counted from 0.
-
-    Returns:
-        The steps, the output (d_v,) and the weights (…, kv_len) of that row.
-
-    Raises:
-        ArgumentError: If the shapes do not fit together, or the row does not exist.
-    """
+    """Work out one row of an attention class by hand, from Q, K and V of one sequence and a name for each key."""
     Q, K = as_floats("explain", "Q", Q, "q_len", "d_k"), as_floats("explain", "K", K, "kv_len", "d_k")
     V = as_floats("explain", "V", V, "kv_len", "d_v")
     if {Q.ndim, K.ndim, V.ndim} != {2} or not len(tokens) == len(K) == len(V) > 0:
@@ -157,13 +142,10 @@ def explain_preparation(
 def explain_comparison(query: Floats, key: Floats, scores: Floats, tokens: Sequence[str]) -> WorkedStep:
     """Explain step 1: the dot product of the query with each key."""
     sums = [
-        join_terms(f"{format_number(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True))
-        for row in key
+        join_terms(f"{as_text(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True)) for row in key
     ]
-    lines = [
-        [token, f"{terms} = {format_number(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)
-    ]
-    return WorkedStep(f"1. Compare the query {format_vector(query)} with each key", format_lines(lines))
+    lines = [[token, f"{terms} = {as_text(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)]
+    return WorkedStep(f"1. Compare the query {as_text(query)} with each key", format_lines(lines))
 
 
 @singledispatch
@@ -172,33 +154,36 @@ def explain_scaling(
 ) -> tuple[WorkedStep, Floats]:
     """Explain step 2: what happens to the row's scores before the softmax, and the scores (kv_len,) after it."""
     scores = ScaledDotProductAttention.scale_scores(attention, raw)[inputs.row]
-    lines = format_equation(f"{format_vector(raw[inputs.row])} / √{attention.d_k}", format_vector(scores))
+    lines = format_equation(f"{as_text(raw[inputs.row])} / √{attention.d_k}", scores)
     return WorkedStep(f"2. Scale by √{attention.d_k}", tuple(lines)), scores
 
 
-@singledispatch
 def explain_normalisation(
     attention: ScaledDotProductAttention, scores: Floats, weights: Floats
 ) -> WorkedStep:
-    """Explain step 3: the softmax of the scores, with the largest score of the row subtracted first."""
-    title, shift = "3. Normalise: exponentials, divided by their sum", scores.max(initial=-np.inf)
+    """Explain step 3: the softmax of the scores, and of the sink if there is one, minus the largest of them."""
+    title, sink = "3. Normalise: exponentials, divided by their sum", getattr(attention, "sink", None)
+    shift = max(scores.max(initial=-np.inf), -np.inf if sink is None else sink)
     if shift == -np.inf:
         return WorkedStep(title, ("   Every key is masked for this query: its weights are zeros.",))
     exponentials = np.exp(scores - shift)
-    lines = format_equation(
-        f"exp({format_vector(scores)} − {format_number(shift)})", format_vector(exponentials)
-    )
-    terms = [format_number(x) for x in exponentials if x > 0]
-    lines += format_equation(join_terms(terms), format_number(exponentials.sum()), "sum  ")
-    quotient = f"{format_vector(exponentials)} / {format_number(exponentials.sum())}"
-    return WorkedStep(title, (*lines, *format_equation(quotient, format_vector(weights), "weights  ")))
+    lines = format_equation(f"exp({as_text(scores)} − {as_text(shift)})", exponentials)
+    terms, total = [as_text(x) for x in exponentials if x > 0], exponentials.sum()
+    if sink is not None:
+        title += " with the sink included"
+        share = np.exp(sink - shift)
+        lines += format_equation(f"exp({as_text(sink)} − {as_text(shift)})", share, "sink  ")
+        terms, total = [*terms, as_text(share)], total + share
+    lines += format_equation(join_terms(terms), total, "sum  ")
+    lines += format_equation(f"{as_text(exponentials)} / {as_text(total)}", weights, "weights  ")
+    return WorkedStep(title, tuple(lines))
 
 
 def explain_aggregation(weights: Floats, value: Floats, output: Floats) -> WorkedStep:
     """Explain step 4: the sum of the values times their weights, without the weights that are 0."""
-    terms = [f"{format_number(w)}·{format_vector(v)}" for w, v in zip(weights, value, strict=True) if w != 0]
-    left = join_terms(terms) if terms else f"0·{format_vector(output)}"
-    lines = format_equation(left, format_vector(output), "output  ")
+    terms = [f"{as_text(w)}·{as_text(v)}" for w, v in zip(weights, value, strict=True) if w != 0]
+    left = join_terms(terms) if terms else f"0·{as_text(output)}"
+    lines = format_equation(left, output, "output  ")
     return WorkedStep("4. Aggregate: the sum of weight · value", tuple(lines))
 
 
@@ -212,9 +197,14 @@ def join_terms(terms: Iterable[str]) -> str:
     return " + ".join(terms) or "0"
 
 
-def format_equation(left: str, right: str, name: str = "") -> list[str]:
+def as_text(x: ArrayLike) -> str:
+    """Format a number or a vector."""
+    return format_vector(np.asarray(x)) if np.ndim(x) else format_number(float(x))  # type: ignore[arg-type]
+
+
+def format_equation(left: str, right: ArrayLike, name: str = "") -> list[str]:
     """Format `name  left = right` as indented lines; a long equation is broken before a plus or an equals sign."""
-    text = f"{name}{left} = {right}"
+    text = f"{name}{left} = {as_text(right)}"
     # Protect every space but those before + and =, so that vectors stay on one line.
     glued = text.replace(" + ", "\x00+ ").replace(" = ", "\x00= ").replace(" ", "\x01").replace("\x00", " ")
     lines = textwrap.wrap(
