@@ -70,6 +70,16 @@ def attention(
     array([[0.59888791, 1.        ],
            [0.59888791, 1.20333628]])
     """
+    spec = build_spec(query, key, mask, score_mod, scale, sink, enable_gqa)
+    if mask is not None or spec.score_mods or sink is not None:
+        check_fits(spec, Frame.from_shape(spec.shape))
+    return AttentionMatrix(spec)
+
+
+def build_spec(
+    query: Any, key: Any, mask: Mask | None, score_mod: Any, scale: float | None, sink: Any, enable_gqa: bool
+) -> Spec:
+    """Convert the arguments of `attention`; mask, score modifications and sink are not checked yet."""
     engine = find_engine("attention", query=query, key=key)
     query, key = engine.as_float(query, "attention", "query"), engine.as_float(key, "attention", "key")
     axes, groups = leading_shape(query, key, enable_gqa)
@@ -77,10 +87,7 @@ def attention(
     if sink is not None:
         sink = engine.as_float(sink, "attention", "sink")
     scale = resolve_scale(scale, query.shape[-1])
-    spec = Spec(engine, query, key, mask, score_mods, scale, sink, axes, groups)
-    if mask is not None or score_mods or sink is not None:
-        _check_fits(spec)
-    return AttentionMatrix(spec)
+    return Spec(engine, query, key, mask, score_mods, scale, sink, axes, groups)
 
 
 def linear_attention(
@@ -158,7 +165,7 @@ def linear_attention(
         problem_class=LinearProblem,
     )
     if mask is not None:
-        _check_fits(spec)
+        check_fits(spec, Frame.from_shape(spec.shape))
     return AttentionMatrix(spec)
 
 
@@ -185,9 +192,8 @@ def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[Scor
     return () if score_mod is None else (score_mod,)  # type: ignore[return-value]
 
 
-def _check_fits(spec: Spec) -> None:
+def check_fits(spec: Spec, frame: Frame) -> None:
     """Refuse a mask, score modification or sink of the wrong type, or one that does not fit the matrix."""
-    frame = Frame.from_shape(spec.shape)
     check_mask_and_score_mods(spec.mask, spec.score_mods)
     for part in (spec.mask, *spec.score_mods):
         if part is not None:

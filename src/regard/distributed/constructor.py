@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.core.attention import as_score_mods, check_mask_and_score_mods
+from regard.core.attention import build_spec, check_fits, check_mask_and_score_mods
 from regard.distributed.layouts import LayoutName, build_layout, split_evenly
 from regard.distributed.matrix import DistributedMatrix, as_local
 from regard.distributed.peer_group import PeerGroup, RankError, describe_argument_content, find_peers
 from regard.distributed.ring import RingProblem
-from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
 from regard.frame import Frame
 from regard.masks import Mask
 from regard.masks.base import BlockKinds
-from regard.problem import Spec, leading_shape, resolve_scale
+from regard.problem import Spec
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 
@@ -68,7 +67,25 @@ def attention(
     peers = find_peers(group, "attention")
     spec, error = None, None
     try:
-        spec = _build_spec(as_local(query), as_local(key), mask, score_mod, scale, sink, enable_gqa)
+        query, key = as_local(query), as_local(key)
+        for name, array in (("query", query), ("key", key)):
+            if not isinstance(array, torch.Tensor):
+                raise ArgumentTypeError(
+                    "attention",
+                    received=f"{name} as {describe_argument(array)}",
+                    expected="tensors of torch",
+                    hint=f"Convert it: torch.as_tensor({name}).",
+                )
+        spec = build_spec(query, key, mask, score_mod, scale, sink, enable_gqa)
+        check_mask_and_score_mods(mask, spec.score_mods)
+        for mod in spec.score_mods:
+            if any(getattr(array, "requires_grad", False) for array in vars(mod).values()):
+                raise ArgumentError(
+                    "attention",
+                    received=f"{mod!r} with an array that requires a gradient",
+                    expected="score modifications without gradients",
+                    hint="Over many ranks only query, key, value and sink have gradients.",
+                )
         build_layout(layout, [0] * peers.size)
     except RegardError as found:
         error = found
@@ -89,53 +106,11 @@ def build_matrix(
         assert spec is not None
     queries, keys = (build_layout(layout, [other["lengths"][i] for other in told]) for i in (0, 1))
     frame = Frame(spec.leading_shape, queries.length, keys.length)
-    for part in (spec.mask, *spec.score_mods):
-        if part is not None:
-            part.check(frame)
-    if spec.sink is not None:
-        frame.per_head(spec.sink, "attention: sink")
+    check_fits(spec, frame)
     spec = replace(spec, kv_len=keys.length)
     with spec.engine.enable_grad():
         problem = replace(spec.to_problem(), frame=frame, positions=queries.positions(peers.rank))
     return DistributedMatrix(spec, RingProblem(problem, peers, queries, keys, layout))
-
-
-def _build_spec(
-    query: Tensor,
-    key: Tensor,
-    mask: Mask | None,
-    score_mod: Any,
-    scale: float | None,
-    sink: Any,
-    enable_gqa: bool,
-) -> Spec:
-    """Check the arguments of this rank."""
-    for name, array in (("query", query), ("key", key)):
-        if not isinstance(array, torch.Tensor):
-            raise ArgumentTypeError(
-                "attention",
-                received=f"{name} as {describe_argument(array)}",
-                expected="tensors of torch",
-                hint=f"Convert it: torch.as_tensor({name}).",
-            )
-    engine = find_engine("attention", query=query, key=key)
-    query, key = engine.as_float(query, "attention", "query"), engine.as_float(key, "attention", "key")
-    axes, groups = leading_shape(query, key, enable_gqa)
-    score_mods = as_score_mods(score_mod)
-    check_mask_and_score_mods(mask, score_mods)
-    for mod in score_mods:
-        if any(getattr(array, "requires_grad", False) for array in vars(mod).values()):
-            raise ArgumentError(
-                "attention",
-                received=f"{mod!r} with an array that requires a gradient",
-                expected="score modifications without gradients",
-                hint="Over many ranks only query, key, value and sink have gradients.",
-            )
-    if sink is not None:
-        sink = engine.as_float(sink, "attention", "sink")
-    return Spec(
-        engine, query, key, mask, score_mods, resolve_scale(scale, query.shape[-1]), sink, axes, groups
-    )
 
 
 def _describe_spec(spec: Spec, is_own_mask: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Change the attention of a model while it runs, and measure what each change is worth.
+"""Change the attention of a model while it runs, and measure how much each change matters.
 
 `with regard.intervene(model, edits)` applies edits: `knockout`, `restrict`, `rescore`, `ablate` and `patch`. The model
 keeps its fused kernels, and nothing of size q_len × kv_len is stored. The package imports `regard.lens` and below, and

@@ -144,7 +144,7 @@ def knockout(
         heads: Query heads. Other heads that share their key and value are not changed. Default: all.
         queries: Attending tokens: a position, a slice, a text that `intervene(tokens=…)` has, or a list of positions
             and texts. Default: all.
-        keys: Tokens attended to, alike.
+        keys: Tokens attended to, in the same forms.
         batch: Batch entries. Default: all.
 
     Returns:

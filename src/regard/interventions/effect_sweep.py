@@ -72,7 +72,7 @@ def effects(
         model: The model, in eval mode.
         inputs: What the model is called with: a tensor (batch, …), or a mapping of keyword arguments.
         metric: Function from the model's output to one number for each batch entry, (batch,), such as
-            `logit_difference(…)`. One that returns a single number works, too: then the edits run one by one.
+            `logit_difference(…)`. It may also return a single number: then the edits run one by one.
         edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
             once.
         to: With "heads", what heads are ablated to, as in `ablate`. "mean", here and in edits, is the mean of the run

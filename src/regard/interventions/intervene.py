@@ -72,7 +72,7 @@ def intervene(
             the queries.
         key_tokens: Tokens of the keys of cross-attention.
         record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
-        values: Record value and output, too.
+        values: Record value and output as well.
 
     Returns:
         A context manager; `with` binds the `Intervention`. If an edit names layers that do not run in the block, or

@@ -33,9 +33,9 @@ class LogitAttribution:
 
     Attributes:
         logit: The logit, or the difference. If the model limits its logits by a soft cap, it is the one before the cap.
-        parts: One row for each part, in the order in which they run: `part` ("embedding", "head", "mlp" for what a
-            block adds beside its attention, "bias"), `module`, `layer` and `head` (None for a part without one), and
-            `logit`, what it adds. The column adds up to `logit`.
+        parts: One row for each part, in the order in which they run: `part` ("embedding", "head", "mlp" for what
+            else a block adds, "bias"), `module`, `layer` and `head` (None for a part without one), and `logit`, what it
+            adds. The column adds up to `logit`.
 
     >>> from regard.interventions import LogitAttribution
     >>> from regard.lens import Table

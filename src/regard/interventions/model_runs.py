@@ -90,7 +90,7 @@ def logit_difference(answer: Any, wrong: Any = None, position: int = -1) -> Metr
 
     Args:
         answer: Token id of the answer, or one for each batch entry: (batch,).
-        wrong: Token id of a wrong answer, alike.
+        wrong: Token id of a wrong answer, in the same forms.
         position: Position of the token that predicts the answer; −1 is the last.
 
     Returns:

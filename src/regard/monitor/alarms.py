@@ -76,7 +76,7 @@ class AlarmError(RegardError, RuntimeError):
         return error
 
     def __reduce__(self) -> Any:
-        """Pickle the alarms, too."""
+        """Pickle the alarms as well."""
         return (*super().__reduce__(), {"alarms": self.alarms})
 
 
@@ -152,7 +152,7 @@ class EntropyCollapse:
     """Alarm if the mean entropy of a head falls below a share of its first value, while its scores are large.
 
     Entropy collapse goes with unstable training (Zhai et al., 2303.06296). A head that reads one token, such as the
-    previous one, has a low entropy, too, and moderate scores.
+    previous one, also has a low entropy, and moderate scores.
 
     Args:
         share: Alarm below this share of the entropy in the first monitored step that has one.

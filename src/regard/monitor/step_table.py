@@ -71,7 +71,7 @@ class StepTable:
     """Sums and maxima of every layer and head over one training step.
 
     Args:
-        extra: Measures beside the default ones, by name; each result is (…, heads, q_len).
+        extra: Measures in addition to the default ones, by name; each result is (…, heads, q_len).
     """
 
     def __init__(self, extra: Mapping[str, Measure]) -> None:

@@ -78,7 +78,7 @@ class Monitor:
         optimizer: Whose steps to count: "auto" for the first optimiser that steps and holds parameters of the model,
             an optimiser, or None if the training loop calls `monitor.step()`.
         layers: Names of modules, or patterns with `*`, to monitor. Default: all.
-        include_eval: Count passes while the model is in eval mode, too.
+        include_eval: Also count passes while the model is in eval mode.
         process_group: The processes to combine. Default: all, if torch.distributed is initialised.
 
     Raises:
@@ -178,7 +178,7 @@ class Monitor:
         return self.history[len(self.history) - self._num_last_rows :]
 
     def attach(self, step: int | None = None) -> Monitor:
-        """Start to count steps, with step 0; `with Monitor(…) as monitor` does it, too.
+        """Start to count steps, with step 0; `with Monitor(…) as monitor` also does it.
 
         Args:
             step: Number of the step that comes next, for a run that is resumed.
@@ -281,7 +281,7 @@ class Monitor:
         self._begin_step()
 
     def _measure(self, call: Call) -> dict[str, Any]:
-        """Measure a call inside the watch; nothing of it is recorded beside the sums."""
+        """Measure a call inside the watch; only its sums are recorded."""
         if self._model.training or self._include_eval:
             _check_runs_in_python()
             if call.name not in self._parts and dist.is_available() and dist.is_initialized():
@@ -489,7 +489,7 @@ class _Registered:
         return watch
 
     def release(self) -> None:
-        """Remove everything, in the middle of a step, too."""
+        """Remove everything, also in the middle of a step."""
         if self.hook is not None:
             self.hook.remove()
             self.hook = None

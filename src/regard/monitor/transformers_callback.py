@@ -16,7 +16,7 @@ from regard.monitor.training_monitor import Monitor
 class TrainerCallback(_TrainerCallback or object):  # type: ignore[misc]
     """Monitor the model of a `transformers.Trainer`: `Trainer(…, callbacks=[TrainerCallback(every=50)])`.
 
-    The numbers of all heads together are in `trainer.state.log_history`, too. Evaluation does not count: the trainer
+    The numbers of all heads together are also in `trainer.state.log_history`. Evaluation does not count: the trainer
     switches the model to eval mode. A run that is resumed continues to count where it stopped.
 
     Args:
