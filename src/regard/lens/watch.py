@@ -36,6 +36,7 @@ from regard.capture.watchers import (
 from regard.capture.wrappers import find_patch_targets
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.lens.recording import EmptyRecordingWarning, Recording
+from regard.lens.sharded_recording import ShardedRecording
 from regard.lens.spans import SpanRanges, parse_spans
 from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Measure
@@ -179,8 +180,6 @@ def watch(
                 expected="group alone",
                 hint="Compute measures from the recording, on all ranks: recording[name].measure(…).",
             )
-        from regard.lens.sharded_recording import ShardedRecording
-
         recording = ShardedRecording(group, layout)
     return Watch(
         model, _select_modules(model, layers), options, Recording(parsed) if recording is None else recording

@@ -1,10 +1,14 @@
-"""`AttentionWeights`: the weights of one layer, a lazy matrix that reads like a tensor."""
+"""`AttentionWeights`: the weights of one layer, a lazy matrix that reads like a tensor.
+
+They may be averaged over leading axes of the matrix and multiplied by a number. Sums are linear, so the matrix computes
+them, and they are averaged afterwards. The largest weights of a mean are not those of its heads, so they are searched
+in the weights of some rows at a time.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,6 +20,9 @@ from regard.measures import MaxWeight
 from regard.transformers.recorded_call import RecordedCall
 
 Tensor = Any  # the types of torch are not followed
+
+# Weights that are computed at once.
+BAND = 1 << 23
 
 # Functions of torch that run the method of the same name.
 _METHODS = {"amax", "argmax", "max", "mean", "sum", "topk"}
@@ -53,18 +60,39 @@ class AttentionWeights:
 
     def __init__(
         self,
-        lazy: RecordedCall | ScaledMean,
+        source: RecordedCall | AttentionMatrix,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        *,
+        averaged: tuple[int, ...] = (),
+        factor: float = 1.0,
         detached: bool = False,
     ) -> None:
-        self._lazy = lazy if isinstance(lazy, ScaledMean) else ScaledMean(lazy)
-        self.dtype: torch.dtype = dtype or self._lazy.query.dtype
-        self.device: torch.device = device or self._lazy.query.device
+        query = source.query if isinstance(source, RecordedCall) else source.problem.query
+        self._source = source  # the matrix of a call is built when it is needed
+        self.dtype: torch.dtype = dtype or query.dtype
+        self.device: torch.device = device or query.device
+        self._averaged = (
+            averaged  # leading axes of the matrix over which the mean is taken, in ascending order
+        )
+        self._factor = factor  # of the weights
         self._detached = detached
 
-    def _replace(self, lazy: ScaledMean) -> AttentionWeights:
-        return AttentionWeights(lazy, self.dtype, self.device, self._detached)
+    def _replace(self, **changes: Any) -> AttentionWeights:
+        fields = {"source": self._source, "dtype": self.dtype, "device": self.device}
+        fields |= {"averaged": self._averaged, "factor": self._factor, "detached": self._detached}
+        return AttentionWeights(**fields | changes)
+
+    @property
+    def _matrix(self) -> AttentionMatrix:
+        """The matrix before the mean."""
+        return self._source.matrix if isinstance(self._source, RecordedCall) else self._source
+
+    def _finish(self, tensor: Tensor, axes: tuple[int, ...] | None = None) -> Tensor:
+        """Average what was computed over some axes, and scale it; its dtype is float32 or wider."""
+        axes = self._averaged if axes is None else axes
+        tensor = tensor.mean(axes) if axes else tensor
+        return tensor if self._factor == 1.0 else tensor * self._factor
 
     def _convert(self, tensor: Tensor) -> Tensor:
         """Convert what was computed to the dtype and the device of these weights."""
@@ -76,7 +104,7 @@ class AttentionWeights:
     @property
     def shape(self) -> torch.Size:
         """The shape, (batch, heads, q_len, kv_len)."""
-        return torch.Size(self._lazy.shape)
+        return torch.Size(size for axis, size in enumerate(self._source.shape) if axis not in self._averaged)
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of one axis.
@@ -97,7 +125,7 @@ class AttentionWeights:
 
     def numel(self) -> int:
         """Return the number of weights."""
-        return math.prod(self._lazy.shape)
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -107,14 +135,14 @@ class AttentionWeights:
     @property
     def requires_grad(self) -> bool:
         """Whether gradients flow from the weights to the model."""
-        source = self._lazy.source
-        if isinstance(source, RecordedCall):
-            return source.requires_grad and not self._detached
-        tensors = (source.problem.query, source.problem.key)
-        return not self._detached and any(tensor.requires_grad for tensor in tensors)
+        if self._detached:
+            return False
+        if isinstance(self._source, RecordedCall):
+            return self._source.requires_grad
+        return bool(self._source.problem.query.requires_grad or self._source.problem.key.requires_grad)
 
     def __len__(self) -> int:
-        return self._lazy.shape[0]
+        return int(self.shape[0])
 
     # Conversions
 
@@ -125,18 +153,18 @@ class AttentionWeights:
         Raises:
             ArgumentError: If these weights are a mean over heads, or multiplied by a number.
         """
-        if self._lazy.averaged or self._lazy.factor != 1.0:
+        if self._averaged or self._factor != 1.0:
             raise ArgumentError(
                 "weights.matrix",
                 received="a mean over heads, or weights multiplied by a number",
                 expected="the weights of a layer, or of some of its heads",
                 hint="Measure first, then average: weights.matrix.entropy().mean(1).",
             )
-        return self._lazy.matrix
+        return self._matrix
 
     def to_dense(self) -> Tensor:
         """Compute and store the whole tensor, of `nbytes`."""
-        return self._convert(self._lazy.to_dense())
+        return self._convert(self._finish(self._matrix.to_dense()))
 
     def to(self, *args: Any, **kwargs: Any) -> AttentionWeights:
         """Return weights on another device, or of another dtype.
@@ -148,7 +176,7 @@ class AttentionWeights:
             *args: A device, a dtype, both, or a tensor that has them.
             **kwargs: `device` and `dtype`; other arguments of `torch.Tensor.to` have no effect.
         """
-        device, dtype, lazy = self.device, self.dtype, self._lazy
+        device, dtype, source = self.device, self.dtype, self._source
         for arg in (*args, kwargs.get("device"), kwargs.get("dtype")):
             if isinstance(arg, torch.Tensor | AttentionWeights):
                 device, dtype = arg.device, arg.dtype
@@ -156,9 +184,9 @@ class AttentionWeights:
                 dtype = arg
             elif isinstance(arg, str | int | torch.device) and not isinstance(arg, bool):
                 device = torch.empty(0, device=arg).device  # with its number: "cuda" is the current one
-        if device != self.device and isinstance(lazy.source, RecordedCall):
-            lazy = replace(lazy, source=lazy.source.to(device))
-        return AttentionWeights(lazy, dtype, device, self._detached)
+        if device != self.device and isinstance(source, RecordedCall):
+            source = source.to(device)
+        return self._replace(source=source, dtype=dtype, device=device)
 
     def cpu(self) -> AttentionWeights:
         """Return weights on the CPU."""
@@ -182,10 +210,8 @@ class AttentionWeights:
 
     def detach(self) -> AttentionWeights:
         """Return weights without gradients."""
-        lazy = self._lazy
-        if isinstance(lazy.source, RecordedCall):
-            lazy = replace(lazy, source=lazy.source.detach())
-        return AttentionWeights(lazy, self.dtype, self.device, detached=True)
+        source = self._source.detach() if isinstance(self._source, RecordedCall) else self._source
+        return self._replace(source=source, detached=True)
 
     def clone(self) -> AttentionWeights:
         """Return the weights, which nothing can change."""
@@ -222,8 +248,11 @@ class AttentionWeights:
             ArgumentTypeError: If the index has several arrays.
             TooLargeError: If the result would take more than 256 MiB.
         """
-        part = self._lazy.read(index)
-        return self._replace(part) if isinstance(part, ScaledMean) else self._convert(part)
+        full, axes = insert_axes(index, self.shape, self._averaged)
+        part = self._matrix[full]
+        if isinstance(part, AttentionMatrix):
+            return self._replace(source=part, averaged=axes)
+        return self._convert(self._finish(part, axes))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -263,8 +292,10 @@ class AttentionWeights:
         if not tokens:
             if keepdim:
                 self._refuse("keepdim=True", "Leave it out: the result then has fewer axes, and stays lazy.")
-            return weights._replace(self._lazy.average(dims).scale(1 if is_mean else count))
-        total = self._lazy.sum(tokens[-1] - self.ndim)
+            kept = [axis for axis in range(len(self._source.shape)) if axis not in self._averaged]
+            averaged = tuple(sorted((*self._averaged, *(kept[axis] for axis in dims))))
+            return weights._replace(averaged=averaged, factor=self._factor * (1 if is_mean else count))
+        total = self._finish(self._matrix.sum(tokens[-1] - self.ndim))
         if others := [axis for axis in dims if axis != tokens[-1]]:
             total = total.sum(others)
         if keepdim:
@@ -282,8 +313,8 @@ class AttentionWeights:
             A scalar for None, else a named tuple of `values` and `indices`. Ties go to the lowest index.
         """
         if dim is None:
-            return self._convert(self._lazy.max(-1)[0].max())
-        found = self._lazy.max(self._resolve_token_axis("max", dim))
+            return self._convert(self._find_largest(-1)[0].max())
+        found = self._find_largest(self._resolve_token_axis("max", dim))
         values, indices = (self._convert(part.unsqueeze(dim) if keepdim else part) for part in found)
         return torch.return_types.max((values, indices))
 
@@ -305,7 +336,7 @@ class AttentionWeights:
         """
         if dim is not None:
             return self.max(dim, keepdim).indices
-        values, indices = self._lazy.max(-1)
+        values, indices = self._find_largest(-1)
         row = values.flatten().argmax()
         return self._convert(row * self.shape[-1] + indices.flatten()[row])
 
@@ -323,8 +354,42 @@ class AttentionWeights:
         """
         if not largest or self._resolve_token_axis("topk", dim) != -1:
             self._refuse("topk", "Call topk(k) for the largest weights of each row.")
-        values, indices = map(self._convert, self._lazy.topk(k))
-        return torch.return_types.topk((values, indices))
+        if not self._averaged and self._factor > 0:
+            values, indices = self._matrix.topk(k)
+            values = values * self._factor
+        else:
+            bands = [band.sort(dim=-1, descending=True, stable=True) for band in self._bands()]
+            values = torch.cat([band.values[..., :k] for band in bands], -2)
+            indices = torch.cat([band.indices[..., :k] for band in bands], -2)
+        return torch.return_types.topk((self._convert(values), self._convert(indices)))
+
+    def _find_largest(self, axis: int) -> tuple[Tensor, Tensor]:
+        """Return the largest weight of each row (−1) or column (−2) and its index; ties go to the lowest."""
+        if not self._averaged and self._factor > 0:
+            values, indices = self._matrix.measure(top=MaxWeight(axis)).top
+            return values * self._factor, indices
+        if axis == -1:
+            rows = [band.max(-1) for band in self._bands()]
+            return torch.cat([row.values for row in rows], -1), torch.cat([row.indices for row in rows], -1)
+        best: tuple[Tensor, Tensor] | None = None
+        start = 0
+        for band in self._bands():
+            values, indices = band.max(-2)
+            indices, start = indices + start, start + band.shape[-2]
+            if best is not None:
+                is_larger = values > best[0]
+                values, indices = (
+                    torch.where(is_larger, new, old) for new, old in zip((values, indices), best, strict=True)
+                )
+            best = values, indices
+        assert best is not None
+        return best
+
+    def _bands(self) -> Iterator[Tensor]:
+        """Yield the weights of some rows at a time."""
+        rows = max(1, BAND * self.shape[-2] // max(1, math.prod(self._source.shape)))
+        for start in range(0, self.shape[-2], rows):
+            yield self._finish(self._matrix.lazy[..., start : start + rows, :].to_dense())
 
     def _resolve_token_axis(self, operation: str, dim: int) -> int:
         (axis,) = resolve_dims(dim, self.ndim)
@@ -348,7 +413,7 @@ class AttentionWeights:
         )
         if not is_number:
             self._refuse("weights * other", "Multiply what you read of them: weights[0, head, row] * other.")
-        return self._replace(self._lazy.scale(float(number)))
+        return self._replace(factor=self._factor * float(number))
 
     def __truediv__(self, number: Any) -> AttentionWeights:
         """Divide by a number; the result stays lazy.
@@ -410,9 +475,9 @@ class AttentionWeights:
 
     def __repr__(self) -> str:
         shape = format_named_shape(tuple(self.shape), "q_len", "kv_len")
-        if self._lazy.averaged:
-            shape = f"{tuple(self.shape)}, a mean over axes {self._lazy.averaged} of {tuple(self._lazy.source.shape)},"
-        factor = "" if self._lazy.factor == 1.0 else f" × {self._lazy.factor:g}"
+        if self._averaged:
+            shape = f"{tuple(self.shape)}, a mean over axes {self._averaged} of {tuple(self._source.shape)},"
+        factor = "" if self._factor == 1.0 else f" × {self._factor:g}"
         return f"AttentionWeights{shape} {str(self.dtype).removeprefix('torch.')}{factor}"
 
 
@@ -425,108 +490,6 @@ def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:
     elif isinstance(arguments, list | tuple):
         for argument in arguments:
             yield from _find_weights(argument)
-
-
-# Weights that are computed at once.
-BAND = 1 << 23
-
-
-@dataclass(frozen=True, eq=False)
-class ScaledMean:
-    """A mean of heads times a number; tensors that it returns have dtype float32 or wider.
-
-    Args:
-        source: A recorded call, whose matrix is built when it is needed, or a matrix.
-        averaged: Leading axes of the matrix over which the mean is taken, in ascending order.
-        factor: Factor of the weights.
-    """
-
-    source: RecordedCall | AttentionMatrix
-    averaged: tuple[int, ...] = ()
-    factor: float = 1.0
-
-    @property
-    def matrix(self) -> AttentionMatrix:
-        """The matrix before the mean."""
-        return self.source.matrix if isinstance(self.source, RecordedCall) else self.source
-
-    @property
-    def query(self) -> Tensor:
-        """The query of the matrix, whose dtype and device are those of the layer."""
-        return self.source.query if isinstance(self.source, RecordedCall) else self.source.problem.query
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after averaging."""
-        return tuple(size for axis, size in enumerate(self.source.shape) if axis not in self.averaged)
-
-    def average(self, axes: list[int]) -> ScaledMean:
-        """Return the mean over further leading axes, counted in `shape`."""
-        kept = [axis for axis in range(len(self.source.shape)) if axis not in self.averaged]
-        return replace(self, averaged=tuple(sorted((*self.averaged, *(kept[axis] for axis in axes)))))
-
-    def scale(self, factor: float) -> ScaledMean:
-        """Return the product with a number."""
-        return replace(self, factor=self.factor * factor)
-
-    def read(self, index: Any) -> ScaledMean | Tensor:
-        """Return the weights at an index; lazily if it keeps all queries and keys."""
-        full, axes = insert_axes(index, self.shape, self.averaged)
-        part = self.matrix[full]
-        if isinstance(part, AttentionMatrix):
-            return ScaledMean(part, axes, self.factor)
-        return self._finish(part, axes)
-
-    def to_dense(self) -> Tensor:
-        """Compute all weights."""
-        return self._finish(self.matrix.to_dense(), self.averaged)
-
-    def sum(self, axis: int) -> Tensor:
-        """Sum over the keys (−1) or the queries (−2)."""
-        return self._finish(self.matrix.sum(axis), self.averaged)
-
-    def max(self, axis: int) -> tuple[Tensor, Tensor]:
-        """Return the largest weight of each row (−1) or column (−2) and its index; ties go to the lowest."""
-        if not self.averaged and self.factor > 0:
-            values, indices = self.matrix.measure(top=MaxWeight(axis)).top
-            return values * self.factor, indices
-        if axis == -1:
-            rows = [band.max(-1) for band in self._bands()]
-            return torch.cat([row.values for row in rows], -1), torch.cat([row.indices for row in rows], -1)
-        best: tuple[Tensor, Tensor] | None = None
-        start = 0
-        for band in self._bands():
-            values, indices = band.max(-2)
-            indices, start = indices + start, start + band.shape[-2]
-            if best is not None:
-                is_larger = values > best[0]
-                values, indices = (
-                    torch.where(is_larger, new, old) for new, old in zip((values, indices), best, strict=True)
-                )
-            best = values, indices
-        assert best is not None
-        return best
-
-    def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest weights of each row and their keys, largest first; ties go to the lowest index."""
-        if not self.averaged and self.factor > 0:
-            values, indices = self.matrix.topk(k)
-            return values * self.factor, indices
-        bands = [band.sort(dim=-1, descending=True, stable=True) for band in self._bands()]
-        values = torch.cat([band.values[..., :k] for band in bands], -2)
-        return values, torch.cat([band.indices[..., :k] for band in bands], -2)
-
-    def _bands(self) -> Iterator[Tensor]:
-        """Yield the weights of some rows at a time."""
-        rows = max(1, BAND * self.shape[-2] // max(1, math.prod(self.source.shape)))
-        for start in range(0, self.shape[-2], rows):
-            band = self.matrix.lazy[..., start : start + rows, :].to_dense()
-            yield self._finish(band, self.averaged)
-
-    def _finish(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Average and scale what was computed."""
-        tensor = tensor.mean(axes) if axes else tensor
-        return tensor if self.factor == 1.0 else tensor * self.factor
 
 
 def resolve_dims(dim: Any, ndim: int) -> list[int]:

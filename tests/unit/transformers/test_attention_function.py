@@ -140,7 +140,7 @@ def test_dense_masks_are_not_held():
     with torch.no_grad():
         output = TINY["Llama"].build("regard")(**inputs, output_attentions=True)
     for weights in output.attentions:
-        call = weights._lazy.source
+        call = weights._source
         assert call.args.attn_mask is None and call.compact_mask.nbytes == 0
     assert repr(output.attentions[0].matrix.mask) == "causal() & padding([11, 7], side='left')"
 

@@ -88,9 +88,9 @@ def test_keys_are_stored_once(name, cache):
     output = generate(TINY[name].build("regard"), name, output_attentions=True, cache_implementation=cache)
     steps = list_steps(output)
     for layer in range(len(steps[0])):
-        stores = {id(step[layer]._lazy.source.store) for step in steps}
+        stores = {id(step[layer]._source.store) for step in steps}
         assert len(stores) == 1
-        store = steps[0][layer]._lazy.source.store
+        store = steps[0][layer]._source.store
         assert store.nbytes <= 300 * store.read(0, 1).nbytes  # 20 tokens, and room for 256
 
 
@@ -198,5 +198,5 @@ def test_steps_of_one_cache_share_their_keys_on_another_device():
     output = generate(TINY["Llama"].build("regard"), "Llama", output_attentions=True)
     moved = [step[0].to("meta") for step in output.attentions]
     assert {str(weights.device) for weights in moved} == {"meta"}
-    assert len({id(weights._lazy.source.store) for weights in moved}) == 1
+    assert len({id(weights._source.store) for weights in moved}) == 1
     assert moved[3].shape == output.attentions[3][0].shape
