@@ -335,5 +335,5 @@ def attention_from_weights(
         groups,
         problem_class=GivenWeightsProblem,
     )
-    _check_fits(spec)
+    check_fits(spec, Frame.from_shape(spec.shape))
     return AttentionMatrix(spec)
