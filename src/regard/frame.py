@@ -45,11 +45,7 @@ class Frame:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> Frame:
-        """Return the frame of a matrix of shape (…, q_len, kv_len), with all its pairs selected.
-
-        Args:
-            shape: Shape of the matrix.
-        """
+        """Return the frame of a matrix of shape (…, q_len, kv_len), with all its pairs selected."""
         return cls(tuple(shape[:-2]), shape[-2], shape[-1])
 
     @cached_property
@@ -58,11 +54,7 @@ class Frame:
         return np.arange(math.prod(self.leading_shape)) if self.selection is None else self.selection
 
     def select(self, which: IntArray) -> Frame:
-        """Return the frame of some of the selected pairs.
-
-        Args:
-            which: Positions in `selected`.
-        """
+        """Return the frame of some of the selected pairs."""
         return Frame(self.leading_shape, self.q_len, self.kv_len, self.selected[which])
 
     @cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -42,7 +42,8 @@ class Engine(Protocol):
     """The operations of an array library that the matrix is computed with.
 
     In the shapes, g is the number of (batch, head) pairs, r of rows (queries) and c of columns (keys) of a tile. Most
-    engines subclass `ArrayEngine`, which implements everything but `name`, `xp`, `owns` and `to_numpy`.
+    engines subclass `ArrayEngine`, which implements everything but `name`, `xp`, `owns` and `to_numpy`. By default, an
+    engine has no compiled pass, no fused kernels and no gradients.
 
     >>> import numpy as np
     >>> from regard.engines import find_engine
@@ -67,6 +68,7 @@ class Engine(Protocol):
     @property
     def is_asynchronous(self) -> bool:
         """Whether a device computes while Python goes on, so that reading a number of an array waits for it."""
+        return False
 
     # Arrays
 
@@ -102,6 +104,7 @@ class Engine(Protocol):
         Args:
             arrays: Arrays and any other objects.
         """
+        return []
 
     def working_dtype(self, *arrays: Array) -> Any:
         """Return the dtype that scores are computed in: the widest of the arrays' dtypes, float32 at least.
@@ -168,6 +171,7 @@ class Engine(Protocol):
         Returns:
             query keyᵀ − lse, at most 0, and its exponential times `allowed`: (g, r, c) each.
         """
+        raise TypeError(f"{self.name} has no fused kernel whose lse could be used")
 
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         """Reduce consecutive segments of an axis.
@@ -205,6 +209,7 @@ class Engine(Protocol):
         Args:
             problem: Matrix in canonical form.
         """
+        return ""
 
     def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
         """Return whether the compiled pass of a problem has an accumulator; the block loop computes the others.
@@ -213,6 +218,7 @@ class Engine(Protocol):
             problem: Matrix in canonical form.
             accumulator: What to accumulate.
         """
+        return True
 
     def accumulate(
         self,
@@ -233,6 +239,7 @@ class Engine(Protocol):
             The array, or the pair of arrays, of each accumulator, and the largest score and the sum of each row. None
             if the block loop must compute them after all.
         """
+        raise TypeError(f"{self.name} has no compiled pass")
 
     def prefers_compiled_pass(self, problem: Problem) -> bool:
         """Return whether the compiled pass is faster than a fused product of the upcast arrays, and needs no lse of it.
@@ -240,6 +247,7 @@ class Engine(Protocol):
         Args:
             problem: Matrix in canonical form.
         """
+        return False
 
     def name_measured_product(
         self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
@@ -251,6 +259,7 @@ class Engine(Protocol):
             value: (own pairs, kv_len, value_dim).
             accumulators: What to accumulate.
         """
+        return ""
 
     def run_measured_product(
         self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
@@ -267,6 +276,7 @@ class Engine(Protocol):
             Output (pairs, rows, value_dim), the array of each accumulator, and the largest score and the sum of each
             row. None if they must be computed apart after all.
         """
+        return None
 
     # Fused kernels
 
@@ -276,6 +286,7 @@ class Engine(Protocol):
         Args:
             problem: Matrix in canonical form.
         """
+        return False
 
     def kernel_name(self, problem: Problem) -> str:
         """Return the name of the kernel that `A @ value` runs.
@@ -283,6 +294,7 @@ class Engine(Protocol):
         Args:
             problem: Matrix in canonical form.
         """
+        return f"{self.name}: block loop"
 
     def run_fused_product(
         self, problem: Problem, value: Array, value_index: IntArray
@@ -298,6 +310,7 @@ class Engine(Protocol):
             Output (pairs, rows, value_dim), lse (pairs, rows) and the name of the kernel; None if the block loop must
             compute the product. The lse is None if the kernel computed it with reduced precision.
         """
+        return None
 
     def prepare_fast_product(
         self, query: Array, key: Array, mask: Mask | None, scale: float
@@ -315,6 +328,7 @@ class Engine(Protocol):
             whether the lse is used. It returns output, lse and the name of the kernel, or None if the value needs
             validation or conversion. The lse is None if it is not used, or was computed with reduced precision.
         """
+        return None
 
     def needs_exact_rows(self, problem: Problem) -> bool:
         """Return whether weights must be normalised by their own row's sum, not by the lse of a fused kernel.
@@ -332,6 +346,7 @@ class Engine(Protocol):
             problem: Matrix in canonical form.
             *arrays: Further arrays, such as a value.
         """
+        return False
 
     def differentiate(
         self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
@@ -346,6 +361,7 @@ class Engine(Protocol):
         Returns:
             The result of each measure.
         """
+        raise TypeError(f"{self.name} has no gradients")
 
     def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
         """Call function(*arrays); if a gradient is required, recompute it in the backward pass.
@@ -354,14 +370,17 @@ class Engine(Protocol):
             function: Function of arrays that returns an array.
             *arrays: Its arguments.
         """
+        return function(*arrays)
 
     @property
     def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager without gradients: the block loop writes into its states."""
+        return nullcontext
 
     @property
     def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         """Context manager with gradients, for views that are kept and used again."""
+        return nullcontext
 
 
 # The problem
@@ -625,11 +644,7 @@ class Problem:
         return cache[same_diagonal]
 
     def live_blocks(self, rows: IntArray, width: int) -> list[tuple[IntArray, bool]]:
-        """List the blocks of `width` keys that the mask does not leave empty for a band of rows.
-
-        Returns:
-            For each block its columns, and whether the mask allows all of it.
-        """
+        """List the blocks of `width` keys that the mask does not leave empty for a band of rows, and which are full."""
         kv_range = self.kv_range
         kv_lo = np.arange(kv_range.start, kv_range.stop, width)
         if not len(kv_lo) or not len(rows):
@@ -655,21 +670,7 @@ def num_pairs(array: Array) -> int:
 def broadcast_index(
     array: Array, leading_shape: tuple[int, ...], groups: int, operation: str = "", name: str = ""
 ) -> IntArray:
-    """Compute which pair of an array each pair of the matrix uses.
-
-    Args:
-        array: (…, length, width); its leading axes broadcast to `leading_shape`.
-        leading_shape: Leading axes of the matrix.
-        groups: Number of consecutive heads of the matrix that share a head of the array.
-        operation: Name of the operation in errors.
-        name: Name of the array in errors.
-
-    Returns:
-        Flat indices into the leading axes of the array: (prod(leading_shape),).
-
-    Raises:
-        ArgumentError: If the leading axes do not broadcast.
-    """
+    """Compute which pair of an array (…, length, width) each pair of the matrix uses: flat indices, (pairs,)."""
     own_shape = tuple(array.shape[:-2])
     pairs = np.arange(math.prod(own_shape)).reshape(own_shape)
     if groups > 1 and own_shape:
@@ -689,20 +690,7 @@ def broadcast_index(
 def leading_shape(
     query: Array, key: Array, enable_gqa: bool, operation: str = "attention"
 ) -> tuple[tuple[int, ...], int]:
-    """Compute the leading axes of the matrix.
-
-    Args:
-        query: (…, heads, q_len, head_dim).
-        key: (…, kv_heads, kv_len, head_dim).
-        enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
-        operation: Name of the operation in errors.
-
-    Returns:
-        The leading axes, and how many query heads share a key head.
-
-    Raises:
-        ArgumentError: If the shapes do not fit together.
-    """
+    """Compute the leading axes of the matrix, and how many query heads share a key head."""
     if (
         not enable_gqa
         and query.ndim > 1 < key.ndim

@@ -101,13 +101,16 @@ def _convert(array: Array, operation: str, name: str, xp: Namespace, dtype: Any 
     return xp.asarray(as_array(array, operation, name) if xp is np else array, dtype=dtype)
 
 
-def _make_distance_payload(mod: ScoreMod, frame: Frame, xp: Namespace, dtype: Any) -> dict[str, Any]:
-    """Describe a bias by distance: its first column from the last row up, then the rest of its first row."""
-    first, rows, columns = np.zeros(1, np.int64), np.arange(frame.q_len), np.arange(1, frame.kv_len)
-    below = mod.additive_bias(frame, rows[::-1], first, xp, dtype)
-    above = mod.additive_bias(frame, first, columns, xp, dtype)
-    assert below is not None and above is not None
-    return {"kind": "distance", "table": xp.concat([below[:, :, 0], above[:, 0, :]], axis=1)}
+class DistanceMod(ScoreMod):
+    """A bias that depends on kv_idx − q_idx only."""
+
+    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
+        # The first column from the last row up, then the rest of the first row.
+        first, rows, columns = np.zeros(1, np.int64), np.arange(frame.q_len), np.arange(1, frame.kv_len)
+        below = self.additive_bias(frame, rows[::-1], first, xp, dtype)
+        above = self.additive_bias(frame, first, columns, xp, dtype)
+        assert below is not None and above is not None
+        return {"kind": "distance", "table": xp.concat([below[:, :, 0], above[:, 0, :]], axis=1)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def alibi_slopes(heads: int) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class AlibiMod(ScoreMod):
+class AlibiMod(DistanceMod):
     """−slope · |q_idx − kv_idx|."""
 
     slopes: Array | None
@@ -192,9 +195,6 @@ class AlibiMod(ScoreMod):
         distance = np.abs(kv_idx[None, :] - q_idx[:, None] - frame.offset(self.align, "alibi"))
         slopes = _convert(self._slopes(frame), "alibi", "slopes", xp, dtype)[:, None, None]
         return -slopes * xp.asarray(distance, dtype=dtype)
-
-    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
-        return _make_distance_payload(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "alibi")
@@ -326,7 +326,7 @@ def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidire
 
 
 @dataclass(frozen=True, eq=False)
-class RelativeBiasMod(ScoreMod):
+class RelativeBiasMod(DistanceMod):
     """A bias for each head and bucket of distance."""
 
     table: Array
@@ -346,9 +346,6 @@ class RelativeBiasMod(ScoreMod):
         )
         per_pair = frame.take_pairs(self.table.T, 1, "relative_bias", "heads")
         return _convert(per_pair[:, bucket], "relative_bias", "table", xp, dtype)
-
-    def to_payload(self, frame: Frame, q_idx: IntArray, xp: Namespace, dtype: Any) -> dict[str, Any]:
-        return _make_distance_payload(self, frame, xp, dtype)
 
     def check(self, frame: Frame) -> None:
         frame.offset(self.align, "relative_bias")

@@ -11,17 +11,7 @@ from regard.types import Array
 
 
 def as_array(argument: Any, operation: str, name: str) -> Array:
-    """Convert an argument to a NumPy array in the byte order of this machine.
-
-    Args:
-        argument: An array, a tensor on any device, or nested lists of numbers.
-        operation: Name of the operation in errors.
-        name: Name of the argument in errors.
-
-    Raises:
-        ArgumentError: If nested lists have different lengths.
-        ArgumentTypeError: If a tensor requires a gradient, which NumPy would drop.
-    """
+    """Convert an array, a tensor or nested lists to a NumPy array in the byte order of this machine."""
     if hasattr(argument, "new_tensor"):  # a tensor, on any device
         if argument.requires_grad:
             raise ArgumentTypeError(
@@ -79,15 +69,7 @@ def check_count(
 
 
 def check_align(align: object, operation: str) -> None:
-    """Refuse an unknown alignment.
-
-    Args:
-        align: The argument.
-        operation: Name of the operation in errors.
-
-    Raises:
-        ArgumentError: If `align` is neither None, "upper_left" nor "lower_right".
-    """
+    """Refuse an unknown alignment."""
     if align not in (None, "upper_left", "lower_right"):
         raise ArgumentError(
             operation,

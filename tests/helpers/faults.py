@@ -105,7 +105,7 @@ def _(allows: Function) -> Function:
 def _(allows: Function) -> Function:
     from regard.masks.base import OrMask
 
-    return lambda self, *args: OrMask.allows(self, *args)
+    return lambda self, *args: OrMask(self.parts).allows(*args)
 
 
 @fault("causal-sees-one-ahead", "row 10", "regard.masks.kinds:causal")

@@ -61,16 +61,6 @@ class ResolvedIndex(NamedTuple):
 def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> ResolvedIndex:
     """Resolve an index of integers, slices, ellipsis, newaxis and at most one integer array.
 
-    Args:
-        index: The index that the caller passed.
-        shape: Shape of the matrix.
-        operation: Name of the operation in errors.
-
-    Raises:
-        IndexOutOfRangeError: If a position is past the end, or there are too many entries.
-        ArgumentTypeError: If an entry has another type, or there are several arrays.
-        ArgumentError: If a slice has bounds that are not integers, or a step of 0.
-
     >>> resolve_index((..., 1, slice(0, 4, 2)), (7, 5, 5), "A[index]").positions[1:]
     [array([1]), array([0, 2])]
     """

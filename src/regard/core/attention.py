@@ -172,15 +172,7 @@ def linear_attention(
 def layer_attention(
     query: Array, key: Array, value: Array, *, multiply: bool = True, **options: Any
 ) -> tuple[Array | None, AttentionMatrix]:
-    """Return `A @ value` and the matrix A; layers call it so that `regard.watch` captures value and output, too.
-
-    Args:
-        query: (…, heads, q_len, head_dim).
-        key: (…, kv_heads, kv_len, head_dim).
-        value: (…, kv_heads, kv_len, value_dim).
-        multiply: Compute the product; otherwise it is None, for a layer that drops weights first.
-        **options: Those of `attention`.
-    """
+    """Return `A @ value` and the matrix A; layers call it so that `regard.watch` captures value and output, too."""
     matrix = attention(query, key, **options)
     return (matrix @ value if multiply else None), matrix
 
@@ -203,15 +195,7 @@ def check_fits(spec: Spec, frame: Frame) -> None:
 
 
 def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
-    """Refuse a mask or a score modification of the wrong type.
-
-    Args:
-        mask: The mask, or None.
-        score_mods: The score modifications.
-
-    Raises:
-        ArgumentTypeError: If the mask is not a `Mask`, or a score modification is not a `ScoreMod`.
-    """
+    """Refuse a mask that is not a `Mask`, or a score modification that is not a `ScoreMod`."""
     if mask is not None:
         hint = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
         _check_type(mask, Mask, "mask", "a mask such as regard.causal()", hint)

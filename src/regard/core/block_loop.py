@@ -136,12 +136,7 @@ def run_block_loop(
 
 
 def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
-    """Compute the statistics of each row over the keys of a problem, which may be a block of a longer sequence.
-
-    Args:
-        problem: The matrix, or a block of its keys.
-        compiled: Whether a compiled pass computes them, if there is one.
-    """
+    """Compute the statistics of each row over the keys of a problem, by a compiled pass if allowed and available."""
     return _run_passes(problem, [], None, None, compiled=compiled)[1]
 
 

@@ -111,17 +111,7 @@ class Explanation:
 def explain_row(
     problem: Problem, row: int, value: Any = None, tokens: Sequence[str] | None = None
 ) -> Explanation:
-    """Compute the explanation of one row of a matrix with one (batch, head) pair.
-
-    Args:
-        problem: The matrix.
-        row: The row, counted from the first.
-        value: (kv_len, value_dim), with leading axes of size 1 or none.
-        tokens: Labels of the keys: kv_len strings.
-
-    Raises:
-        ArgumentError: If value or tokens do not have kv_len entries.
-    """
+    """Compute the explanation of one row, counted from the first, of a matrix with one (batch, head) pair."""
     engine, xp = problem.engine, problem.engine.xp
     kv_len = problem.frame.kv_len
     if value is not None:

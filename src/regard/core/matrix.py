@@ -950,9 +950,6 @@ def _sample_weights(matrix: AttentionMatrix) -> WeightSample | None:
     """Sample the first head of a matrix that is not empty.
 
     A small matrix is shown whole. Of a large one some rows are computed, each summed over runs of keys.
-
-    Returns:
-        The sample, or None if a single row would already exceed the limits.
     """
     from regard.render.notebook import WeightSample
 

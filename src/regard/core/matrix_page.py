@@ -82,12 +82,6 @@ class MatrixPayload(NamedTuple):
         """Compute a picture of each (batch, head) pair: the maximum and the mean of each cell, from every weight.
 
         This takes one more pass over the matrix, and memory for the cells.
-
-        Args:
-            max_cells: Cells of a picture along an edge, at most.
-
-        Returns:
-            Records of `encode_overview`.
         """
         engine, (_, rows, keys) = self.problem.engine, self.problem.shape
         cells = min(max_cells, rows), min(max_cells, keys)
@@ -115,17 +109,6 @@ def build_payload(problem: Problem, operation: str) -> MatrixPayload:
     >>> payload = build_payload(A.problem, "page")
     >>> payload.record["size"], payload.error.exact
     ([3, 3], True)
-
-    Args:
-        problem: The matrix. The page numbers its (batch, head) pairs from 0.
-        operation: Name of the calling function, for error messages.
-
-    Returns:
-        The payload.
-
-    Raises:
-        ArgumentError: If the weights are not a softmax, or a score modification cannot be computed in a page.
-        TooLargeError: If the mask or a bias is too large for a page.
     """
     if not problem.is_softmax:
         raise ArgumentError(
@@ -435,20 +418,7 @@ def combine_errors(errors: Sequence[ErrorEstimate]) -> dict[str, Any] | None:
 def build_head_map(
     problem: Problem, tokens: Sequence[str] | None, query_tokens: Sequence[str] | None, title: str
 ) -> Page:
-    """Build the page of `AttentionMatrix.page`.
-
-    Args:
-        problem: A matrix with one head.
-        tokens: Names of the keys, and of the queries if both are the same sequence. Default: positions.
-        query_tokens: Names of the queries. Default: those of `tokens`, or positions.
-        title: Title of the page.
-
-    Returns:
-        The page.
-
-    Raises:
-        ArgumentError: If the matrix is empty, or the number of tokens is wrong.
-    """
+    """Build the page of `AttentionMatrix.page` from a matrix with one head; `tokens` name the keys."""
     _, rows, keys = problem.shape
     if not rows or not keys:
         raise ArgumentError(

@@ -45,12 +45,7 @@ class Plan(NamedTuple):
     from_loop: Mapping[str, Measure]
 
     def describe(self, problem: Problem, stats: SoftmaxStats | None) -> str:
-        """Describe what runs and why, one line for the product, the compiled pass and the block loop each.
-
-        Args:
-            problem: The matrix.
-            stats: Cached softmax statistics of each row.
-        """
+        """Describe what runs and why, one line for the product, the compiled pass and the block loop each."""
         lines = []
         if self.has_product:
             extra = [name for name, measure in self.from_product.items() if not isinstance(measure, Product)]

@@ -120,12 +120,7 @@ class Product(BoundMeasure):
 
     @classmethod
     def from_operand(cls, array: Any, spec: Spec, operation: str, *, transposed: bool = False) -> Product:
-        """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form.
-
-        Raises:
-            ArgumentTypeError: If the array does not hold real numbers.
-            ArgumentError: If its shape does not fit the matrix.
-        """
+        """Check the array of `A @ array`, or of `A.mT @ array` if `transposed`, and convert it to canonical form."""
         name, axis = ("x", "q_len") if transposed else ("value", "kv_len")
         array = spec.engine.as_float(array, operation, name)
         is_vector = array.ndim == 1

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from regard.accumulators import Accumulator
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
-from regard.masks import Mask
-from regard.problem import LoopMeasure, Problem
+from regard.problem import Engine, Problem
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
 
-class ArrayEngine:
+class ArrayEngine(Engine):
     """Base class of engines: every operation of `Engine` in terms of the array API.
 
     A subclass defines `name`, `xp` (the library, or a namespace around it), `owns(array)` and `to_numpy(array)`, and
@@ -35,7 +33,6 @@ class ArrayEngine:
 
     name: str = ""
     xp: Namespace = None
-    is_asynchronous: bool = False
 
     # Arrays
 
@@ -60,10 +57,6 @@ class ArrayEngine:
                 hint="Convert it to a floating-point dtype first.",
             )
         return array
-
-    def count_changes(self, arrays: Sequence[Any]) -> list[int]:
-        """Return no counts: NumPy does not count changes in place."""
-        return []
 
     def working_dtype(self, *arrays: Array) -> Any:
         """Return the widest dtype of the arrays, float32 at least."""
@@ -96,12 +89,6 @@ class ArrayEngine:
         """Compute exp(scores − shift) without changing the scores."""
         return self.xp.exp(scores - shift)
 
-    def compute_weights(
-        self, query: Array, key: Array, lse: Array, allowed: Array | None, buffers: list[Array]
-    ) -> tuple[Array, Array]:
-        """Raise a TypeError: an engine without a fused kernel has no lse to compute weights from."""
-        raise TypeError(f"{self.name} has no fused kernel whose lse could be used")
-
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         """Reduce consecutive segments of an axis by "sum" or "max"."""
         function = self.xp.max if reduce == "max" else self.xp.sum
@@ -124,61 +111,6 @@ class ArrayEngine:
         """Context manager in which NaN and inf raise no warning."""
         return lambda: np.errstate(all="ignore")  # a library may compute with NumPy inside
 
-    # The compiled pass: none
-
-    def name_compiled_pass(self, problem: Problem) -> str:
-        """Return an empty name: there is no compiled pass, unless a subclass has one."""
-        return ""
-
-    def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
-        """Return True: a compiled pass, if a subclass has one, has every accumulator."""
-        return True
-
-    def accumulate(
-        self,
-        problem: Problem,
-        accumulators: Sequence[Accumulator],
-        known_max: Array | None,
-        known_sum: Array | None,
-    ) -> tuple[list[Any], Array, Array | None]:
-        """Raise a TypeError: there is no compiled pass."""
-        raise TypeError(f"{self.name} has no compiled pass")
-
-    def prefers_compiled_pass(self, problem: Problem) -> bool:
-        """Return False: a fused product is used where there is one."""
-        return False
-
-    def name_measured_product(
-        self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
-    ) -> str:
-        """Return an empty name: there is no kernel that multiplies and measures at once."""
-        return ""
-
-    def run_measured_product(
-        self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
-    ) -> tuple[Array, list[Any], Array, Array] | None:
-        """Return None, so that output and accumulators are computed apart."""
-        return None
-
-    # Fused kernels: none
-
-    def can_fuse(self, problem: Problem) -> bool:
-        """Return False: there is no fused kernel, unless a subclass has one."""
-        return False
-
-    def kernel_name(self, problem: Problem) -> str:
-        """Return the name of the kernel that `A @ value` runs: the block loop's tiles."""
-        return f"{self.name}: block loop"
-
-    def run_fused_product(
-        self, problem: Problem, value: Array, value_index: IntArray
-    ) -> tuple[Array, Array | None, str] | None:
-        """Return None, so that the block loop computes the product."""
-        return None
-
-    def prepare_fast_product(self, query: Array, key: Array, mask: Mask | None, scale: float) -> None:
-        """Return None: there is no faster way."""
-
     def needs_exact_rows(self, problem: Problem) -> bool:
         """Return whether |query| · |key| · scale is too large for weights from the lse of another computation."""
         xp = self.xp
@@ -188,29 +120,3 @@ class ArrayEngine:
             ]
             norms = [float(xp.sqrt(xp.max(x))) if min(x.shape) else 0.0 for x in squares]
         return not norms[0] * norms[1] * abs(problem.scale) < EXACT_ROWS_LIMIT  # NaN needs exact rows, too
-
-    # Gradients: none
-
-    def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
-        """Return False: there are no gradients."""
-        return False
-
-    def differentiate(
-        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
-    ) -> list[Any]:
-        """Raise a TypeError: there are no gradients."""
-        raise TypeError(f"{self.name} has no gradients")
-
-    def checkpoint(self, function: Callable[..., Array], *arrays: Array) -> Array:
-        """Call function(*arrays)."""
-        return function(*arrays)
-
-    @property
-    def no_grad(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Context manager that does nothing: there are no gradients."""
-        return nullcontext
-
-    @property
-    def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Context manager that does nothing: there are no gradients."""
-        return nullcontext

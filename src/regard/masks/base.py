@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -217,7 +218,7 @@ class Mask:
         return _combine(OrMask, self, other, "|")
 
     def __invert__(self) -> Mask:
-        return NotMask(self)
+        return NotMask((self,))
 
     def __bool__(self) -> bool:
         raise ArgumentTypeError(
@@ -228,11 +229,11 @@ class Mask:
         )
 
 
-def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, operator: str) -> Mask:
+def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, sign: str) -> Mask:
     """Combine two masks; nested combinations of the same kind are flattened, and equal parts kept once."""
     if not isinstance(right, Mask):
         raise ArgumentTypeError(
-            f"mask {operator} other",
+            f"mask {sign} other",
             received=describe_argument(right),
             expected="another mask",
             hint="Wrap a boolean array, True = attend, as regard.dense(array).",
@@ -246,13 +247,47 @@ def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, oper
 
 
 @dataclass(frozen=True, eq=False)
-class _CombinedMask(Mask):
+class CombinedMask(Mask):
+    """A mask made of others; a part that is `decisive` on a block decides the whole block."""
+
     parts: tuple[Mask, ...]
+    decisive: ClassVar[bool]
 
     @property
     def _evaluated(self) -> Sequence[Mask]:
         """The masks to evaluate in place of the parts."""
         return self.parts
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        combine = operator.or_ if self.decisive else operator.and_
+        first, *others = self._evaluated
+        allowed = first.allows(frame, q_idx, kv_idx, xp)
+        for part in others:
+            allowed = combine(allowed, part.allows(frame, q_idx, kv_idx, xp))
+        return allowed
+
+    def classify_blocks(
+        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+    ) -> BlockKinds:
+        combine = operator.or_ if self.decisive else operator.and_
+        first, *others = self._evaluated
+        nonempty, full = first.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+        for part in others:
+            own = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+            nonempty, full = combine(nonempty, own.nonempty), combine(full, own.full)
+        return BlockKinds(nonempty, full)
+
+    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
+        rest: list[Mask] = []
+        for part in self._evaluated:
+            restricted = part.restrict(frame, rows, columns)
+            if restricted is self.decisive:
+                return self.decisive
+            if isinstance(restricted, Mask) and restricted not in rest:
+                rest.append(restricted)
+        if not rest:
+            return not self.decisive
+        return rest[0] if len(rest) == 1 else type(self)(tuple(rest))
 
     def check(self, frame: Frame) -> None:
         for part in self.parts:
@@ -283,21 +318,8 @@ class _CombinedMask(Mask):
     def varies_by_batch(self) -> bool:
         return any(part.varies_by_batch for part in self.parts)
 
-    def _restrict_parts(self, frame: Frame, rows: range, columns: range, decisive: bool) -> Mask | bool:
-        """Restrict each part; a part that is `decisive` on the block decides the whole."""
-        rest: list[Mask] = []
-        for part in self._evaluated:
-            restricted = part.restrict(frame, rows, columns)
-            if restricted is decisive:
-                return decisive
-            if isinstance(restricted, Mask) and restricted not in rest:
-                rest.append(restricted)
-        if not rest:
-            return not decisive
-        return rest[0] if len(rest) == 1 else type(self)(tuple(rest))
-
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other) or not isinstance(other, _CombinedMask):
+        if type(self) is not type(other) or not isinstance(other, CombinedMask):
             return NotImplemented
         return len(self.parts) == len(other.parts) and all(part in other.parts for part in self.parts)
 
@@ -305,8 +327,10 @@ class _CombinedMask(Mask):
         return hash((type(self), frozenset(self.parts)))
 
 
-class AndMask(_CombinedMask):
+class AndMask(CombinedMask):
     """Mask of the entries that every part allows."""
+
+    decisive = False
 
     @cached_property
     def _evaluated(self) -> Sequence[Mask]:
@@ -320,98 +344,41 @@ class AndMask(_CombinedMask):
                 masks.append(part)
         return masks
 
-    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        allowed = self._evaluated[0].allows(frame, q_idx, kv_idx, xp)
-        for part in self._evaluated[1:]:
-            allowed = allowed & part.allows(frame, q_idx, kv_idx, xp)
-        return allowed
-
-    def classify_blocks(
-        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
-    ) -> BlockKinds:
-        nonempty, full = self._evaluated[0].classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
-        for part in self._evaluated[1:]:
-            own_nonempty, own_full = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
-            nonempty, full = nonempty & own_nonempty, full & own_full
-        return BlockKinds(nonempty, full)
-
-    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        return self._restrict_parts(frame, rows, columns, decisive=False)
-
     def __repr__(self) -> str:
         return " & ".join(f"({part})" if isinstance(part, OrMask) else repr(part) for part in self.parts)
 
 
-class OrMask(_CombinedMask):
+class OrMask(CombinedMask):
     """Mask of the entries that at least one part allows."""
 
-    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        allowed = self.parts[0].allows(frame, q_idx, kv_idx, xp)
-        for part in self.parts[1:]:
-            allowed = allowed | part.allows(frame, q_idx, kv_idx, xp)
-        return allowed
-
-    def classify_blocks(
-        self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
-    ) -> BlockKinds:
-        nonempty, full = self.parts[0].classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
-        for part in self.parts[1:]:
-            own_nonempty, own_full = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
-            nonempty, full = nonempty | own_nonempty, full | own_full
-        return BlockKinds(nonempty, full)
-
-    def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        return self._restrict_parts(frame, rows, columns, decisive=True)
+    decisive = True
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
 
 
-@dataclass(frozen=True)
-class NotMask(Mask):
-    """Mask of the entries that another mask does not allow."""
-
-    mask: Mask
+class NotMask(CombinedMask):
+    """Mask of the entries that its only part does not allow."""
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        return ~self.mask.allows(frame, q_idx, kv_idx, xp)
+        return ~self.parts[0].allows(frame, q_idx, kv_idx, xp)
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
-        nonempty, full = self.mask.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+        nonempty, full = self.parts[0].classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
         return BlockKinds(~full, ~nonempty)
 
     def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:
-        rest = self.mask.restrict(frame, rows, columns)
+        rest = self.parts[0].restrict(frame, rows, columns)
         return ~rest if isinstance(rest, Mask) else not rest
 
-    def split_points(self, frame: Frame) -> SplitPoints:
-        return self.mask.split_points(frame)
-
-    def diagonals(self, frame: Frame) -> set[int]:
-        return self.mask.diagonals(frame)
-
-    @property
-    def is_relative(self) -> bool:
-        return self.mask.is_relative
-
-    @property
-    def is_key_only(self) -> bool:
-        return self.mask.is_key_only
-
-    @property
-    def varies_by_batch(self) -> bool:
-        return self.mask.varies_by_batch
-
-    def check(self, frame: Frame) -> None:
-        self.mask.check(frame)
-
     def __invert__(self) -> Mask:
-        return self.mask
+        return self.parts[0]
 
     def __repr__(self) -> str:
-        return f"~({self.mask})" if isinstance(self.mask, _CombinedMask) else f"~{self.mask}"
+        is_and_or = isinstance(self.parts[0], AndMask | OrMask)
+        return f"~({self.parts[0]})" if is_and_or else f"~{self.parts[0]}"
 
 
 def sort_splits(positions: IntArray, length: int) -> IntArray:

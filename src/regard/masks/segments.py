@@ -8,6 +8,7 @@ bit for each entry of the matrix, so `iterate_segments` describes as many rows a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -68,32 +69,9 @@ class SegmentRange(NamedTuple):
 
 
 def build_segments(
-    mask: Mask | None,
-    frame: Frame,
-    q_idx: IntArray,
-    block_rows: int,
-    block_columns: int,
-    *,
-    pack: Literal["columns", "rows"] = "columns",
-    kv_range: range | None = None,
-    xp: Namespace = np,
-    to_numpy: Callable[[Array], Any] = np.asarray,
+    mask: Mask | None, frame: Frame, q_idx: IntArray, block_rows: int, block_columns: int, **options: Any
 ) -> PairSegments:
-    """Describe a mask by segments.
-
-    Args:
-        mask: The mask; None allows every key.
-        frame: The (batch, head) pairs and the lengths.
-        q_idx: Positions of the rows: (rows,).
-        block_rows: Rows of a block, a multiple of 8.
-        block_columns: Keys of a block, a multiple of 8.
-        pack: Axis along which the bits of a tile are packed.
-        kv_range: The keys to describe; None for all.
-        xp: Array API namespace to evaluate the mask with.
-        to_numpy: Conversion of its arrays to NumPy.
-
-    Returns:
-        The segments of each pair.
+    """Describe a mask by the segments of all its rows; the parameters are those of `iterate_segments`.
 
     >>> from regard import causal
     >>> (causal_segments,), _ = build_segments(causal(), Frame((), 24, 24), np.arange(24), 8, 8)
@@ -104,9 +82,7 @@ def build_segments(
     """
     distinct: list[MaskSegments] = []
     pair_index = np.zeros(len(frame.selected), np.int64)
-    for part in iterate_segments(
-        mask, frame, q_idx, block_rows, block_columns, pack=pack, kv_range=kv_range, xp=xp, to_numpy=to_numpy
-    ):
+    for part in iterate_segments(mask, frame, q_idx, block_rows, block_columns, **options):
         pair_index[part.pairs] = len(distinct)
         distinct.append(part.segments)
     return PairSegments(distinct, pair_index)
@@ -162,16 +138,18 @@ def iterate_segments(
             remaining.insert(0, (group, last_block))
 
 
+@dataclass(frozen=True)
 class _SegmentBuilder:
     """Builds the segments of one mask and set of rows for several frames."""
 
-    def __init__(
-        self, mask: Mask | None, q_idx: IntArray, keys: range, block_rows: int, block_columns: int, pack: str,
-        xp: Namespace, to_numpy: Callable[[Array], Any],
-    ) -> None:  # fmt: skip
-        self._mask, self._q_idx, self._pack, self._xp, self._to_numpy = mask, q_idx, pack, xp, to_numpy
-        self._keys = keys
-        self._rows, self._columns = block_rows, block_columns
+    _mask: Mask | None
+    _q_idx: IntArray
+    _keys: range
+    _rows: int
+    _columns: int
+    _pack: str
+    _xp: Namespace
+    _to_numpy: Callable[[Array], Any]
 
     def build(self, frame: Frame, first_block: int, max_tile_bytes: float) -> tuple[MaskSegments, int] | None:
         """Build segments from a row block to the one where the tiles exceed a limit; return them and the block after.

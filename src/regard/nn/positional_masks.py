@@ -15,7 +15,7 @@ import numpy as np
 
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.base import AndMask, NotMask, OrMask
+from regard.masks.base import CombinedMask
 from regard.masks.kinds import BandMask, KeyRangeMask
 from regard.score_mods import AlibiMod, RelativeBiasMod, ScoreMod, SoftcapMod
 from regard.types import Array, IntArray, Namespace
@@ -126,10 +126,7 @@ def _align_lower_right(mask: Mask) -> Mask | None:
         return replace(mask, align="lower_right")
     if isinstance(mask, KeyRangeMask):
         return mask
-    if isinstance(mask, NotMask):
-        inner = _align_lower_right(mask.mask)
-        return None if inner is None else ~inner
-    if isinstance(mask, AndMask | OrMask):
+    if isinstance(mask, CombinedMask):
         parts = [_align_lower_right(part) for part in mask.parts]
         return None if None in parts else type(mask)(tuple(part for part in parts if part is not None))
     return None

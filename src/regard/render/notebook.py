@@ -50,20 +50,12 @@ class FindingItem(NamedTuple):
 
 
 def render_matrix(description: str, sample: WeightSample | None, closing: str = "") -> str:
-    """Return a matrix as its description and a coloured table of some of its weights.
+    """Return a matrix as its description, a coloured table of some of its weights, and a closing sentence.
 
     >>> sample = WeightSample([0], [0, 1], np.array([[0.75, 0.25]]), np.zeros((1, 2), bool), "All weights.")
     >>> html = render_matrix("a matrix of (1, 2)", sample)
     >>> "0.7500</td>" in html, "<script" in html
     (True, False)
-
-    Args:
-        description: One line about the matrix.
-        sample: The weights to show. Default: none.
-        closing: A sentence below the table.
-
-    Returns:
-        HTML.
     """
     parts = [_paragraph(description, strong=True)]
     if sample is not None:
@@ -79,15 +71,7 @@ def render_matrix(description: str, sample: WeightSample | None, closing: str = 
 
 
 def render_steps(heading: str, steps: Sequence[PrintedStep]) -> str:
-    """Return a heading and steps, each as a table.
-
-    Args:
-        heading: A line above the steps.
-        steps: The steps.
-
-    Returns:
-        HTML.
-    """
+    """Return a heading and steps, each as a table."""
     parts = [_paragraph(heading, strong=True)]
     for step in steps:
         rows = []
@@ -108,18 +92,7 @@ def render_table(
     align_left: Sequence[bool],
     closing: str = "",
 ) -> str:
-    """Return rows of texts as a table.
-
-    Args:
-        description: A line above the table, or an empty string.
-        headers: Names of the columns.
-        rows: The texts of the cells. The caller limits their number.
-        align_left: For each column, whether its cells are aligned left; the others are aligned right.
-        closing: A sentence below the table.
-
-    Returns:
-        HTML.
-    """
+    """Return rows of texts as a table; `align_left` says of each column whether its cells are aligned left."""
     cells = [[_cell(text, left) for text, left in zip(row, align_left, strict=True)] for row in rows]
     table = _table(headers, cells, align_left)
     return _box(
@@ -132,20 +105,11 @@ def render_table(
 def render_findings(
     summary: str, items: Sequence[FindingItem], more: int = 0, checks: Sequence[str] = ()
 ) -> str:
-    """Return a list of findings, each with its severity as a word and as a colour.
+    """Return a list of findings, each with its severity as a word and as a colour; `checks` are folded.
 
     >>> item = FindingItem("error", "mask", "It is <b>severe</b>.", {"hint": "Invert the mask."})
     >>> "severe" in render_findings("1 error", [item])
     True
-
-    Args:
-        summary: A line above the list, or an empty string.
-        items: The findings to show.
-        more: Number of findings that are left out.
-        checks: What was checked and what was not, one line each; folded.
-
-    Returns:
-        HTML.
     """
     blocks = []
     for item in items:

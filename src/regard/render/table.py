@@ -90,12 +90,6 @@ def format_bytes(count: float) -> str:
 
     >>> format_bytes(12), format_bytes(1500), format_bytes(67_108_864), format_bytes(999_600)
     ('12 B', '1.5 kB', '67.1 MB', '1 MB')
-
-    Args:
-        count: Number of bytes.
-
-    Returns:
-        The number and its unit: B, kB, MB, GB, TB, PB or EB.
     """
     power = 0
     while count >= 999.5 and power < len(BYTE_UNITS) - 1:  # 999.5 is printed as 1000
@@ -109,12 +103,6 @@ def format_seconds(seconds: float) -> str:
 
     >>> format_seconds(0.00025), format_seconds(0.0125), format_seconds(2.5)
     ('250 µs', '12.5 ms', '2.5 s')
-
-    Args:
-        seconds: The duration in seconds.
-
-    Returns:
-        The number and its unit: s, ms or µs.
     """
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= 0.9995 * size:  # which rounds up to one

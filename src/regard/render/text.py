@@ -12,18 +12,12 @@ TERMS_SHOWN = 8  # entries of a vector, or terms of a sum
 
 
 def format_number(x: float) -> str:
-    """Return a number to four digits after the point, without trailing zeros.
+    """Return a number to four digits after the point, with an exponent below 0.001 and from a million on.
 
     >>> format_number(2.0), format_number(0.5), format_number(0.29756)
     ('2', '0.5', '0.2976')
     >>> format_number(1e-9), format_number(float("-inf"))
     ('1.000e-09', '-inf')
-
-    Args:
-        x: The number. Below 0.001 and from a million on it is written with an exponent.
-
-    Returns:
-        The number as text.
     """
     if not math.isfinite(x) or x == 0:
         return f"{x:g}"
@@ -35,28 +29,16 @@ def format_factor(x: float) -> str:
 
     >>> f"0.4·{format_factor(-0.5)}"
     '0.4·(-0.5)'
-
-    Args:
-        x: The number.
-
-    Returns:
-        The number as text.
     """
     text = format_number(x)
     return f"({text})" if text.startswith("-") else text
 
 
 def format_vector(numbers: Iterable[float]) -> str:
-    """Return numbers in brackets, with an ellipsis in place of the middle of a long vector.
+    """Return numbers in brackets, with an ellipsis in place of the middle of more than 8.
 
     >>> format_vector([1, 0.5])
     '[1, 0.5]'
-
-    Args:
-        numbers: The entries. At most 8 of them are written out.
-
-    Returns:
-        The vector as text.
     """
     shown = [format_number(float(x)) for x in numbers]
     if len(shown) > TERMS_SHOWN:
@@ -65,16 +47,10 @@ def format_vector(numbers: Iterable[float]) -> str:
 
 
 def format_bar(weight: float) -> str:
-    """Return a bar as long as the weight: 40 blocks for a weight of 1.
+    """Return a bar as long as the weight: 40 blocks for a weight of 1, none for a number that is not finite.
 
     >>> format_bar(0.1095)
     '████'
-
-    Args:
-        weight: A number from 0 to 1. A number that is not finite has no bar.
-
-    Returns:
-        The bar as text.
     """
     return "█" * int(weight * BAR_WIDTH) if math.isfinite(weight) else ""
 
@@ -86,12 +62,6 @@ def format_matrix(numbers: Array) -> str:
     >>> print(format_matrix(np.eye(2)))
     [1.0000 0.0000]
     [0.0000 1.0000]
-
-    Args:
-        numbers: The matrix, `(rows, columns)`.
-
-    Returns:
-        One line for each row.
     """
     return "\n".join("[" + " ".join(f"{x:.4f}" for x in row) + "]" for row in numbers)
 
@@ -101,11 +71,5 @@ def escape_unprintable(text: str) -> str:
 
     >>> escape_unprintable("a\n")
     'a\\n'
-
-    Args:
-        text: Any text, for example a token or a file name.
-
-    Returns:
-        The text without a character that a terminal would act on.
     """
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
