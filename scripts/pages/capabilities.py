@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import regard
 from regard.testing import ConformanceReport, check_conformance
-from regard.testing.cases.engine_check import disable_fused_kernel
+from regard.testing.cases import disable_fused_kernel
 from regard.testing.conformance.presets import PRESETS
-from regard.testing.conformance.report import format_markdown
+from regard.testing.conformance.runner import format_markdown
 
 from .page import add_write_option, describe_run, format_table, write_page
 

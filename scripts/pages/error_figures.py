@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 import regard
-from regard.testing import ENGINES, FACTORS, ORDINARY_TOLERANCE, build_inputs, draw_cases
-from regard.testing.cases.engine_check import compute_bounds, disable_fused_kernel, from_engine, to_engine
+from regard.testing import ENGINES, build_inputs, draw_cases
+from regard.testing.cases import FACTORS, compute_bounds, disable_fused_kernel, from_engine, to_engine
+from regard.testing.tolerance import ORDINARY_TOLERANCE
 from regard.tiling import use_tile_sizes
 from tests.properties.test_cases import TILE, small_tiles
 
@@ -30,7 +31,8 @@ The error rule allows twice the error of a naive computation at the same dtype, 
 value, each computed by every engine.
 
 ```python
->>> from regard.testing import FACTORS, draw_cases
+>>> from regard.testing import draw_cases
+>>> from regard.testing.cases import FACTORS
 >>> case, is_possible = next(draw_cases(1, seed={seed}, tile={tile}))
 >>> sorted(FACTORS) == sorted(name for name, choice in case.cells)
 True

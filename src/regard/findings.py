@@ -130,7 +130,7 @@ class Check(Generic[T]):
 
     Args:
         name: What is checked.
-        find: Returns the findings about a subject: a layer, a recording, a model.
+        find: Returns the findings about a subject, one of them, or None. A subject is a layer, a recording, a model.
         why_not: Returns why the subject cannot be checked; empty if it can.
 
     >>> from regard.findings import Check, Finding, run_check
@@ -141,22 +141,15 @@ class Check(Generic[T]):
     """
 
     name: str
-    find: Callable[[T], Iterable[Finding]]
+    find: Callable[[T], Finding | Iterable[Finding] | None]
     why_not: Callable[[T], str] = lambda subject: ""
 
 
 def run_check(check: Check[T], subject: T) -> tuple[list[Finding], CheckRun]:
-    """Run a check, unless its subject cannot be checked.
-
-    Args:
-        check: The check.
-        subject: What is checked.
-
-    Returns:
-        The findings, and whether it was run.
-    """
+    """Run a check, unless its subject cannot be checked; return the findings, and whether it was run."""
     reason = check.why_not(subject)
-    return ([], CheckRun(check.name, reason)) if reason else (list(check.find(subject)), CheckRun(check.name))
+    found = None if reason else check.find(subject)
+    return [found] if isinstance(found, Finding) else list(found or ()), CheckRun(check.name, reason)
 
 
 class Findings(list[Finding]):

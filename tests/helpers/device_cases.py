@@ -12,7 +12,7 @@ import torch
 from regard import Spread, causal
 from regard.core.attention import attention
 from regard.testing import Case, build_inputs, draw_cases
-from regard.testing.cases.engine_check import compute_bounds, compute_results, to_engine
+from regard.testing.cases import compute_bounds, compute_results, to_engine
 from regard.tiling import use_tile_sizes
 from tests.helpers import pretend_device
 

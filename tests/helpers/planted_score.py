@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.diagnosis import doctor
+from regard import doctor
 from tests.helpers.planted_bugs import PLANTED_BUGS, PlantedBug
 from tests.helpers.port_bugs import PORT_BUGS
 

@@ -14,7 +14,7 @@ from regard.distributed import peer_group, product, ring
 from regard.distributed.layouts import build_layout
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
 from regard.testing import Case, build_inputs
-from regard.testing.cases.engine_check import from_engine, to_engine
+from regard.testing.cases import from_engine, to_engine
 from regard.tiling import use_tile_sizes
 
 TILE = 16

@@ -3,28 +3,88 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import multiprocessing
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
+from regard import attention
+from regard.engines import native
+from regard.measures import Received
+from regard.render.table import Alignment, format_table
 from regard.testing import (
     ENGINES,
     Case,
     build_inputs,
     check_case,
     draw_cases,
-    find_uncovered_pairs,
-    format_counts,
-    list_compiled_engines,
+)
+from regard.testing.cases import (
+    FACTORS,
+    CaseInputs,
+    all_pairs,
+    compute_bounds,
+    compute_measures,
+    from_engine,
+    to_engine,
 )
 from regard.tiling import use_tile_sizes
 from tests.helpers.nightly import keep_in_ci
 
 TILE = 16
 ENGINES_HERE = ENGINES if importlib.util.find_spec("torch") else ENGINES[:1]
+
+
+def list_compiled_engines() -> tuple[str, ...]:
+    """List the instruction sets of the compiled pass as engines; empty if it is not built."""
+    return tuple(f"compiled {name}" for name in native.list_instruction_sets())
+
+
+def check_compiled(case: Case, inputs: CaseInputs, engine: str) -> list[str]:
+    """Check measures and lse of the compiled pass: of arrays in two passes, or of tensors with the lse of a kernel."""
+    arrays = "torch fused" if len(ENGINES_HERE) > 1 and case.seed % 2 else "numpy"
+    query, key, value = (to_engine(array, arrays) for array in (inputs.query, inputs.key, inputs.value))
+    bounds = compute_bounds(case, inputs)
+    if "score_mod" in inputs.arguments:
+        return []  # runs in the block loop, which the other engines test
+    try:
+        with native.use_instruction_set(engine.removeprefix("compiled ")):
+            matrix = attention(query, key, **inputs.arguments)
+            if arrays == "torch fused":
+                _ = matrix @ value
+            assert "compiled pass" in matrix.plan(Received()), matrix.plan(Received())
+            for bound, result in compute_measures(matrix, bounds):
+                bound.check(result)
+            bounds.lse.check(from_engine(matrix.lse))
+    except Exception as error:
+        return [f"{engine}: {case}\n    {type(error).__name__}: {error}"]
+    return []
+
+
+def find_uncovered_pairs(cases: list[Case]) -> list[tuple[Any, Any]]:
+    """Return the possible pairs of choices of two factors that no case has."""
+    covered = {pair for case in cases for pair in itertools.combinations(case.cells, 2)}
+    return sorted(all_pairs() - covered, key=repr)
+
+
+def format_counts(cases: list[Case], skipped: list[Case]) -> str:
+    """Format a table of how many cases ran and were skipped for each choice, by dtype."""
+    ran = Counter((name, choice, case.dtype) for case in cases for name, choice in case.cells)
+    not_run = Counter((name, choice) for case in skipped for name, choice in case.cells)
+    dtypes = FACTORS["dtype"]
+    rows = [
+        [name, str(choice), *(ran[name, choice, dtype] for dtype in dtypes), not_run[name, choice]]
+        for name, choices in FACTORS.items()
+        if name != "dtype"
+        for choice in choices
+    ]
+    headers = ["factor", "choice", *dtypes, "skipped"]
+    align: list[Alignment] = ["left" if header in ("factor", "choice") else "right" for header in headers]
+    return format_table(rows, headers, align=align)
 
 
 def small_tiles(case: Case) -> dict[str, int]:
@@ -58,7 +118,9 @@ def run_chunk(cases: list[Case]) -> list[str]:
         inputs = build_inputs(case, TILE)
         assert inputs is not None
         with use_tile_sizes(**small_tiles(case)):
-            failures += check_case(case, inputs, list_engines(case))
+            failures += check_case(case, inputs, ENGINES_HERE)
+            for engine in list_engines(case)[len(ENGINES_HERE) :]:
+                failures += check_compiled(case, inputs, engine)
     return failures
 
 

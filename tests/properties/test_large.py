@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from regard import attention, causal, reference
-from regard.testing import assert_matches, epsilon
+from regard.testing import assert_matches
+from regard.testing.tolerance import epsilon
 
 ROOT = Path(__file__).parents[2]
 

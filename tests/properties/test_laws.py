@@ -15,9 +15,9 @@ from regard import reference
 from regard.engines.native import use_instruction_set
 from regard.masks.kinds import BandMask, DenseMask, DocumentMask, KeyRangeMask
 from regard.measures import MaxWeight, Sum
-from regard.testing import FACTORS, Case, build_inputs, epsilon
-from regard.testing.cases.factors import MASK_ATOMS
-from regard.testing.cases.inputs import build_mask
+from regard.testing import Case, build_inputs
+from regard.testing.cases import FACTORS, MASK_ATOMS, build_mask
+from regard.testing.tolerance import epsilon
 from regard.tiling import TileSizes, use_tile_sizes
 
 # Every run draws the same examples; a failure prints a line that reproduces it.

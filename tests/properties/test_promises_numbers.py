@@ -14,7 +14,8 @@ import pytest
 from regard import Spread, attention, merge, reference, rope
 from regard.masks import causal, dense, first, padding, sliding_window
 from regard.score_mods import alibi, alibi_slopes, bias, softcap
-from regard.testing import CaseInputs, assert_matches, check_case, epsilon
+from regard.testing import CaseInputs, assert_matches, check_case
+from regard.testing.tolerance import epsilon
 from regard.tiling import use_tile_sizes
 
 ROWS, COLUMNS = 8, 16

@@ -402,6 +402,8 @@ def test_error_figures_cover_every_dtype_and_engine_within_the_rule():
     page = (ROOT / "docs/error-figures.md").read_text()
     ordinary, every = re.findall(r"(?:^\| \w+ \| [\w ]+ \| \d.*\|\n)+", page, re.MULTILINE)
     cells = {tuple(row.split(" | ")[:2]): row for row in re.findall(r"\| (.*) \|", every)}
-    assert set(cells) == {(d, e) for d in regard.testing.FACTORS["dtype"] for e in regard.testing.ENGINES}
+    assert set(cells) == {
+        (d, e) for d in regard.testing.cases.FACTORS["dtype"] for e in regard.testing.ENGINES
+    }
     assert all(0 < float(x) <= 1 for row in cells.values() for x in row.split(" | ")[2:])
-    assert ordinary.count("naive") == len(regard.testing.FACTORS["dtype"])
+    assert ordinary.count("naive") == len(regard.testing.cases.FACTORS["dtype"])

@@ -131,8 +131,10 @@ class ModuleTrace:
     ) -> None:
         passed = (*args, *_drop_masks(kwargs))
         received, returned = _find_tensor(passed), _find_tensor([output])
-        if find_obstacle(received, returned) is not None:
+        if find_obstacle(returned) is not None:
             return
+        if find_obstacle(received) is not None:  # a distributed input of a layer that returns local tensors
+            received = None
         index, self._counts[name] = self._counts[name], self._counts[name] + 1
         self.events.append(
             ModuleEvent(

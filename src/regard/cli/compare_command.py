@@ -26,8 +26,7 @@ def compare(printer: Printer, first: ModelOptions, second: ModelOptions) -> int:
         recordings.append(recording)
         tokens.append(ids)
         records.append(record)
-    from regard.diagnosis.compare import compare
-    from regard.diagnosis.comparison import NUMBERS
+    from regard.diagnosis.compare import NUMBERS, compare
 
     with printer.progress("Comparing"):
         comparison = compare(*recordings, tokens_a=tokens[0], tokens_b=tokens[1])

@@ -7,7 +7,7 @@ Both report `Findings`. What a single recording shows without running the model 
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.diagnosis.comparison import Comparison
+from regard.diagnosis.compare import Comparison
 
 __all__ = ["Comparison"]
 

@@ -1,10 +1,10 @@
-"""`compare`: find the first layer or module in which two runs part, and what kind of difference it is."""
+"""`compare`: find the first layer or module where two runs diverge, and what kind of difference it is."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call
-from regard.diagnosis.call_comparison import CallComparison, compare_calls, find_common_tokens
-from regard.diagnosis.comparison import NUMBERS, Comparison
+from regard.diagnosis.call_comparison import (
+    CallComparison,
+    compare_calls,
+    describe_moved_masks,
+    find_common_tokens,
+    find_setting_differences,
+)
 from regard.diagnosis.module_differences import (
     EventPair,
     ModuleDifference,
@@ -21,7 +26,6 @@ from regard.diagnosis.module_differences import (
     build_module_difference,
     find_fused_order,
 )
-from regard.diagnosis.setting_differences import describe_moved_masks, find_setting_differences
 from regard.diagnosis.tensor_relation import limit_rounding, relate
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.findings import Finding, Findings
@@ -29,6 +33,150 @@ from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.token_rows import as_token_lists
 from regard.lens.watch import watch
+from regard.render.table import Alignment, format_table
+
+NUMBERS = ("query", "key", "value", "weights", "output")
+# Kinds of layers that do not differ in effect.
+AGREEING = ("no difference", "rounding", "equivalent")
+PRINTED_LAYERS = 40
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Where two runs part, and the differences of all layers.
+
+    Args:
+        findings: The differences that have a cause of their own, in the order of the layers.
+        layers: A table with one row for each call: `layer`, `module_a`, `module_b`, `call`, `kind`, the relative
+            differences of `query`, `key`, `value` and `output`, and `weights`, the mean share of weight that moved.
+            NaN stands for what was not recorded or cannot be compared.
+        notes: Remarks on what was compared, such as lengths that differ.
+        output: Relative difference of the output of the model; NaN if it was not compared.
+        missing_output: Why the output of the model was not compared; empty if it was.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> recordings = []
+    >>> for _ in range(2):
+    ...     with regard.watch(layer) as recording:
+    ...         output = layer(torch.ones(1, 3, 8))
+    ...     recordings.append(recording)
+    >>> comparison = regard.compare(*recordings)
+    >>> comparison.kind, comparison.first
+    ('no difference', None)
+    """
+
+    findings: Findings
+    layers: Table
+    notes: tuple[str, ...] = ()
+    output: float = math.nan
+    missing_output: str = ""
+
+    @property
+    def first(self) -> Finding | None:
+        """The first difference; None if the runs agree up to rounding."""
+        return self.findings[0] if self.findings else None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first difference, or "no difference", "rounding" or "equivalent"."""
+        if self.first is not None:
+            return self.first.kind
+        kinds = set(self.layers.column("kind")) | ({"rounding"} if self.output > 0 else set())
+        return next((kind for kind in reversed(AGREEING) if kind in kinds), "no difference")
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the runs agree up to rounding."""
+        return self.first is None
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        count = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
+        if self.first is not None:
+            layer = self.first.layer
+            place = f"layer {layer}" if layer >= 0 else self.first.module or "the output"
+            if self.first.kind in ("module", "NaN or inf") and self.first.module:
+                place = self.first.module
+            return f"The runs part in {place}: {self.kind}."
+        rest = f"; {self.missing_output}" if self.missing_output else ""
+        count += "" if self.missing_output else " and the output"
+        if self.kind == "no difference":
+            return f"No difference in {count}{rest}."
+        sizes = [row[name] for row in self.layers for name in ("query", "key", "value", "output")]
+        largest = max((size for size in (*sizes, self.output) if not math.isnan(size)), default=0.0)
+        if self.kind == "rounding":
+            return f"No difference but rounding in {count}, at most {largest:.1g} of a row's norm{rest}."
+        return f"No difference in effect in {count}: queries and keys differ, their scores agree{rest}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, for JSON."""
+        return {
+            "kind": self.kind,
+            "agrees": self.agrees,
+            "first": None if self.first is None else self.first.as_dict(),
+            "findings": [finding.as_dict() for finding in self.findings],
+            "notes": list(self.notes),
+            "output": None if math.isnan(self.output) else self.output,
+            "layers": [dict(row) for row in self.layers],
+        }
+
+    def table_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the table as texts: the names of its columns, and its rows.
+
+        Modules of run B are left out if they have the names of run A, and columns that are empty.
+        """
+        rows = self.layers
+        same = all(row["module_a"] == row["module_b"] for row in rows)
+        columns = ["layer", "module_a", *([] if same else ["module_b"])]
+        columns += ["call"] if any(rows.column("call")) else []
+        numbers = [name for name in NUMBERS if not all(math.isnan(row[name]) for row in rows)]
+        texts = [
+            [str(row[name]) for name in columns]
+            + [row["kind"]]
+            + [_format_size(row[name]) for name in numbers]
+            for row in rows
+        ]
+        headers = ["module" if same and name == "module_a" else name for name in columns]
+        return [*headers, "kind", *numbers], texts
+
+    def __repr__(self) -> str:
+        parts = [self.summary, *self.notes]
+        blocks = ["\n".join(parts), *map(str, self.findings[:1])]
+        headers, rows = self.table_rows()
+        if rows:
+            align: list[Alignment] = [
+                "left" if name in ("module", "module_a", "module_b", "kind") else "right" for name in headers
+            ]
+            text = format_table(rows[:PRINTED_LAYERS], headers, align=align)
+            more = len(rows) - PRINTED_LAYERS
+            blocks.append(f"{text}\n… and {more:,} more layers" if more > 0 else text)
+        others = self.findings[1:]
+        if others:
+            lines = [f"  {finding.where}: {finding.kind}. {finding.message}" for finding in others[:8]]
+            more_text = [f"  … and {len(others) - 8} more"] if len(others) > 8 else []
+            blocks.append("\n".join(["More differences:", *lines, *more_text]))
+        return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        from regard.render import notebook
+
+        headers, rows = self.table_rows()
+        is_text = [name in ("module", "module_a", "module_b", "kind") for name in headers]
+        items = [finding._item() for finding in self.findings[: notebook.MAX_ROWS]]
+        findings = notebook.render_findings(" ".join([self.summary, *self.notes]), items)
+        more = len(rows) - notebook.MAX_ROWS
+        closing = f"… and {more:,} more layers" if more > 0 else ""
+        return findings + notebook.render_table("", headers, rows[: notebook.MAX_ROWS], is_text, closing)
+
+
+def _format_size(size: float) -> str:
+    """Format a relative difference: two digits, "0" if there is none, a dash if it is unknown."""
+    if math.isnan(size):
+        return "–"
+    return "0" if size == 0 else f"{size:.1e}" if size < 0.01 else f"{size:.2g}"
+
 
 __all__ = ["compare"]
 
@@ -257,7 +405,7 @@ class _Comparer:
             and all(r.kind not in ("layout", "shape") for r in found.relations.values())
         ):
             found = self._limit_to_common_rows(layer, a, b, found)
-        elif found.differences and not self.parted and layer == 0 and _may_be_positions(found):
+        elif not self.parted and layer == 0 and found.kind in ("projection", "other tokens"):
             found = self._check_positions(found)
         self._add(layer, index, name_a, name_b, found, whole=a.shape == b.shape)
         # Later tokens change the first rows of the next layer if this one is not causal.
@@ -290,9 +438,8 @@ class _Comparer:
             return found
         entry, row = int(changed[0, 0]), int(changed[0, 1])
         values = int(first[entry, row]), int(second[entry, row])
-        message = (
-            f"The positions differ: {values[1]} instead of {values[0]} at token {row} of batch entry {entry}."
-        )
+        place = f"token {row} of batch entry {entry}"
+        message = f"The positions differ: {values[1]} instead of {values[0]} at {place}."
         hint = "Pass position_ids that do not count padding, and continue after the cached tokens."
         cause = replace(found.differences[0], kind="position ids", message=message, hint=hint)
         return replace(found, differences=(cause, *found.differences[1:]))
@@ -307,24 +454,17 @@ class _Comparer:
         if bool(faults[0]) != bool(faults[1]):
             fault, word = (faults[0][0], "A") if faults[0] else (faults[1][0], "B")
             message = f"The cache of {word} is broken at call {fault.call}: {fault.kind}."
-            return Finding(
-                "cache", "error", message, hint=hint, evidence={"tokens": fault.tokens, "added": fault.added}
-            )
+            evidence = {"tokens": fault.tokens, "added": fault.added}
+            return Finding("cache", "error", message, hint=hint, evidence=evidence)
+        joined = [recording._joined_calls[name] for recording, name in pairs]
         evicted = [
-            sum(
-                int(keys.shape[-2])
-                for joined in recording._joined_calls[name]
-                for keys in joined.evicted_keys
-            )
-            for recording, name in pairs
+            sum(keys.shape[-2] for group in groups for keys in group.evicted_keys) for groups in joined
         ]
-        if bool(evicted[0]) != bool(evicted[1]) and not _have_same_masks(
-            *drop_repeated_calls(calls_a, calls_b)
-        ):
+        calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
+        if bool(evicted[0]) != bool(evicted[1]) and not _have_same_masks(calls_a, calls_b):
             word = "A" if evicted[0] else "B"
             message = f"The cache of {word} evicts keys, {max(evicted)} in all, and that of the other run keeps them."
             return Finding("cache", "error", message, hint=hint, evidence={"evicted": max(evicted)})
-        calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
         rows = [sum(call.shape[-2] for call in calls) for calls in (calls_a, calls_b)]
         steps = [max(call.steps for call in calls) for calls in (calls_a, calls_b)]
         if len(calls_a) != len(calls_b) and rows[0] == rows[1] and steps[0] != steps[1]:
@@ -341,10 +481,9 @@ class _Comparer:
         self, layer: int, index: int, name_a: str, name_b: str, found: CallComparison, whole: bool = False
     ) -> None:
         """Add the row of a call, and its differences; `whole` states that all rows were compared."""
-        differences = found.differences
-        vectors = [found.relations[name] for name in found.relations]
+        differences, vectors = found.differences, found.relations.values()
         if differences:
-            kind = differences[0].kind
+            kind = found.kind
         elif self.parted and (not whole or any(not relation.agrees for relation in vectors)):
             kind = "inherited"
         elif self.rows is not None and not vectors:
@@ -418,16 +557,17 @@ class _Comparer:
             or (first.kind == "other tokens" and reads_same)
         ):
             self.findings[0] = self._describe_module(found, first.layer)
-            self._rename_kind(first.layer, self.findings[0].kind)
+            for row in self.table:
+                if row["layer"] == first.layer and row["kind"] not in (
+                    "no difference",
+                    "rounding",
+                    "inherited",
+                ):
+                    row["kind"] = self.findings[0].kind
         elif is_before and first.kind in SETTINGS and start.reads_others:
             self.findings.insert(0, self._describe_module(found, first.layer))
         elif first.kind == "projection" and not is_before:
             self.findings[0] = self._describe_projection(first, found)
-
-    def _rename_kind(self, layer: int, kind: str) -> None:
-        for row in self.table:
-            if row["layer"] == layer and row["kind"] not in ("no difference", "rounding", "inherited"):
-                row["kind"] = kind
 
     def _describe_module(self, found: ModuleDifference, layer: int) -> Finding:
         return build_module_difference(found, self._compare_weights(found.pair), layer, self.heads)
@@ -495,11 +635,8 @@ class _Comparer:
         run = 0 if places[1] is None or (finding is not None and "of B is finite" in finding.message) else 1
         origin = origins[run]
         if origin is not None and places[0] != places[1]:
-            other = (
-                ""
-                if places[1 - run] is None
-                else f" Those of the other run began {_describe_other(origins[1 - run])}."
-            )
+            elsewhere = origins[1 - run]
+            other = "" if elsewhere is None else f" Those of the other run began {elsewhere.describe()}."
             state = "whose input is finite" if origin.is_inside else "and not in a module"
             message = f"{'AB'[run]} has NaN or inf, which began {origin.describe()}, {state}.{other}"
             known = f" {finding.message}" if finding is not None and "unknown" in finding.message else ""
@@ -530,27 +667,19 @@ class _Comparer:
 
     def _report_missing(self, name: str, word: str) -> None:
         other = "B" if word == "A" else "A"
-        layer = len(self.table)
-        message, hint = (
-            f"{name!r} ran in {word} only.",
-            f"{other} has fewer layers, or watch(layers=…) left it out.",
-        )
+        message = f"{name!r} ran in {word} only."
+        hint = f"{other} has fewer layers, or watch(layers=…) left it out."
         failure = (self.b if word == "A" else self.a)._uncaptured.get(name)
         if failure is not None:
             message, hint = f"{name!r} was not captured in {other}: {failure.reason}.", failure.hint
-        difference = Finding("layers missing", "error", message, hint=hint)
-        self.findings.append(
-            _locate(difference, layer, name if word == "A" else "", name if word == "B" else "")
-        )
+        self.findings.append(Finding("layers missing", "error", message, name, len(self.table), hint=hint))
 
     def _report_tokens(self) -> None:
         row = self.table[0]
         rows = "no rows" if not self.rows else f"the {self.rows:,} rows before"
-        difference = Finding(
-            "other tokens", "error",
-            f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared.",
-            hint="Run both models on the same tokens to compare everything.",
-        )  # fmt: skip
+        message = f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared."
+        hint = "Run both models on the same tokens to compare everything."
+        difference = Finding("other tokens", "error", message, hint=hint)
         self.findings.append(_locate(difference, 0, row["module_a"], row["module_b"]))
 
 
@@ -564,15 +693,6 @@ def _join_positions(recording: Recording) -> Any:
     return torch.cat([lookup.positions.cpu().expand(size, -1) for lookup in tables], -1)
 
 
-def _describe_other(origin: Any) -> str:
-    return "elsewhere" if origin is None else str(origin.describe())
-
-
-def _may_be_positions(found: CallComparison) -> bool:
-    """Return whether other position embeddings may be the cause: query, key and value differ in their numbers."""
-    return found.differences[0].kind in ("projection", "other tokens")
-
-
 def _locate(finding: Finding, layer: int, name_a: str, name_b: str) -> Finding:
     """Return a finding about a call with the layer and the module of both runs."""
     module = name_a if name_a == name_b else " / ".join(filter(None, (name_a, name_b)))
@@ -583,13 +703,6 @@ def match_layers(
     names_a: list[str], names_b: list[str]
 ) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Match the layers of two runs: by name if most names of the shorter run are in the other, else in order.
-
-    Args:
-        names_a: Names of the layers of run A, in the order in which they ran.
-        names_b: Names of the layers of run B.
-
-    Returns:
-        The matching pairs, and the names that are left over in A and in B.
 
     >>> match_layers(["h.0", "h.1"], ["layers.0", "layers.1", "layers.2"])
     ([('h.0', 'layers.0'), ('h.1', 'layers.1')], [], ['layers.2'])
@@ -604,27 +717,16 @@ def match_layers(
 
 
 def drop_repeated_calls(calls_a: list[Call], calls_b: list[Call]) -> tuple[list[Call], list[Call]]:
-    """Keep the last call of a run without a cache, which reads the whole sequence again at every step.
-
-    Args:
-        calls_a: The calls of a layer in run A.
-        calls_b: Its calls in run B.
-
-    Returns:
-        The calls to compare.
-    """
+    """Keep the last call of a run without a cache, which reads the whole sequence again at every step."""
 
     def is_repeated(calls: list[Call]) -> bool:
         lengths = [call.shape[-2:] for call in calls]
         grows = all(later[0] > earlier[0] for earlier, later in pairwise(lengths))
         return len(calls) > 1 and grows and all(q_len == kv_len for q_len, kv_len in lengths)
 
-    repeated: Mapping[bool, bool] = {True: is_repeated(calls_a), False: is_repeated(calls_b)}
-    if repeated[True] and len(calls_b) == 1:
-        calls_a = calls_a[-1:]
-    if repeated[False] and len(calls_a) == 1:
-        calls_b = calls_b[-1:]
-    return calls_a, calls_b
+    keeps_a = len(calls_b) == 1 and is_repeated(calls_a)
+    keeps_b = len(calls_a) == 1 and is_repeated(calls_b)
+    return calls_a[-1:] if keeps_a else calls_a, calls_b[-1:] if keeps_b else calls_b
 
 
 def _have_same_masks(calls_a: list[Call], calls_b: list[Call]) -> bool:

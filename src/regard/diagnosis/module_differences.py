@@ -142,11 +142,7 @@ class TraceComparison:
         return any(pair.returns_others for pair in self.outputs)
 
     def find_first(self, stop: int | None = None) -> ModuleDifference | None:
-        """Find the first call that differs, unless the difference ends inside a module that returns the same.
-
-        Args:
-            stop: Number of the last pair that is considered; None for all.
-        """
+        """Find the first call that differs, unless the difference ends inside a module that returns the same."""
         before = None
         for pair in self.pairs[: None if stop is None else stop + 1]:
             if (pair.reads_others or pair.returns_others) and not self._ends(pair):
@@ -353,14 +349,7 @@ def find_shift(a: Tensor, b: Tensor, within: float) -> int:
 
 
 def build_module_difference(difference: ModuleDifference, weights: str, layer: int, heads: int) -> Finding:
-    """Describe where the modules of two runs first differ, as a finding.
-
-    Args:
-        difference: Where they differ.
-        weights: What is known about the weights of the module, as a sentence; empty if nothing is.
-        layer: Number of the first attention layer that differs because of it; −1 if none does.
-        heads: Number of heads of that layer, or of the last one.
-    """
+    """Describe where the modules of two runs first differ, as a finding."""
     pair, before = difference.pair, difference.before
     place: dict[str, Any] = {"module": difference.module, "layer": layer}
     evidence = {

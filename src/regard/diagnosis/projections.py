@@ -9,25 +9,16 @@ from typing import Any
 import torch
 
 from regard.capture.module_hints import read_setting
-from regard.diagnosis.call_log import LoggedCall, LoggedModule
+from regard.diagnosis.subject import LoggedCall
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
-from regard.lens.head_checks import UNSCALED_LAYERS
+from regard.lens.layer_checks import UNSCALED_LAYERS
 
 Tensor = Any  # the types of torch are not followed
 
 
 def check_projections(calls: Sequence[LoggedCall], num_tokens: int, width: int | None) -> list[Finding]:
-    """Check the calls of one forward pass.
-
-    Args:
-        calls: The calls.
-        num_tokens: Number of tokens of the pass.
-        width: Width of the hidden states, or None if unknown.
-
-    Returns:
-        The findings.
-    """
+    """Check the calls of one forward pass."""
     findings = []
     for logged in calls:
         found = _check_swapped_axes(logged, num_tokens)
@@ -48,12 +39,7 @@ def find_factor(logged: LoggedCall, heads_first: Tensor, part: slice = slice(Non
     """Return what a query or key was multiplied with since its projection or norm, besides turning.
 
     Args:
-        logged: The call.
         heads_first: Its query or key, (batch, heads, n, head_dim).
-        part: The numbers of a head to compare.
-
-    Returns:
-        The factor; None if the vector is neither a projection nor the output of a norm.
     """
     factor = _match_lengths(heads_first, _find_projections(logged, heads_first), part)
     return factor or _match_lengths(heads_first, _find_norm_outputs(logged, heads_first), part)
@@ -69,15 +55,13 @@ def _match_lengths(vectors: Tensor, sources: Iterator[Tensor], part: slice = sli
 def compare_with_projection(logged: LoggedCall) -> Tensor | None:
     """Return the angle of the first pair of each query head to its projection, if it differs between heads.
 
-    Args:
-        logged: A call whose query does not change with the position.
-
     Returns:
         (heads,), radians; None if the query is its projection, or if that is unknown.
     """
     query = logged.call.query
     for projected in _find_projections(logged, query):
-        if not _have_equal_lengths(query, projected):
+        lengths = [widen(x).norm(dim=-1) for x in (query, projected)]
+        if not torch.allclose(lengths[0], lengths[1], rtol=1e-3, atol=1e-6):
             continue
         if torch.allclose(query, projected, atol=1e-5):
             return None
@@ -111,7 +95,7 @@ def _find_norm_outputs(logged: LoggedCall, heads_first: Tensor) -> Iterator[Tens
             yield output.reshape(batch, n, heads, dim).transpose(1, 2)
 
 
-def _split_output(event: LoggedModule, width: int) -> Iterator[Tensor]:
+def _split_output(event: Any, width: int) -> Iterator[Tensor]:
     """Yield the parts of a linear layer's output that have a width: all of it, or the first, middle or last part."""
     output = event.output
     if output.ndim != 3 or output.shape[-1] < width:
@@ -123,11 +107,6 @@ def _split_output(event: LoggedModule, width: int) -> Iterator[Tensor]:
             yield output[..., start : start + width]
 
 
-def _have_equal_lengths(a: Tensor, b: Tensor) -> bool:
-    a, b = widen(a).norm(dim=-1), widen(b).norm(dim=-1)
-    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-6))
-
-
 def _check_swapped_axes(logged: LoggedCall, num_tokens: int) -> Finding | None:
     """Check for tokens on the axis of the heads."""
     query = logged.call.query
@@ -135,8 +114,7 @@ def _check_swapped_axes(logged: LoggedCall, num_tokens: int) -> Finding | None:
         return None
     if not any(event.output.shape[-1] == query.shape[-2] * query.shape[-1] for event in logged.before):
         return None
-    return _build(
-        logged,
+    return logged.build_finding(
         "heads and tokens swapped",
         "The axis of the heads has one entry for each token: each token attends to its own heads only.",
         {"query": str(tuple(query.shape)), "tokens": num_tokens},
@@ -156,8 +134,7 @@ def _check_split(logged: LoggedCall) -> Finding | None:
         viewed = widen(flat.reshape(batch, heads, n, dim)).norm(dim=-1)
         ratio = _find_ratio(lengths, viewed)
         if ratio is not None and _find_ratio(lengths, widen(projected).norm(dim=-1)) is None:
-            return _build(
-                logged,
+            return logged.build_finding(
                 "heads split by view",
                 "The projection was viewed as (batch, heads, n, head_dim), which mixes tokens and heads.",
                 {"query": str(tuple(query.shape)), "tokens": n, "heads": heads},
@@ -186,11 +163,12 @@ def _check_merge(logged: LoggedCall) -> Finding | None:
     evidence = {"output": str(tuple(output.shape))}
     hint = "Use .transpose(1, 2).reshape(batch, n, heads * head_dim)."
     for event in logged.after:
+        if event.input is None:
+            continue
         if event.input.shape == merged.shape and torch.equal(event.input, merged):
             return None
         if event.input.shape == viewed.shape and torch.equal(event.input, viewed):
-            return _build(
-                logged,
+            return logged.build_finding(
                 "heads merged by view",
                 "The output was reshaped from (batch, heads, n, head_dim) to (batch, n, width) without a transpose, "
                 "which mixes tokens and heads.",
@@ -198,8 +176,7 @@ def _check_merge(logged: LoggedCall) -> Finding | None:
                 hint,
             )
         if event.input.shape == by_channel.shape and torch.equal(event.input, by_channel):
-            return _build(
-                logged,
+            return logged.build_finding(
                 "heads merged channel by channel",
                 "The input of the output projection has channel 0 of every head first, then channel 1, where heads are "
                 "merged one after another.",
@@ -238,7 +215,7 @@ def _check_used_heads(logged: LoggedCall) -> Finding | None:
             }
             message = f"Some {name} heads of the projection are attended to by no query head."
             hint = "Give each group of query heads its own: repeat_interleave(groups, dim=1), or enable_gqa=True."
-            return _build(logged, "key heads not used", message, evidence, hint)
+            return logged.build_finding("key heads not used", message, evidence, hint)
     return None
 
 
@@ -266,13 +243,13 @@ def _check_head_order(logged: LoggedCall) -> Finding | None:
     if key != value:
         message = "Keys and values were repeated in different orders, so a head reads the values of another."
         hint = "Repeat both with repeat_interleave(groups, dim=1), or pass enable_gqa=True."
-        return _build(logged, "key and value heads differ", message, evidence, hint)
+        return logged.build_finding("key and value heads differ", message, evidence, hint)
     if key != [head % len(set(key)) for head in range(heads)]:
         return None
     message = "Key heads were tiled (0, 1, 0, 1), where grouped attention repeats each one (0, 0, 1, 1)."
     hint = "Use repeat_interleave(groups, dim=1) or expand, not repeat; or pass enable_gqa=True. If the model was "
     hint += "trained with tiled heads, this is no fault."
-    return _build(logged, "key heads tiled", message, evidence, hint, "warning")
+    return logged.build_finding("key heads tiled", message, evidence, hint, "warning")
 
 
 def _find_order(x: Tensor, heads: int) -> list[int] | None:
@@ -328,7 +305,7 @@ def _check_scale(logged: LoggedCall, width: int | None) -> Finding | None:
     }
     message = f"The scores are not scaled by {default_name}: {', and '.join(mistakes)}."
     hint = f"Scale once, by {default:.4g}: omit scale, and do not multiply the query. Ignore this if it is intended."
-    return _build(logged, "scale", message, evidence, hint, "warning")
+    return logged.build_finding("scale", message, evidence, hint, "warning")
 
 
 def _find_configured_scale(logged: LoggedCall) -> float | None:
@@ -346,23 +323,19 @@ def check_encoder_states(calls: Sequence[LoggedCall], encoded: Tensor) -> list[F
     """Check that cross-attention reads the output of the encoder.
 
     Args:
-        calls: The calls of one forward pass.
         encoded: Output of the encoder, (batch, n, width).
-
-    Returns:
-        The findings.
     """
     findings = []
     for logged in calls:
-        events = [event for event in logged.before if event.input.shape == encoded.shape]
+        known = [event for event in logged.before if event.input is not None]
+        events = [event for event in known if event.input.shape == encoded.shape]
         if not events or any(torch.equal(event.input, encoded) for event in events):
             continue
         for event in events:
             change = _describe_permutation(event.input, encoded)
             if change is not None:
                 findings.append(
-                    _build(
-                        logged,
+                    logged.build_finding(
                         "cross-attention keys",
                         f"The keys are not computed from the encoder's output as it is: {change}.",
                         {"layer": event.name, "encoder output": str(tuple(encoded.shape))},
@@ -387,9 +360,3 @@ def _describe_permutation(states: Tensor, encoded: Tensor) -> str | None:
         return f"its batch entries are in the order {order}"
     order = ", ".join(str(int(token)) for token in (sources % n)[: min(n, 6)])
     return f"its tokens are in the order {order}, …"
-
-
-def _build(
-    logged: LoggedCall, kind: str, message: str, evidence: dict[str, Any], hint: str, severity: Any = "error"
-) -> Finding:
-    return Finding(kind, severity, message, logged.module, logged.layer, evidence=evidence, hint=hint)

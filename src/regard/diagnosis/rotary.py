@@ -6,25 +6,27 @@ a mean of equal values is that value. Queries and keys then differ by their turn
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from regard.capture.module_hints import read_setting
-from regard.diagnosis.call_log import LoggedCall
-from regard.diagnosis.configured_rotary import ConfiguredRotary, compute_angles, find_configured
 from regard.diagnosis.projections import compare_with_projection, find_factor
+from regard.diagnosis.subject import LoggedCall
+from regard.diagnosis.tensor_relation import as_complex
 from regard.engines.torch_precision import widen
 from regard.findings import Finding
 
 Tensor = Any  # the types of torch are not followed
 
-# Tokens of the run: bfloat16 rounds the positions from 257 on.
-NUM_TOKENS = 264
+
 # Relative change of a vector, by the bytes of a number, that is rounding; and of the length of a pair. Cos and sin may
 # be rounded to bfloat16, and wrong pairs change by more.
 TOLERANCES = {8: 1e-5, 4: 1e-4, 2: 1e-2}
@@ -68,9 +70,6 @@ def measure_turn(vectors: Tensor) -> Turn:
 
     Args:
         vectors: (heads, n, head_dim), of equal tokens.
-
-    Returns:
-        The turn that all heads share.
     """
     tolerance = TOLERANCES[vectors.element_size()]
     vectors = widen(vectors)
@@ -103,17 +102,8 @@ def _find_pairs(vectors: Tensor) -> Iterator[tuple[str, int, Tensor]]:
     dim = vectors.shape[-1]
     for size in _list_sizes(dim):
         for start in dict.fromkeys((0, dim - size)):
-            part = vectors[..., start : start + size]
-            yield (
-                "interleaved",
-                start,
-                torch.complex(part[..., ::2].contiguous(), part[..., 1::2].contiguous()),
-            )
-            yield (
-                "half",
-                start,
-                torch.complex(part[..., : size // 2].contiguous(), part[..., size // 2 :].contiguous()),
-            )
+            for layout in ("interleaved", "half"):
+                yield layout, start, as_complex(vectors[..., start : start + size], layout)
 
 
 def _list_sizes(dim: int) -> list[int]:
@@ -137,15 +127,7 @@ def _compare_turns(layout: str, start: int, pairs: Tensor) -> Turn:
 
 
 def check_rotary(calls: Sequence[LoggedCall], config: Any = None) -> list[Finding]:
-    """Check the turns of all layers of a run on equal tokens.
-
-    Args:
-        calls: One call of each layer, of self-attention.
-        config: Configuration of the model, or None.
-
-    Returns:
-        The findings.
-    """
+    """Check the turns of all layers of a run on equal tokens."""
     turns = [
         (logged, measure_turn(logged.call.query[0]), measure_turn(logged.call.key[0])) for logged in calls
     ]
@@ -169,8 +151,7 @@ def _check_axis(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     angles = compare_with_projection(logged)
     if angles is None:
         return None
-    return _build(
-        logged,
+    return logged.build_finding(
         "rotary: wrong axis",
         "Queries turn with the number of the head, and not with the position of the token.",
         {
@@ -198,7 +179,7 @@ def _check_equal(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
         return None
     evidence = {"query": _describe(query), "key": _describe(key)}
     hint = "Apply rotary positions once to both, with the same positions, sign and layout; not to cached keys again."
-    return _build(logged, "rotary: query and key differ", message, evidence, hint)
+    return logged.build_finding("rotary: query and key differ", message, evidence, hint)
 
 
 def _have_equal_angles(a: Tensor, b: Tensor) -> bool:
@@ -213,8 +194,7 @@ def _check_even(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     if query.kind != "uneven" and key.kind != "uneven":
         return None
     worst = max(query.unevenness, key.unevenness)
-    return _build(
-        logged,
+    return logged.build_finding(
         "rotary: positions rounded",
         "The turn from one position to the next is not always the same: positions or angles were rounded.",
         {
@@ -230,8 +210,7 @@ def _check_twice(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     """Check for positions that were applied twice: the first pair turns by 2 radians instead of 1."""
     if query.kind != "even" or not math.isclose(float(query.angles[0].abs()), 2.0, rel_tol=1e-2):
         return None
-    return _build(
-        logged,
+    return logged.build_finding(
         "rotary: applied twice",
         "The fastest pair turns by 2 radians per token, where rotary positions turn it by 1.",
         {"query": _describe(query), "key": _describe(key)},
@@ -260,7 +239,7 @@ def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[F
     hint = "Compute inv_freq from the configuration; a cast, a copied buffer or another base changes it."
     message = "The pairs do not turn by the angles of the configuration"
     message += _explain_angles(angles, configured, dim, within)
-    return [_build(logged, "rotary: not as configured", message, evidence, hint)]
+    return [logged.build_finding("rotary: not as configured", message, evidence, hint)]
 
 
 def _has_equal_inputs(logged: LoggedCall) -> bool:
@@ -268,7 +247,7 @@ def _has_equal_inputs(logged: LoggedCall) -> bool:
 
     A hybrid's recurrent layers give equal tokens other states at each position.
     """
-    inputs = [event.input for event in logged.before if event.input.ndim == 3]
+    inputs = [event.input for event in logged.before if event.input is not None and event.input.ndim == 3]
     return all(
         float((x - x[:, :1]).abs().amax()) <= TOLERANCES[x.element_size()] * float(x.abs().amax())
         for x in inputs
@@ -340,7 +319,7 @@ def _check_factor(logged: LoggedCall, query: Turn, configured: ConfiguredRotary)
     message = f"The attention factor of rope_type {configured.rope_type!r} was not applied."
     evidence = {"factor of query and key": 1.0, "configured": factor, "scale of the call": call.scale}
     hint = f"Multiply cos and sin by {factor:.4g} (attention_scaling in transformers)."
-    return [_build(logged, "rotary: not as configured", message, evidence, hint)]
+    return [logged.build_finding("rotary: not as configured", message, evidence, hint)]
 
 
 def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Finding]:
@@ -357,14 +336,14 @@ def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findin
     evidence = {"value": _describe(turn), "key": _describe(key)}
     message = "Values turn with their position, as queries and keys do."
     hint = "Apply rotary positions to queries and keys only; the weights carry the positions."
-    return [_build(logged, "rotary: values turned", message, evidence, hint)]
+    return [logged.build_finding("rotary: values turned", message, evidence, hint)]
 
 
 def _check_norms(logged: LoggedCall) -> list[Finding]:
     """Check for norms of queries and keys after their turn: their weights change the pairs, and so the angles."""
     if logged.is_configured:  # the order is that of the architecture
         return []
-    for event in logged.norms:
+    for event in (event for event in logged.norms if event.input is not None):
         for name, vectors in (("query", logged.call.query), ("key", logged.call.key)):
             is_transposed = event.output.shape == vectors.transpose(1, 2).shape
             output, given = ((x.transpose(1, 2) if is_transposed else x) for x in (event.output, event.input))
@@ -383,7 +362,7 @@ def _check_norms(logged: LoggedCall) -> list[Finding]:
                 hint = (
                     "Apply q_norm and k_norm before rotary positions, unless the model was trained otherwise."
                 )
-                return [_build(logged, "norm after rotary", message, evidence, hint, "warning")]
+                return [logged.build_finding("norm after rotary", message, evidence, hint, "warning")]
     return []
 
 
@@ -398,7 +377,7 @@ def _check_missing(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findi
     hint = "Apply rotary positions in every layer, unless the architecture has layers without positions."
     evidence = {"layers that turn": turning, "layers that do not": len(without)}
     return [
-        _build(logged, "rotary: missing in some layers", message, evidence, hint, "warning")
+        logged.build_finding("rotary: missing in some layers", message, evidence, hint, "warning")
         for logged in without
     ]
 
@@ -422,7 +401,104 @@ def _describe(turn: Turn) -> str:
     return f"{turn.layout} pairs, {angles}{', …' if len(turn.angles) > 3 else ''} rad per token"
 
 
-def _build(
-    logged: LoggedCall, kind: str, message: str, evidence: dict[str, Any], hint: str, severity: Any = "error"
-) -> Finding:
-    return Finding(kind, severity, message, logged.module, logged.layer, evidence=evidence, hint=hint)
+@dataclass(frozen=True)
+class ConfiguredRotary:
+    """Rotary positions of one layer.
+
+    Args:
+        rope_type: "default", "linear", "llama3", "yarn", … as transformers names them.
+        theta: Base of the frequencies.
+        angles: Radians per token of each pair, float64.
+        size: How many numbers of a head turn.
+        is_size_stated: Whether that is certain. A class of transformers may turn another share than a configuration
+            that states none.
+        factor: What queries and keys are multiplied with, each.
+    """
+
+    rope_type: str
+    theta: float
+    angles: Tensor
+    size: int
+    is_size_stated: bool
+    factor: float = 1.0
+
+
+def compute_angles(theta: float, size: int) -> Tensor:
+    """Return the angles without scaling, (size / 2,), float64."""
+    return theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+
+
+def find_configured(config: Any, owner: nn.Module, num_tokens: int, dim: int) -> list[ConfiguredRotary]:
+    """Return the rotary positions that a layer may have by its configuration."""
+    own = getattr(owner, "config", None)
+    config = own if own is not None else getattr(config, "text_config", None) or config
+    parameters = read_setting(config, "rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return []
+    by_type = {name: entry for name, entry in parameters.items() if isinstance(entry, Mapping)}
+    is_plain = "rope_theta" in parameters or "rope_type" in parameters
+    sets: dict[str, Any] = {"": parameters} if is_plain else by_type
+    layer_type = find_layer_type(owner, config)
+    if layer_type in sets:
+        sets = {layer_type: sets[layer_type]}
+    is_own_class = not type(owner).__module__.startswith("transformers.")
+    try:
+        return [
+            configured
+            for name, entry in sets.items()
+            for configured in _build_configured(config, entry, name, num_tokens, dim, is_own_class)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError, RuntimeError):
+        return []  # parameters that differ between layers, or that this version of transformers does not know
+
+
+def find_layer_type(owner: nn.Module, config: Any) -> str | None:
+    """Return the type of a layer, such as "sliding_attention", by its configuration or itself; None if unknown."""
+    types, index = read_setting(config, "layer_types"), getattr(owner, "layer_idx", None)
+    if isinstance(types, list | tuple) and isinstance(index, int) and index < len(types):
+        return str(types[index])
+    named = getattr(owner, "layer_type", None) or getattr(owner, "attention_type", None)
+    return named if isinstance(named, str) else None
+
+
+def _build_configured(
+    config: Any, parameters: Any, layer_type: str, num_tokens: int, dim: int, is_own_class: bool
+) -> Iterator[ConfiguredRotary]:
+    """Yield the rotary positions of one set of parameters; several if the size of the head or the length is unclear."""
+    share = parameters.get("partial_rotary_factor")
+    # With latent attention, a part of the head turns, which some configurations also call head_dim.
+    stated = [getattr(config, name, None) for name in ("qk_rope_head_dim", "head_dim")]
+    head_dims = [int(head_dim) for head_dim in stated if head_dim]
+    for head_dim in dict.fromkeys(head_dims or [config.hidden_size // config.num_attention_heads]):
+        size = int(head_dim * (share or 1.0))
+        if not 1 < size <= dim:
+            continue
+        is_size_stated = is_own_class or share is not None
+        for angles, factor in _compute(config, parameters, layer_type, num_tokens, head_dim, size):
+            rope_type, theta = parameters.get("rope_type", "default"), float(parameters["rope_theta"])
+            yield ConfiguredRotary(rope_type, theta, angles, size, is_size_stated, factor)
+
+
+def _compute(
+    config: Any, parameters: Any, layer_type: str, num_tokens: int, head_dim: int, size: int
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield angles and factor, by the functions of transformers if they are scaled; twice for LongRoPE."""
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        yield compute_angles(float(parameters["rope_theta"]), size), 1.0
+        return
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(config, transformers.PreTrainedConfig):
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = copy.deepcopy(config)  # the functions complete its parameters in place
+    config.head_dim = head_dim
+    lengths = [num_tokens]
+    if rope_type == "longrope":  # other factors for long texts, which some models keep for short ones
+        limit = int(parameters["original_max_position_embeddings"])
+        lengths.append(limit if num_tokens > limit else limit + 1)
+    options = {"layer_type": layer_type} if layer_type else {}
+    for length in lengths:
+        angles, factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", seq_len=length, **options)
+        yield angles.double(), float(factor)

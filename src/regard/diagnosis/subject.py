@@ -1,23 +1,30 @@
-"""`Subject`: the model that `doctor` examines, and how to call it on other tokens, padded, shifted, or with a cache."""
+"""The model that `doctor` examines: how to call it on other tokens, padded or with a cache, and log what it calls."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from regard.capture.module_trace import ModuleTrace
+from regard.capture.call import Call, CapturedArgs
+from regard.capture.module_trace import ModuleEvent, ModuleTrace
+from regard.capture.record import CaptureOptions, build_call
 from regard.engines.torch_precision import widen
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
+from regard.findings import Finding, Severity
+from regard.lens.watch import Watch
 from regard.models.loaded_model import find_token_embedding
 
 Tensor = Any  # the types of torch are not followed
+
 
 # Calls `forward(input_ids, attention_mask)` and `cached(input_ids, sizes)` of the user.
 Forward = Callable[[Tensor, Tensor], Any]
@@ -271,9 +278,6 @@ class Subject:
         Args:
             tokens: (batch, n).
             mask: (batch, n), or None for no padding.
-
-        Returns:
-            The output of the decoder, for the first tokens of the user's.
         """
         decoded = self.inputs["decoder_input_ids"][:1].expand(len(tokens), -1)
         arguments = {"input_ids": tokens, "decoder_input_ids": decoded}
@@ -281,9 +285,6 @@ class Subject:
 
     def run_values(self, change: bool) -> Tensor:
         """Run a model of images or the like on its first input twice, as a batch of two.
-
-        Args:
-            change: Reverse and halve the second entry.
 
         Returns:
             The output, (2, …).
@@ -326,7 +327,6 @@ class Subject:
 
         Args:
             tokens: (batch, n).
-            sizes: Numbers of tokens, with the sum n.
             mask: (batch, n), of which each piece is passed the part up to its end; None for no padding.
 
         Returns:
@@ -405,14 +405,7 @@ class Subject:
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dict[str, inspect.Parameter]]:
-    """Follow wrappers that pass their keyword arguments on to the one module inside them, as DDP and peft do.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The module inside, and the parameters of its forward and of the wrappers'.
-    """
+    """Follow wrappers that pass their keyword arguments on to the one module inside them, as DDP and peft do."""
     parameters = dict(inspect.signature(model.forward).parameters)
     children = list(model.children())
     while len(children) == 1 and _passes_on(model):
@@ -457,18 +450,7 @@ def _name_values(output: Any) -> dict[str, Any]:
 
 
 def extract_output(output: Any, batch: int | None) -> Tensor:
-    """Return the tensor of a model's output to compare: that of each token, if there is one.
-
-    Args:
-        output: A tensor, a tuple, a mapping, or an object such as an output of transformers.
-        batch: The size of the batch, or None if unknown.
-
-    Returns:
-        A tensor of floating-point numbers whose first axis is the batch.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
+    """Return the tensor of a model's output to compare: that of each token, if there is one."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     named = _name_values(output)
@@ -493,7 +475,6 @@ def relative_difference(a: Tensor, b: Tensor) -> Tensor:
 
     Args:
         a: (batch, n, …) or (batch, …).
-        b: Of the same shape.
 
     Returns:
         (batch, n), or (batch,) for outputs without tokens; float64 if the device has it.
@@ -509,3 +490,122 @@ def relative_difference(a: Tensor, b: Tensor) -> Tensor:
 def tolerance_of(output: Tensor) -> float:
     """Return the relative difference above which two outputs of this dtype differ by more than rounding."""
     return TOLERANCES[min(max(output.element_size(), 2), 8)]
+
+
+@dataclass
+class LoggedCall:
+    """One attention call with the linear layers and norms around it.
+
+    Args:
+        call: The call, with value and output.
+        key: The key that was passed, with every head, (…, heads or kv_heads, kv_len, head_dim).
+        value: The value that was passed, with every head.
+        owner: The module that made the call.
+        layer: Number of the layer, from 0, in the order in which layers first ran.
+        around: Name of the module whose linear layers are logged: the call's, or one around it.
+        before: Linear layers of the same module that ran before it.
+        norms: Norms of the same module that ran before it.
+        after: Linear layers and norms of the same module that ran after it.
+    """
+
+    call: Call
+    key: Tensor
+    value: Tensor
+    owner: nn.Module
+    layer: int
+    around: str = ""
+    before: list[Any] = field(default_factory=list)
+    norms: list[Any] = field(default_factory=list)
+    after: list[Any] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        """Name of the module."""
+        return self.call.name
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the module is one of transformers, whose configuration decides on scale and window."""
+        return type(self.owner).__module__.startswith("transformers.")
+
+    def build_finding(
+        self, kind: str, message: str, evidence: dict[str, Any], hint: str, severity: Severity = "error"
+    ) -> Finding:
+        """Build a finding about this call."""
+        return Finding(kind, severity, message, self.module, self.layer, evidence=evidence, hint=hint)
+
+
+class CallLog(Watch):
+    """A watch that also has every call in order, with the modules around it; the recording is made as usual."""
+
+    def __init__(self, model: nn.Module, modules: bool) -> None:
+        options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
+        super().__init__(model, {name for name, _ in model.named_modules()}, options)
+        self._traces_modules = modules
+        self.recording = self._recording
+        self.recording._trace = ModuleTrace(sys.maxsize)  # all rows
+        self._layers: dict[str, int] = {}
+        self._calls: list[LoggedCall] = []
+        self._num_events = 0  # of the trace, up to the last call
+
+    def record(self, module: nn.Module, name: str, args: CapturedArgs) -> None:
+        """Log a call and record it."""
+        call = build_call(module, name, args, self._options, self._biases)
+        if isinstance(call, Call) and call.weights is None:  # of its own softmax, there is no query and key
+            layer = self._layers.setdefault(name, len(self._layers))
+            logged = LoggedCall(replace(call), args.key.detach(), args.value.detach(), module, layer)
+            events, around = self._take_events(), name
+            # If the module has no linear layers, they are those of a module around it.
+            while around and not any(map(self._is_linear, _select_inside(around, events))):
+                around = around.rpartition(".")[0]
+            for event in _select_inside(around, events) if around or not name else ():
+                (logged.before if self._is_linear(event) else logged.norms).append(event)
+            logged.around = around or name
+            self._calls.append(logged)
+        super().record(module, name, args)
+
+    def _is_linear(self, event: ModuleEvent) -> bool:
+        module = self._model.get_submodule(event.name)
+        return isinstance(module, nn.Linear) or event.class_name == "Conv1D"
+
+    def _take_events(self) -> list[ModuleEvent]:
+        """Return the linear layers and norms since the last call, of which they are the ones that ran after it."""
+        new = self.recording._trace.events[self._num_events :]
+        self._num_events += len(new)
+        modules = dict(self._model.named_modules())
+        events = [
+            event
+            for event in new
+            if event.output is not None
+            and (self._is_linear(event) or is_norm(event.name, modules[event.name]))
+        ]
+        if self._calls:
+            self._calls[-1].after += _select_inside(self._calls[-1].around, events)
+        return events
+
+    @property
+    def calls(self) -> list[LoggedCall]:
+        """The calls in order, with the linear layers of their modules."""
+        self._take_events()
+        return self._calls
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    """Return whether a module is a norm, such as RMSNorm: by its class or attribute, without modules inside."""
+    names = type(module).__name__ + name.rpartition(".")[2]
+    return "norm" in names.lower() and not any(True for _ in module.children())
+
+
+def _select_inside(module: str, events: list[ModuleEvent]) -> list[ModuleEvent]:
+    return [event for event in events if not module or event.name.startswith(f"{module}.")]
+
+
+@contextmanager
+def log_calls(model: nn.Module, modules: bool = False) -> Iterator[CallLog]:
+    """Log the calls of a block, and with `modules` the linear layers and norms of one pass.
+
+    Layers that cannot be captured are left to the recording's findings.
+    """
+    log = CallLog(model, modules)
+    with suppress(NotCapturedError), log:
+        yield log

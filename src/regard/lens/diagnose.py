@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,41 @@ from regard.capture.own_softmax import OVER_QUERIES
 from regard.capture.record import Uncaptured
 from regard.errors import ArgumentError, describe_argument
 from regard.findings import Check, CheckRun, Finding, Findings, format_numbers, run_check
-from regard.lens.call_checks import (
+from regard.lens.find import stack_name
+from regard.lens.layer_checks import (
+    CheckedLayer,
+    check_bias_direction,
     check_causal_alignment,
+    check_documents,
     check_dropout,
     check_empty_rows,
     check_future,
+    check_heads,
     check_inverted_mask,
     check_kernel,
-    check_padding,
-)
-from regard.lens.checked_layer import CheckedLayer
-from regard.lens.find import stack_name
-from regard.lens.head_checks import check_heads
-from regard.lens.mask_checks import (
-    check_bias_direction,
-    check_documents,
     check_own_key,
+    check_padded_positions,
+    check_padding,
     check_padding_axis,
     check_padding_order,
+    check_settings,
     check_zero_one_mask,
 )
-from regard.lens.setting_checks import check_padded_positions, check_settings
 from regard.lens.token_rows import as_token_lists, fit_tokens
 
 # Kind of the finding about an empty recording. It is an error, since nothing was checked, and not one of the model.
 NOTHING_RECORDED = "nothing recorded"
+
+EMPTY = Finding(
+    NOTHING_RECORDED,
+    "error",
+    "The recording is empty, so no attention was checked.",
+    hint="Run the model inside the block of regard.watch(model), without layers= or with layers that compute "
+    "attention. If it ran, its layers compute none that the lens reads: states, Fourier transforms and the like.",
+)
+
+# Why positions cannot be checked.
+NO_POSITIONS = "no positions were looked up or passed"
 
 # Padding tokens of common vocabularies.
 _PADDING_TOKENS = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
@@ -60,17 +70,7 @@ def run_checks(
     """Run the checks of `Recording.diagnose`.
 
     Args:
-        layer_calls: The calls of the recording.
-        joined_calls: The same by module name, with the steps of each cache.
-        module_hints: Modules that are causal, the positions that were looked up, and the images.
-        uncaptured: Layers that were not captured, by name.
-        cache_faults: Calls that do not extend their cache, by name.
-        tokens: Tokens of the sequence, or None.
         attention_mask: (batch, n), 1 = token, 0 = padding, or None.
-        causal: Whether layers should be causal; None to infer it.
-
-    Returns:
-        The findings.
     """
     is_token = _find_tokens(tokens, attention_mask)
     layers = list_layers(layer_calls, module_hints, causal)
@@ -86,7 +86,7 @@ def run_checks(
     for layer in layers:
         layer.is_finite = layer in finite
         if layer in with_weights:
-            layer.module_hints, layer.usual_scale = module_hints, usual_scales.get(_scale_group(layer))
+            layer.usual_scale = usual_scales.get(_scale_group(layer))
         for check in LAYER_CHECKS:
             found, run = run_check(check, layer)
             # A wrong polarity, form or order of a mask explains what the other checks of the mask would find.
@@ -94,22 +94,19 @@ def run_checks(
             findings += found
             runs[check.name].append(run)
     findings += _check_positions(joined_calls, module_hints)
-    findings += check_padded_positions(with_weights, module_hints)
+    findings += check_padded_positions(with_weights)
     findings += _check_caches(joined_calls, cache_faults)
     for number, (name, failure) in enumerate(uncaptured.items(), len(layers)):
         findings.append(_build_uncaptured(name, number, failure))
     if not layers and all(finding.severity != "error" for finding in findings):
-        findings.append(_build_empty())
+        findings.append(EMPTY)
     heads = sum(layer.shape[1] for layer in layers)
-    scope = f"{_format_count(len(layers), 'layer')}, {_format_count(heads, 'head')}"
-    across = _list_recording_checks(joined_calls, module_hints)
-    return Findings(findings, scope, [*across, *(_join_runs(name, each) for name, each in runs.items())])
-
-
-def _join_runs(name: str, runs: Sequence[CheckRun]) -> CheckRun:
-    """Return a check as run if it was in some layer, else with the reason of the first."""
-    not_run = runs[0] if runs else CheckRun(name, "no layer was recorded")
-    return next((run for run in runs if not run.reason), not_run)
+    scope = f"{len(layers)} layer{'s' * (len(layers) != 1)}, {heads} head{'s' * (heads != 1)}"
+    checks = _list_recording_checks(joined_calls, module_hints)
+    for name, of_layers in runs.items():
+        not_run = of_layers[0] if of_layers else CheckRun(name, "no layer was recorded")
+        checks.append(next((run for run in of_layers if not run.reason), not_run))
+    return Findings(findings, scope, checks)
 
 
 def _list_recording_checks(
@@ -118,7 +115,7 @@ def _list_recording_checks(
     """List the checks across layers: of NaN and inf, and of the steps of a cache."""
     has_steps = any(len(joined.steps) > 1 for groups in joined_calls.values() for joined in groups)
     no_steps = "" if has_steps else "one pass was recorded, and no steps with a cache"
-    no_positions = "" if module_hints.lookups else "no positions were looked up or passed"
+    no_positions = "" if module_hints.lookups else NO_POSITIONS
     return [
         CheckRun("NaN or inf"),
         CheckRun("cache: keys and values of each step", no_steps),
@@ -130,20 +127,12 @@ def _list_recording_checks(
 def list_layers(
     layer_calls: Sequence[LayerCall], module_hints: ModuleHints, causal: bool | None
 ) -> list[CheckedLayer]:
-    """Build the layers to check, and decide which should be causal.
-
-    Args:
-        layer_calls: The calls of the recording.
-        module_hints: Modules that are causal.
-        causal: Whether layers should be causal; None to infer it.
-
-    Returns:
-        One layer for each call.
-    """
+    """Build a layer to check for each call, and decide which should be causal; `causal` is what the user stated."""
     layers = [CheckedLayer(entry.layer, entry.module, entry.call) for entry in layer_calls]
     with_weights = [layer for layer in layers if _has_weights(layer)]
     for layer in with_weights:
-        layer.causal = _should_be_causal(layer, with_weights, module_hints, causal)
+        layer.module_hints = module_hints
+        layer.causal = _should_be_causal(layer, with_weights, causal)
     return layers
 
 
@@ -151,40 +140,16 @@ def _has_weights(layer: CheckedLayer) -> bool:
     return layer.call.query is not None and bool(min(layer.shape))
 
 
-def _format_count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
-
-
-def _build_empty() -> Finding:
-    """Build the finding of a recording without any layer, which is no sign of health."""
-    return Finding(
-        NOTHING_RECORDED,
-        "error",
-        "The recording is empty, so no attention was checked.",
-        "",
-        -1,
-        hint="Run the model inside the block of regard.watch(model), without layers= or with layers that compute "
-        "attention. If it ran, its layers compute none that the lens reads: states, Fourier transforms and the like.",
-    )
-
-
 def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
     """Build the finding of a layer that was not captured; a softmax over the wrong axis is an error of its own."""
     if failure.reason.endswith(OVER_QUERIES):
         message = "The softmax is over the queries, so the weights of a query do not sum to 1."
         hint = "Use softmax(dim=-1) on scores of shape (…, q_len, kv_len)."
-        return Finding(
-            "softmax axis", "error", message, name, number, evidence={"reason": failure.reason}, hint=hint
-        )
+        evidence = {"reason": failure.reason}
+        return Finding("softmax axis", "error", message, name, number, evidence=evidence, hint=hint)
     if failure.is_intended:
-        return Finding(
-            "left out",
-            "note",
-            f"Nothing was recorded of it: {failure.reason}.",
-            name,
-            number,
-            hint=failure.hint,
-        )
+        message = f"Nothing was recorded of it: {failure.reason}."
+        return Finding("left out", "note", message, name, number, hint=failure.hint)
     message = f"The layer was not captured: {failure.reason}."
     return Finding("not captured", "warning", message, name, number, hint=failure.hint)
 
@@ -252,15 +217,13 @@ def _set_image_runs(
                 layer.image_runs = image_runs
 
 
-def _should_be_causal(
-    layer: CheckedLayer, layers: list[CheckedLayer], module_hints: ModuleHints, causal: bool | None
-) -> bool:
+def _should_be_causal(layer: CheckedLayer, layers: list[CheckedLayer], causal: bool | None) -> bool:
     """Decide whether a layer should be causal: by the argument, by its module, or by most layers of its stack."""
     if layer.token_rows.query_offset is None:
         return False
     if causal is not None:
         return causal
-    if module_hints.causal.get(layer.module):
+    if layer.module_hints.causal.get(layer.module):
         return True
     stack = [
         other
@@ -332,7 +295,7 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
     else:
         message = "They are in query and key of the first recorded layer."
         hint = "Check the inputs, the embeddings and this layer's projections: isnan(weight).any()."
-    return [layer.build_finding("NaN or inf", "error", message, where, evidence, hint)], finite
+    return [layer.build_finding("NaN or inf", "error", message, evidence, hint, where)], finite
 
 
 def _find_not_finite(layer: CheckedLayer) -> tuple[Any, list[str], dict[str, int]] | None:
@@ -371,25 +334,18 @@ def _check_caches(
     """Report the calls of each layer that do not extend its cache as they should."""
     findings = []
     numbers = {name: number for number, name in enumerate(joined_calls)}
+    hint = "Compare with a pass without cache, and append each key and value once. If the cache was cropped or copied "
+    hint += "on purpose, watch each sequence in its own block."
     for name, faults in cache_faults.items():
         for kind, message in CACHE_FAULTS.items():
             of_kind = [fault for fault in faults if fault.kind == kind]
-            if not of_kind:
-                continue
-            calls = format_numbers("call", tuple(fault.call for fault in of_kind))
-            first = of_kind[0]
-            findings.append(
-                Finding(
-                    f"cache: {kind}",
-                    "error",
-                    message,
-                    name,
-                    numbers[name],
-                    evidence={"in": calls, "tokens of the first": first.tokens, "added by it": first.added},
-                    hint="Compare with a pass without cache, and append each key and value once. If the cache was "
-                    "cropped or copied on purpose, watch each sequence in its own block.",
+            if of_kind:
+                calls, first = format_numbers("call", tuple(fault.call for fault in of_kind)), of_kind[0]
+                evidence = {"in": calls, "tokens of the first": first.tokens, "added by it": first.added}
+                place = (name, numbers[name])
+                findings.append(
+                    Finding(f"cache: {kind}", "error", message, *place, evidence=evidence, hint=hint)
                 )
-            )
     return findings
 
 
@@ -413,18 +369,12 @@ def _check_positions(
                     row, position, expected = jumps[0]
                     evidence: dict[str, Any] = {"position": position, "expected": expected}
                     evidence |= {"calls with a jump": len(jumps), "looked up by": module}
-                    return [
-                        Finding(
-                            "positions",
-                            "error",
-                            "The positions of a cached step do not continue those of the cached keys.",
-                            name,
-                            layer,
-                            rows=(row,),
-                            evidence=evidence,
-                            hint="Omit position_ids, or pass cache length + arange(new tokens), not counting padding.",
-                        )
-                    ]
+                    message = "The positions of a cached step do not continue those of the cached keys."
+                    hint = (
+                        "Omit position_ids, or pass cache length + arange(new tokens), not counting padding."
+                    )
+                    place: dict[str, Any] = {"module": name, "layer": layer, "rows": (row,)}
+                    return [Finding("positions", "error", message, **place, evidence=evidence, hint=hint)]
     return []
 
 
@@ -471,54 +421,28 @@ def _lacks_padding(layer: CheckedLayer) -> str:
 
 
 def _lacks_documents(layer: CheckedLayer) -> str:
-    return _lacks_mask(layer) or (
-        "" if layer.module_hints.lookups else "no positions were looked up or passed"
-    )
-
-
-def _check_documents(layer: CheckedLayer) -> Iterator[Finding]:
-    """Check for documents that attend to each other, by the positions of the first lookup that has restarts."""
-    for lookup in layer.module_hints.lookups:
-        finding = check_documents(layer, lookup.positions.cpu().numpy())
-        if finding is not None:
-            yield finding
-            return
-
-
-def _entry(
-    name: str,
-    check: Callable[[CheckedLayer], Finding | None],
-    why_not: Callable[[CheckedLayer], str] = _lacks_mask,
-) -> Check[CheckedLayer]:
-    """Make an entry of a function that returns one finding or none."""
-
-    def find(layer: CheckedLayer) -> Iterator[Finding]:
-        finding = check(layer)
-        if finding is not None:
-            yield finding
-
-    return Check(name, find, why_not)
+    return _lacks_mask(layer) or ("" if layer.module_hints.lookups else NO_POSITIONS)
 
 
 # The form of the mask, first: what it gets wrong explains the findings of the checks after it.
 MASK_FORM_CHECKS: tuple[Check[CheckedLayer], ...] = (
-    _entry("polarity of the mask", check_inverted_mask, _lacks_weights),
-    _entry("mask of 0 and 1", check_zero_one_mask, _lacks_weights),
-    _entry("padding of another entry", check_padding_order, _lacks_weights),
-    _entry("padding of a head", check_padding_axis, _lacks_weights),
+    Check("polarity of the mask", check_inverted_mask, _lacks_weights),
+    Check("mask of 0 and 1", check_zero_one_mask, _lacks_weights),
+    Check("padding of another entry", check_padding_order, _lacks_weights),
+    Check("padding of a head", check_padding_axis, _lacks_weights),
 )
 
 LAYER_CHECKS: tuple[Check[CheckedLayer], ...] = (
-    _entry("dropout in eval mode", check_dropout, lambda layer: ""),
-    _entry("kernel", check_kernel, lambda layer: ""),
+    Check("dropout in eval mode", check_dropout),
+    Check("kernel", check_kernel),
     Check("sinks, soft cap and window of the module", check_settings, _lacks_weights),
     *MASK_FORM_CHECKS,
-    _entry("alignment of is_causal", check_causal_alignment),
-    _entry("own key", check_own_key, _is_not_causal),
-    _entry("weight on the future", check_future, _is_not_causal),
-    _entry("weight on padding", check_padding, _lacks_padding),
-    _entry("fully masked rows", check_empty_rows),
-    _entry("direction of the position bias", check_bias_direction),
-    Check("packed documents", _check_documents, _lacks_documents),
+    Check("alignment of is_causal", check_causal_alignment, _lacks_mask),
+    Check("own key", check_own_key, _is_not_causal),
+    Check("weight on the future", check_future, _is_not_causal),
+    Check("weight on padding", check_padding, _lacks_padding),
+    Check("fully masked rows", check_empty_rows, _lacks_mask),
+    Check("direction of the position bias", check_bias_direction, _lacks_mask),
+    Check("packed documents", check_documents, _lacks_documents),
     Check("scale and entropy of the heads", check_heads, _lacks_numbers),
 )

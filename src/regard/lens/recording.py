@@ -21,10 +21,10 @@ from regard.errors import ArgumentError, NotCapturedError, format_named_shape
 from regard.findings import Findings
 from regard.images.patch_grid import PatchGrid
 from regard.lens.alignment import Alignment, compute_alignment
-from regard.lens.checked_layer import CheckedLayer
 from regard.lens.diagnose import list_layers, run_checks
 from regard.lens.find import compute_rollout, compute_value_norms, find_heads
 from regard.lens.head_table import build_head_table
+from regard.lens.layer_checks import CheckedLayer
 from regard.lens.model_page import build_model_page
 from regard.lens.picture_page import build_image_page, find_layer_images
 from regard.lens.serialization import read_calls, write_calls

@@ -8,21 +8,28 @@ Imports `regard.core` and the packages below it, and `regard.reference`; the com
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.testing.cases.engine_check import ENGINES, check_case, list_compiled_engines
-from regard.testing.cases.factors import FACTORS, Case
-from regard.testing.cases.generate import draw_cases, find_uncovered_pairs, format_counts
-from regard.testing.cases.inputs import CaseInputs, build_inputs
+from regard.testing.cases import (
+    ENGINES,
+    Case,
+    CaseInputs,
+    build_inputs,
+    check_case,
+    draw_cases,
+)
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.report import Capability, ConformanceReport
-from regard.testing.conformance.runner import ConformanceTest, check_conformance, generate_tests
+from regard.testing.conformance.runner import (
+    Capability,
+    ConformanceReport,
+    ConformanceTest,
+    check_conformance,
+    generate_tests,
+)
 from regard.testing.device_check import check_device
 from regard.testing.installation import InstallationReport, check_installation
-from regard.testing.tolerance import ORDINARY_TOLERANCE, assert_matches, epsilon
+from regard.testing.tolerance import assert_matches
 
 __all__ = [
     "ENGINES",
-    "FACTORS",
-    "ORDINARY_TOLERANCE",
     "CallingConvention",
     "Capability",
     "Case",
@@ -37,11 +44,7 @@ __all__ = [
     "check_device",
     "check_installation",
     "draw_cases",
-    "epsilon",
-    "find_uncovered_pairs",
-    "format_counts",
     "generate_tests",
-    "list_compiled_engines",
 ]
 
 set_public_module(globals())

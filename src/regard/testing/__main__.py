@@ -13,14 +13,7 @@ from regard.testing.conformance.runner import SIZES, check_conformance
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report of a function.
-
-    Args:
-        arguments: The command line. Default: `sys.argv`.
-
-    Returns:
-        0 if there are no findings, 1 if there are, 2 for a usage error.
-    """
+    """Print the report of a function."""
     parsed = _build_parser().parse_args(arguments)
     options = {"function", "json", "size", "convention"}
     fields = {

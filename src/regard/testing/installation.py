@@ -12,29 +12,13 @@ from importlib import metadata
 from typing import Any
 
 from regard.engines.native.library import find_instruction_set
-from regard.testing.cases.engine_check import ENGINES, compute_bounds, compute_results
-from regard.testing.cases.factors import FACTORS, Case
-from regard.testing.cases.generate import draw_cases
-from regard.testing.cases.inputs import build_inputs
+from regard.testing.cases import ENGINES, draw_bounds, list_dtypes, measure_case
 from regard.testing.device_check import check_device, check_kernels
-from regard.tiling import use_tile_sizes
 
 PACKAGES = (
-    *(
-        "regard",
-        "numpy",
-        "torch",
-        "array-api-compat",
-        "transformers",
-        "safetensors",
-        "matplotlib",
-        "typer",
-        "rich",
-    ),
-    *("ray", "pyarrow", "ml_dtypes"),
+    *("regard", "numpy", "torch", "array-api-compat", "transformers", "safetensors", "matplotlib"),
+    *("typer", "rich", "ray", "pyarrow", "ml_dtypes"),
 )
-TILE = 16
-SMALL_TILES = {"rows": 64, "columns": 32, "mask_rows": 64, "mask_tile_rows": 72, "joined_columns": 48}
 MAX_FAILURES = 3  # shown; all are counted
 
 
@@ -112,11 +96,7 @@ def check_installation(num_cases: int = 100, seed: int = 0, device: str | None =
         try:
             found = _remove_all_paths(check_device(device))
             problems += found["problems"]
-        except (
-            AssertionError,
-            ImportError,
-            RuntimeError,
-        ) as error:  # torch asserts that it was built for a device
+        except (AssertionError, ImportError, RuntimeError) as error:  # torch asserts that it was built for it
             problems.append(f"the device {device} cannot be used: {_remove_paths(str(error))}")
     return InstallationReport(
         not problems,
@@ -175,16 +155,14 @@ def _check_kernels() -> Iterator[dict[str, Any]]:
 
 
 def _run_cases(count: int, seed: int, engines: tuple[str, ...]) -> dict[str, Any]:
-    """Run cases on the engines, with tiles so small that most lengths need several."""
-    has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
-    dtypes = [dtype for dtype in FACTORS["dtype"] if dtype != "bfloat16" or has_bfloat16]
+    """Run cases on the engines."""
+    dtypes = list_dtypes()
     start, failures, largest = time.perf_counter(), [], (0.0, "")
-    for case, is_possible in draw_cases(count, seed, TILE, dtypes):
-        if not is_possible:
-            continue
-        for engine, share, message in _check_case(case, engines):
+    for case, inputs, bounds in draw_bounds(count, seed, dtypes):
+        for engine in engines:
+            share, message = measure_case(case, inputs, bounds, engine)
             if message:
-                failures.append(f"{engine}: {message}")
+                failures.append(f"{engine}: {_remove_paths(message)}")
             largest = max(largest, (share, f"{engine}: {case}"))
     return {
         "count": count,
@@ -198,23 +176,6 @@ def _run_cases(count: int, seed: int, engines: tuple[str, ...]) -> dict[str, Any
         "largest_share_in": largest[1],
         "seconds": round(time.perf_counter() - start, 2),
     }
-
-
-def _check_case(case: Case, engines: tuple[str, ...]) -> Iterator[tuple[str, float, str]]:
-    """Yield each engine, the largest share of the allowed error, and what is wrong, or ""."""
-    inputs = build_inputs(case, TILE)
-    assert inputs is not None
-    bounds = compute_bounds(case, inputs)
-    for engine in engines:
-        share, message = 0.0, ""
-        try:
-            with use_tile_sizes(**SMALL_TILES):
-                for bound, result in compute_results(inputs, bounds, engine):
-                    bound.check(result)
-                    share = max(share, bound.compute_share(result))
-        except Exception as error:
-            message = _remove_paths(f"{case}: {type(error).__name__}: {error}")
-        yield engine, share, message
 
 
 def _remove_all_paths(entry: Any) -> Any:

@@ -24,9 +24,6 @@ def dtype_name(dtype: Any) -> str:
 def epsilon(dtype: Any) -> float:
     """Return the spacing of numbers at one: 2⁻⁵² for float64, 2⁻⁷ for bfloat16.
 
-    Args:
-        dtype: A dtype of NumPy or torch, or its name.
-
     >>> epsilon("bfloat16")
     0.0078125
     """
@@ -95,7 +92,9 @@ class ErrorBound:
         definition, naive = (np.asarray(x).astype(wide) for x in (definition, naive))
         with np.errstate(all="ignore"):
             size = np.abs(definition if magnitude is None else np.asarray(magnitude))
-            floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * _smallest_subnormal(dtype)
+            name = dtype_name(dtype)
+            smallest = 2.0**-133 if name == "bfloat16" else float(np.finfo(name).smallest_subnormal)
+            floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * smallest
             naive_error = np.abs(naive - definition)
             worst = np.max(np.where(np.isfinite(naive_error), naive_error, 0), initial=0)
         ordinary_limit = ORDINARY_TOLERANCE[dtype_name(dtype)] if ordinary else None
@@ -133,11 +132,6 @@ class ErrorBound:
         if self.ordinary_limit is not None:
             exceeds = error > self.ordinary_limit
             _check_errors(exceeds, error, self.ordinary_limit, what, "the bound for ordinary inputs")
-
-
-def _smallest_subnormal(dtype: Any) -> float:
-    name = dtype_name(dtype)
-    return 2.0**-133 if name == "bfloat16" else float(np.finfo(name).smallest_subnormal)
 
 
 def _check_errors(wrong: Any, error: Any, allowed: Any, what: str, rule: str) -> None:

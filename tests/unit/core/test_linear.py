@@ -25,7 +25,8 @@ from regard import (
 )
 from regard.core import linear as _linear
 from regard.masks import causal, dense, document, first, padding, sliding_window
-from regard.testing import assert_matches, epsilon
+from regard.testing import assert_matches
+from regard.testing.tolerance import epsilon
 from regard.tiling import use_tile_sizes
 from tests.helpers.linear_cases import HEADS, MASKS, SOME, D, N, V, draw
 

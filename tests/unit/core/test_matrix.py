@@ -13,7 +13,7 @@ import regard
 from regard import causal, first, padding, reference
 from regard.engines.native import use_instruction_set
 from regard.engines.numpy import NumpyEngine
-from regard.testing.cases.inputs import numpy_dtype
+from regard.testing.cases import numpy_dtype
 from regard.tiling import use_tile_sizes
 
 HEAD_DIM, VALUE_DIM, Q_LEN, KV_LEN = 5, 19, 11, 13

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from regard.diagnosis import doctor  # noqa: E402
+from regard import doctor  # noqa: E402
 from tests.helpers.planted_bugs import PLANTED_BUGS  # noqa: E402
 from tests.helpers.tiny_models import needs_t5_attention  # noqa: E402
 

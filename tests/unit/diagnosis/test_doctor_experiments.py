@@ -13,8 +13,7 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from regard import ArgumentTypeError  # noqa: E402
-from regard.diagnosis import doctor  # noqa: E402
+from regard import ArgumentTypeError, doctor  # noqa: E402
 from regard.diagnosis.rotary import measure_turn  # noqa: E402
 from tests.helpers.planted_bugs import make_inputs  # noqa: E402
 from tests.helpers.planted_models import PlantedGPT, SequenceFirstEncoder, rotate  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from regard.diagnosis import doctor  # noqa: E402
+from regard import doctor  # noqa: E402
 from tests.helpers.healthy_models import HEALTHY, REQUIRES, VISION_LANGUAGE  # noqa: E402
 
 # ModernBERT of transformers 5.0 compiles functions when its file is imported.

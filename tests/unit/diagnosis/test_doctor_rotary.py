@@ -7,11 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
-from tests.unit.lens.test_doctor_layers import HEAD_DIM, Port  # noqa: E402
-
-from regard.diagnosis import doctor  # noqa: E402
+from regard import doctor  # noqa: E402
 from tests.helpers.healthy_models import GROUPED, SIZES  # noqa: E402
 from tests.helpers.planted_bugs import make_inputs  # noqa: E402
+from tests.unit.diagnosis.test_doctor_layers import HEAD_DIM, Port  # noqa: E402
 
 KIND = "rotary: not as configured"
 ROPES = {

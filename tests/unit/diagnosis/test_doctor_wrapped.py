@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from regard.diagnosis import doctor  # noqa: E402
+from regard import doctor  # noqa: E402
 from tests.helpers.port_bugs import PORT_BUGS  # noqa: E402
 from tests.helpers.ported_decoder import PortedDecoder  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402

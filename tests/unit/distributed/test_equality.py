@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from regard.testing import Case, build_inputs, draw_cases
-from regard.testing.cases.engine_check import compute_bounds
+from regard.testing.cases import compute_bounds
 from tests.helpers.ring_cases import (
     TILE,
     Split,

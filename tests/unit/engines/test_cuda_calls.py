@@ -15,7 +15,7 @@ from regard.engines import torch_cuda  # noqa: E402
 from regard.engines import torch_fused as fused  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.measures import Entropy, Received  # noqa: E402
-from regard.testing.device_conventions import list_operators  # noqa: E402
+from regard.testing.device_check import list_operators  # noqa: E402
 from tests.helpers import cuda_double, device_cases  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 

@@ -20,7 +20,7 @@ from regard import Entropy, Received, TopK, attention, causal, reference  # noqa
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_precision  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from regard.testing.cases.engine_check import disable_fused_kernel, from_engine, to_engine  # noqa: E402
+from regard.testing.cases import disable_fused_kernel, from_engine, to_engine  # noqa: E402
 from tests.helpers.nightly import keep_in_ci  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 

@@ -15,11 +15,10 @@ from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 import regard  # noqa: E402
 from regard import reference  # noqa: E402
 from regard.testing import CallingConvention, check_conformance, generate_tests  # noqa: E402
-from regard.testing.cases.engine_check import disable_fused_kernel  # noqa: E402
+from regard.testing.cases import disable_fused_kernel  # noqa: E402
 from regard.testing.conformance.attention_steps import DEFINITION, run_steps  # noqa: E402
-from regard.testing.conformance.compare import build_output_gradient, compute_expected  # noqa: E402
 from regard.testing.conformance.presets import PRESETS  # noqa: E402
-from regard.testing.conformance.probe_calls import generate_probes  # noqa: E402
+from regard.testing.conformance.probes import build_output_gradient, compute_expected, generate_probes  # noqa: E402
 from tests.helpers.torch_capabilities import NAN_CAPABILITIES, list_rejected  # noqa: E402
 
 NAN = (*NAN_CAPABILITIES, *list_rejected())  # what torch's function is known not to do
@@ -446,7 +445,7 @@ def test_an_unknown_capability_is_rejected():
 
 
 def test_the_full_size_names_its_missing_dependency(monkeypatch):
-    monkeypatch.setattr("regard.testing.conformance.probe_calls.find_spec", lambda name: None)
+    monkeypatch.setattr("regard.testing.conformance.probes.find_spec", lambda name: None)
     with pytest.raises(regard.RegardError, match="pip install ml_dtypes"):
         check_conformance(flat, size="full")
 

@@ -13,8 +13,7 @@ pytest.importorskip("ml_dtypes")
 
 from regard.engines import torch_cuda, torch_kernels  # noqa: E402
 from regard.testing import check_device, check_installation, device_check  # noqa: E402
-from regard.testing.device_conventions import describe_conventions  # noqa: E402
-from regard.testing.device_speed import estimate_ratios  # noqa: E402
+from regard.testing.device_check import describe_conventions, estimate_ratios  # noqa: E402
 from tests.helpers import cuda_double, pretend_device  # noqa: E402
 
 

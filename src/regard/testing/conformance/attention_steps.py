@@ -1,15 +1,88 @@
-"""The definition of attention as replaceable steps, to compute what a function with exactly one fault returns."""
+"""One attention call, and the definition of attention as replaceable steps: what a function with one fault returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from regard.testing.conformance.attention_call import AttentionCall, build_causal_mask
+Align = Literal["upper_left", "lower_right"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of one attention call, independent of the layout of any function.
+
+    Args:
+        query: (batch, heads, q_len, head_dim), in numbers that `dtype` represents exactly.
+        key: (batch, kv_heads, kv_len, head_dim).
+        value: (batch, kv_heads, kv_len, value_dim).
+        dtype: The dtype to call the function with.
+        mask: Booleans (q_len, kv_len), or with all four axes, where an axis of size one broadcasts. Default: none.
+        causal: The corner of the causal triangle. Default: not causal.
+        scale: The scale to pass. Default: none is passed.
+        memory: The memory layout of the arrays: "contiguous", "transposed", "sliced", "expanded" or "reversed".
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    dtype: str = "float64"
+    mask: Any = None
+    causal: Align | None = None
+    scale: float | None = None
+    memory: str = "contiguous"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes by name."""
+        batch, heads, q_len, head_dim = self.query.shape
+        _, kv_heads, kv_len, value_dim = self.value.shape
+        return {
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len,
+            "head_dim": head_dim, "value_dim": value_dim,
+        }  # fmt: skip
+
+    def build_mask(self) -> Any:
+        """Return which keys each query may attend to, booleans (…, q_len, kv_len)."""
+        q_len, kv_len = self.query.shape[-2], self.key.shape[-2]
+        mask = np.ones((q_len, kv_len), bool) if self.mask is None else np.asarray(self.mask, bool)
+        return mask & build_causal_mask(q_len, kv_len, self.causal)
+
+    def slice_axis(self, axis: str, part: slice) -> AttentionCall:
+        """Return the call with a slice of one axis."""
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        if axis == "batch":
+            query, key, value = query[part], key[part], value[part]
+        elif axis == "heads":
+            query, key, value = query[:, part], key[:, part], value[:, part]
+        elif axis == "q_len":
+            query = query[:, :, part]
+        elif axis == "kv_len":
+            key, value = key[:, :, part], value[:, :, part]
+        elif axis == "head_dim":
+            query, key = query[..., part], key[..., part]
+        else:
+            value = value[..., part]
+        if mask is not None:
+            mask_axis = {"batch": -4, "heads": -3, "q_len": -2, "kv_len": -1}.get(axis)
+            if mask_axis is not None and -mask_axis <= mask.ndim and mask.shape[mask_axis] > 1:
+                mask = mask[(slice(None),) * (mask.ndim + mask_axis) + (part,)]
+        return replace(self, query=query, key=key, value=value, mask=mask)
+
+
+def build_causal_mask(q_len: int, kv_len: int, align: Align | None) -> Any:
+    """Build a boolean causal mask of shape (q_len, kv_len). If `align` is None, every entry is True.
+
+    >>> build_causal_mask(2, 3, "lower_right").astype(int)
+    array([[1, 1, 0],
+           [1, 1, 1]])
+    """
+    if align is None:
+        return np.ones((q_len, kv_len), bool)
+    return np.tri(q_len, kv_len, kv_len - q_len if align == "lower_right" else 0, dtype=bool)
 
 
 class AttentionResult(NamedTuple):
@@ -19,11 +92,6 @@ class AttentionResult(NamedTuple):
     weights: Any = None  # (batch, heads, q_len, kv_len), if the function returns them
     gradients: Any = None  # of query, key and value, if the probe needs them
     inputs_changed: bool = False  # whether the function wrote into its arguments
-
-
-def keep_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return the arrays unchanged."""
-    return query, key, value
 
 
 def repeat_kv_heads(array: Any, heads: int) -> Any:
@@ -49,36 +117,6 @@ def get_causal_mask(call: AttentionCall) -> Any:
     return build_causal_mask(call.query.shape[-2], call.key.shape[-2], call.causal)
 
 
-def mask_scores(scores: Any, allowed: Any) -> tuple[Any, Any]:
-    """Set masked scores to −inf; return them and which entries may have weight."""
-    return np.where(allowed, scores, -np.inf), allowed
-
-
-def row_max(scores: Any, axis: Any) -> Any:
-    """Return the maximum to subtract before the exponential."""
-    return np.max(scores, axis=axis, keepdims=True, initial=-np.inf)
-
-
-def zero_weights(scores: Any, kv_len: int) -> Any:
-    """Return the weights of an empty row."""
-    return 0.0
-
-
-def identity(array: Any) -> Any:
-    """Return the array unchanged."""
-    return array
-
-
-def sum_exponentials(exponentials: Any, axis: Any, base: Any) -> Any:
-    """Return the denominator of the softmax; `base` was subtracted from the scores."""
-    return exponentials.sum(axis=axis, keepdims=True)
-
-
-def keep_weights(call: AttentionCall, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
-    """Return the weights, and which of them count, unchanged."""
-    return weights, live
-
-
 def sum_live_values(weights: Any, live: Any, value: Any) -> Any:
     """Compute weights @ value over live entries only, because 0 · NaN is NaN."""
     if np.isfinite(value).all():
@@ -95,20 +133,23 @@ def return_both(output: Any, weights: Any) -> tuple[Any, Any]:
 class Steps:
     """The definition, one step for each field. A fault replaces some of them."""
 
-    arrange: Callable[..., Any] = keep_arrays
+    # Query, key and value; repeated key or value heads; scale, mask and causal mask of a call, True = attend.
+    arrange: Callable[..., Any] = lambda query, key, value: (query, key, value)
     repeat_heads: Callable[..., Any] = repeat_kv_heads
     scale: Callable[..., Any] = resolve_scale
     mask: Callable[..., Any] = get_mask
     causal: Callable[..., Any] = get_causal_mask
-    mask_scores: Callable[..., Any] = mask_scores
-    shift: Callable[..., Any] = row_max
+    # The masked scores, and which of them may have weight; what is subtracted before the exponential.
+    mask_scores: Callable[..., Any] = lambda scores, allowed: (np.where(allowed, scores, -np.inf), allowed)
+    shift: Callable[..., Any] = lambda scores, axis: np.max(scores, axis, keepdims=True, initial=-np.inf)
     exponential: Callable[..., Any] = np.exp
     axis: Any = -1  # of the softmax
-    denominator: Callable[..., Any] = sum_exponentials
-    empty_row: Callable[..., Any] = zero_weights
-    after_softmax: Callable[..., Any] = keep_weights
+    # The sum of exponentials of scores less `base`; the weights of an empty row; the weights, and which of them count.
+    denominator: Callable[..., Any] = lambda exponentials, axis, base: exponentials.sum(axis, keepdims=True)
+    empty_row: Callable[..., Any] = lambda scores, kv_len: 0.0
+    after_softmax: Callable[..., Any] = lambda call, weights, live, allowed: (weights, live)
     combine: Callable[..., Any] = sum_live_values
-    finish: Callable[..., Any] = identity
+    finish: Callable[..., Any] = lambda output: output
     return_value: Callable[..., Any] = return_both
     half_precision: bool = False  # whether every intermediate result is rounded to the dtype of the inputs
     # Gradients:
@@ -129,17 +170,13 @@ HALF_DTYPES = ("float16", "bfloat16")
 def run_steps(
     call: AttentionCall, steps: Steps, dtype: Any = np.float64, output_gradient: Any = None
 ) -> AttentionResult:
-    """Compute what a function with these steps returns.
-
-    Args:
-        call: The call.
-        steps: The steps.
-        dtype: The dtype of the computation.
-        output_gradient: The gradient of the output, if the gradients of query, key and value are needed.
-    """
+    """Compute what a function with these steps returns."""
     with np.errstate(all="ignore"):
         rounds = steps.half_precision and call.dtype in HALF_DTYPES
-        to_half = partial(round_to, dtype=call.dtype) if rounds else identity
+
+        def to_half(array: Any) -> Any:
+            return round_to(array, call.dtype) if rounds else array
+
         query, key, value = steps.arrange(*(x.astype(dtype) for x in (call.query, call.key, call.value)))
         heads = query.shape[1]
         key, value = steps.repeat_heads(key, heads), steps.repeat_heads(value, heads)

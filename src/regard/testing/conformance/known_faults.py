@@ -2,13 +2,163 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from regard.testing.conformance import broken_steps as broken
-from regard.testing.conformance.attention_steps import Steps, get_causal_mask, get_mask, resolve_scale
+from regard.testing.conformance.attention_steps import (
+    Align,
+    AttentionCall,
+    Steps,
+    build_causal_mask,
+    get_causal_mask,
+    get_mask,
+    repeat_kv_heads,
+    resolve_scale,
+)
+
+# -- Scale ----------------------------------------------------------------------------------------------------
+
+
+def replace_default_scale(default: Callable[[AttentionCall], float]) -> Callable[[AttentionCall], float]:
+    """Return a scale step that is wrong only if the call passes no scale."""
+    return lambda call: default(call) if call.scale is None else call.scale
+
+
+# -- Heads and positions --------------------------------------------------------------------------------------
+
+
+def read_as_heads_first(array: Any) -> Any:
+    """Read memory that holds (n, heads) as (heads, n)."""
+    batch, heads, length, width = array.shape
+    return array.swapaxes(1, 2).reshape(batch, heads, length, width)
+
+
+def read_as_positions_first(array: Any) -> Any:
+    """Read memory that holds (heads, n) as (n, heads)."""
+    batch, heads, length, width = array.shape
+    return array.reshape(batch, length, heads, width).swapaxes(1, 2)
+
+
+def split_heads_last(array: Any) -> Any:
+    """Split heads from a packed axis as (d h), although it holds (h d)."""
+    batch, heads, length, width = array.shape
+    packed = array.swapaxes(1, 2).reshape(batch, length, width, heads)
+    return packed.transpose(0, 3, 1, 2)
+
+
+def join_heads_last(array: Any) -> Any:
+    """Invert `split_heads_last`."""
+    batch, heads, length, width = array.shape
+    packed = array.transpose(0, 2, 3, 1).reshape(batch, length, heads, width)
+    return packed.swapaxes(1, 2)
+
+
+def swap_positions_and_heads(array: Any) -> Any:
+    """Swap the axes of positions and heads."""
+    return array.swapaxes(1, 2)
+
+
+def apply_to_each(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a step that changes query, key and value alike."""
+    return lambda query, key, value: (change(query), change(key), change(value))
+
+
+def tile_kv_heads(array: Any, heads: int) -> Any:
+    """Repeat the key heads as a whole, so that head h reads key head h mod kv_heads."""
+    return np.tile(array, (1, heads // array.shape[1], 1, 1)) if array.shape[1] else array
+
+
+# -- Mask and causal ------------------------------------------------------------------------------------------
+
+
+def change_mask(change: Callable[[Any], Any]) -> Callable[[AttentionCall], Any]:
+    """Return a mask step that changes the mask, if the call has one."""
+    return lambda call: np.True_ if call.mask is None else change(call.mask)
+
+
+def if_causal(build: Callable[[AttentionCall], Any]) -> Callable[[AttentionCall], Any]:
+    """Return a causal step that builds its mask only if the call is causal."""
+    return lambda call: np.True_ if call.causal is None else build(call)
+
+
+def shift_diagonal(by: int) -> Callable[[AttentionCall], Any]:
+    """Return a causal step whose diagonal is off by `by` keys."""
+
+    def build(call: AttentionCall) -> Any:
+        q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+        return np.tri(q_len, kv_len, by + (kv_len - q_len if call.causal == "lower_right" else 0), dtype=bool)
+
+    return build
+
+
+def use_other_corner(call: AttentionCall) -> Any:
+    """Build the causal mask of the other alignment."""
+    other: Align = "lower_right" if call.causal == "upper_left" else "upper_left"
+    return build_causal_mask(call.query.shape[-2], call.key.shape[-2], other)
+
+
+def always_causal(align: Align) -> Callable[[AttentionCall], Any]:
+    """Return a causal step that masks in every call, by `align` if the call names no corner."""
+    return lambda call: build_causal_mask(call.query.shape[-2], call.key.shape[-2], call.causal or align)
+
+
+def show_future(call: AttentionCall) -> Any:
+    """Build a causal mask that masks the past instead of the future."""
+    q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+    return build_causal_mask(kv_len, q_len, call.causal).T
+
+
+def keep_whole_blocks(tile: int) -> Callable[[AttentionCall], Any]:
+    """Return a mask step that drops the keys after the last whole block; a shorter sequence is one block."""
+
+    def build(call: AttentionCall) -> Any:
+        kv_len = call.key.shape[-2]
+        kept = np.arange(kv_len) < (kv_len // tile * tile if kv_len >= tile else kv_len)
+        return kept & (np.True_ if call.mask is None else call.mask)
+
+    return build
+
+
+# -- Softmax --------------------------------------------------------------------------------------------------
+
+
+def softmax_unmasked(scores: Any, kv_len: int) -> Any:
+    """Compute the weights of an empty row from its unmasked scores."""
+    exponentials = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def count_padding(tile: int) -> Callable[[int], int]:
+    """Return a function from kv_len to the number of keys that pad its last block."""
+    return lambda kv_len: -kv_len % tile
+
+
+def count_extra_keys(count: Callable[[int], int]) -> Callable[..., Any]:
+    """Return a denominator with `count(kv_len)` extra keys of score 0."""
+    return lambda exponentials, axis, base: (
+        exponentials.sum(axis=axis, keepdims=True) + count(exponentials.shape[-1]) * np.exp(-base)
+    )
+
+
+def skip_shift(scores: Any, axis: Any) -> Any:
+    """Subtract nothing before the exponential."""
+    return np.zeros((1, 1, 1, 1))
+
+
+def replace_zero_by_nan(exponentials: Any, axis: Any, base: Any) -> Any:
+    """Return a denominator that is NaN if the sum underflows to 0."""
+    total = exponentials.sum(axis=axis, keepdims=True)
+    return np.where(total == 0, np.nan, total)
+
+
+def drop_nan_rows(call: AttentionCall, weights: Any, live: Any, allowed: Any) -> tuple[Any, Any]:
+    """Return zeros for a row whose scores are all NaN, as a running maximum that skips NaN does."""
+    scores = call.query @ repeat_kv_heads(call.key, call.query.shape[1]).swapaxes(-1, -2)
+    dropped = allowed.any(-1, keepdims=True) & (np.isnan(scores) | ~allowed).all(-1, keepdims=True)
+    return np.where(dropped, 0, weights), live & ~dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +200,15 @@ FAULTS: tuple[Fault, ...] = (
     # -- Scale --
     _fault(
         "scale missing", "The scale is missing.", "Multiply the scores by 1/√head_dim before the softmax.",
-        scale=broken.replace_default_scale(lambda call: 1.0),
+        scale=replace_default_scale(lambda call: 1.0),
     ),
     _fault(
         "scale by head_dim", "The scores are divided by head_dim, not by its square root.",
-        "Multiply by 1/√head_dim.", scale=broken.replace_default_scale(lambda call: 1 / call.sizes["head_dim"]),
+        "Multiply by 1/√head_dim.", scale=replace_default_scale(lambda call: 1 / call.sizes["head_dim"]),
     ),
     _fault(
         "scale inverted", "The scores are multiplied by √head_dim instead of divided by it.",
-        "Multiply by 1/√head_dim.", scale=broken.replace_default_scale(lambda call: call.sizes["head_dim"] ** 0.5),
+        "Multiply by 1/√head_dim.", scale=replace_default_scale(lambda call: call.sizes["head_dim"] ** 0.5),
     ),
     _fault(
         "scale twice", "The scale is applied twice.", "Scale only one of scores, query and key.",
@@ -70,7 +220,7 @@ FAULTS: tuple[Fault, ...] = (
         "scale of another axis", "The scale comes from another axis than head_dim.",
         "Use the last axis of query: 1/√head_dim of one head, independent of value_dim, heads and lengths.",
         *(
-            {"scale": broken.replace_default_scale(scale)}
+            {"scale": replace_default_scale(scale)}
             for scale in (
                 lambda call: (call.sizes["heads"] * call.sizes["head_dim"]) ** -0.5,
                 lambda call: (call.sizes["kv_heads"] * call.sizes["head_dim"]) ** -0.5,
@@ -101,43 +251,43 @@ FAULTS: tuple[Fault, ...] = (
         "mask inverted", "The mask is inverted: True drops a key.",
         "Mask a key where the mask is False.",
         if_intended="If True = ignore is its convention, describe it: mask=\"drop\".",
-        mask=broken.change_mask(np.logical_not),
+        mask=change_mask(np.logical_not),
     ),
     _fault("mask ignored", "The mask is ignored.", "Set masked scores to −inf.", mask=lambda call: np.True_),
     _fault(
         "mask transposed", "The mask is read transposed: its rows are used as keys.",
-        "Row i of the mask is query i, column j is key j.", mask=broken.change_mask(lambda mask: mask.swapaxes(-1, -2)),
+        "Row i of the mask is query i, column j is key j.", mask=change_mask(lambda mask: mask.swapaxes(-1, -2)),
     ),
     _fault(
         "mask of first batch entry", "The mask of the first batch entry is used for the whole batch.",
         "Index the mask by the batch entry, or broadcast it.",
-        mask=broken.change_mask(lambda mask: mask[:1] if mask.ndim == 4 else mask),
+        mask=change_mask(lambda mask: mask[:1] if mask.ndim == 4 else mask),
     ),
     _fault(
         "mask of first head", "The mask of the first head is used for every head.",
         "Index the mask by the head, or broadcast it.",
-        mask=broken.change_mask(lambda mask: mask[:, :1] if mask.ndim == 4 else mask),
+        mask=change_mask(lambda mask: mask[:, :1] if mask.ndim == 4 else mask),
     ),
     _fault(
         "mask of first query", "The first row of the mask is used for every query.",
         "Row i of the mask is query i; only a mask with one row applies to all.",
-        mask=broken.change_mask(lambda mask: mask[..., :1, :]),
+        mask=change_mask(lambda mask: mask[..., :1, :]),
     ),
     _fault(
         "masked scores 0", "Masked scores are 0, not −inf, and so keep weight.",
         "Set masked scores to −inf before the softmax; exp(0) is 1.",
-        mask_scores=lambda scores, allowed: (np.where(allowed, scores, 0), broken.all_live(scores)),
+        mask_scores=lambda scores, allowed: (np.where(allowed, scores, 0), np.ones_like(scores, bool)),
     ),
     _fault(
         "mask added", "The boolean mask is added to the scores as 0 and 1.",
         "Set scores to −inf where a boolean mask is False.",
         if_intended="If it expects 0 and −inf, describe it: mask=\"additive\".",
-        mask_scores=lambda scores, allowed: (scores + allowed, broken.all_live(scores)),
+        mask_scores=lambda scores, allowed: (scores + allowed, np.ones_like(scores, bool)),
     ),
     _fault(
         "masked weights not renormalised", "The mask is applied after the softmax, and rows no longer sum to 1.",
         "Mask the scores before the softmax.",
-        mask_scores=lambda scores, allowed: (scores, broken.all_live(scores)),
+        mask_scores=lambda scores, allowed: (scores, np.ones_like(scores, bool)),
         after_softmax=lambda call, weights, live, allowed: (np.where(allowed, weights, 0), allowed),
     ),
     # -- Causal --
@@ -145,7 +295,7 @@ FAULTS: tuple[Fault, ...] = (
         "causal corner", "Causal is aligned {other}, expected {expected}.",
         "Query i attends to key j if j ≤ i (upper left) or j ≤ i + kv_len − q_len (lower right).",
         if_intended="If that is its convention, describe it: causal=\"{other_name}\".",
-        causal=broken.if_causal(broken.use_other_corner),
+        causal=if_causal(use_other_corner),
     ),
     _fault(
         "causal ignored", "Causal is ignored.", "Mask the keys after the query.",
@@ -154,19 +304,19 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "causal sees one ahead", "Causal is off by one: a query attends to the key after it.",
         "Attend if kv_idx ≤ q_idx; the diagonal is the last visible key (k=1 of np.triu, diagonal=0 of torch.tril).",
-        causal=broken.if_causal(broken.shift_diagonal(1)),
+        causal=if_causal(shift_diagonal(1)),
     ),
     _fault(
         "causal misses itself", "Causal is off by one: a query does not attend to its own key.",
-        "Attend if kv_idx ≤ q_idx: the diagonal is visible.", causal=broken.if_causal(broken.shift_diagonal(-1)),
+        "Attend if kv_idx ≤ q_idx: the diagonal is visible.", causal=if_causal(shift_diagonal(-1)),
     ),
     _fault(
         "causal sees the future", "Causal masks the past and shows the future.", "Attend if kv_idx ≤ q_idx.",
-        causal=broken.if_causal(broken.show_future),
+        causal=if_causal(show_future),
     ),
     _fault(
         "causal always", "Causal is applied to calls that are not causal.", "Mask the keys after the query on request.",
-        *({"causal": broken.always_causal(align)} for align in ("lower_right", "upper_left")),
+        *({"causal": always_causal(align)} for align in ("lower_right", "upper_left")),
     ),
     _fault(
         "causal ignored if masked", "Causal is ignored if the call has a mask.", "Combine both: mask & causal mask.",
@@ -188,7 +338,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "softmax missing", "The softmax is missing: scores are used as weights.", "Normalise the scores over keys.",
-        shift=broken.skip_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
+        shift=skip_shift, exponential=lambda scores: np.where(scores == -np.inf, 0, scores),
         denominator=lambda exponentials, axis, base: np.ones((1, 1, 1, 1)),
     ),
     _fault(
@@ -197,23 +347,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "no shift", "Large scores overflow: nothing is subtracted before the exponential.",
-        "Subtract the row's largest score first.", {"shift": broken.skip_shift},
-        {"shift": broken.skip_shift, "denominator": broken.replace_zero_by_nan},
+        "Subtract the row's largest score first.", {"shift": skip_shift},
+        {"shift": skip_shift, "denominator": replace_zero_by_nan},
     ),
     _fault(
         "one more in the denominator", "The denominator of the softmax has one term too many.",
         "Sum over the existing keys only; an attention sink is another function.",
-        denominator=broken.count_extra_keys(lambda kv_len: 1),
+        denominator=count_extra_keys(lambda kv_len: 1),
     ),
     _fault(
         "padded block counted", "Keys that pad the last block are counted with a score of 0.",
         "Set their scores to −inf before the exponential.",
-        *({"denominator": broken.count_extra_keys(broken.count_padding(tile))} for tile in TILES),
+        *({"denominator": count_extra_keys(count_padding(tile))} for tile in TILES),
     ),
     _fault(
         "last block dropped", "Keys after the last whole block are dropped.",
         "Round the number of blocks up, and mask the keys beyond kv_len.",
-        *({"mask": broken.keep_whole_blocks(tile)} for tile in TILES),
+        *({"mask": keep_whole_blocks(tile)} for tile in TILES),
     ),
     _fault(
         "half precision", "Half precision inputs are computed in half precision.",
@@ -228,7 +378,7 @@ FAULTS: tuple[Fault, ...] = (
     _fault(
         "empty rows attend", "Empty rows attend to masked keys.",
         "Mask with −inf, not with a large negative number, and set the weights of an empty row to 0.",
-        {"empty_row": lambda scores, kv_len: 1 / max(kv_len, 1)}, {"empty_row": broken.softmax_unmasked},
+        {"empty_row": lambda scores, kv_len: 1 / max(kv_len, 1)}, {"empty_row": softmax_unmasked},
     ),
     _fault(
         "masked key leaks", "A masked NaN leaks from the key: the mask is added to its score.",
@@ -245,47 +395,47 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": lambda output: np.nan_to_num(output, posinf=np.inf, neginf=-np.inf)},
         {"finish": np.nan_to_num},
         {"after_softmax": lambda call, weights, live, allowed: (np.nan_to_num(weights), live)},
-        {"after_softmax": broken.drop_nan_rows},
+        {"after_softmax": drop_nan_rows},
     ),
     # -- Heads, batch, and the order of arguments --
     _fault(
         "heads mixed", "Heads are mixed: memory is reshaped where axes should be transposed.",
         "Split and join heads by a reshape of the packed axis, and move them by a transpose.",
-        {"arrange": broken.apply_to_each(broken.read_as_heads_first)},
-        {"arrange": broken.apply_to_each(broken.read_as_heads_first), "finish": broken.read_as_positions_first},
-        {"arrange": broken.apply_to_each(broken.read_as_positions_first)},
-        {"arrange": broken.apply_to_each(broken.read_as_positions_first), "finish": broken.read_as_heads_first},
-        {"finish": broken.read_as_positions_first},
-        {"finish": broken.read_as_heads_first},
+        {"arrange": apply_to_each(read_as_heads_first)},
+        {"arrange": apply_to_each(read_as_heads_first), "finish": read_as_positions_first},
+        {"arrange": apply_to_each(read_as_positions_first)},
+        {"arrange": apply_to_each(read_as_positions_first), "finish": read_as_heads_first},
+        {"finish": read_as_positions_first},
+        {"finish": read_as_heads_first},
     ),
     _fault(
         "heads interleaved", "Heads are split as (d h), expected (h d).",
         "Reshape the packed axis to (heads, head_dim) in this order.",
-        {"arrange": broken.apply_to_each(broken.split_heads_last)},
-        {"arrange": broken.apply_to_each(broken.split_heads_last), "finish": broken.join_heads_last},
-        {"finish": broken.join_heads_last},
-        {"finish": broken.split_heads_last},
+        {"arrange": apply_to_each(split_heads_last)},
+        {"arrange": apply_to_each(split_heads_last), "finish": join_heads_last},
+        {"finish": join_heads_last},
+        {"finish": split_heads_last},
     ),
     _fault(
         "heads reversed", "Heads are joined in reverse order.", "Head 0 comes first in the packed axis.",
-        {"finish": broken.reverse_heads},
-        {"arrange": broken.apply_to_each(broken.reverse_heads)},
+        {"finish": lambda output: output[:, ::-1]},
+        {"arrange": apply_to_each(lambda array: array[:, ::-1])},
     ),
     _fault(
         "positions and heads swapped", "Attention runs over heads: positions and heads are swapped.",
         "Transpose positions and heads first, so that scores compare positions.",
-        {"arrange": broken.apply_to_each(broken.swap_positions_and_heads), "finish": broken.swap_positions_and_heads},
+        {"arrange": apply_to_each(swap_positions_and_heads), "finish": swap_positions_and_heads},
         if_intended="Or check the layout: (batch, heads, n, head_dim) is layout=\"b h n d\", the inputs of flash-attn "
         "are \"b n h d\".",
     ),
     _fault(
         "groups tiled", "Grouped heads are tiled: head h reads key head h mod kv_heads.",
         "Repeat each key head in a row (repeat_interleave, np.repeat), not the whole (repeat, np.tile).",
-        repeat_heads=broken.tile_kv_heads,
+        repeat_heads=tile_kv_heads,
     ),
     _fault(
         "first key head", "Every head reads the first key head.", "Head h reads key head h // (heads / kv_heads).",
-        repeat_heads=broken.repeat_first_head,
+        repeat_heads=lambda array, heads: np.repeat(array[:, :1], heads, axis=1),
     ),
     _fault(
         "key and value swapped", "Key and value are swapped.", "The order of arguments is query, key, value.",

@@ -14,9 +14,8 @@ from typing import Any
 
 from regard import masks
 from regard.errors import ArgumentError
-from regard.testing.conformance.compare import run_probe
 from regard.testing.conformance.convention import CallingConvention
-from regard.testing.conformance.probe_calls import ProbeCall, generate_probes
+from regard.testing.conformance.probes import generate_probes, run_probe
 
 PRESETS: dict[str, CallingConvention] = {
     "torch": CallingConvention(
@@ -58,16 +57,7 @@ LAYOUTS = ("b h n d", "h n d", "n d")
 
 
 def resolve_convention(fn: Any, preset: str | None, fields: dict[str, Any]) -> tuple[Any, CallingConvention]:
-    """Return a function as the kit calls it, and its convention: the preset, or what the signature says.
-
-    Args:
-        fn: The attention function; None for a convention without a function.
-        preset: The name of a preset. Default: the preset of a known function, or none.
-        fields: Fields of `CallingConvention` that replace those found.
-
-    Raises:
-        ArgumentError: If there is no such preset.
-    """
+    """Return a function as the kit calls it, and its convention: the preset, or what the signature says."""
     if preset is not None and preset not in PRESETS:
         raise ArgumentError(
             "check_conformance", received=f"the convention {preset!r}", expected=f"one of {', '.join(PRESETS)}",
@@ -84,11 +74,7 @@ def resolve_convention(fn: Any, preset: str | None, fields: dict[str, Any]) -> t
 
 
 def adapt_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a known function that is not called as `fn(query, key, value, …)`; return others unchanged.
-
-    Args:
-        fn: The attention function.
-    """
+    """Wrap a known function that is not called as `fn(query, key, value, …)`; return others unchanged."""
     adapters = {
         "multihead": _adapt_multihead, "flex": _adapt_flex, "jax": _adapt_jax, "regard": _adapt_regard,
     }  # fmt: skip
@@ -130,7 +116,9 @@ def _read_signature(fn: Callable[..., Any], fields: dict[str, Any]) -> CallingCo
         CallingConvention(layout, library=library, **guess) for library in libraries for layout in layouts
     ]
     for convention in conventions if len(conventions) > 1 else ():
-        outcomes = [run_probe(fn, convention, probe) for probe in _basic_probes(convention)]
+        probes = generate_probes(convention.array_library.dtype, None)
+        basic = [probe for probe in probes if probe.capability in ("plain", "heads and batch")]
+        outcomes = [run_probe(fn, convention, probe) for probe in basic]
         if all(outcome.skip_reason or outcome.result is not None for outcome in outcomes):
             return convention
     return conventions[0]
@@ -150,12 +138,6 @@ def _find_libraries(fn: Callable[..., Any]) -> list[Any]:
         if libraries := [library for library in ("numpy", "torch", "jax") if library in modules]:
             return libraries
     return ["numpy"]
-
-
-def _basic_probes(convention: CallingConvention) -> list[ProbeCall]:
-    """Return probes with every axis that a layout may have."""
-    probes = generate_probes(convention.array_library.dtype, None)
-    return [probe for probe in probes if probe.capability in ("plain", "heads and batch")]
 
 
 # -- Adapters for functions with another signature ------------------------------------------------------------
